@@ -9,6 +9,7 @@ The weights are the same bits at every world size, and under DDP and FSDP2. A sc
 `loss.backward()` and `optimizer.step()` itself.
 """
 
+from zero_torch.checkpoints import Checkpoints
 from zero_torch.run import Run, protect
 
-__all__ = ["Run", "protect"]
+__all__ = ["Checkpoints", "Run", "protect"]

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
-from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Turn
 from zero_contract.errors import ZeroError
@@ -64,7 +63,6 @@ class OrderedGradients:
         collectives: Collectives,
         parameters: Sequence[nn.Parameter],
         block: int,
-        apart: Collectives | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Sum over a group.
@@ -73,7 +71,6 @@ class OrderedGradients:
             collectives: The group.
             parameters: Whose gradients are summed.
             block: Micro-batches that are summed in a tree.
-            apart: The group in which sums begin inside of nodes; None: owners add everything.
             guard: A context around the end of a backward, which may find that a peer is lost.
         """
         device = parameters[0].device
@@ -86,11 +83,7 @@ class OrderedGradients:
         self._guard = guard
         self._waits_at_once = device.type != "cpu"
         self._pool = BufferPool(device)
-        self._reduction: OrderedReduction | NodeReduction
-        if apart is None:
-            self._reduction = OrderedReduction(collectives, self._pool)
-        else:
-            self._reduction = NodeReduction(apart, self._pool)
+        self._reduction = OrderedReduction(collectives, self._pool)
         self._sums: dict[str, OrderedSum] = {}
         self._of_step: set[str] = set()
         """The sums that have received a gradient in this step."""

@@ -7,40 +7,33 @@ and do nothing at the others, whoever calls them; a step counts when the optimiz
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from zero_checkpoint.files.place import place
-from zero_checkpoint.persistence import Persistence
-from zero_checkpoint.weight_hash import weight_hash
-from zero_comm.agent_link import agent_link, exit_on_peer_loss
-from zero_comm.collectives import Collectives
+from zero_comm.agent_link import exit_on_peer_loss
 from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_contract.errors import ConfigError, ZeroError
-from zero_contract.worker import Progress
-from zero_data.global_batch import BatchShape, Cursor, StepPlan, mix, plan_step
+from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
+from zero_torch.checkpoints import Checkpoints, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip, row_bounds
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
-from zero_torch.state import TrainingState
-from zero_torch.training import Loading, Training
+from zero_torch.training import Ordered
 from zero_torch.wrapped import Wrapped, Wrapper, check_optimizer, local, recognize
 
 
+@overload
 def protect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -50,8 +43,34 @@ def protect(
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
     config: Mapping[str, Any] | None = None,
-) -> Run:
+) -> Run: ...
+
+
+@overload
+def protect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Checkpoints: ...
+
+
+def protect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any] | None = None,
+    *,
+    microbatches: int | None = None,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run | Checkpoints:
     """Give a training with stock PyTorch the same bits at every world size. Collective.
+
+    Without a loader it gets checkpoints and recovery alone: data, gradients and steps stay the
+    script's own, and the bits depend on the world size.
 
     Args:
         model: Wrapped in DistributedDataParallel, or sharded by fully_shard; in one process also
@@ -67,7 +86,13 @@ def protect(
         ConfigError: The model, optimizer or loader cannot be protected; says why.
         PeerLost: A peer is lost.
     """
-    if microbatches < 1:
+    if (loader is None) != (microbatches is None):
+        absent = "loader" if loader is None else "microbatches"
+        raise ConfigError(
+            f"protect() got no {absent}: give loader and microbatches, or neither of them for "
+            "checkpoints alone"
+        )
+    if microbatches is not None and microbatches < 1:
         raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
     chosen = settings.read(config or {})
     init_distributed()
@@ -78,27 +103,23 @@ def protect(
             'it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
         )
     wrapped = recognize(model, dist.get_world_size())
-    check_optimizer(optimizer, wrapped.trained(), wrapped.wrapper)
-    return Run(
-        wrapped,
-        optimizer,
-        loader,
-        microbatches=microbatches,
-        scheduler=scheduler,
-        scaler=scaler,
-        chosen=chosen,
-    )
+    shards_steps = wrapped.wrapper if loader is not None else Wrapper.PLAIN
+    check_optimizer(optimizer, wrapped.trained(), shards_steps)
+    made: Run | Checkpoints
+    options = {"scheduler": scheduler, "scaler": scaler, "chosen": chosen}
+    if loader is None or microbatches is None:
+        made = Checkpoints(wrapped, optimizer, **options)
+    else:
+        made = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
+    made.start()
+    return made
 
 
-class Run:
-    """One training.
+class Run(Checkpoints):
+    """One training, with its data and gradients in order.
 
     Attributes:
         loader: The script's loader, in order: iterate over it for the rest of the epoch.
-        grad_norm: The norm of the gradients that were clipped last, before clipping.
-        ledger: The record of consumed samples; None without elastic.sample_ledger.
-        scheduler: As given to `protect`; so is `scaler`.
-        client_state: The script's own state in the checkpoint that was loaded.
     """
 
     def __init__(
@@ -112,70 +133,44 @@ class Run:
         scaler: torch.amp.GradScaler | None,
         chosen: settings.Settings,
     ) -> None:
-        """Attach to the model; `protect` checks the arguments."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        self.grad_norm: float | None = None
-        self.client_state: dict[str, Any] = {}
-        self._checkpoint = chosen.checkpoint
-        self._stepped = False
-        """Whether a step has ended since the last save."""
-        self._wrapped = wrapped
-        self._optimizer = optimizer
-        self.scheduler = scheduler
-        self.scaler = scaler
-        self._seed = seed = chosen.elastic.seed
-        self._rank, self._world = rank, world
-        self._cursor = Cursor()
+        """Attach to the model; `protect` checks the arguments, and calls `start`."""
+        super().__init__(wrapped, optimizer, scheduler=scheduler, scaler=scaler, chosen=chosen)
+        options = chosen.elastic
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
-        batches = in_order(loader, self._batch, self._cursor, rank, world, seed)
+        place = self._rank, self._world, options.seed
+        batches = in_order(loader, self._batch, self._cursor, *place)
         self.loader = MicroBatches(batches, self._begin_micro_step, self._end_micro_step)
-        self._link = agent_link(rank)
-        device = next(iter(wrapped.trained().values())).device
-        self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
-        self._collectives.meet(device)
-        block = chosen.elastic.reduction_block
         self._gradients = OrderedGradients(
             self._collectives,
             list(wrapped.trained().values()),
-            block or DEFAULT_BLOCK,
+            options.reduction_block or DEFAULT_BLOCK,
             guard=partial(exit_on_peer_loss, self._link),
         )
-        self._acted = False
-        """Whether the optimizer has acted in this micro-step."""
         self._skipped = False
-        """Whether it left the weights as they were, because the gradients were not finite."""
+        """Whether this step left the weights as they were: the gradients were not finite."""
         self._rates: list[float] = []
         """The learning rates with which the step has begun."""
-        self._loss = 0.0
-        """Of this rank's micro-batches of the step, weighted."""
-        self._everybodys: Tensor | None = None
-        """The notes of all ranks, if they have come with the norm of this step."""
-        self._lent: Callable[[], object] | None = None
-        """To be called before the state changes."""
-        self._norm = self._norm_of(device)
-        directory = chosen.elastic.sample_ledger
-        self.ledger = (
-            Ledger(directory, round=self._link.round, rank=rank, world=world) if directory else None
+        self._norm = self._make_norm()
+        self._ledger: Ledger | None = None
+        if directory := options.sample_ledger:
+            who = {"round": self._link.round, "rank": self._rank, "world": self._world}
+            self._ledger = Ledger(directory, **who)
+
+    def start(self) -> None:
+        """As `Checkpoints.start`."""
+        options = self._chosen.elastic
+        self._persist(
+            Ordered(
+                gradients=self._gradients,
+                batch=self._batch,
+                dataset_size=self.loader.batches.dataset_size,
+                seed=options.seed,
+                configured_block=options.reduction_block,
+            )
         )
-        self._training = Training(
-            state=TrainingState(wrapped, optimizer, rank, world),
-            cursor=self._cursor,
-            collectives=self._collectives,
-            gradients=self._gradients,
-            batch=self._batch,
-            dataset_size=batches.dataset_size,
-            seed=seed,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            configured_block=block,
-            hash_weights=self.weight_hash,
-            lend_state=self._lend,
-        )
-        self._persistence = Persistence(chosen.checkpoint, self._training, self._link)
         self._attach()
         self._hold()
-        if device.type == "cpu":
+        if self._device.type == "cpu":
             keep_freed_memory()
 
     def _attach(self) -> None:
@@ -189,19 +184,14 @@ class Run:
             case Wrapper.PLAIN:
                 hooks_plain.attach(self._wrapped.trained(), self._gradients)
 
-    def _norm_of(self, device: torch.device) -> Norm:
-        trained = self._wrapped.trained().values()
+    def _make_norm(self) -> Norm:
+        trained, device = self._wrapped.trained().values(), self._device
         if self._wrapped.wrapper is not Wrapper.FSDP2:
             return WholeNorm([p.numel() for p in trained], self._collectives, device)
         bounds = [row_bounds(p.shape, self._world) for p in trained]
         return ShardNorm(bounds, self._collectives, device)
 
     # ---- a step ----
-
-    @property
-    def global_step(self) -> int:
-        """Steps done."""
-        return self._cursor.step
 
     @property
     def samples(self) -> int:
@@ -270,117 +260,31 @@ class Run:
         clip([local(g) for g in gradients if g is not None], self.grad_norm, max_norm)
         return self.grad_norm
 
-    def weight_hash(self) -> str:
-        """The hash of all weights, as zero_engine computes it. Collective."""
-        return weight_hash(self._whole_weights())
+    def ledger(self) -> Ledger | None:
+        """This rank's record of consumed samples; None without elastic.sample_ledger.
 
-    def _whole_weights(self) -> Iterable[tuple[str, Tensor]]:
-        for name, parameter in self._wrapped.parameters().items():
-            data = parameter.detach()
-            yield name, data.full_tensor() if isinstance(data, DTensor) else data
-
-    # ---- checkpoints ----
-
-    def load(self, directory: str | os.PathLike[str], tag: str | None = None) -> str | None:
-        """Resume from the newest checkpoint that is whole, of any world size and wrapper.
-
-        Args:
-            directory: As given to `save`: a directory that all ranks share, or a URL.
-            tag: Only a checkpoint of this name.
-
-        Returns:
-            The path of the checkpoint; None if there is none yet.
-
-        Raises:
-            DamagedCheckpoint: There are checkpoints, and none is whole.
-            ModelMismatch: The newest one is of another model or optimizer.
-            CheckpointError: A rank could not read, or no checkpoint has this tag.
-            ZeroError: It is the middle of a step.
+        `zero_data.read_ledger` reads the records of all ranks, and `zero_data.verify` checks them.
         """
-        self._leave_step("load()")
-        with exit_on_peer_loss(self._link):
-            path, self.client_state = self._persistence.load(
-                place(directory), tag, Loading(self._training)
-            )
-        return path
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Save after a step; if the agent has asked this worker to leave, exit afterwards.
-
-        Args:
-            directory: A directory that all ranks share, or a URL.
-            tag: A name to load it by; by default global_step<N>.
-            client_state: The script's own state; `load` puts it into `run.client_state`.
-
-        Returns:
-            Whether a checkpoint was saved, or is being saved in the background.
-
-        Raises:
-            CheckpointError: The save failed on some rank.
-            ZeroError: It is the middle of a step.
-        """
-        self._leave_step("save()")
-        with exit_on_peer_loss(self._link):
-            return self._persistence.save(place(directory), tag, client_state or {})
-
-    def save_if_due(
-        self,
-        directory: str | os.PathLike[str],
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        every_steps: int | None = None,
-        every_s: float | Literal["auto"] | None = None,
-    ) -> bool:
-        """Save if a save is due, or if the agent has asked this worker to leave.
-
-        Call it after each batch; between two steps it does nothing. Without an interval here or in
-        the config's "checkpoint", the interval is "auto": the one that loses the least time.
-
-        Returns:
-            Whether a checkpoint was saved.
-        """
-        if self._gradients.now is not None and not self._acted:
-            return False
-        self._end_micro_step()
-        options = self._checkpoint
-        if every_steps is every_s is options.every_steps is options.every_s is None:
-            every_s = "auto"
-        if self._cursor.micro or not self._stepped:
-            return False
-        if not self._persistence.due(every_steps, every_s):
-            return False
-        self._stepped = False
-        return self.save(directory, client_state=client_state)
-
-    @property
-    def leaving(self) -> bool:
-        """Whether this worker has been asked to leave; equal on all ranks after each step."""
-        return self._persistence.leaving
+        return self._ledger
 
     def close(self) -> None:
         """Finish a save in the background, and leave the agent; before destroy_process_group."""
-        self._persistence.close()
-        if self.ledger is not None:
-            self.ledger.close()
-        self._link.remove(self._persistence.number)
+        super().close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _between_steps(self) -> bool:
+        if self._gradients.now is not None and not self._in_step:
+            return False
+        self._end_micro_step()
+        return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
-        """End a step whose optimizer has acted; refuse to do `what` in the middle of one."""
-        if self._acted:
-            self._end_micro_step()
-        if self._gradients.now is not None or self._cursor.micro:
+        if not self._between_steps():
             raise ZeroError(
                 f"{what} in the middle of a step: its gradients cannot be saved; call it after "
                 "the step() of the last micro-batch, which returns True"
             )
-
-    def _lend(self, until: Callable[[], object]) -> None:
-        self._lent = until
 
     # ---- micro-steps ----
 
@@ -410,10 +314,10 @@ class Run:
                 "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
                 "holds it until the last micro-batch of a step"
             )
-        self._acted = False
+        self._in_step = False
         ticket = self.loader.batches.last
-        if self.ledger is not None and ticket is not None and not microbatch.padding:
-            self.ledger.consume(microbatch.index, ticket.ids)
+        if self._ledger is not None and ticket is not None and not microbatch.padding:
+            self._ledger.consume(microbatch.index, ticket.ids)
         self._gradients.begin(
             MicroStep(
                 number=micro,
@@ -422,7 +326,7 @@ class Run:
                 weight=plan.weight(microbatch),
             )
         )
-        torch.manual_seed(mix(self._seed, cursor.step, microbatch.index))
+        torch.manual_seed(mix(self._chosen.elastic.seed, cursor.step, microbatch.index))
 
     def _end_micro_step(self) -> None:
         """End the micro-step, if there is one.
@@ -433,7 +337,7 @@ class Run:
         now = self._gradients.now
         if now is None:
             return
-        if now.last and not self._acted:
+        if now.last and not self._in_step:
             raise ZeroError(
                 f"step {self._cursor.step + 1} was not taken: call run.step(), or "
                 "optimizer.step(), for every batch of run.loader; zero_torch holds it until the "
@@ -445,52 +349,27 @@ class Run:
         else:
             self._cursor.micro += 1
 
-    def _end_step(self) -> None:
-        """Tell the other ranks and the agent; save into memory, and leave, if that is due."""
-        with exit_on_peer_loss(self._link):
-            everybodys, self._everybodys = self._everybodys, None
-            if everybodys is None:
-                everybodys = self._collectives.everybodys(self._notes(), "notes")
-            notes = everybodys.tolist()
-            self._persistence.take_notes([row[:-1] for row in notes])
-            loss, self._loss = sum(row[-1] for row in notes), 0.0
-            cursor, self._stepped = self._cursor, True
-            progress = Progress(
-                step=cursor.step,
-                samples=cursor.samples,
-                loss=loss,
-                gradient_norm=self.grad_norm,
-                loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
-            )
-            self._link.progress(self._persistence.number, progress)
-            self._persistence.keep_in_memory()
-            self._persistence.depart_if_asked()
-
-    def _notes(self) -> Tensor:
-        """What all ranks are told at the end of a step."""
-        return torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float32)
-
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
-        self._acted, self._skipped = True, skipped
+        self._in_step, self._skipped = True, skipped
         cursor.step += 1
         cursor.samples += plan.samples
         cursor.skipped += skipped
         cursor.micro = 0
-        if self.ledger is not None:
-            self.ledger.end_step(cursor.step)
+        if self._ledger is not None:
+            self._ledger.end_step(cursor.step)
 
     # ---- calls that are held ----
 
     def _hold(self) -> None:
         """Let calls of the script do nothing until the last micro-batch of a step."""
-        _replace(self._optimizer, "step", self._optimizer_step)
+        replace(self._optimizer, "step", self._optimizer_step)
         if self.scheduler is not None:
             _derive(self.scheduler, "step", self._if_last)
         if self.scaler is not None:
-            _replace(self.scaler, "unscale_", self._if_last)
-            _replace(self.scaler, "step", self._scaler_step)
-            _replace(self.scaler, "update", self._if_last)
+            replace(self.scaler, "unscale_", self._if_last)
+            replace(self.scaler, "step", self._scaler_step)
+            replace(self.scaler, "update", self._if_last)
 
     def _if_last(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._gradients.now
@@ -513,7 +392,7 @@ class Run:
         if not self._may_act():
             return None
         result = call(*args, **kwargs)
-        if not self._acted:  # the gradients were not finite
+        if not self._in_step:  # the gradients were not finite
             self._count_step(skipped=True)
         return result
 
@@ -524,23 +403,11 @@ class Run:
             ZeroError: There is no micro-batch, or the optimizer has acted in it.
         """
         last = self._now().last
-        if last and self._acted:
+        if last and self._in_step:
             raise ZeroError("the optimizer was stepped twice in one step; step it once")
-        if last and self._lent is not None:
-            until, self._lent = self._lent, None
-            until()
+        if last:
+            self._take_back()
         return last
-
-
-def _replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
-    """Replace a method of one object; torch's schedulers need it to be a bound method."""
-    call = getattr(owner, name)
-
-    @wraps(call)
-    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return held(call, *args, **kwargs)
-
-    setattr(owner, name, MethodType(method, owner))
 
 
 def _derive(owner: Any, name: str, held: Callable[..., Any]) -> None:

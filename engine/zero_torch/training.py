@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
@@ -19,7 +20,7 @@ from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
 from zero_comm.collectives import Collectives
-from zero_comm.reduction_order import ORDERED, order_of, record_of
+from zero_comm.reduction_order import NATIVE, ORDERED, order_of, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.state import TrainingState
@@ -27,6 +28,10 @@ from zero_torch.state import TrainingState
 _log = logging.getLogger(__name__)
 
 _ANEW = "begin a new run in another directory"
+_NO_POSITION = (
+    "the checkpoint does not say which samples its steps have consumed, as it was made without a "
+    "loader: the samples begin anew"
+)
 _SAME_RESULT = {
     "leaves": "the number of micro-batches of a step",
     "micro_batch": "the samples of a micro-batch",
@@ -40,21 +45,39 @@ _SAME_RESULT = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """What the bits of a training depend on, whose data and gradients are in order."""
+
+    gradients: OrderedGradients
+    batch: BatchShape
+    dataset_size: int
+    seed: int
+    configured_block: int | None
+    """The script's own choice of the reduction block."""
+
+    def record(self) -> dict[str, Any]:
+        """Under the names of the engine's record."""
+        return {
+            "leaves": self.batch.microbatches,
+            "micro_batch": self.batch.micro_batch,
+            "dataset_size": self.dataset_size,
+            "seed": self.seed,
+            "reduction": record_of(self.gradients.block),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """One training: `zero_checkpoint.persistence.Training`, implemented."""
 
     state: TrainingState
     cursor: Cursor
     collectives: Collectives
-    gradients: OrderedGradients
-    batch: BatchShape
-    dataset_size: int
-    seed: int
+    ordered: Ordered | None
+    """None: data and gradients are the script's own."""
     optimizer: torch.optim.Optimizer
     scheduler: Any
     scaler: torch.amp.GradScaler | None
-    configured_block: int | None
-    """The script's own choice of the reduction block."""
     hash_weights: Callable[[], str]
     lend_state: Callable[[Callable[[], object]], None]
 
@@ -114,20 +137,17 @@ class Training:
 
     def record(self) -> dict[str, Any]:
         """Counters, batch and environment, under the names of the engine's record."""
-        cursor = self.cursor
+        cursor, ordered = self.cursor, self.ordered
+        native = {"reduction": record_of_native(dist.get_backend(), "of the script")}
         return {
+            **(ordered.record() if ordered is not None else native),
             "step": cursor.step,
             "samples": cursor.samples,
             "skipped": cursor.skipped,
-            "leaves": self.batch.microbatches,
-            "micro_batch": self.batch.micro_batch,
-            "dataset_size": self.dataset_size,
-            "seed": self.seed,
             "world": self.world,
             "optimizer": type(self.optimizer).__name__,
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
-            "reduction": record_of(self.gradients.block),
         }
 
     def weight_hash(self) -> str:
@@ -148,11 +168,9 @@ class Training:
         Raises:
             ConfigError: The script asks for another order of the gradients' sums.
         """
-        block = self.configured_block
-        self.gradients.block, change = order_of(run, ORDERED, block, anew=_ANEW)
-        for line in (change, *differences(self.record(), run)) if self.rank == 0 else ():
-            if line:
-                _log.warning("%s", line)
+        changes = self._adopt_order(run)
+        for line in (*changes, *differences(self.record(), run)) if self.rank == 0 else ():
+            _log.warning("%s", line)
         self.state.adopt(run["groups"])
         if self.scheduler is not None and run.get("scheduler") is not None:
             self.scheduler.load_state_dict(run["scheduler"])
@@ -162,6 +180,16 @@ class Training:
         cursor.step, cursor.samples, cursor.skipped = run["step"], run["samples"], run["skipped"]
         cursor.micro = 0
 
+    def _adopt_order(self, run: Mapping[str, Any]) -> list[str]:
+        """Sum gradients as a checkpoint says; returns a sentence for each change."""
+        ordered = self.ordered
+        if ordered is None:
+            return [order_of(run, NATIVE, None, anew=_ANEW)[1]] if run.get("leaves") else []
+        block, change = order_of(run, ORDERED, ordered.configured_block, anew=_ANEW)
+        ordered.gradients.block = block
+        unknown = run["step"] and not run["samples"]
+        return [*filter(None, [change]), *([_NO_POSITION] if unknown else [])]
+
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """What makes a resumed run another one: a sentence each. A saved None is unknown."""
@@ -169,7 +197,7 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
         f"{what} is {ours[key]} and was {saved[key]} when the checkpoint was made: from here on "
         "the results are not those of the uninterrupted run"
         for key, what in _SAME_RESULT.items()
-        if saved.get(key) not in (None, ours[key])
+        if saved.get(key) not in (None, ours.get(key)) and key in ours
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.world import WorldPool
 from zero_checkpoint import weight_hash
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
+from zero_data.ledger import read_ledger, verify
 from zero_torch.wrapped import local
 
 SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
@@ -277,3 +279,63 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(worlds: WorldPool) 
     (alone,) = worlds.run(1, overflowing, "plain")
     assert alone[1:] == (1e-2 * 0.5**3, 128.0)
     assert set(worlds.run(2, overflowing, "fsdp2")) == {alone}
+
+
+def recorded(directory: str) -> tuple[bool, Any]:
+    model, _, run = protected("ddp", config={"elastic": {"sample_ledger": directory}})
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        run.step()
+    ledger = run.ledger()
+    run.close()
+    return ledger is not None, protected("ddp")[2].ledger()
+
+
+def test_the_ledger_says_which_samples_were_consumed(worlds: WorldPool, tmp_path: Path) -> None:
+    assert worlds.run(2, recorded, str(tmp_path)) == [(True, None)] * 2
+    report = verify(read_ledger(tmp_path), SAMPLES)
+    assert (report.steps, report.samples, report.problems) == (STEPS, SAMPLES + 10, ())
+
+
+def alone_with_checkpoints(wrapper: str, directory: str, steps: int) -> Any:
+    """A loop of torch alone, that is given no loader: it resumes, trains some steps, and saves."""
+    told = Told()
+    logging.getLogger("zero_torch").addHandler(told)
+    model = make(wrapper, seed=run_seed(directory))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    run = zero_torch.protect(model, optimizer, scheduler=scheduler)
+    run.load(directory)
+    begun = run.global_step, run.weight_hash(), optimizer.param_groups[0]["lr"], run.client_state
+    for _ in range(steps):
+        model(dataset()[:2][0]).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        run.save_if_due(directory, {"at": run.global_step}, every_steps=2)
+    ended = run.global_step, run.weight_hash(), optimizer.param_groups[0]["lr"], {"at": steps}
+    run.close()
+    logging.getLogger("zero_torch").removeHandler(told)
+    return begun, ended, told.lines
+
+
+class Told(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_without_a_loader_a_run_has_checkpoints_and_says_what_is_not_promised(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (first, _) = worlds.run(2, alone_with_checkpoints, "ddp", str(tmp_path), 2)
+    (_, saved, told) = first
+    assert [line.partition(", so")[0] for line in told] == ["zero_torch.protect() got no loader"]
+    found = worlds.run(3, alone_with_checkpoints, "fsdp2", str(tmp_path), 0)
+    assert [rank[0] for rank in found] == [saved] * 3
+    assert saved[0] == 2

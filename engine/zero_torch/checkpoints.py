@@ -1,0 +1,292 @@
+"""Checkpoints and recovery of a training whose data and gradients are the script's own.
+
+Owns the end of a step: what all ranks tell each other there, and what follows from it. Must always
+hold: a checkpoint is of a state between two steps, at the same step on all ranks. A step ends with
+the next call of `save_if_due` or `save`, so with the scheduler stepped, and at the latest before
+the optimizer acts again.
+
+`protect` returns it for a script without a loader; `run.Run` adds what a loader makes possible.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zero_checkpoint.files.place import place
+from zero_checkpoint.persistence import Persistence
+from zero_checkpoint.weight_hash import weight_hash
+from zero_comm.agent_link import agent_link, exit_on_peer_loss
+from zero_comm.collectives import Collectives
+from zero_contract.worker import Progress
+from zero_data.global_batch import Cursor
+from zero_torch import settings
+from zero_torch.state import TrainingState
+from zero_torch.training import Loading, Ordered, Training
+from zero_torch.wrapped import Wrapped
+
+_log = logging.getLogger(__name__)
+
+_NOT_PROMISED = (
+    "zero_torch.protect() got no loader, so it gives checkpoints and recovery alone. Not promised: "
+    "the same bits at another world size or after a restart, one global batch at every world size, "
+    "and each sample once; keep the position of your data in client_state"
+)
+
+
+class Checkpoints:
+    """The checkpoints of one training, and its recovery.
+
+    Attributes:
+        client_state: The script's own state in the checkpoint that was loaded.
+        grad_norm: The norm of the gradients that `Run` has clipped last, before clipping.
+        scheduler: As given to `protect`; so is `scaler`.
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler | None,
+        chosen: settings.Settings,
+    ) -> None:
+        """Join the other ranks; `protect` checks the arguments, and calls `start`."""
+        self.client_state: dict[str, Any] = {}
+        self.grad_norm: float | None = None
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self._wrapped = wrapped
+        self._optimizer = optimizer
+        self._chosen = chosen
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._cursor = Cursor()
+        self._link = agent_link(self._rank)
+        self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
+        self._collectives.meet(self._device)
+        self._in_step = False
+        """Whether the optimizer has acted, and the step has not ended."""
+        self._unsaved = False
+        """Whether a step has ended since the last save."""
+        self._loss = 0.0
+        """Of this rank's micro-batches of the step, weighted."""
+        self._everybodys: Tensor | None = None
+        """The notes of all ranks, if they have come already."""
+        self._lent: Callable[[], object] | None = None
+        """To be called before the state changes."""
+
+    def start(self) -> None:
+        """Begin: from now on the script may load, and train."""
+        if self._rank == 0:
+            _log.warning("%s", _NOT_PROMISED)
+        self._persist(None)
+        replace(self._optimizer, "step", self._optimizer_step)
+
+    def _persist(self, ordered: Ordered | None) -> None:
+        self._training = Training(
+            state=TrainingState(self._wrapped, self._optimizer, self._rank, self._world),
+            cursor=self._cursor,
+            collectives=self._collectives,
+            ordered=ordered,
+            optimizer=self._optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            hash_weights=self.weight_hash,
+            lend_state=self._lend,
+        )
+        self._persistence = Persistence(self._chosen.checkpoint, self._training, self._link)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._wrapped.trained().values())).device
+
+    # ---- what there is ----
+
+    @property
+    def global_step(self) -> int:
+        """Steps done."""
+        return self._cursor.step
+
+    def weight_hash(self) -> str:
+        """The hash of all weights, as zero_engine computes it. Collective."""
+        return weight_hash(self._whole_weights())
+
+    def _whole_weights(self) -> Iterable[tuple[str, Tensor]]:
+        for name, parameter in self._wrapped.parameters().items():
+            data = parameter.detach()
+            yield name, data.full_tensor() if isinstance(data, DTensor) else data
+
+    # ---- loading and saving ----
+
+    def load(self, directory: str | os.PathLike[str], tag: str | None = None) -> str | None:
+        """Resume from the newest checkpoint that is whole, of any world size and wrapper.
+
+        Args:
+            directory: As given to `save`: a directory that all ranks share, or a URL.
+            tag: Only a checkpoint of this name.
+
+        Returns:
+            The path of the checkpoint; None if there is none yet.
+
+        Raises:
+            DamagedCheckpoint: There are checkpoints, and none is whole.
+            ModelMismatch: The newest one is of another model or optimizer.
+            CheckpointError: A rank could not read, or no checkpoint has this tag.
+            ZeroError: It is the middle of a step.
+        """
+        self._leave_step("load()")
+        with exit_on_peer_loss(self._link):
+            path, self.client_state = self._persistence.load(
+                place(directory), tag, Loading(self._training)
+            )
+        return path
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Save after a step; if the agent has asked this worker to leave, exit afterwards.
+
+        Args:
+            directory: A directory that all ranks share, or a URL.
+            tag: A name to load it by; by default global_step<N>.
+            client_state: The script's own state; `load` puts it into `run.client_state`.
+
+        Returns:
+            Whether a checkpoint was saved, or is being saved in the background.
+
+        Raises:
+            CheckpointError: The save failed on some rank.
+            ZeroError: It is the middle of a step.
+        """
+        self._leave_step("save()")
+        with exit_on_peer_loss(self._link):
+            return self._persistence.save(place(directory), tag, client_state or {})
+
+    def save_if_due(
+        self,
+        directory: str | os.PathLike[str],
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        every_steps: int | None = None,
+        every_s: float | Literal["auto"] | None = None,
+    ) -> bool:
+        """Save if a save is due, or if the agent has asked this worker to leave.
+
+        Call it after each batch; between two steps it does nothing. Without an interval here or in
+        the config's "checkpoint", the interval is "auto": the one that loses the least time.
+
+        Returns:
+            Whether a checkpoint was saved.
+        """
+        if not self._between_steps():
+            return False
+        options = self._chosen.checkpoint
+        if every_steps is every_s is options.every_steps is options.every_s is None:
+            every_s = "auto"
+        if not self._unsaved or not self._persistence.due(every_steps, every_s):
+            return False
+        self._unsaved = False
+        return self.save(directory, client_state=client_state)
+
+    def keep_client_state(self, source: Callable[[], Mapping[str, Any]] | None) -> None:
+        """Register a source of client state, for checkpoints that the script does not make itself.
+
+        Those are the in-memory checkpoints (`checkpoint.ram`), and the one with which a worker
+        leaves. A script that gives `client_state` to `save` without this call has no in-memory
+        checkpoints, and leaves only after its next save. Call it before `load`.
+
+        Args:
+            source: Returns a `client_state`; called on every rank at the end of a step, and by
+                `save` without one. None: there is no client state.
+        """
+        self._persistence.client_source = source
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker has been asked to leave; equal on all ranks after each step."""
+        return self._persistence.leaving
+
+    def close(self) -> None:
+        """Finish a save in the background, and leave the agent; before destroy_process_group."""
+        self._persistence.close()
+        self._link.remove(self._persistence.number)
+
+    # ---- steps ----
+
+    def _between_steps(self) -> bool:
+        """End a step whose optimizer has acted. Returns whether this is between two steps."""
+        if self._in_step:
+            self._end_step()
+        return True
+
+    def _leave_step(self, what: str) -> None:
+        """The same, and refuse to do `what` in the middle of a step."""
+        del what
+        self._between_steps()
+
+    def _end_step(self) -> None:
+        """Tell the other ranks and the agent; save into memory, and leave, if that is due."""
+        self._in_step = False
+        with exit_on_peer_loss(self._link):
+            everybodys, self._everybodys = self._everybodys, None
+            if everybodys is None:
+                everybodys = self._collectives.everybodys(self._notes(), "notes")
+            notes = everybodys.tolist()
+            self._persistence.take_notes([row[:-1] for row in notes])
+            loss, self._loss = sum(row[-1] for row in notes), 0.0
+            cursor, self._unsaved = self._cursor, True
+            progress = Progress(
+                step=cursor.step,
+                samples=cursor.samples,
+                loss=loss if self._training.ordered is not None else None,
+                gradient_norm=self.grad_norm,
+                loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
+            )
+            self._link.progress(self._persistence.number, progress)
+            self._persistence.keep_in_memory()
+            self._persistence.depart_if_asked()
+
+    def _notes(self) -> Tensor:
+        """What all ranks are told at the end of a step."""
+        return torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float32)
+
+    def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._between_steps()
+        self._take_back()
+        result = call(*args, **kwargs)
+        self._cursor.step += 1
+        self._in_step = True
+        return result
+
+    def _lend(self, until: Callable[[], object]) -> None:
+        self._lent = until
+
+    def _take_back(self) -> None:
+        """Wait until nobody reads the state: it is about to change."""
+        if self._lent is not None:
+            until, self._lent = self._lent, None
+            until()
+
+
+def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
+    """Replace a method of one object; torch's schedulers need it to be a bound method."""
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return held(call, *args, **kwargs)
+
+    setattr(owner, name, MethodType(method, owner))

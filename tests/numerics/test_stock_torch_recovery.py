@@ -1,0 +1,167 @@
+"""Stock PyTorch under an agent: it leaves with a save, goes on from memory, and sees lost peers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import zero_torch
+from tests.numerics.in_memory.nodes import checkpoints, drop, on_a_node, settle
+from tests.numerics.test_leaving import ROUND, under_agent
+from tests.numerics.test_stock_torch import STEPS, batches, protected, trained
+from tests.support.waiting import wait_for
+from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
+from zero_contract.worker import ExitCode, Left
+
+
+def train(model: Any, run: zero_torch.Run, until: int) -> None:
+    for tokens in batches(run, until):
+        run.backward(model(tokens))
+        run.step()
+
+
+# ---- a lost peer ----
+
+
+def lose_a_peer(root: str, wrapper: str) -> None:
+    """Rank 2 is killed in the second step's backward(), which is the script's own."""
+    with under_agent(root):
+        model, optimizer, run = protected(wrapper)
+    rank = dist.get_rank()
+
+    def loop() -> None:
+        for tokens in batches(run, 3):
+            loss = model(tokens)
+            if rank == 2 and run.global_step == 1:
+                next(model.parameters()).register_hook(die)
+            loss.backward()
+            optimizer.step()
+
+    began = time.monotonic()
+    Path(root, f"rank{rank}").write_text(str(exit_code(run, loop)))
+    assert time.monotonic() - began < GROUP_TIMEOUT_S / 2  # its patience has not ended
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_code(run: zero_torch.Run, loop: Any) -> int | str | None:
+    try:
+        loop()
+    except SystemExit as ending:
+        return ending.code
+    finally:
+        run._link.close()
+    return None
+
+
+def test_survivors_of_a_peer_that_is_killed_in_the_scripts_own_backward_say_so(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    with pytest.raises(WorldError, match="rank 2 died, exit -9"):
+        worlds.run(3, lose_a_peer, str(tmp_path), "ddp")
+    codes = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
+    assert codes == [str(int(ExitCode.PEER_LOST))] * 2
+
+
+# ---- leaving ----
+
+
+def drained(root: str, wrapper: str) -> tuple[Any, ...]:
+    """Rank 0 alone is asked to leave, after step 2, and the script never saves."""
+    asked = dist.get_rank() == 0
+    with under_agent(root, leave_after=2 if asked else None) as agent:
+        model, _, run = protected(wrapper)
+        run.load(f"{root}/checkpoints")
+
+        def loop() -> None:
+            for step in range(1, 6):
+                if step == 3 and asked:
+                    wait_for(lambda: run._link.leave_asked, 60, "the agent's message")
+                train(model, run, step)
+
+        code = exit_code(run, loop)
+        left = [message for message in agent.told() if isinstance(message, Left)]
+    return code, run.global_step, left
+
+
+def resumed(wrapper: str, root: str) -> tuple[int, str]:
+    model, _, run = protected(wrapper, seed=5)
+    run.load(f"{root}/checkpoints")
+    begun = run.global_step
+    train(model, run, STEPS)
+    run.close()
+    return begun, run.weight_hash()
+
+
+def test_a_drained_run_leaves_with_a_save_and_goes_on_to_the_same_bits(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    ranks = worlds.run(3, drained, str(tmp_path), "fsdp2")
+    assert ranks == [(ExitCode.LEFT, 3, [Left(round=ROUND, step=3)])] * 3
+    (expected, *_) = worlds.run(1, trained, "plain")
+    assert worlds.run(2, resumed, "ddp", str(tmp_path)) == [(3, expected[0])] * 2
+
+
+# ---- in memory, and in the background ----
+
+
+def kept_in_memory(root: str, wrapper: str, until: int, seed: int = 0) -> tuple[int, str]:
+    """Go on from the newest checkpoint of the nodes' memories; end as a crash does."""
+    with on_a_node(root):
+        model, _, run = protected(wrapper, config={"checkpoint": {"ram": {}}}, seed=seed)
+        run.load(checkpoints(root))
+        begun = run.global_step
+        for step in range(begun + 1, until + 1):
+            train(model, run, step)
+            settle(run)  # type: ignore[arg-type]
+        digest = run.weight_hash()
+        drop(run)  # type: ignore[arg-type]
+        return begun, digest
+
+
+def test_a_run_goes_on_from_the_memory_of_its_nodes_under_another_wrapper(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    root = str(tmp_path)
+    assert [begun for begun, _ in worlds.run(2, kept_in_memory, root, "ddp", 3)] == [0, 0]
+    assert not list(checkpoints(root).glob("step-*"))
+    (expected, *_) = worlds.run(1, trained, "plain")
+    found = worlds.run(2, kept_in_memory, root, "fsdp2", STEPS, 5)
+    assert found == [(3, expected[0])] * 2
+
+
+def saved_in_the_background(root: str, wrapper: str) -> tuple[str, bool]:
+    """The weights of step 2, of which a save is made while step 3 changes them."""
+    model, _, run = protected(wrapper, config={"checkpoint": {"async": True}})
+    train(model, run, 2)
+    weights = run.weight_hash()
+    run.save(f"{root}/checkpoints")
+    train(model, run, 3)
+    changed = run.weight_hash() != weights
+    run.close()
+    return weights, changed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_save_in_the_background_is_of_the_step_that_it_was_asked_for(
+    worlds: WorldPool, tmp_path: Path, wrapper: str
+) -> None:
+    found = set(worlds.run(2, saved_in_the_background, str(tmp_path), wrapper))
+    assert found == {(*worlds.run(1, weights_of, str(tmp_path)), True)}
+
+
+def weights_of(root: str) -> str:
+    _, _, run = protected("plain", seed=5)
+    run.load(f"{root}/checkpoints")
+    weights = run.weight_hash()
+    run.close()
+    return weights
