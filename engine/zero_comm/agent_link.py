@@ -44,6 +44,8 @@ from zero_contract.worker import (
     Leave,
     Message,
     PeerMemoryReply,
+    WaitReply,
+    WaitRequest,
     When,
 )
 
@@ -333,6 +335,8 @@ class AgentLink:
                             with self._changed:
                                 self._answers[message.request] = message
                                 self._changed.notify_all()
+                        case WaitRequest():
+                            self._send(_wait_reply(message.request))
                         case _:
                             _log.debug("not for this worker: %s", message)
         except (OSError, ValueError, contract.ContractError) as error:
@@ -349,6 +353,16 @@ class AgentLink:
             connection.close()
             if reason:
                 _log.warning("%s; training continues", reason)
+
+
+def _wait_reply(request: int) -> WaitReply:
+    """What this process waits for."""
+    reply = WaitReply(request=request, begun=WAITS.begun, last=WAITS.last)
+    longest = WAITS.longest()
+    if longest is None:
+        return reply
+    wait, waited_s = longest
+    return replace(reply, awaits=wait.what, turn=wait.turn, waited_s=round(waited_s, 3))
 
 
 _link: AgentLink | None = None

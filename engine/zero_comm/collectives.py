@@ -264,6 +264,7 @@ class Collectives:
             if self._watched:
                 works = transport.watch(works, self._waiter)
         turn = self.detector.begin(what)
+        WAITS.begin(what)
         return Pending(what, tuple(works), buffers, turn, self, transport, kind, sent_bytes)
 
     def own(self, full: Tensor) -> Tensor:

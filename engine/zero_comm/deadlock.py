@@ -16,11 +16,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Protocol
+
+from zero_contract.own_files import is_own
+from zero_contract.worker import ENV_NODE
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +57,8 @@ class Standing:
     """The number of exchanges of that name that it had begun before."""
     begun: Mapping[str, int]
     """The number of exchanges that it has begun, by name."""
+    at: str = ""
+    """Its node, and the line of the script that has led to the wait."""
 
     def lacks(self, other: Standing) -> bool:
         """Whether this rank has not begun the exchange that `other` waits for."""
@@ -83,8 +91,10 @@ def circle(standings: Mapping[int, Standing], rank: int) -> list[int]:
 def describe(standings: Mapping[int, Standing], ranks: Sequence[int]) -> str:
     """The deadlock in words."""
     following = [*ranks[1:], ranks[0]]
+    places = {rank: f" ({standings[rank].at})" if standings[rank].at else "" for rank in ranks}
     parts = [
         f"rank {rank} waits for {standings[rank].awaits}, which rank {other} has not begun"
+        f"{places[rank]}"
         for rank, other in zip(ranks, following, strict=True)
     ]
     return (
@@ -92,6 +102,18 @@ def describe(standings: Mapping[int, Standing], ranks: Sequence[int]) -> str:
         "modules in the same order on every rank, and call collective methods of the engine "
         "(saving, loading, hashes, state dicts) on all of them"
     )
+
+
+def here() -> str:
+    """This node, if an agent has started the process, and the innermost line of the script."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    node = os.environ.get(ENV_NODE)
+    words = [f"node {node}"] if node else []
+    if frame is not None:
+        words.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+    return ", ".join(words)
 
 
 class DeadlockDetector:
@@ -112,7 +134,7 @@ class DeadlockDetector:
 
     def look(self, what: str, turn: int) -> str:
         """Post what this rank waits for; returns a sentence if that is a deadlock, else nothing."""
-        own = Standing(awaits=what, turn=turn, begun=dict(self.begun))
+        own = Standing(awaits=what, turn=turn, begun=dict(self.begun), at=here())
         try:
             self._board.set(str(self._rank), json.dumps(asdict(own)))
             self._posted = True

@@ -46,9 +46,17 @@ class WaitClock:
         self._now = now
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
+        self.begun = 0
+        """The number of exchanges that this process has begun."""
+        self.last = ""
+        """The name of the last one."""
         self._since_s = 0.0
         self._spent_s = 0.0
         self._on_streams: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_PENDING)
+
+    def begin(self, what: str) -> None:
+        """An exchange begins."""
+        self.begun, self.last = self.begun + 1, what
 
     @contextmanager
     def waiting(self, what: str, turn: int, device: torch.device | None = None) -> Iterator[None]:

@@ -119,6 +119,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("rank", "symptom"),
         ),
         "hang": Event(when="A worker has taken no step for too long.", story=True),
+        "stuck": Event(
+            when="No rank takes a step: which rank the others wait for, and where it is, or "
+            "(`stuck` is false) steps are taken again.",
+            facts=("ranks", "hosts", "step", "stuck"),
+            story=True,
+        ),
         "straggler": Event(
             when="A rank computes longer than the others, which wait for it, or (`slow` is false) "
             "no longer does.",

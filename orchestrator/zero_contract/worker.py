@@ -116,6 +116,13 @@ class PeerMemoryReply:
     reason: str = ""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WaitRequest:
+    """Asks what the worker waits for; the answer is a `WaitReply` with the same number."""
+
+    request: int
+
+
 # ---- worker -> agent ----
 
 
@@ -196,6 +203,22 @@ class PeerMemoryRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WaitReply:
+    """What the worker waits for, in answer to `WaitRequest` number `request`."""
+
+    request: int
+    awaits: str = ""
+    """The name of the exchange that it waits for; empty: it does not wait, or a GPU does."""
+    turn: int = 0
+    """The number of earlier exchanges of that name."""
+    waited_s: float = 0.0
+    begun: int = 0
+    """The number of exchanges that it has begun."""
+    last: str = ""
+    """The name of the exchange that it has begun last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Left:
     """The worker no longer uses the process group of `round`; `step` is saved."""
 
@@ -208,11 +231,13 @@ Message = (
     | Join
     | CommitReply
     | PeerMemoryReply
+    | WaitRequest
     | Hello
     | Progress
     | RankTimes
     | CommitRequest
     | PeerMemoryRequest
+    | WaitReply
     | Left
 )
 

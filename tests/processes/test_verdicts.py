@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.cluster import TOGETHER, light_imports
 from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import status
+from zero_orchestrator.ctl.verdicts import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -23,7 +27,9 @@ def told_within(job, event, limit_s):
     return job.events(event)[0], time.monotonic() - began_s
 
 
-def test_a_slow_rank_is_named_with_its_node_and_its_step(cluster, etcd_store, tmp_path):
+def test_a_slow_rank_and_then_a_stuck_one_are_named_with_node_and_line(
+    cluster, etcd_store, tmp_path
+):
     job = cluster(flags=("--nnodes=1", "--nproc-per-node=3"), script=[SCRIPT, str(tmp_path)])
     (tmp_path / "slow-1").write_text("0.1")
     job.start("a")
@@ -33,3 +39,69 @@ def test_a_slow_rank_is_named_with_its_node_and_its_step(cluster, etcd_store, tm
     assert re.match(r"rank 1 on a computes \d\.\d x slower since step \d+, and", told["text"])
     now = status.read(etcd_store, job.job)
     assert [(one.rank, one.text) for one in now.verdicts] == [(1, told["text"])]
+
+    (tmp_path / "slow-2").write_text("stuck")
+    told, _ = told_within(job, "stuck", 60)
+    assert (told["ranks"], told["hosts"], told["stuck"]) == ([2], ["a"], True)
+    assert re.fullmatch(
+        r"no step for \d+ s, since step \d+: rank 2 on a is in stick \(slow_ranks.py:\d+\); "
+        r"2 ranks wait for it in [\w .,']+, from main \(slow_ranks.py:\d+\)",
+        told["text"],
+    )
+    (now,) = [one for one in status.read(etcd_store, job.job).verdicts if one.kind is Kind.STUCK]
+    assert (now.rank, now.text) == (2, told["text"])
+
+
+PLAIN = """
+import os, pathlib, time
+import zero_agent
+
+def read_a_shard():
+    time.sleep(600)
+
+for step in range(1, 10_000):
+    time.sleep(0.1)
+    if step == 9 and os.environ["RANK"] == "1":
+        read_a_shard()
+    while step >= 9:
+        time.sleep(0.1)
+    zero_agent.heartbeat(step)
+"""
+
+
+@pytest.mark.full
+def test_a_plain_script_is_judged_by_its_stacks_and_a_stopped_worker_by_its_state(
+    cluster, tmp_path
+):
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN)
+    job = cluster(flags=("--nnodes=3", TOGETHER), script=[str(script)])
+    job.start("a", "b", "c", PYTHONPATH=light_imports(tmp_path)["PYTHONPATH"])
+    told, _ = told_within(job, "stuck", 90)
+    (rank,) = told["ranks"]
+    (host,) = told["hosts"]
+    assert rank == 1
+    assert f"rank 1 on {host} is in read_a_shard (plain.py:6); 2 ranks are in" in told["text"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stop", [True, False])
+def test_on_three_nodes_the_stuck_rank_is_named_within_a_minute(cluster, tmp_path, stop):
+    job = cluster(flags=("--nnodes=3", TOGETHER), script=[SCRIPT, str(tmp_path)])
+    job.start("a", "b", "c")
+    wait_for(lambda: len(job.events("worker")) == 3 or job.check_agents(), 90, "workers")
+    wait_for(lambda: (tmp_path / "stepped").exists() or job.check_agents(), 90, "steps")
+    pid = job.worker_of("c")
+    (rank,) = (one["rank"] for one in job.events("worker") if one["pid"] == pid)
+    if stop:
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        (tmp_path / f"slow-{rank}").write_text("stuck")
+    told, _ = told_within(job, "stuck", 60)
+    assert (told["ranks"], told["hosts"]) == ([rank], ["c"])
+    where = "state T (stopped)" if stop else "is in stick (slow_ranks.py:"
+    assert where in told["text"], told["text"]
+    if stop:
+        os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: len(job.events("stuck")) == 2, 30, "that steps are taken again")
+        assert job.events("stuck")[1]["stuck"] is False

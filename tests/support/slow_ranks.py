@@ -18,6 +18,8 @@ from torch.utils.data import TensorDataset
 import zero_engine
 
 STEP_S = 0.1
+STEPS = 5
+"""After so many steps there is a file DIRECTORY/stepped."""
 
 
 def compute(directory: Path, rank: int) -> None:
@@ -51,6 +53,8 @@ def main(directory: Path) -> None:
             engine.backward(engine(batch).square().mean())
             compute(directory, engine.global_rank)
             engine.step()
+            if engine.global_steps == STEPS:
+                (directory / "stepped").touch()
             if engine.checkpoint_due(every_steps=100):
                 engine.save_checkpoint(directory / "checkpoints")
                 if (directory / "enough").exists():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from zero_comm.deadlock import DeadlockDetector, Standing, circle, describe
+from zero_comm.deadlock import DeadlockDetector, Standing, circle, describe, here
 
 
 def standing(awaits: str, turn: int = 0, **begun: int) -> Standing:
@@ -41,13 +43,20 @@ def test_a_circle_without_the_judge_is_left_to_its_members() -> None:
     assert circle(standings, 1) == [1, 2]
 
 
-def test_the_error_names_every_rank_and_what_it_waits_for() -> None:
-    standings = {0: standing("weights of blocks.0"), 1: standing("gradient norms")}
+def test_the_error_names_every_rank_its_node_and_line_and_what_it_waits_for() -> None:
+    first = replace(standing("weights of blocks.0"), at="node a, train.py:31")
+    standings = {0: first, 1: standing("gradient norms")}
     assert describe(standings, [0, 1]).startswith(
         "the ranks do not do the same, and wait for each other: rank 0 waits for weights of "
-        "blocks.0, which rank 1 has not begun; rank 1 waits for gradient norms, which rank 0 has "
-        "not begun."
+        "blocks.0, which rank 1 has not begun (node a, train.py:31); rank 1 waits for gradient "
+        "norms, which rank 0 has not begun."
     )
+
+
+def test_a_place_is_the_node_and_the_line_of_the_script(monkeypatch) -> None:
+    monkeypatch.setenv("ZERO_NODE", "a")
+    line = inspect.currentframe().f_lineno + 1
+    assert here() == f"node a, test_deadlock.py:{line}"
 
 
 def test_two_ranks_find_their_circle_over_a_store_and_one_that_goes_on_is_no_part_of_it() -> None:
@@ -55,7 +64,8 @@ def test_two_ranks_find_their_circle_over_a_store_and_one_that_goes_on_is_no_par
     first, second = DeadlockDetector(store, 0, 2), DeadlockDetector(store, 1, 2)
     turns = first.begin("a"), second.begin("b")
     assert first.look("a", turns[0]) == ""  # nobody knows of the other yet
-    assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", turns[1])
+    found = second.look("b", turns[1])
+    assert "rank 1 waits for b, which rank 0 has not begun (test_deadlock.py:" in found
     assert "rank 0 waits for a, which rank 1 has not begun" in first.look("a", turns[0])
     second.end_wait()
     assert first.look("a", turns[0]) == ""

@@ -35,7 +35,7 @@ from zero_agent.loop.saying import Sayings
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
-from zero_agent.loop.verdicts import Verdicts
+from zero_agent.loop.verdicts import Verdicts, ask_for_stacks
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
@@ -119,7 +119,8 @@ class Agent:
             on_commit=self._store_writes.commit,
             on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
         )
-        self._verdicts = Verdicts(self._publisher, self._journal, self._post)
+        ask = partial(ask_for_stacks, telemetry, job)
+        self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask)
         self._node_workers.on_times = self._verdicts.times
         self._strain = Strain(clock)
         self._ram = NodeMemory(
@@ -414,6 +415,9 @@ class Agent:
             lease, use, strain = self._rdzv.lease, self._ram.use, self._strain.look
             self._publisher.progress(last, lease=lease, nodes=nodes, ram=use, strain=strain)
         self._verdicts.follow(job, self._rdzv.lease)
+        if job.members.index(self._rdzv.node) == 0:
+            steps, runs = self._node_workers.steps, self._node_workers.state is Workers.RUNNING
+            self._verdicts.look(steps.stalled_s() if runs else None, steps.finished or 0)
 
     def _publish_last_output(self) -> None:
         """Leave the workers' last output in etcd, for `zero-ctl logs` after the end."""

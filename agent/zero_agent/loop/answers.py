@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from zero_agent.loop.node_workers import NodeWorkers
@@ -33,6 +33,8 @@ Reply = Callable[[Query], dict[str, Any]]
 """Makes the record that answers a question."""
 PAGE_BYTES = 256 << 10
 """Output in one answer, before compression."""
+WAITS_S = 1.0
+"""How long a worker may take to say what it waits for."""
 _CLOSE_S = 1.0
 
 
@@ -144,6 +146,10 @@ def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
         processes = [one for one in workers.processes if only in (None, one.rank)]
         native = bool(query.arguments.get("native"))
         found = stacks.take(processes, native=native, within_s=query.within_s)
+        waits = workers.waits(WAITS_S) if query.arguments.get("waits") else {}
+        for one in found:
+            if (wait := waits.get(one["rank"])) is not None:
+                one["wait"] = asdict(wait)
         return {"host": socket.gethostname(), "round": workers.round, "ranks": found}
 
     def logs(query: Query) -> dict[str, Any]:

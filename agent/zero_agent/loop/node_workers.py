@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ from zero_contract.worker import (
     PeerMemoryRequest,
     Progress,
     RankTimes,
+    WaitReply,
+    WaitRequest,
     When,
 )
 from zero_contract.writer import LONGEST_FLUSH_S
@@ -147,6 +150,9 @@ class NodeWorkers:
         self._asked_s: float | None = None
         self._stop_s: float | None = None
         self._kill_s: float | None = None
+        self._wait_replied = threading.Condition()
+        self._waits: dict[int, WaitReply] = {}
+        self._wait_number = 0
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
         self._listening: set[int] = set()
@@ -212,6 +218,27 @@ class NodeWorkers:
         """The processes of the workers that run; may be called on any thread."""
         group = self._group
         return group.processes if group is not None else []
+
+    def waits(self, within_s: float) -> dict[int, WaitReply]:
+        """What each worker waits for, if it says so in time; called on any thread but the agent's.
+
+        Args:
+            within_s: Seconds to wait for the replies.
+        """
+        ranks = {one.rank for one in self.processes}
+        with self._wait_replied:
+            self._waits.clear()
+            self._wait_number += 1
+            number = self._wait_number
+
+        def ask() -> None:
+            for rank in ranks:
+                self._channel.send(rank, WaitRequest(request=number))
+
+        self._post(ask)()
+        with self._wait_replied:
+            self._wait_replied.wait_for(lambda: ranks <= self._waits.keys(), within_s)
+            return {rank: one for rank, one in self._waits.items() if one.request == number}
 
     def hosts_store_of(self, n: int) -> bool:
         """Whether the TCPStore of round n is, or is about to be, on this node."""
@@ -449,6 +476,10 @@ class NodeWorkers:
             case Progress():
                 self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
+            case WaitReply():
+                with self._wait_replied:
+                    self._waits[rank] = message
+                    self._wait_replied.notify_all()
             case RankTimes():
                 self.on_times(message)
             case _:

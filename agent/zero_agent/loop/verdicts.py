@@ -1,39 +1,59 @@
 """The verdicts about the ranks of a job: made by the agent of rank 0, from what the ranks measure.
 
 A verdict is an event when it is made, and another one when it is withdrawn. While it holds,
-`zero-ctl status` shows it. The cause is looked for in what the node of the rank has published.
+`zero-ctl status` shows it. The cause of a slow rank is looked for in what its node has published.
+When no rank takes a step, the agents of all nodes are asked where their workers are and what they
+wait for, as `zero-ctl stack` asks them.
+
+Must always hold: a verdict changes nothing in the job, and no wait for it delays the agent.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from zero_contract.journal import Journal
 from zero_contract.worker import RankTimes
 from zero_orchestrator.ctl.events import Publisher
+from zero_orchestrator.ctl.hang import RankState, judge, states
+from zero_orchestrator.ctl.queries import ask_once
 from zero_orchestrator.ctl.straggler import Straggler, Stragglers
 from zero_orchestrator.ctl.strain import cause
 from zero_orchestrator.ctl.verdicts import Kind, Verdict
-from zero_orchestrator.membership.job_state import NOBODY, Snapshot
+from zero_orchestrator.errors import StoreError
+from zero_orchestrator.membership.job_state import NOBODY, Node, Snapshot
+from zero_orchestrator.store.kv import KeyValueStore
+
+log = logging.getLogger("zero")
 
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
+
+Ask = Callable[[Sequence[str]], Mapping[str, Mapping[str, Any]]]
+"""Asks the agents of some nodes for the stacks and waits of their workers; the answers by node."""
+ASK_S = 8.0
+"""How long their answers are waited for."""
+AGAIN_S = 15.0
+"""The interval at which they are asked again, if their answers name no rank."""
 
 
 class Verdicts:
     """The verdicts of the round; used on the agent's thread alone."""
 
-    def __init__(self, publisher: Publisher, journal: Journal, post: Post) -> None:
+    def __init__(self, publisher: Publisher, journal: Journal, post: Post, ask: Ask) -> None:
         """No verdict yet.
 
         Args:
             publisher: Writes the verdicts, and reads what other nodes have published.
             journal: Receives the events.
             post: Wraps handlers so that they run on the agent's thread.
+            ask: Called on a thread of its own.
         """
+        self._ask = ask
         self._publisher = publisher
         self._journal = journal
         self._post = post
@@ -43,15 +63,19 @@ class Verdicts:
         self._asked: set[int] = set()
         """Slow ranks whose nodes are being asked for the cause."""
         self._slow: dict[int, Verdict] = {}
+        self._stuck: Verdict | None = None
+        self._asks_again_s: float | None = None
+        """When the agents are asked where their workers are; None: steps are taken."""
 
     def follow(self, job: Snapshot, lease: int) -> None:
         """Forget the verdicts of a round that is over, and keep the key of the others alive."""
-        before, self._lease = self._lease, lease
-        published = self._slow
-        if job.n != self._round:
+        (before, self._lease), holds = (self._lease, lease), bool(self._slow or self._stuck)
+        over = job.n != self._round
+        if over:
             self._round, self._members = job.n, job.members
             self._stragglers, self._asked, self._slow = Stragglers(), set(), {}
-        if published and (published is not self._slow or lease != before):
+            self._stuck = self._asks_again_s = None
+        if holds and (over or lease != before):
             self._write()
 
     def times(self, report: RankTimes) -> None:
@@ -112,5 +136,77 @@ class Verdicts:
         self._journal.tell("straggler", text, rank=rank, host=node, step=step, slow=False)
         self._write()
 
+    def look(self, idle_s: float | None, step: int) -> None:
+        """Find out who is waited for, if no rank takes a step; call it often.
+
+        Args:
+            idle_s: Seconds since the last step, if that is unusually long; else None.
+            step: The last step.
+        """
+        if idle_s is None:
+            if self._stuck is not None:
+                self._stuck = None
+                text = f"steps are taken again, after step {step:,}"
+                self._journal.tell("stuck", text, step=step, stuck=False)
+                self._write()
+            self._asks_again_s = None
+        elif self._stuck is None and (self._asks_again_s is None or idle_s > self._asks_again_s):
+            self._asks_again_s = idle_s + AGAIN_S
+            nodes = [node.id for node in self._members.nodes]
+            found = partial(self._post(self._name_stuck), self._round, idle_s, step)
+            threading.Thread(target=lambda: found(self._ask(nodes)), daemon=True).start()
+
+    def _name_stuck(
+        self, n: int, idle_s: float, step: int, answers: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """Make the verdict about round n, given where the workers of all nodes are."""
+        first, ranks = 0, states(answers)
+        for node in self._members.nodes:
+            if not answers.get(node.id):
+                ranks += _silent(node, first)
+            first += node.slots
+        hang = judge(ranks)
+        if n != self._round or self._asks_again_s is None or hang is None:
+            return  # meanwhile a step was taken, or all ranks do the same
+        hosts = sorted({self._members.node_of(rank).id for rank in hang.ranks})
+        text = f"no step for {idle_s:.0f} s, since step {step:,}: {hang.text}"
+        alone = len(hang.ranks) == 1
+        self._stuck = Verdict(
+            kind=Kind.STUCK,
+            text=text,
+            rank=hang.ranks[0] if alone else None,
+            node=hosts[0] if len(hosts) == 1 else "",
+            since_step=step,
+        )
+        self._journal.tell(
+            "stuck",
+            text,
+            level=logging.WARNING,
+            ranks=list(hang.ranks),
+            hosts=hosts,
+            step=step,
+            stuck=True,
+        )
+        self._write()
+
     def _write(self) -> None:
-        self._publisher.verdicts(tuple(self._slow.values()), lease=self._lease)
+        stuck = () if self._stuck is None else (self._stuck,)
+        self._publisher.verdicts((*self._slow.values(), *stuck), lease=self._lease)
+
+
+def _silent(node: Node, first_rank: int) -> list[RankState]:
+    """The workers of a node whose agent does not answer."""
+    ranks = range(first_rank, first_rank + node.slots)
+    return [RankState(rank=r, node=node.id, problem="its agent does not answer") for r in ranks]
+
+
+def ask_for_stacks(
+    store: KeyValueStore, job: str, nodes: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """An `Ask` through etcd; nothing if etcd does not answer."""
+    try:
+        answers = ask_once(store, job, nodes, "stack", {"waits": True}, within_s=ASK_S)
+    except StoreError as error:
+        log.debug("who is waited for is not known: %s", error)
+        return {}
+    return {node: answer.record for node, answer in answers.items()}

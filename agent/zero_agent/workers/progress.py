@@ -28,6 +28,14 @@ FLOOR_S = 300.0
 """The shortest limit that is learnt from the steps: an evaluation between two steps is no hang."""
 
 
+STALL_S = 15.0
+"""Workers that take no step for so long are asked where they are, and nothing else happens."""
+SECOND_STEP_S = 8.0
+"""The time that the second step is taken to need."""
+STALL_FACTOR = 5.0
+"""The same for workers whose steps are long: so many times the longest one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HangPolicy:
     """How the limit of a step is set: --hang-timeout."""
@@ -42,31 +50,33 @@ class StepClock:
 
     def __init__(self, policy: HangPolicy) -> None:
         self._policy = policy
-        self._last_s: float | None = None
-        self._longest_s: float | None = None
+        self.last_s: float | None = None
+        """When the last step has ended."""
+        self.longest_s: float | None = None
+        """The longest time between two steps."""
 
     def beat(self, now_s: float) -> None:
         """A step has ended."""
-        if self._last_s is not None:
-            self._longest_s = max(self._longest_s or 0.0, now_s - self._last_s)
-        self._last_s = now_s
+        if self.last_s is not None:
+            self.longest_s = max(self.longest_s or 0.0, now_s - self.last_s)
+        self.last_s = now_s
 
     @property
     def limit_s(self) -> float | None:
         """Seconds that the next step may take; None while there is no limit."""
-        if not self._policy.enabled or self._last_s is None:
+        if not self._policy.enabled or self.last_s is None:
             return None
         if self._policy.limit_s is not None:
             return self._policy.limit_s
-        return None if self._longest_s is None else max(FLOOR_S, FACTOR * self._longest_s)
+        return None if self.longest_s is None else max(FLOOR_S, FACTOR * self.longest_s)
 
     def verdict(self, now_s: float) -> str | None:
         """Why this worker is hung, or None if it is not."""
         limit_s = self.limit_s
-        if limit_s is None or self._last_s is None or now_s - self._last_s <= limit_s:
+        if limit_s is None or self.last_s is None or now_s - self.last_s <= limit_s:
             return None
         how = "--hang-timeout" if self._policy.limit_s is not None else f"{FACTOR:g}x the longest"
-        return f"no step for {now_s - self._last_s:.1f} s (limit {limit_s:.1f} s, {how})"
+        return f"no step for {now_s - self.last_s:.1f} s (limit {limit_s:.1f} s, {how})"
 
 
 def parse_hang_timeout(text: str) -> HangPolicy:
@@ -111,6 +121,16 @@ class Steps:
     def begun(self) -> bool:
         """Whether a worker has finished a step of this round."""
         return bool(self._clocks)
+
+    def stalled_s(self) -> float | None:
+        """Seconds since the last step of any worker, if that is unusually long; else None."""
+        clocks = self._clocks.values()
+        last = [one.last_s for one in clocks if one.last_s is not None]
+        if not last:  # the first step compiles, loads and warms up
+            return None
+        longest_s = max((one.longest_s or SECOND_STEP_S for one in clocks), default=0.0)
+        idle_s = self._clock.now() - max(last)
+        return idle_s if idle_s > max(STALL_S, STALL_FACTOR * longest_s) else None
 
     def begin(self, heartbeats: Mapping[int, Path]) -> None:
         """A round begins.

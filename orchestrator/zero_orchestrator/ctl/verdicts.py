@@ -19,8 +19,8 @@ class Kind(StrEnum):
 
     STRAGGLER = "straggler"
     """A rank computes longer than the others, which wait for it."""
-    HANG = "stuck"
-    """No rank takes a step."""
+    STUCK = "stuck"
+    """No rank takes a step: some ranks wait for others."""
     SLOW_STORAGE = "slow storage"
     """A rank, or all of them, write checkpoints slower than others, or than before."""
 

@@ -1,0 +1,174 @@
+"""The verdict about a job that takes no step: which rank the others wait for, and where it is.
+
+Pure. Each rank says which exchange it waits for and how many it has begun (`zero_comm` counts
+them), and where its program is (`stacks`). A rank that answers nothing is described by its kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from zero_contract.own_files import is_own
+from zero_orchestrator.ctl.stacks import Frame, from_answer
+
+SHOWN = 4
+"""The number of ranks that a verdict names one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """What one rank does."""
+
+    rank: int
+    node: str
+    awaits: str = ""
+    """The exchange that it waits for; empty if it waits for none."""
+    turn: int = 0
+    """The number of earlier exchanges of that name."""
+    begun: int | None = None
+    """The number of exchanges that it has begun; None: not known."""
+    last: str = ""
+    """The exchange that it has begun last."""
+    frames: tuple[Frame, ...] = ()
+    """The stack of its main thread, the most recent call first."""
+    problem: str = ""
+    """Why it does not say where it is."""
+
+    @property
+    def place(self) -> str:
+        """Where its program is: the innermost function that is the user's own."""
+        if not self.frames:
+            return self.problem or "unknown"
+        frame = next((f for f in self.frames if is_own(f.file)), self.frames[0])
+        return f"{frame.function} ({PurePath(frame.file).name}:{frame.line})"
+
+
+def states(answers: Mapping[str, Mapping[str, Any]]) -> list[RankState]:
+    """The state of each rank, from the answers of the nodes to the question `stack`."""
+    found = []
+    for node, record in answers.items():
+        waits = {one.get("rank"): one.get("wait") or {} for one in record.get("ranks", ())}
+        for stack in from_answer(node, record):
+            if stack.rank is None:
+                continue
+            wait = waits.get(stack.rank, {})
+            found.append(
+                RankState(
+                    rank=stack.rank,
+                    node=node,
+                    awaits=wait.get("awaits", ""),
+                    turn=wait.get("turn", 0),
+                    begun=wait.get("begun"),
+                    last=wait.get("last", ""),
+                    frames=stack.threads[0].frames if stack.threads else (),
+                    problem=stack.problem,
+                )
+            )
+    return sorted(found, key=lambda state: state.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Who is waited for."""
+
+    ranks: tuple[int, ...]
+    """The ranks that the others wait for; all, if none can be told from the others."""
+    text: str
+
+
+def judge(ranks: Sequence[RankState]) -> Hang | None:
+    """Which ranks the others wait for; None if nothing shows that a rank waits for another."""
+    return next((found for rule in _RULES if (found := rule(ranks)) is not None), None)
+
+
+def _does_not_wait(ranks: Sequence[RankState]) -> Hang | None:
+    """Some ranks wait for an exchange, and others do something else."""
+    waiting = [one for one in ranks if one.awaits]
+    busy = [one for one in ranks if not one.awaits]
+    if not waiting or not busy:
+        return None
+    what = Counter(one.awaits for one in waiting).most_common(1)[0][0]
+    own = [one for one in busy if one.begun is not None or one.problem]
+    text = f"{_each(own or busy)}; {_others(waiting)} for it in {what}, from {waiting[0].place}"
+    return Hang(ranks=tuple(one.rank for one in own or busy), text=text)
+
+
+def _waits_for_another(ranks: Sequence[RankState]) -> Hang | None:
+    """All ranks wait, but not for the same exchange."""
+    if not ranks or not all(one.awaits for one in ranks):
+        return None
+    odd, others = _odd(ranks, lambda one: (one.awaits, one.turn))
+    if not odd:
+        text = f"all ranks wait in {ranks[0].awaits}, from {ranks[0].place}: the network between"
+        return Hang(ranks=tuple(one.rank for one in ranks), text=f"{text} them may be interrupted")
+    text = "; ".join(f"{_who(one)} waits in {_exchange(one)}" for one in odd[:SHOWN])
+    text += f"; {_others(others)} in {_exchange(others[0])}"
+    return Hang(ranks=tuple(one.rank for one in odd), text=f"the collectives differ: {text}")
+
+
+def _has_begun_fewer(ranks: Sequence[RankState]) -> Hang | None:
+    """The exchanges are a GPU's, which no thread waits for: who has begun fewer of them."""
+    known = [one for one in ranks if one.begun]
+    most = max((one.begun or 0 for one in known), default=0)
+    late = [one for one in known if (one.begun or 0) < most]
+    if not late:
+        return None
+    last = next(one.last for one in known if one.begun == most)
+    text = f"{_each(late)}, and has not begun {last}, as the others have"
+    return Hang(ranks=tuple(one.rank for one in late), text=text)
+
+
+def _is_elsewhere(ranks: Sequence[RankState]) -> Hang | None:
+    """Nothing is known of exchanges: who is at another place of the program."""
+    odd, others = _odd(ranks, lambda one: one.place)
+    if not odd:
+        return None
+    text = f"{_each(odd)}; {_others(others, verb='are')} in {others[0].place}"
+    return Hang(ranks=tuple(one.rank for one in odd), text=text)
+
+
+_RULES: Sequence[Callable[[Sequence[RankState]], Hang | None]] = (
+    _does_not_wait,
+    _waits_for_another,
+    _has_begun_fewer,
+    _is_elsewhere,
+)
+"""The first rule that finds a hang counts."""
+
+
+def _odd(
+    ranks: Sequence[RankState], key: Callable[[RankState], Hashable]
+) -> tuple[list[RankState], list[RankState]]:
+    """The ranks that differ from the most frequent key, and those that have it.
+
+    Of two keys that are equally frequent, the one of the lowest rank counts.
+    """
+    if not ranks:
+        return [], []
+    usual = Counter(map(key, ranks)).most_common(1)[0][0]
+    return [o for o in ranks if key(o) != usual], [o for o in ranks if key(o) == usual]
+
+
+def _who(one: RankState) -> str:
+    return f"rank {one.rank} on {one.node}"
+
+
+def _exchange(one: RankState) -> str:
+    number = f" (number {one.turn + 1} of this name)" if one.turn else ""
+    return f"{one.awaits}{number}, from {one.place}"
+
+
+def _each(ranks: Sequence[RankState]) -> str:
+    words = [f"{_who(one)}{' is in' if one.frames else ':'} {one.place}" for one in ranks[:SHOWN]]
+    words += [f"{len(ranks) - SHOWN} more ranks as well"] if len(ranks) > SHOWN else []
+    return "; ".join(words)
+
+
+def _others(ranks: Sequence[RankState], verb: str = "wait") -> str:
+    if len(ranks) == 1:
+        return f"{_who(ranks[0])} {'is' if verb == 'are' else 'waits'}"
+    return f"{len(ranks)} ranks {verb}"

@@ -1,0 +1,96 @@
+"""Who is waited for when no rank takes a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero_orchestrator.ctl.hang import RankState, judge, states
+from zero_orchestrator.ctl.stacks import Frame
+
+LIBRARY = Frame(function="wait", file="/x/zero_comm/waiting.py", line=9)
+STEP = Frame(function="main", file="/app/train.py", line=51)
+READ = Frame(function="read", file="/app/data.py", line=33)
+
+
+def state(rank, awaits="", *, begun=5, frames=(LIBRARY, STEP), **facts):
+    return RankState(rank=rank, node=f"n{rank}", awaits=awaits, begun=begun, frames=frames, **facts)
+
+
+def reading(rank, **facts):
+    return state(rank, frames=(READ, STEP), **facts)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named", "text"),
+    [
+        (
+            [state(0, "sums of 1"), reading(1), state(2, "sums of 1")],
+            (1,),
+            "rank 1 on n1 is in read (data.py:33); 2 ranks wait for it in sums of 1, from main "
+            "(train.py:51)",
+        ),
+        (
+            [
+                state(0, "sums of 1"),
+                state(1, begun=None, frames=(), problem="process 7 (python) in state T (stopped)"),
+            ],
+            (1,),
+            "rank 1 on n1: process 7 (python) in state T (stopped); rank 0 on n0 waits for it "
+            "in sums of 1, from main (train.py:51)",
+        ),
+        (
+            [state(0, "a"), state(1, "a"), state(2, "b", frames=(LIBRARY, READ))],
+            (2,),
+            "the collectives differ: rank 2 on n2 waits in b, from read (data.py:33); 2 ranks wait "
+            "in a, from main (train.py:51)",
+        ),
+        (
+            [state(0, "a", turn=1), state(1, "a", turn=1), state(2, "a", turn=0)],
+            (2,),
+            "the collectives differ: rank 2 on n2 waits in a, from main (train.py:51); 2 ranks "
+            "wait in a (number 2 of this name), from main (train.py:51)",
+        ),
+        (
+            [state(0, "a"), state(1, "a")],
+            (0, 1),
+            "all ranks wait in a, from main (train.py:51): the network between them may be "
+            "interrupted",
+        ),
+        (
+            [
+                state(0, begun=6, last="weights"),
+                reading(1, begun=5),
+                state(2, begun=6, last="weights"),
+            ],
+            (1,),
+            "rank 1 on n1 is in read (data.py:33), and has not begun weights, as the others have",
+        ),
+        (
+            [state(0, begun=None), state(1, begun=None), reading(2, begun=None)],
+            (2,),
+            "rank 2 on n2 is in read (data.py:33); 2 ranks are in main (train.py:51)",
+        ),
+    ],
+)
+def test_who_is_waited_for_is_named_with_its_node_and_line(ranks, named, text):
+    found = judge(ranks)
+    assert found is not None
+    assert (found.ranks, found.text) == (named, text)
+
+
+@pytest.mark.parametrize("ranks", [[], [reading(0)], [reading(0), reading(1)]])
+def test_ranks_that_do_the_same_are_no_verdict(ranks):
+    assert judge(ranks) is None
+
+
+def test_the_answers_of_the_nodes_say_what_each_rank_does():
+    dump = 'Thread 0x1 (most recent call first):\n  File "/app/data.py", line 33 in read\n'
+    wait = {"awaits": "sums of 1", "turn": 2, "begun": 7, "last": "sums of 1"}
+    answers = {
+        "b": {"ranks": [{"rank": 1, "pid": 7, "problem": "it does not write its stacks"}]},
+        "a": {"ranks": [{"rank": 0, "pid": 6, "text": dump, "wait": wait}]},
+    }
+    assert states(answers) == [
+        RankState(rank=0, node="a", frames=(READ,), **wait),
+        RankState(rank=1, node="b", problem="it does not write its stacks"),
+    ]
