@@ -204,7 +204,7 @@ def _write_own(
     """
     try:
         image = image or LiveImage(own_layout(state, rank))
-        file = write_file(path, image, block_bytes, disk)
+        file = write_file(path, image, block_bytes, disk, log_progress=rank == COORDINATOR)
         return vote_for(state, image.layout, file)
     except Exception as error:
         return _problem(f"rank {rank}: {path}", error)

@@ -33,6 +33,7 @@ from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import PARAM, Piece, State
 from zero_checkpoint.format.plan import READ_BYTES, Part, Read, cut, plan
 from zero_checkpoint.format.table import describe, extents, table_of, uncollected
+from zero_checkpoint.meter import Meter
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def fill(
     *,
     copies: Copies | None = None,
     weights_filled: Callable[[], None] = lambda: None,
+    log_progress: bool = False,
 ) -> int:
     """Read `state.pieces` in place; returns how many bytes were read from files.
 
@@ -63,6 +65,7 @@ def fill(
         state: The pieces to fill.
         copies: The copies of each file; None: the one in `directory`.
         weights_filled: Called when all weights are filled and verified, before the rest is read.
+        log_progress: Whether to log how far it has come, if it lasts.
 
     Raises:
         ModelMismatch: See `match.resolve`; nothing was read.
@@ -82,7 +85,11 @@ def fill(
         weights, others = list(compress(reads, first)), list(compress(reads, map(not_, first)))
     with closing(Fetches()) as ahead:
         only_copy: Copies = lambda name: [lambda: open_source(directory / name, ahead)]  # noqa: E731
-        reader = _Reader(directory, manifest, state.pieces, copies or only_copy)
+        meter = None
+        if log_progress:
+            sizes = (span(manifest, manifest.files[read.file], read.blocks)[1] for read in reads)
+            meter = Meter(f"loading {directory.name}", sum(sizes))
+        reader = _Reader(directory, manifest, state.pieces, copies or only_copy, meter)
         if copies is None and isinstance(directory, Path):
             files = manifest.files
             paths = [directory / file.name for file in files]
@@ -108,9 +115,15 @@ def _reads_into(target: Tensor) -> bool:
 
 class _Reader:
     def __init__(
-        self, directory: Place, manifest: Manifest, pieces: Sequence[Piece], copies: Copies
+        self,
+        directory: Place,
+        manifest: Manifest,
+        pieces: Sequence[Piece],
+        copies: Copies,
+        meter: Meter | None,
     ) -> None:
         self._directory = directory
+        self._meter = meter
         self._copies = copies
         self._manifest = manifest
         self._pieces = pieces
@@ -142,7 +155,10 @@ class _Reader:
             with copy() as source:
                 source.expect([span(self._manifest, file, read.blocks) for read in reads])
                 for read in reads:
-                    count += self._read(source, file, read)
+                    length = self._read(source, file, read)
+                    count += length
+                    if self._meter is not None:
+                        self._meter.add(length)
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise

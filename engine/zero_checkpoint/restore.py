@@ -219,7 +219,12 @@ def _try(
             manifest = read()
             state = wanted(manifest)
             count = fill(
-                path, manifest, state, copies=offered.copies, weights_filled=weights_filled
+                path,
+                manifest,
+                state,
+                copies=offered.copies,
+                weights_filled=weights_filled,
+                log_progress=rank == COORDINATOR,
             )
         loaded = Loaded(path, manifest, count, isinstance(offered, MemoryCheckpoint))
         return _Attempt({"outcome": Outcome.GOOD}, loaded)

@@ -68,6 +68,15 @@ def test_a_round_waits_for_the_minimum():
     assert verdict(forming("a", low=2)) == (None, "1 of 2:4 nodes are here; waiting for 1")
 
 
+def test_a_round_that_waits_says_who_is_missing_and_why():
+    job = forming("ab", former="abcd", quiet="abcd", low=4)
+    job = replace(job, nodes=(node("a"), replace(node("b"), draining=True)))
+    assert verdict(job) == (
+        None,
+        "1 of 4:4 nodes are here; waiting for 3; gone since round 1: c, d; leaving: b",
+    )
+
+
 def test_a_first_round_below_the_maximum_waits_until_nobody_comes():
     assert verdict(forming("ab"), JUST_NOW) == (None, "2 of 1:4 nodes are here; more may be coming")
     assert verdict(forming("ab"))[0] is Move.ACTIVATE

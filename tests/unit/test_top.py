@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import threading
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
 from tests.unit.test_metrics import JOB, NODE
+from tests.unit.test_status import Job
 from zero_orchestrator.ctl import top_command
 from zero_orchestrator.ctl.events import Event
 from zero_orchestrator.ctl.top_command import Speed, screen, sparkline
-from zero_orchestrator.ctl.views import JsonView
+from zero_orchestrator.ctl.views import JsonView, TableView
 from zero_orchestrator.errors import SpecError
 
 
@@ -64,3 +68,21 @@ def test_as_many_events_are_shown_as_fit():
 def test_without_a_terminal_the_remedy_is_named():
     with pytest.raises(SpecError, match=r"needs a terminal.*status --watch"):
         top_command.run(argparse.Namespace(json=False), None, JsonView())
+
+
+def test_it_follows_a_job_to_its_end_and_leaves_its_status_on_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    store = MemoryStore(ManualClock())
+    job = Job(store)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    args = argparse.Namespace(json=False, job="gpt", every=0.01)
+    runs = threading.Thread(target=top_command.run, args=(args, store, TableView()))
+    runs.start()
+    job.round(1, "DONE", "a")
+    runs.join(30)
+    shown = capsys.readouterr().out
+    assert not runs.is_alive()
+    assert "\x1b[?1049h" in shown, "a screen of its own"
+    assert "DONE" in shown.split("\x1b[?1049l")[1], "what stays"

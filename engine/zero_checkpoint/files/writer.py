@@ -24,6 +24,7 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import Digests, FileRecord
+from zero_checkpoint.meter import Meter
 
 
 class Image(Protocol):
@@ -94,13 +95,23 @@ class BlockHasher:
         self._filled = 0
 
 
-def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileRecord:
+def write_file(
+    path: Place, image: Image, block_bytes: int, disk: Disk, *, log_progress: bool = False
+) -> FileRecord:
     """Write an image to a new file; it and its directory entry are durable on return.
+
+    Args:
+        path: The file.
+        image: Its bytes.
+        block_bytes: Size of a block, each of which gets a digest.
+        disk: File operations.
+        log_progress: Whether to log how far it has come, if it lasts.
 
     Raises:
         OSError: Any operation failed; a partial file may be left.
     """
     hasher, layout = BlockHasher(block_bytes), image.layout
+    meter = Meter(f"saving {path.parent.name}", layout.size_bytes) if log_progress else None
 
     def hashed() -> Iterator[memoryview]:
         for chunk in image.chunks():
@@ -110,6 +121,8 @@ def write_file(path: Place, image: Image, block_bytes: int, disk: Disk) -> FileR
     with disk.create(path) as file:
         for chunk in _ahead(hashed()):
             disk.write(file, chunk)
+            if meter is not None:
+                meter.add(len(chunk))
         disk.sync(file)
     disk.sync_directory(path.parent)
     return FileRecord(path.name, layout.size_bytes, len(layout.head), hasher.digests())

@@ -257,7 +257,8 @@ def run_import(options: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{root}: this is a file; give a directory of checkpoints, or a new one"
         )
-    foreign = adopt.tie(_read(options), dict(options.tie))
+    with output.lasting(f"reading {options.source}", quiet=options.json):
+        foreign = adopt.tie(_read(options), dict(options.tie))
     foreign = adopt.freeze(foreign, options.frozen)
     if foreign.left_out:
         hint = _KEYS if options.kind == "dcp" else ""
@@ -272,9 +273,11 @@ def run_import(options: argparse.Namespace) -> None:
         computed=getattr(torch, computed) if computed in _DTYPES else None,
     )
     source = f"{options.kind}: {options.source}"
-    path = adopt.adopt(
-        root, foreign, source=source, tag=options.tag, step=options.step, dtypes=dtypes
-    )
+    text = f"saving {len(foreign.params)} parameters in {root}"
+    with output.lasting(text, quiet=options.json):
+        path = adopt.adopt(
+            root, foreign, source=source, tag=options.tag, step=options.step, dtypes=dtypes
+        )
     kinds = sorted(foreign.moments)
     record = {"path": path, "parameters": len(foreign.params), "optimizer_kinds": kinds}
     also = f", with {', '.join(kinds)}" if kinds else ", without optimizer state"

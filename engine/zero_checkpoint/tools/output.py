@@ -23,7 +23,9 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
@@ -106,6 +108,22 @@ def progress(checkpoint: Candidate, *, quiet: bool) -> Iterator[Advance]:
     with bar:
         task = bar.add_task(checkpoint.path.name, total=total_bytes(checkpoint.manifest))
         yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def lasting(text: str, *, quiet: bool) -> Iterator[None]:
+    """What a command does, and for how long, on stderr if that is a terminal; for unknown sizes."""
+    shown = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
+    with shown:
+        shown.add_task(escape(text), total=None)
+        yield
 
 
 def show_rows(rows: Sequence[Row]) -> None:

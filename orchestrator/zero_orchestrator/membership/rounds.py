@@ -111,7 +111,8 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
     if job.spec.usable(count) < low:
-        return Decision(None, f"{_here(job)}; waiting for {job.spec.fewest - count}{_barred(job)}")
+        text = f"{_here(job)}; waiting for {job.spec.fewest - count}"
+        return Decision(None, f"{text}{_missing(job)}{_barred(job)}")
     wait_s = timing.settle_s - seen.nodes_s
     if job.joiners and count < high and wait_s > 0:
         return Decision(None, f"{_here(job)}; more may be coming")
@@ -134,6 +135,15 @@ def _some(names: Sequence[str], separator: str = ", ") -> str:
 
 def _here(job: Snapshot) -> str:
     return f"{len(job.eligible)} of {job.spec.min_nodes}:{job.spec.max_nodes} nodes are here"
+
+
+def _missing(job: Snapshot) -> str:
+    """Those of the last round that are gone, and those that are about to go."""
+    here = {node.id for node in job.nodes}
+    gone = [node.id for node in job.members.nodes if node.id not in here]
+    leaving = [node.id for node in job.nodes if node.draining]
+    words = ((gone, f"gone since round {job.n}"), (leaving, "leaving"))
+    return "".join(f"; {why}: {_some(names)}" for names, why in words if names)
 
 
 def _barred(job: Snapshot) -> str:
