@@ -128,10 +128,15 @@ class Collectives:
             else DeadlockDetector(group_store(name), self.rank, self.world)
         )
 
-    def lay_out(self, topology: Topology) -> None:
-        """Divide what is divided from now on by nodes; every rank with the same topology."""
+    def lay_out(self, topology: Topology, owners: Sequence[int] | None = None) -> None:
+        """Divide what is divided from now on by nodes; every rank with the same topology.
+
+        Args:
+            topology: The nodes.
+            owners: By shard, the rank that has it, where a framework decides that.
+        """
         self.topology = topology
-        self.owners = rail_order(topology.nodes)
+        self.owners = tuple(owners) if owners is not None else rail_order(topology.nodes)
         """By shard, the rank that has it."""
         self.shards = tuple(self.owners.index(rank) for rank in range(self.world))
         """By rank, its shard."""

@@ -47,7 +47,7 @@ def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) 
     """
     group = dist.new_group(timeout=timedelta(seconds=collectives.timeout_s))
     sums = Collectives(group, interrupt, beside=collectives, watched=True)
-    sums.lay_out(collectives.topology)
+    sums.lay_out(collectives.topology, collectives.owners)
     sums.meet(device)
     return sums
 

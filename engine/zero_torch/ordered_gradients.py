@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
+from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Turn
 from zero_contract.errors import ZeroError
@@ -63,6 +64,7 @@ class OrderedGradients:
         collectives: Collectives,
         parameters: Sequence[nn.Parameter],
         block: int,
+        apart: Collectives | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Sum over a group.
@@ -71,6 +73,7 @@ class OrderedGradients:
             collectives: The group.
             parameters: Whose gradients are summed.
             block: Micro-batches that are summed in a tree.
+            apart: The group in which sums begin inside of nodes; None: owners add everything.
             guard: A context around the end of a backward, which may find that a peer is lost.
         """
         device = parameters[0].device
@@ -83,8 +86,15 @@ class OrderedGradients:
         self._guard = guard
         self._waits_at_once = device.type != "cpu"
         self._pool = BufferPool(device)
-        self._reduction = OrderedReduction(collectives, self._pool)
+        self._reduction: OrderedReduction | NodeReduction
+        if apart is None:
+            self._reduction = OrderedReduction(collectives, self._pool)
+        else:
+            self._reduction = NodeReduction(apart, apart, self._pool)
+        self._turn = Turn(live=0, first=True)
         self._sums: dict[str, OrderedSum] = {}
+        self._totals: dict[str, Tensor] = {}
+        """The memory of sums that take several micro-steps."""
         self._of_step: set[str] = set()
         """The sums that have received a gradient in this step."""
         self._received: set[str] = set()
@@ -98,10 +108,13 @@ class OrderedGradients:
     def begin(self, now: MicroStep) -> None:
         """Begin a micro-step."""
         if now.number == 0:
+            for gone in self._sums.keys() - self._of_step:  # DDP has other buckets now
+                self._sums.pop(gone).total = torch.empty(0)
+                self._totals.pop(gone, None)
             self._of_step.clear()
         self._received.clear()
         self._drop()
-        self.now = now
+        self.now, self._turn = now, now.turn
 
     def end(self) -> None:
         """End the micro-step.
@@ -130,6 +143,9 @@ class OrderedGradients:
             )
         if not self.now.last:
             self._drop()
+        elif self.now.number == 0:
+            for ordered in self._sums.values():
+                ordered.total = ordered.total[:0]  # the memory is that of `.grad`
         self.now = None
 
     def reduce(
@@ -166,7 +182,7 @@ class OrderedGradients:
         micro_step = self._expect(name)
         total = microbatches.new_empty(microbatches.shape[1], dtype=torch.float32)
         ordered = self._sum_of(name, total, micro_step)
-        turn = micro_step.turn
+        turn = self._turn
         given = list(microbatches[: turn.live])
         ordered.add(given, self._pool, first=turn.first, last=turn.last)
         if not turn.last:
@@ -186,7 +202,7 @@ class OrderedGradients:
         if not self.loss_is_weighted:
             gradient.mul_(now.weight)
         ordered = self._sum_of(name, out, now)
-        reducing = self._reduction.start(gradient, f"gradients of {name}", ordered, now.turn)
+        reducing = self._reduction.start(gradient, f"gradients of {name}", ordered, self._turn)
         yield
         while reducing.advance():
             yield
@@ -203,13 +219,14 @@ class OrderedGradients:
     def _sum_of(self, name: str, out: Tensor, now: MicroStep) -> OrderedSum:
         """The sum of this step; where a step has one micro-step, it is made where it goes."""
         if now.number == 0:
-            kept = self._sums.get(name)
-            if now.last and out.dtype == torch.float32:
-                return OrderedSum(out, self.block)
-            if kept is None or kept.total.numel() != out.numel():
-                total = torch.empty_like(out, dtype=torch.float32)
-                kept = self._sums[name] = OrderedSum(total, self.block)
-            kept.block = self.block
+            total = out
+            if not now.last or out.dtype != torch.float32:
+                kept = self._totals.get(name)
+                if kept is None or kept.numel() != out.numel():
+                    kept = torch.empty_like(out, dtype=torch.float32)
+                total = self._totals[name] = kept
+            ordered = self._sums.setdefault(name, OrderedSum(total, self.block))
+            ordered.total, ordered.block = total, self.block
         return self._sums[name]
 
     def _advance(self) -> None:

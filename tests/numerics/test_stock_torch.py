@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support.plain import summed
 from tests.support.stock import GPT, LENGTH, VOCABULARY, make
 from tests.support.world import WorldPool
 from zero_checkpoint import weight_hash
+from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 from zero_data.ledger import read_ledger, verify
@@ -94,6 +96,35 @@ def test_ddp_and_fsdp2_give_one_hash_at_every_world_size(worlds: WorldPool) -> N
     found = {run: worlds.run(run[1], trained, run[0]) for run in runs}
     hashes = {run: {rank[0] for rank in ranks} for run, ranks in found.items()}
     assert hashes == {run: {expected} for run in runs}
+
+
+def trained_on_nodes(wrapper: str, nodes: str) -> tuple[str, bool]:
+    """Its hash, and whether the ranks know of several nodes of several ranks."""
+    os.environ[ENV_NODE_RANKS] = nodes
+    try:
+        model, _, run = protected(wrapper)
+    finally:
+        del os.environ[ENV_NODE_RANKS]
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        run.step()
+    return run.weight_hash(), run._collectives.topology.divides
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "nodes"),
+    [
+        ("ddp", "2,2"),
+        ("fsdp2", "2,2"),
+        pytest.param("ddp", "1,3", marks=pytest.mark.full),
+        pytest.param("fsdp2", "1,3", marks=pytest.mark.full),
+    ],
+)
+def test_sums_that_begin_inside_of_nodes_are_the_same(
+    worlds: WorldPool, wrapper: str, nodes: str
+) -> None:
+    (expected, *_) = worlds.run(1, trained, "plain")
+    assert worlds.run(4, trained_on_nodes, wrapper, nodes) == [(expected[0], True)] * 4
 
 
 def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:
