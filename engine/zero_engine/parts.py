@@ -97,12 +97,16 @@ class Run:
 
     @property
     def assignment(self) -> Assignment:
-        """Who runs which micro-batch."""
-        return self.accumulation.assignment if self.managed else strided(self.world)
+        """Who runs which micro-batch; data that a script divides by itself go from rank to rank."""
+        return self.accumulation.assignment if self._is_planned else strided(self.world)
 
     def reduction_plan(self) -> Plan | None:
         """The plan of the current step's sums; None if owners add what comes."""
-        return self.accumulation.plan(self.plan().microbatches) if self.managed else None
+        return self.accumulation.plan(self.plan().microbatches) if self._is_planned else None
+
+    @property
+    def _is_planned(self) -> bool:
+        return self.managed and self.loader is not None
 
     def adopt_batch(self, batch: BatchShape) -> None:
         """Continue with the batch of a checkpoint."""

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
-from tests.numerics.test_reduction_order import COUNT, WIDTHS, digest, expected, make, train
+from tests.numerics.test_reduction_order import (
+    COUNT,
+    RATE,
+    WIDTHS,
+    Product,
+    Samples,
+    digest,
+    expected,
+    make,
+    numbers,
+    train,
+)
 from tests.support.world import WorldError, WorldPool
 from zero_checkpoint.staging_memory import available_bytes
 from zero_comm.cpu.same_host import SWITCH
@@ -103,6 +114,30 @@ def test_the_bits_are_the_same_in_every_case_of_every_grouping(
     assert worlds.run(4, hashes, nodes, "1", cases, deadline_s=300) == [right] * 4
 
 
+def train_on_own_data(where: str) -> str:
+    """The script divides its samples among the ranks, one after the other."""
+    elastic = {"reduction_block": 4, "accumulate": where}
+    settings = {
+        "train_batch_size": 13,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "elastic": elastic,
+    }
+    engine, *_ = zero_deepspeed.initialize(model=Product(), config=settings)
+    for number in range(engine.global_rank, 14, engine.world_size):
+        engine.backward(engine(numbers(min(number, 12), sum(WIDTHS))))
+        engine.step()
+    assert engine.global_steps == 1
+    return engine.weight_hash()
+
+
+def test_samples_that_a_script_divides_by_itself_give_the_bits_of_owner(worlds: WorldPool) -> None:
+    (alone,) = worlds.run(1, train_on_own_data, "local")
+    assert worlds.run(2, train_on_own_data, "local") == [alone] * 2
+    assert worlds.run(2, train_on_own_data, "owner") == [alone] * 2
+
+
 # ---- what travels, and what is kept ----
 
 
@@ -150,7 +185,7 @@ def test_what_travels_and_what_is_kept_is_what_the_plan_says(
 def refusals() -> list[str]:
     """What a script is told that asks for the sum, or changes the step, in the middle of it."""
     told = []
-    for misuse in (read, set_gradient, add_a_loss, end_the_step):
+    for misuse in (read, set_gradient, add_a_loss, choose_samples, go_beyond_the_batch):
         (engine,) = on_nodes("1,1", lambda: [make_at("local", 1, "fp32", 4)])
         batch = next(iter(engine.training_dataloader or ()))
         engine.backward(engine(batch))
@@ -172,17 +207,24 @@ def add_a_loss(engine: Engine, batch: Tensor) -> None:
     engine.backward(engine(batch))
 
 
-def end_the_step(engine: Engine, _batch: Tensor) -> None:
-    engine._run.loader = None
-    engine.set_gradient_accumulation_boundary(True)
+def choose_samples(engine: Engine, _batch: Tensor) -> None:
+    engine.batch_sampler(Samples())
+
+
+def go_beyond_the_batch(engine: Engine, batch: Tensor) -> None:
+    engine.step()
+    with engine.no_sync():
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(batch))
 
 
 def test_what_needs_the_sum_in_the_middle_of_a_step_is_refused(worlds: WorldPool) -> None:
-    reading, setting, loss, end = worlds.run(2, refusals)[0]
+    reading, setting, loss, sampler, end = worlds.run(2, refusals)[0]
     assert 'with elastic.accumulate "local" the gradient is there in the last micro-s' in reading
     assert reading == setting
     assert 'backward() twice before step() with elastic.accumulate "local"' in loss
-    assert 'in the middle of a step with elastic.accumulate "local"' in end
+    assert 'batch_sampler() in the middle of a step with elastic.accumulate "local"' in sampler
+    assert "no_sync() around the last micro-step of the batch with elastic.accumulate" in end
 
 
 def make_too_large() -> None:

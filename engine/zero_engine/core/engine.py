@@ -27,6 +27,7 @@ from zero_checkpoint.persistence import NOTES, ClientSource, Persistence
 from zero_checkpoint.tags import agree_on_tag
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank
+from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
 from zero_data.global_batch import mix
@@ -297,7 +298,17 @@ class Engine(WrappingModule):
 
         Args:
             dataset: The map-style dataset of that DataLoader.
+
+        Raises:
+            ZeroError: A step has begun with other batches, and elastic.accumulate is not "owner".
         """
+        where = self._run.accumulation.where
+        begun = self._run.cursor.micro or self._micro_steps.awaits_step
+        if begun and where is not Where.OWNER:
+            raise ZeroError(
+                f'batch_sampler() in the middle of a step with elastic.accumulate "{where}", which '
+                "decides who runs which micro-batch of a step; call it before the first backward()"
+            )
         sampler = MicroBatches(microbatch_sampler(self._config, self._run, dataset))
         self._run.loader = sampler
         return sampler

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from zero_comm.reduction import Turn
+from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
 from zero_data.elastic_loader import PAST_THE_EPOCH, Ticket
 from zero_data.global_batch import StepPlan
@@ -249,6 +250,12 @@ class MicroSteps:
                     "order; for each sample exactly once give initialize() the training_data, or "
                     "your DataLoader batch_sampler=engine.batch_sampler(dataset)"
                 )
+                if run.accumulation.where is not Where.OWNER:
+                    _log.warning(
+                        'elastic.accumulate: "%s" acts as "owner", because the engine does not '
+                        "choose the samples of each rank",
+                        run.accumulation.where,
+                    )
             self._warned = True
         ticket = self._ticket = run.loader.last if run.loader is not None else None
         microbatch = run.microbatch()
@@ -345,23 +352,7 @@ class MicroSteps:
     def let_script_decide(self) -> None:
         """From now on the script decides where a step ends, whatever the batch says."""
         self.end_if_awaited()
-        self._check_end_is_open("set_gradient_accumulation_boundary()")
         self._run.managed, self._run.declared = False, True
-
-    def _check_end_is_open(self, what: str) -> None:
-        """Check that the script may end the current step.
-
-        Raises:
-            ZeroError: Ranks have added up what the batch says of this step.
-        """
-        run, where = self._run, self._run.accumulation.where
-        if run.cursor.micro and run.reduction_plan() is not None:
-            raise ZeroError(
-                f'{what} in the middle of a step with elastic.accumulate "{where}", which adds up '
-                "the micro-batches of a step whose end is known; call it before the first "
-                "backward() of a step, set gradient_accumulation_steps to what you accumulate, or "
-                'use "owner"'
-            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -385,10 +376,17 @@ class MicroSteps:
         """Accept a backward in `no_sync` when the batch is full: the script accumulates by itself.
 
         Raises:
-            ZeroError: The loader cannot continue beyond the batch.
+            ZeroError: The loader cannot continue beyond the batch, or it is added up as planned.
         """
         run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
-        self._check_end_is_open("no_sync() around the last micro-step")
+        where = run.accumulation.where
+        if run.reduction_plan() is not None:
+            raise ZeroError(
+                "no_sync() around the last micro-step of the batch with elastic.accumulate "
+                f'"{where}", which adds up the micro-batches of a step whose end is known; set '
+                "gradient_accumulation_steps (or train_batch_size) to what you accumulate, or use "
+                '"owner"'
+            )
         if run.loader is not None and not run.loader.leave_steps_to_script():
             raise ZeroError(
                 f"no_sync() around micro-step {micro_steps} of {micro_steps}, which ends the step, "
