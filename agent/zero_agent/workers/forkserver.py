@@ -35,7 +35,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from typing import Any
 
@@ -48,6 +47,7 @@ from zero_agent.node.process_control import (
     outlive_parent,
 )
 from zero_agent.workers import worker_main
+from zero_agent.workers.fork_safety import Native, hindrance
 
 PACKET_BYTES = 1 << 17
 STOP_FORKSERVER = b'{"op": "stop"}'
@@ -238,9 +238,10 @@ def preload(modules: list[str]) -> None:
     """Import the modules that workers need; a package that is not installed is left to them.
 
     Raises:
-        SystemExit: An import fails, or starts a thread.
+        SystemExit: An import fails, starts a thread, or initializes CUDA.
     """
     for module in modules:
+        before = Native.here()
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -251,11 +252,8 @@ def preload(modules: list[str]) -> None:
                 f"zero-agent: importing {module} has failed: {type(error).__name__}: {error}; "
                 f"python -c 'import {module}' shows where"
             ) from None
-        if threading.active_count() > 1:
-            raise SystemExit(
-                f"zero-agent: importing {module} starts a thread, which forked workers would "
-                "lack; leave it out of --preload"
-            )
+        if why := hindrance(module, before, Native.here()):
+            raise SystemExit(f"zero-agent: {why}")
     gc.freeze()  # no collection in a worker touches these pages: they stay shared (copy-on-write)
 
 
