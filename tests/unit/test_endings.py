@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from dataclasses import replace
 
 import pytest
 
 from zero_agent.loop import leaving
+from zero_agent.node.state import Workers
 from zero_agent.workers import exits
 from zero_agent.workers.environment import Order
 from zero_agent.workers.exits import Exit, fresh_error_file
@@ -53,6 +55,17 @@ def test_a_worker_that_lost_its_peers_first_is_not_the_cause(tmp_path):
     # What ends after the first was stopped by the agent, and is no cause either.
     assert found.first_failure.rank == 0
     assert found.state.value == "peer lost"
+
+
+@pytest.mark.parametrize(("gpus", "state"), [(True, Workers.PEER_LOST), (False, Workers.FAILED)])
+def test_a_worker_that_torchs_watchdog_ends_blames_no_host_that_has_gpus(
+    tmp_path, monkeypatch, gpus: bool, state: Workers
+) -> None:
+    monkeypatch.setattr(exits, "GPU_DEVICE", tmp_path if gpus else tmp_path / "none")
+    assert group(tmp_path, [(0, -signal.SIGABRT)]).state is state
+    assert group(tmp_path, [(0, -signal.SIGSEGV)]).state is Workers.FAILED
+    (tmp_path / "1.json").write_text(json.dumps({"message": "an assertion of the program"}))
+    assert group(tmp_path, [(1, -signal.SIGABRT)]).state is Workers.FAILED
 
 
 def cause(node: str, revision: int, *, symptom: bool = False) -> Failure:

@@ -42,7 +42,6 @@ from zero_contract.worker import (
     Ability,
     CommitReply,
     CommitRequest,
-    ExitCode,
     Hello,
     Leave,
     Left,
@@ -416,8 +415,7 @@ class NodeWorkers:
             self._journal.tell("exit", self.first_failure.summary, round=self.round)
         end = self._group.ended(process, status) if self._group else None
         if end is not None and end.status != 0 and not end.wanted:
-            symptom = end.status == ExitCode.PEER_LOST
-            facts = {"symptom": True} if symptom else {}
+            facts = {"symptom": True} if end.symptom else {}
             self._journal.tell("exit", end.summary, round=self.round, rank=end.rank, **facts)
 
     def _forkserver_is_gone(self) -> None:

@@ -35,6 +35,24 @@ def describe(status: int) -> str:
         return f"killed by signal {-status}"
 
 
+GPU_DEVICE = Path("/dev/nvidiactl")
+"""Exists on machines with NVIDIA GPUs."""
+
+
+def is_symptom(status: int, message: str, *, gpus: bool) -> bool:
+    """Whether a worker has ended because of its peers, so that its own host is not to blame.
+
+    torch's watchdog of NCCL ends a process with SIGABRT when a peer is lost or late. An error of
+    the program that ends so leaves a message, or happens on a machine without GPUs as well.
+
+    Args:
+        status: As `Exit.status`.
+        message: As `Exit.message`.
+        gpus: Whether the machine has GPUs.
+    """
+    return status == ExitCode.PEER_LOST or (gpus and status == -signal.SIGABRT and not message)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exit:
     """The end of one worker."""
@@ -68,6 +86,11 @@ class Exit:
         message, traceback = ("", "") if status == ExitCode.OK else read_error_file(error_file)
         message = message or killer
         return cls(rank=rank, status=status, wanted=wanted, message=message, traceback=traceback)
+
+    @property
+    def symptom(self) -> bool:
+        """Whether it ended because of its peers."""
+        return is_symptom(self.status, self.message, gpus=GPU_DEVICE.exists())
 
     @property
     def summary(self) -> str:

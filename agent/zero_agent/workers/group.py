@@ -176,12 +176,12 @@ class WorkerGroup:
         """The state of the group as a whole."""
         if self._running:
             return Workers.STOPPING if self._stopping else Workers.RUNNING
-        statuses = {end.status for end in self.exits if not end.wanted}
-        if self._hung is not None or statuses - set(ExitCode):
+        ends = [end for end in self.exits if not end.wanted]
+        if self._hung is not None or any(map(_is_cause, ends)):
             return Workers.FAILED
-        if ExitCode.PEER_LOST in statuses:
+        if any(end.symptom for end in ends):
             return Workers.PEER_LOST
-        if ExitCode.LEFT in statuses:
+        if ExitCode.LEFT in {end.status for end in ends}:
             return Workers.LEFT
         return Workers.STOPPED if self._stopping else Workers.SUCCEEDED
 
@@ -191,5 +191,10 @@ class WorkerGroup:
         if self._hung is not None:
             return replace(self._hung, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]
-        failures = [end for end in unwanted if end.status not in set(ExitCode)]
+        failures = [end for end in unwanted if _is_cause(end)]
         return (failures or unwanted or self.exits)[0]
+
+
+def _is_cause(end: Exit) -> bool:
+    """Whether this end is the worker's own failure."""
+    return end.status not in set(ExitCode) and not end.symptom
