@@ -12,10 +12,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # The tests mostly wait, so there are two of them for each of two cores.
+GPU_PYTHON ?= python3
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-processes test-deploy
 
-.PHONY: demo test test-all $(PARTS) test-image check dist docs reference install dev locks clean
+.PHONY: demo test test-all $(PARTS) test-image gpu-test check dist docs reference install dev locks clean
 
 demo: install
 	$(BIN)/python examples/demo.py
@@ -30,6 +31,9 @@ $(PARTS): test-%: dev
 
 test-image: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)
+
+gpu-test:  # with any Python that has a torch with CUDA; no environment is made
+	PYTHONPATH=.:engine:orchestrator $(GPU_PYTHON) -m tests.gpu
 
 check: dev
 	$(BIN)/ruff format --check .

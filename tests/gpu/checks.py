@@ -1,0 +1,273 @@
+"""What must hold on a device: each function is one claim, and raises if it does not hold.
+
+Each runs in a process of its own (`tests.gpu`), on one GPU and without a network. Without a device
+the claims that do not name one hold on the CPU, which is how these checks are themselves tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zero_engine
+from tests.support.models import Tokens, make_model, param_groups
+from tests.support.ports import free_port
+from zero_comm.collectives import Collectives
+from zero_comm.distributed import leave_group, local_device
+from zero_comm.errors import LeavingNow
+from zero_comm.reduction import NORM_BLOCK, block_norms
+from zero_comm.waiting import Interrupt
+
+CHECKS: dict[str, Callable[[], str]] = {}
+HAS_GPU = torch.cuda.is_available()
+STAGES = (0, 1, 2, 3)
+DTYPES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 1024}},
+}
+
+
+class NoDeviceError(Exception):
+    """The claim needs a device, and there is none."""
+
+
+def check(function: Callable[[], str]) -> Callable[[], str]:
+    """Add a claim; it returns what it has seen."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def on_a_gpu(function: Callable[[], str]) -> Callable[[], str]:
+    """A claim about a device."""
+
+    def claim() -> str:
+        if not HAS_GPU:
+            raise NoDeviceError
+        return function()
+
+    claim.__name__ = function.__name__
+    return claim
+
+
+def make_engine(stage: int, dtype: str = "fp32", **more: Any) -> Any:
+    """An engine for the tiny model of the tests, in steps of 4 micro-batches."""
+    model = make_model(7)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **DTYPES[dtype],
+        **more,
+    }
+    return zero_engine.initialize(
+        model, model_parameters=param_groups(model), training_data=Tokens(64), config=config
+    )
+
+
+def train(engine: Any, steps: int) -> None:
+    """Train until so many steps are done in all."""
+    for batch in engine.training_dataloader:
+        engine.backward(engine(batch.to(engine.device)))
+        engine.step()
+        if engine.global_steps == steps:
+            return
+
+
+def trained(stage: int, dtype: str = "fp32", **more: Any) -> str:
+    """The weights after four steps."""
+    engine = make_engine(stage, dtype, **more)
+    train(engine, 4)
+    assert engine.mean_loss == engine.mean_loss, "the loss is not a number"
+    return str(engine.weight_hash())
+
+
+def equal(found: dict[Any, str]) -> str:
+    """Check that all hashes are the same one."""
+    assert len(set(found.values())) == 1, f"not the same bits: {found}"
+    return f"{len(found)} runs, one hash: {next(iter(found.values()))[:16]}"
+
+
+@check
+def stages_and_replays_give_the_same_bits() -> str:
+    """World 1: stages 0-3 and a second run of each, in fp32, bf16 and fp16."""
+    told = []
+    for dtype in DTYPES:
+        cases = [(stage, turn) for stage in STAGES for turn in (1, 2)]
+        told.append(f"{dtype}: {equal({case: trained(case[0], dtype) for case in cases})}")
+    return "; ".join(told)
+
+
+@check
+def world_sizes_give_the_same_bits() -> str:
+    """Several processes share the device, over gloo: 1, 2 and 4 ranks, stages 0, 2 and 3."""
+    found = {
+        (world, stage): each
+        for world in (1, 2, 4)
+        for stage, each in _in_processes(world, "hashes").items()
+    }
+    return equal(found)
+
+
+@check
+def a_script_s_nccl_group_is_enough() -> str:
+    """`init_process_group("nccl")` reaches no CPUs: the engine makes its own control group."""
+    _meet_alone("nccl" if HAS_GPU else "gloo")
+    first = trained(3)
+    return equal({"the script's group": first, "ours": _in_processes(1, "hashes")["3"]})
+
+
+@check
+def a_group_is_aborted_and_another_founded_in_the_same_process() -> str:
+    """As a survivor does."""
+    hashes, seconds = {}, []
+    for turn in range(3):
+        _meet_alone("cpu:gloo,cuda:nccl" if HAS_GPU else "gloo")
+        hashes[turn] = trained(2)
+        begun = time.monotonic()
+        assert leave_group(), "the abort has not ended in time"
+        seconds.append(time.monotonic() - begun)
+    return f"{equal(hashes)}; aborts took at most {max(seconds) * 1e3:.0f} ms"
+
+
+@check
+@on_a_gpu
+def an_interrupt_ends_a_wait_for_a_busy_device() -> str:
+    """A stream that is busy for seconds, as one that waits for a lost peer is for ever."""
+    _meet_alone("cpu:gloo,cuda:nccl")
+    interrupt = Interrupt()
+    group = Collectives(interrupt=interrupt)
+    torch.cuda._sleep(8_000_000_000)  # cycles: about 4 s
+    told: list[float] = []
+
+    def ask() -> None:
+        told.append(time.monotonic())
+        interrupt.request("the agent says so")
+
+    threading.Timer(0.3, ask).start()
+    try:
+        group.to_host(torch.ones(1, device=local_device()), "a number")
+    except LeavingNow:
+        took = time.monotonic() - told[0]
+    else:
+        raise AssertionError("the device was not busy, or the interrupt was not noticed")
+    assert took < 0.1, f"it took {took:.2f} s"
+    return f"after {took * 1e3:.1f} ms"
+
+
+@check
+def a_norm_s_bits_do_not_depend_on_how_many_blocks_a_rank_has() -> str:
+    """The bug: a device's reduction has another layout for fewer than 16 rows."""
+    torch.manual_seed(3)
+    values = torch.randn(64 * NORM_BLOCK, device=local_device()) * torch.rand(1).item()
+    whole = block_norms(values)
+    raw = torch.linalg.vector_norm(values.view(-1, NORM_BLOCK), dim=1)
+    differing = []
+    for rows in range(1, 65):
+        assert torch.equal(block_norms(values[: rows * NORM_BLOCK]), whole[:rows]), rows
+        alone = torch.linalg.vector_norm(values[: rows * NORM_BLOCK].view(-1, NORM_BLOCK), dim=1)
+        if not torch.equal(alone, raw[:rows]):
+            differing.append(rows)
+    return f"without the rows of zeros it would, for {differing or 'no number'} of rows"
+
+
+@check
+def a_checkpoint_of_one_stage_resumes_at_another() -> str:
+    """Saved in the background at stage 3, loaded at 1."""
+    with tempfile.TemporaryDirectory() as directory:
+        engine = make_engine(3, checkpoint={"async": True})
+        train(engine, 2)
+        assert engine.save_checkpoint(directory)
+        train(engine, 4)
+        engine.destroy()
+        other = make_engine(1)
+        path, _ = other.load_checkpoint(directory)
+        assert path is not None
+        train(other, 4)
+        return equal({"straight on": engine.weight_hash(), "resumed": other.weight_hash()})
+
+
+@check
+def state_in_host_memory_trains_as_on_the_device() -> str:
+    """To the bits only on a CPU, whose kernel steps the optimizer there."""
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    return equal({turn: trained(2, **offloaded) for turn in (1, 2)})
+
+
+@check
+@on_a_gpu
+def nothing_reads_or_writes_outside_its_memory() -> str:
+    """A short run under compute-sanitizer, if the machine has it."""
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(tool).exists():
+        return "not seen: there is no compute-sanitizer"
+    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu", "--rank", "short"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-2000:]
+    return "stage 3, two steps: no error"
+
+
+# ---- several processes ----
+
+
+def _meet_alone(backend: str) -> None:
+    leave_group()
+    if HAS_GPU:
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _in_processes(world: int, job: str) -> dict[str, str]:
+    """What every rank of a world prints at its end, which must be the same."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu", "--rank", job],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        told = [rank.communicate(timeout=100 if HAS_GPU else 1000)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), f"ranks ended with {ranks}"
+    found = [json.loads(each.splitlines()[-1]) for each in told]
+    assert all(one == other for one, other in pairwise(found)), found
+    return dict(found[0])
+
+
+def run_rank(job: str) -> None:
+    """One rank of a check: prints its result as JSON."""
+    if "RANK" in os.environ:  # one device, which NCCL does not share
+        dist.init_process_group("cpu:gloo,cuda:gloo" if HAS_GPU else "gloo")
+    if job == "short":
+        engine = make_engine(3)
+        train(engine, 2)
+        return
+    print(json.dumps({str(stage): trained(stage) for stage in (0, 2, 3)}))
