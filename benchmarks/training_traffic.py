@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
+from training_systems import NODE_BLOCK
 
 from zero_comm.reduction_plan import DEFAULT_BLOCK, Where, plan_reduction
 from zero_comm.topology import Topology
@@ -72,7 +73,7 @@ def gradients(job: Job, where: Where) -> Sent:
     assignment = {
         Where.OWNER: lambda: strided(job.world),
         Where.NODE: lambda: node_turns(job.nodes, job.block),
-        Where.LOCAL: lambda: contiguous(job.world, micro_batches),
+        Where.LOCAL: lambda: contiguous(job.world),
     }[where]()
     plan = plan_reduction(
         assignment.rows(micro_batches), block=job.block, nodes=job.nodes, where=where
@@ -149,11 +150,9 @@ MODELS: Mapping[str, Callable[[Job], Sent]] = {
     "hsdp": lambda job: hsdp(job, FP32_BYTES),
     "hsdp-default": lambda job: hsdp(job, job.weight_bytes),
     **{f"zero{stage}": lambda job, stage=stage: ours(job, stage) for stage in range(4)},
-    **{
-        f"zero{stage}-{where.value}": lambda job, stage=stage, where=where: ours(job, stage, where)
-        for stage in range(2)
-        for where in (Where.NODE, Where.LOCAL)
-    },
+    "zero0-local": lambda job: ours(job, 0, Where.LOCAL),
+    "zero1-local": lambda job: ours(job, 1, Where.LOCAL),
+    "zero2-node": lambda job: ours(replace(job, block=NODE_BLOCK), 2, Where.NODE),
     "our gradients": lambda job: gradients(job, Where.OWNER),
 }
 """By the names of `training_systems`, and two parts alone."""
