@@ -310,42 +310,73 @@ class Collectives:
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's shard already."""
-        if self.topology.divides and not self.transports.of(full.device).crosses_once:
-            return self._relay(full, what)
-        return self._gather(full, self._by_rank(full), what)
+        if not self._relays(full):
+            return self._gather(full, self._by_rank(full), what)
+        rows = full.view(self.world, -1)
+        inside = {
+            rank: [rows[start:stop].view(-1) for start, stop in runs]
+            for rank, runs in self._route.passes_on
+        }
+        wanted = {source: rows[shard] for source, shard in self._route.wanted}
+        return self._relay(self.own(full), wanted, inside, what)
 
-    def _relay(self, full: Tensor, what: str) -> Pending:
-        """Fill `full` by sending each shard to each other node once, and then inside of nodes."""
-        rows, route = full.view(self.world, -1), self._route
-        held = dict.fromkeys(route.to, self.own(full))
-        wanted = {source: rows[shard] for source, shard in route.wanted}
-        inside = [
-            {rank: rows[start:stop].view(-1) for rank, start, stop in route.run(number)}
-            for number in range(route.rounds)
-        ]
-        others = [rank for rank, _ in route.passes_on if rank != self.rank]
-        mine = [runs.pop(self.rank) for runs in inside if self.rank in runs]
-        sent_bytes = self.own(full).nbytes * len(held)
-        sent_bytes += sum(run.nbytes for run in mine) * len(others)
+    def share(self, rows: Mapping[int, Tensor], what: str) -> Pending:
+        """Give every rank what some have: by rank, contiguous tensors of any sizes.
+
+        A rank's own holds it already; the others, of the same sizes everywhere, are filled.
+        """
+        rows = {rank: row for rank, row in rows.items() if row.numel()}
+        own = rows.get(self.rank)
+        if not rows or not self._relays(next(iter(rows.values()))):
+            held = {} if own is None else dict.fromkeys(range(self.world), own)
+            return self.exchange_pieces(held, rows, what)
+        inside = {}
+        for rank, runs in self._route.passes_on:
+            sources = [self.owners[shard] for run in runs for shard in range(*run)]
+            inside[rank] = [rows[source] for source in sources if source in rows]
+        wanted = {source: rows[source] for source, _ in self._route.wanted if source in rows}
+        return self._relay(own, wanted, inside, what)
+
+    def _relays(self, tensor: Tensor) -> bool:
+        """Whether what all ranks get is sent to each other node once, and then inside of it."""
+        return self.topology.divides and not self.transports.of(tensor.device).crosses_once
+
+    def _relay(
+        self,
+        own: Tensor | None,
+        wanted: Mapping[int, Tensor],
+        inside: Mapping[int, Sequence[Tensor]],
+        what: str,
+    ) -> Pending:
+        """Send this rank's own to one rank of each other node, and then inside of nodes.
+
+        Args:
+            own: What this rank has, if anything.
+            wanted: By rank, what this rank receives of other nodes.
+            inside: By rank of the node, what it then sends to the others.
+            what: The exchange's name.
+        """
+        held = {} if own is None else dict.fromkeys(self._route.to, own)
+        mine, others = inside[self.rank], [rank for rank in inside if rank != self.rank]
+        sent_bytes = sum(each.nbytes for each in held.values())
+        sent_bytes += sum(each.nbytes for each in mine) * len(others)
         self.bytes_sent["gather"] += sent_bytes
 
         def start(transport: Transport, turn: int) -> list[Work]:
             def pass_on() -> list[Work]:
-                return [
-                    work
-                    for number, runs in enumerate(inside)
-                    for work in transport.exchange(
-                        dict.fromkeys(others, mine[number]) if number < len(mine) else {},
-                        runs,
-                        f"{what}, inside the node, {number}",
-                        turn,
-                    )
-                ]
+                works: list[Work] = []
+                for number in range(max(map(len, inside.values()))):
+                    gives = dict.fromkeys(others, mine[number]) if number < len(mine) else {}
+                    takes = {r: inside[r][number] for r in others if number < len(inside[r])}
+                    name = f"{what}, inside the node, {number}"
+                    works += transport.exchange(gives, takes, name, turn)
+                return works
 
             first = transport.exchange(held, wanted, what, turn)
             return [self._waiter.chain(first, pass_on)]
 
-        return self._begin("gather", what, (full,), sent_bytes, start)
+        buffers = tuple(each for sequence in inside.values() for each in sequence)
+        return self._begin("gather", what, buffers, sent_bytes, start)
 
     def _gather(self, full: Tensor, rows: Sequence[Tensor], what: str) -> Pending:
         """Fill `rows`, by rank, the views that `full` is divided into."""

@@ -148,17 +148,6 @@ class Relay:
     passes_on: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     """(rank, runs of shards [start, stop)): what each rank of the node then sends to the others."""
 
-    @property
-    def rounds(self) -> int:
-        """The most runs that a rank of the node passes on."""
-        return max(len(runs) for _, runs in self.passes_on)
-
-    def run(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, start, stop): the run of shards that each rank passes on in a round."""
-        for rank, runs in self.passes_on:
-            if number < len(runs):
-                yield rank, *runs[number]
-
 
 def relay(topology: Topology, owners: Sequence[int], rank: int) -> Relay:
     """How a rank takes part in such an all-gather.

@@ -90,6 +90,25 @@ def test_what_travels_is_what_the_plan_says_to_the_byte(worlds: WorldPool) -> No
     assert by_node == [inside + between for inside, between in planned]
 
 
+def stepped_whole(nodes: str) -> str:
+    """Whole parameters go to their owners, three of the ranks, and back to every rank."""
+    os.environ[ENV_NODE_RANKS] = nodes
+    try:
+        engine = make(0, "fp32", optimizer={"type": "Adafactor", "params": {"lr": 0.01}})
+    finally:
+        del os.environ[ENV_NODE_RANKS]
+    return digest(train(engine))
+
+
+def test_parameters_that_are_stepped_whole_are_the_same_bits_in_every_grouping(
+    worlds: WorldPool,
+) -> None:
+    """At stage 0, where every rank gets all of them: through one rank of each node."""
+    (alone,) = worlds.run(1, stepped_whole, "1")
+    for nodes in ("2,2", "1,3"):
+        assert worlds.run(4, stepped_whole, nodes) == [alone] * 4
+
+
 def diverge(nodes: str) -> str:
     """What a rank is told when rank 0 waits for all at a barrier, and the others for a sum."""
     os.environ[ENV_NODE_RANKS] = nodes

@@ -83,10 +83,12 @@ class OwnerExchange:
             what: Named in messages; a different one for each exchange under way.
         """
         owned = self.owned(exchange_group)
-        held = {} if owned is None else self._pieces(owned, whole)
         if owned is not None:
             owned.mine.copy_(whole[owned.piece(self._rank)])
         wanted = {owner: shared.mine for owner, shared in enumerate(exchange_group)}
+        if not exchange_group[0].divided:  # every rank gets all
+            return self._collectives.share(wanted, what)
+        held = {} if owned is None else self._pieces(owned, whole)
         return self._collectives.exchange_pieces(held, wanted, what)
 
     def _pieces(self, shared: Shared, whole: Tensor) -> dict[int, Tensor]:
