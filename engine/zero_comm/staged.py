@@ -107,6 +107,16 @@ class StagedTransport(Transport):
         works = self._by_host.exchange(given, copies, what, turn)
         return [_Staged(works, tuple((wanted[rank], copies[rank]) for rank in wanted))]
 
+    def reduce_scatter(self, full: Tensor, own: Tensor) -> list[Work]:
+        """As in `Transport`."""
+        copy = _room(own)
+        return [_Staged(self._by_host.reduce_scatter(full.cpu(), copy), ((own, copy),))]
+
+    def all_reduce(self, full: Tensor) -> list[Work]:
+        """As in `Transport`."""
+        copy = full.cpu()
+        return [_Staged(self._by_host.all_reduce(copy), ((full, copy),))]
+
     def broadcast(self, tensor: Tensor, source: int) -> list[Work]:
         """As in `Transport`."""
         copy = tensor.cpu()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zero_deepspeed
 from tests.numerics.test_reduction_order import STAGES, digest, expected, make, train
+from tests.support import queued
 from tests.support.world import WorldPool
 from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.core.engine import Engine
@@ -33,8 +34,10 @@ def trained(cases: list[tuple[int, str]]) -> list[list[Tensor]]:
     return [train(native(*case)) for case in cases]
 
 
-def check(worlds: WorldPool, world: int, cases: list[tuple[int, str]]) -> None:
-    found = worlds.run(world, trained, cases)
+def check(
+    worlds: WorldPool, world: int, cases: list[tuple[int, str]], backend: str = "gloo"
+) -> None:
+    found = worlds.run(world, trained, cases, backend=backend)
     for number, (_, dtype) in enumerate(cases):
         wanted = expected(dtype.rpartition(" ")[2], 8)
         for rank in range(world):
@@ -46,6 +49,11 @@ def check(worlds: WorldPool, world: int, cases: list[tuple[int, str]]) -> None:
 def test_the_backends_sums_train_the_same_weights_within_rounding(worlds: WorldPool) -> None:
     """All stages, with padding micro-batches; every rank has the same bits."""
     check(worlds, 3, [(0, "bf16"), (1, "summed in bf16"), (2, "fp32"), (3, "bf16")])
+
+
+def test_they_do_over_a_backend_like_nccl(worlds: WorldPool) -> None:
+    """It matches exchanges by their order alone."""
+    check(worlds, 3, [(0, "fp32"), (3, "bf16")], queued.BACKEND)
 
 
 @pytest.mark.full

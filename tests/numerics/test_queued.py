@@ -329,7 +329,11 @@ def staged_and_direct() -> list[Any]:
         wait(group.exchange_pieces({right: whole[:2] + group.rank}, {left: piece}, "pieces"))
         same = torch.full((2,), float(group.rank))
         group.broadcast(same, "a broadcast", 1)
-        found.append([each.tolist() for each in (into, whole, piece, same)])
+        summed, own = full.clone(), torch.zeros(3)
+        wait(group.reduce_scatter(full, own, "sums"))
+        wait(group.all_reduce(summed, "sums of all"))
+        tensors = (into, whole, piece, same, own, summed)
+        found.append([each.tolist() for each in tensors])
     return found
 
 

@@ -22,7 +22,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -78,6 +78,8 @@ class QueuedWork(Work):
         self._wanted: list[tuple[Tensor, bytearray]] = []
         self.sends: list[_Message] = []
         self.receives: list[_Message] = []
+        self.finish: Callable[[], object] = lambda: None
+        """Called when what was received is there."""
         self.ended = threading.Event()
         self._waited = False
         self._taking = threading.Lock()
@@ -117,6 +119,7 @@ class QueuedWork(Work):
                 if tensor.numel():
                     arrived = torch.frombuffer(data, dtype=torch.uint8).view(tensor.dtype)
                     tensor.detach().copy_(arrived.view(tensor.shape))
+            self.finish()
             self._waited = True
         return True
 
@@ -327,6 +330,28 @@ class QueuedGroup(dist.ProcessGroup):
         return self._issue("all_to_all", work)
 
     alltoall_base = all_to_all_single
+
+    def _sum(self, kind: str, given: Sequence[Tensor], into: Tensor) -> QueuedWork:
+        """Send each rank its part; the sum of what all ranks send here."""
+        work = QueuedWork(self)
+        parts = [torch.empty_like(into) for _ in given]
+        for peer, part in enumerate(given):
+            work.send(peer, part)
+        for peer, part in enumerate(parts):
+            work.receive(peer, part)
+        work.finish = lambda: into.copy_(torch.stack(parts).sum(0))
+        return self._issue(kind, work)
+
+    def reduce_scatter_single(self, own: Tensor, full: Tensor, opts: Any = None) -> QueuedWork:
+        del opts
+        _poison(own)
+        return self._sum("reduce_scatter", full.view(self._world_here, -1).unbind(), own)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> QueuedWork:
+        del opts
+        return self._sum("all_reduce", [tensors[0]] * self._world_here, tensors[0])
 
     def broadcast(self, tensors: Any, opts: Any) -> QueuedWork:
         work = QueuedWork(self)
