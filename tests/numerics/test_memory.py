@@ -19,7 +19,7 @@ from zero_comm.topology import ENV_NODE_RANKS
 from zero_data.global_batch import strided
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
-from zero_engine.observe.memory import estimate
+from zero_engine.observe.memory import estimate, handed_over
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
@@ -162,7 +162,9 @@ class Counted(BufferPool):
         self.now_bytes = 0
 
 
-def most_under_way(nodes: str, stage: int, compute: str, depth: int) -> tuple[int, int]:
+def most_under_way(
+    nodes: str, stage: int, compute: str, depth: int, **elastic: str
+) -> tuple[int, int]:
     """The memory of gradients under way in a step of one micro-step, and elements of a unit."""
     os.environ[ENV_NODE_RANKS] = nodes
     settings = {
@@ -170,6 +172,7 @@ def most_under_way(nodes: str, stage: int, compute: str, depth: int) -> tuple[in
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "bf16": {"enabled": compute == "bf16"},
+        "elastic": elastic,
     }
     try:
         engine, *_ = zero_deepspeed.initialize(model=Stack(depth), config=settings)
@@ -200,6 +203,17 @@ def test_the_estimate_counts_the_gradients_that_are_added_inside_of_nodes(
     (_, unit), *_ = found
     expected = (size + plan.most_under_way(size)) * unit
     most = max(bytes_ for bytes_, _ in found)
+    assert most <= expected
+    assert most == pytest.approx(expected, rel=0.15)
+
+
+def native() -> tuple[int, int]:
+    return most_under_way("4", 2, "bf16", 8, reduction="native")
+
+
+def test_the_estimate_counts_the_gradients_that_the_backend_sums(worlds: WorldPool) -> None:
+    (most, unit), *_ = worlds.run(4, native)
+    expected = (2 + handed_over("bf16", "fp32", 4)) * unit
     assert most <= expected
     assert most == pytest.approx(expected, rel=0.15)
 

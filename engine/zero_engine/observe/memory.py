@@ -281,6 +281,20 @@ def _nodes(config: Config, world: int, node_ranks: int) -> Topology:
     return described(str(node_ranks), world)
 
 
+def handed_over(compute: str, summed: str, world: int) -> float:
+    """Bytes of each element of a gradient that the backend sums.
+
+    The gradient, its copy in the dtype of the sum, and the sum of this micro-step.
+
+    Args:
+        compute: The dtype of the gradient.
+        summed: The dtype of the sum.
+        world: The number of ranks.
+    """
+    copied = _BYTES[summed] if summed != compute else 0
+    return _BYTES[compute] + copied + _BYTES[summed] / world
+
+
 def estimate_for(
     config: Config,
     parameters: int,
@@ -305,6 +319,15 @@ def estimate_for(
         micro_batches = -(-batch // micro_batch)  # of a step
     else:
         micro_batches = (config.gradient_accumulation_steps or 1) * world
+    travelling: float | None
+    if config.elastic.is_native:
+        kept, travelling = 0, handed_over(config.compute, config.travelling, world)
+    else:
+        kept = max(
+            accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
+            for node in range(len(topology.nodes))
+        )
+        travelling = accumulation.most_under_way(micro_batches, _BYTES[config.compute])
     return estimate(
         parameters,
         stage=config.zero_optimization.stage,
@@ -315,9 +338,6 @@ def estimate_for(
         zero=config.zero_optimization,
         largest=largest,
         whole=is_stepped_whole(config.optimizer),
-        travelling=accumulation.most_under_way(micro_batches, _BYTES[config.compute]),
-        kept=max(
-            accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
-            for node in range(len(topology.nodes))
-        ),
+        travelling=travelling,
+        kept=kept,
     )
