@@ -29,6 +29,8 @@ log = logging.getLogger("zero")
 
 LARGE_NODES = 64
 """In rounds of more nodes, the events of each node are too many for the store."""
+FILE_BYTES = 64 << 20
+"""A file of events that has reached this size becomes the older part, with `.1` in its name."""
 
 
 class Retention(StrEnum):
@@ -227,6 +229,9 @@ class Journal:
         try:
             with self._path.open("ab") as file:
                 file.write(line)
+                is_full = file.tell() >= FILE_BYTES
+            if is_full:  # it becomes the older part, in the place of the one before
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         except OSError as error:
             if not self._broken:
                 log.warning("the journal %s cannot be written: %s", self._path, error)

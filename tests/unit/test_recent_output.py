@@ -79,6 +79,21 @@ def test_a_log_file_keeps_the_newest_of_its_limit(tmp_path):
     assert path.read_text() == "more"
 
 
+def test_workers_that_share_a_file_move_it_once(tmp_path):
+    path = tmp_path / "filtered.log"
+    files = [File(path, limit_bytes=100), File(path, limit_bytes=100)]
+    for number in range(40):
+        files[number % 2].write(b"line %04d\n" % number)
+    assert FILES.flush()
+    kept = path.with_name("filtered.log.1").read_text() + path.read_text()
+    lines = kept.splitlines()
+    assert lines[-1] == "line 0039"
+    assert lines == [f"line {number:04d}" for number in range(40 - len(lines), 40)]
+    assert 5 <= len(lines) <= 11
+    for file in files:
+        file.close()
+
+
 @pytest.fixture
 def hub():
     made = Hub()

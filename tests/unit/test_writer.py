@@ -16,7 +16,7 @@ from tests.support.waiting import wait_for
 from zero_agent.workers import output
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap, Terminal
-from zero_contract import writer
+from zero_contract import journal, writer
 from zero_contract.journal import Journal
 from zero_contract.writer import Writer
 from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
@@ -158,3 +158,16 @@ def test_an_agent_whose_loop_does_not_turn_is_given_up_by_its_lease():
     turns[0] = True
     clock.advance(1.0)
     assert (len(lost), keeper.state) == (1, LeaseState.LOST)
+
+
+def test_a_file_of_events_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "FILE_BYTES", 1000)
+    path = tmp_path / "events-a.jsonl"
+    pen = Journal("a", path)
+    for number in range(60):
+        pen.tell("start", f"event {number}")
+    pen.close()
+    kept = path.with_name("events-a.jsonl.1").read_text() + path.read_text()
+    texts = [json.loads(line)["text"] for line in kept.splitlines()]
+    assert texts == [f"event {number}" for number in range(60 - len(texts), 60)]
+    assert 1000 <= len(kept) < 2200

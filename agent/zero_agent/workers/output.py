@@ -19,6 +19,7 @@ import os
 import select
 import time
 from collections.abc import Mapping, Sequence
+from os.path import samestat
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -127,7 +128,7 @@ class File(_Behind):
                 self._file = self._path.open("ab", buffering=0)
                 self._size_bytes = self._file.tell()
             self._file.write(data)
-            self._size_bytes += len(data)
+            self._size_bytes = self._file.tell()  # with what others have appended
         except OSError as error:
             self._broken = True
             self._close_now(b"")
@@ -135,9 +136,13 @@ class File(_Behind):
 
     def _rotate(self) -> None:
         """Make the file the older part, in the place of the one before."""
+        # Several workers append to one file of filtered lines: another may have moved it already.
+        moved = self._file is not None and not (
+            self._path.exists() and samestat(os.fstat(self._file.fileno()), self._path.stat())
+        )
         self._close_now(b"")
         self._size_bytes = 0
-        if self._path.exists():
+        if self._path.exists() and not moved:
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
 
     def _close_now(self, _: bytes) -> None:
@@ -285,7 +290,7 @@ class Tap:
             tap._by_line.append(Kept(recent, route.facts))
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
-            copy = Prefixed(File(route.copy), route.copy_prefix.encode())
+            copy = Prefixed(File(route.copy, route.file_limit_bytes), route.copy_prefix.encode())
             tap._by_line.append(Matching(copy, texts))
         return tap
 

@@ -113,7 +113,8 @@ class Route:
     as_json: bool = False
     """Whether it is shown as JSON, one object a line."""
     file_limit_bytes: int = 0
-    """Most bytes that are kept in `file` and in the older part beside it; 0: no limit."""
+    """Most bytes that are kept in `file`, and in `copy`, with the older part beside it; 0: no
+    limit."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Whose output it is: job, node, round, rank, local_rank and stream."""
 
@@ -163,7 +164,7 @@ class Streams:
             prefix=before,
             as_json=self.format is Format.JSON,
             file=directory / str(local_rank) / FILES[stream] if kept else None,
-            file_limit_bytes=self.file_limit_bytes if kept else 0,
+            file_limit_bytes=self.file_limit_bytes if kept or copied else 0,
             copy=directory / FILTERED[stream] if copied else None,
             copy_prefix=name if copied else "",
             filters=filters if copied else (),

@@ -34,6 +34,8 @@ from zero_orchestrator.store.kv import Change, KeyValueStore, Put
 
 ANSWER_BYTES = 512 << 10
 """Largest value of an answer, compressed; etcd's limit of a request is 1.5 MiB."""
+LONGEST_S = 600.0
+"""An agent works on an answer for no longer, however long the asker waits."""
 LEASE_S = 30
 """Time to live of the keys of an asker that has died."""
 _BATCH = 100
@@ -76,6 +78,7 @@ class Query:
         try:
             record = json.loads(text)
             known = {one.name: record[one.name] for one in dataclasses.fields(cls)}
+            known["within_s"] = min(float(known["within_s"]), LONGEST_S)
             return cls(**known)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a question of zero-ctl: {text[:200]}") from error
