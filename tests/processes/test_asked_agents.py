@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 from tests.support.cluster import COLD, environment, light_imports
 from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import status
+from zero_orchestrator.ctl.cli import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -29,19 +32,23 @@ wait_for_the_others()
 """
 
 
-@pytest.fixture
-def ctl(etcd):
-    """Runs `zero-ctl` with this test's etcd."""
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "zero_orchestrator", *arguments],
-            env={**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+
+@pytest.fixture
+def ctl(etcd, capsys, caplog, monkeypatch):
+    """Runs `zero-ctl` with this test's etcd, in this process."""
+    caplog.set_level(logging.CRITICAL, "zero_orchestrator")  # as `main` sets it, for this test
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", etcd.endpoint)
+
+    def run(*arguments: str) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
 
     return run
 
@@ -58,6 +65,7 @@ def test_the_rank_that_all_others_wait_for_is_named_with_its_line(
         done = ctl("stack", job.job)
         return done.returncode == 0 and "read_a_shard" in done.stdout
 
+    wait_for(lambda: len(job.events("worker")) == 4, 120, "the workers")
     wait_for(all_wait, 120, "the stacks of all workers")
     members = status.read(etcd_store, job.job).members
     first, second = (f"{row.node} (host " for row in members)
@@ -129,6 +137,7 @@ def test_all_that_a_killed_worker_printed_is_shown_and_following_ends_with_the_j
         found = records()
         return found if sum(one["text"] == "resumed" for one in found) == 2 else []
 
+    wait_for(lambda: len(job.events("worker")) == 4, 120, "the workers of the second round")
     found = wait_for(resumed, 120, "the second round")
     of_killed = [one for one in found if (one["rank"], one["round"]) == (1, 1)]
     assert [one["text"] for one in of_killed] == [f"line {number:04d}" for number in range(3000)]
