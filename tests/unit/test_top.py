@@ -4,62 +4,56 @@ from __future__ import annotations
 
 import argparse
 import threading
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from tests.unit.test_metrics import JOB, NODE
+from tests.unit.test_metrics import JOB
 from tests.unit.test_status import Job
 from zero_orchestrator.ctl import top_command
 from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.top_command import Speed, screen, sparkline
+from zero_orchestrator.ctl.history import History, Point
+from zero_orchestrator.ctl.top_command import screen, sparkline, speed
 from zero_orchestrator.ctl.views import JsonView, TableView
 from zero_orchestrator.errors import SpecError
 
 
-def at(step: int, loss: float | None = None):
-    return replace(JOB, members=(replace(NODE, step=step, loss=loss),))
+def point(step: int, time_s: float, *, samples: int = 0, loss: float | None = None) -> Point:
+    return Point(step=step, time_s=time_s, samples=samples, workers=2, loss=loss)
 
 
 def test_the_speed_is_that_of_the_last_minute():
-    speed = Speed()
-    assert speed.steps_per_s(0.0) is None
-    for second in range(0, 200, 10):
-        speed.add(at(second * (1 if second < 100 else 3)), float(second))
-    assert speed.steps_per_s(190.0) == pytest.approx(3.0)
-    assert speed.steps_per_s(250.0) == pytest.approx(1.5), "it falls while nothing comes"
+    slow = [point(n, 10.0 * n, samples=64 * n) for n in range(1, 50)]
+    assert speed(slow) == "a step in 10 s, 6 samples/s"
+    fast = [point(49 + 300 * n, 490.0 + 20.0 * n) for n in range(1, 5)]
+    assert speed([*slow, *fast]) == "15.00 steps/s", "without samples that are not known"
+    assert speed([point(1, 0.0), point(11, 100.0)]) == "a step in 10 s", "two points are enough"
 
 
-def test_a_failure_that_loses_steps_begins_the_speed_anew():
-    speed = Speed()
-    for second, step in ((0, 100), (1, 110), (2, 90)):
-        speed.add(at(step), second)
-    assert speed.steps_per_s(2.0) is None
-    speed.add(at(95), 3)
-    assert speed.steps_per_s(3.0) == pytest.approx(5.0)
+def test_a_speed_that_is_not_known_is_not_shown():
+    assert speed([]) == speed([point(1, 0.0)]) == ""
+    assert speed([point(1, 5.0), point(2, 4.0)]) == "", "the clock of another node"
 
 
-def test_a_curve_goes_from_the_lowest_to_the_highest_value():
-    assert sparkline([4.0, 2.0, 0.5]) == "█▄▁"
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert sparkline([1.0, float("nan"), float("inf"), 2.0]) == "▁!!█"
-    assert sparkline([float("nan")]) == ""
+def test_a_curve_goes_from_the_lowest_to_the_highest_value_and_fits():
+    assert sparkline([4.0, 2.0, 0.5], 80) == "█▄▁"
+    assert sparkline([1.0, 1.0], 80) == "▁▁"
+    assert sparkline([8.0, 8.0, 4.0, 4.0, 1.0], 3) == "█▄▁", "a bar is the mean of two"
+    assert sparkline([], 80) == ""
 
 
 def test_as_many_events_are_shown_as_fit():
     told = [Event(n, {"event": "start", "text": f"event {n}", "time": 0.0}) for n in range(100)]
-    speed = Speed()
-    for second, loss in enumerate((3.0, 2.0)):
-        speed.add(at(second, loss), second)
+    history = History(points=(point(1, 1.0, loss=3.0), point(2, 2.0, loss=2.0)))
     console = Console(width=200)
     with console.capture() as text:
-        console.print(screen(JOB, speed, told, height=40))
+        console.print(screen(JOB, history, told, height=40))
     lines = text.get().splitlines()
     assert lines[0] == "job gpt: ACTIVE"
-    assert any(line.startswith("speed") and line.endswith("loss █▁") for line in lines)
+    assert "speed       1.00 steps/s" in lines
+    assert "loss        █▁" in lines
     assert lines[-1].endswith("event 99")
     assert len(lines) <= 40
     assert sum("event" in line for line in lines) > 10
