@@ -519,6 +519,8 @@ class Persistence:
         self._script_has_saved = True
         if self.training.rank == 0:
             loading.report(loaded)
+            step, tag = loaded.manifest.step, loaded.manifest.tag
+            self._link.restored(step, tag, in_memory=loaded.in_memory)
         return client
 
     # ---- at the end of a step ----

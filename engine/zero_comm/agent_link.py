@@ -185,6 +185,10 @@ class AgentLink:
         self._saving_s += stall_s
         self._timer.saved(stall_s)
 
+    def restored(self, step: int, tag: str, *, in_memory: bool) -> None:
+        """On rank 0: all ranks have loaded a checkpoint, and verified what they read."""
+        self._send(contract.Restored(step=step, tag=tag, in_memory=in_memory))
+
     def step_times(self) -> tuple[float, float]:
         """At the end of a step: the seconds in which this rank computed and waited in it."""
         compute_s, wait_s = self._timer.step()

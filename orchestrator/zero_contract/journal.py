@@ -113,6 +113,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "worker": Event(when="A worker process runs.", facts=("rank", "pid")),
         "logs": Event(when="The workers' output goes to another directory."),
         "leave": Event(when="The workers are asked to leave at their next step boundary."),
+        "restore": Event(
+            when="The workers of a round have loaded a checkpoint. What they read of it has the "
+            "digests in its manifest.",
+            facts=("step", "tag", "in_memory"),
+            story=True,
+        ),
         "left": Event(when="A worker has left at a step boundary."),
         "stop": Event(when="The workers get a signal that ends them.", facts=("signal",)),
         "exit": Event(

@@ -226,6 +226,16 @@ class Left:
     step: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+    """All ranks have loaded the checkpoint of `step`, and what they read has its digests."""
+
+    step: int
+    tag: str
+    in_memory: bool = False
+    """Whether it was an in-memory checkpoint, rather than one on disk."""
+
+
 Message = (
     Leave
     | Join
@@ -239,6 +249,7 @@ Message = (
     | PeerMemoryRequest
     | WaitReply
     | Left
+    | Restored
 )
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}

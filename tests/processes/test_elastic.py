@@ -29,6 +29,7 @@ from tests.support.waiting import wait_for
 from zero_agent.node.process_control import children
 from zero_contract.exit_codes import AgentExit
 from zero_data.ledger import read_ledger, verify
+from zero_orchestrator.ctl.events import history_key, read_history
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -43,7 +44,7 @@ def assert_as_if_nothing_had_happened(job, undisturbed_hash):
     assert final_hash(job.output) == undisturbed_hash
 
 
-def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed_hash):
+def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed_hash, etcd_store):
     job = cluster(flags=("--nnodes=2", "--max-restarts=1"))
     job.start("a", "b")
     job.wait_for_step(25, world=2)
@@ -53,6 +54,12 @@ def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed
         f"rank {rank}: killed by SIGKILL on node b; restart 1 of 1"
         for rank in (1 if job.events("activate")[0]["nodes"] == ["a", "b"] else 0,)
     ]
+    history = read_history(etcd_store.get(history_key(job.job)))
+    assert [point.step for point in history.points] == list(range(1, STEPS + 1))
+    assert all(point.losses == 1 for point in history.points)
+    (restored,) = job.events("restore")
+    assert (restored["round"], restored["in_memory"]) == (2, False)
+    assert (restored["step"], restored["tag"]) in [(c.step, c.tag) for c in history.checkpoints]
 
 
 @pytest.mark.full

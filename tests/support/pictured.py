@@ -82,7 +82,9 @@ class Job:
         self.tell(first, "interrupt", f"lost node {node}; restart 1 of 3")
         self.now_s += 0.8
         self.activate()
-        self.now_s += 0.5
+        self.now_s += 0.3
+        self.restore()
+        self.now_s += 0.2
 
     def join(self, node: str) -> None:
         self.lanes[node] = (
@@ -97,6 +99,11 @@ class Job:
         self.members, self.now_s = self.names, self.now_s + 0.6
         self.activate()
         self.now_s += 0.4
+
+    def restore(self) -> None:
+        last = self.history.checkpoints[-1]
+        text = f"the workers resume from step {last.step}: checkpoint {last.tag} on disk"
+        self.tell(self.names[0], "restore", text, step=last.step, tag=last.tag, in_memory=False)
 
     def status(self, step: int) -> JobStatus:
         rows = tuple(

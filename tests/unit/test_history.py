@@ -93,25 +93,41 @@ ME = Node(id="me", incarnation="1", address="me", slots=2)
 OTHER = replace(ME, id="other")
 
 
-def test_an_agent_adds_the_steps_of_rank_0_while_it_has_it():
-    def job(*nodes):
-        return Snapshot(JobSpec(min_nodes=1, max_nodes=2), n=1, members=Members(nodes))
+def job(n: int, *nodes: Node) -> Snapshot:
+    return Snapshot(JobSpec(min_nodes=1, max_nodes=2), n=n, members=Members(nodes))
 
+
+def test_an_agent_knows_the_steps_of_one_worker_and_the_checkpoints_while_it_has_rank_0():
     mine = JobHistory()
-    mine.look(job(OTHER, ME), ME)
-    mine.report(2, Progress(step=1, loss=3.0))
-    assert (mine.leads, mine.history) == (False, History())
-    mine.look(job(ME), ME)
-    mine.report(1, Progress(step=2, loss=2.0))
+    mine.look(job(1, ME), ME)
     mine.report(0, Progress(step=2, loss=2.0, samples=16))
+    mine.report(1, Progress(step=2, loss=9.0))
     mine.saved(CommitRequest(request=1, step=2, tag="a", digest="d", samples=16, in_memory=True))
     mine.saved(CommitRequest(request=2, step=2, tag="b", digest="d", samples=16))
     (point,) = mine.history.points
     assert (point.step, point.loss, point.samples, point.workers) == (2, 2.0, 16, 2)
     assert [saved.tag for saved in mine.history.checkpoints] == ["b"]
-    mine.look(job(OTHER, ME), ME)
-    mine.look(job(ME), ME)
-    assert (mine.reign, mine.history) == (2, History())
+    mine.look(job(2, OTHER, ME), ME)
+    mine.report(3, Progress(step=3, loss=1.5))
+    mine.look(job(3, ME), ME)
+    assert (mine.reign, mine.leads) == (2, True)
+    assert [point.step for point in mine.history.points] == [2, 3]
+    assert mine.history.checkpoints == ()  # the record has them
+
+
+def test_when_the_node_of_rank_0_is_lost_the_next_one_continues_its_curve_without_a_gap():
+    lost, mine = JobHistory(), JobHistory()
+    for agent, node, rank in ((lost, OTHER, 0), (mine, ME, 2)):
+        agent.look(job(1, OTHER, ME), node)
+        for step in range(1, 6):
+            agent.report(rank, Progress(step=step, loss=1.0 / step))
+            if agent is lost and step == 3:
+                written = agent.history
+    mine.look(job(2, ME), ME)
+    for step in range(4, 8):  # 4 and 5 are repeated
+        mine.report(0, Progress(step=step, loss=1.0 / step))
+    whole = mine.history.after(written)
+    assert [(p.step, p.loss) for p in whole.points] == [(n, 1.0 / n) for n in range(1, 8)]
 
 
 def test_a_history_is_written_as_rarely_as_its_points_allow():

@@ -43,6 +43,8 @@ def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
     assert (values["Step"], values["Nodes"], values["Restarts"]) == ("76", "4", "1 of 3")
     assert values["Checkpoint at step"] == "70"
     assert [row[0] for row in found["checkpoints"]["rows"]] == [10, 20, 30, 40, 50, 60, 70]
+    read = {row[0]: row[5] for row in found["checkpoints"]["rows"]}
+    assert (read[30][0], read[20], read[40]) == (2, None, None)
     (straggler,) = found["stragglers"]
     assert (straggler["node"], straggler["slow"]) == ("node-c", True)
     assert straggler["text"] == "rank 2 on node-c computes 1.4 x slower since step 67"
@@ -68,6 +70,28 @@ def test_a_recovery_lasts_from_the_first_sign_to_the_first_step_of_the_next_roun
     assert failure["to_s"] - failure["from_s"] == pytest.approx(1.85, abs=0.02)
     assert (join["failure"], join["over"], join["round"]) == (False, True, 2)
     assert [event[2] for event in failure["events"]][:3] == ["exit", "dead", "interrupt"]
+
+
+def test_a_verdict_about_a_slow_rank_holds_until_it_is_withdrawn_or_its_round_ends():
+    def told(at_s, event, **facts):
+        return Event(
+            1, {"time": at_s, "node": "a", "round": 1, "event": event, "text": "", **facts}
+        )
+
+    events = [
+        told(10.0, "straggler", rank=3, host="b", slow=True),
+        told(11.0, "straggler", rank=5, host="c", slow=True),
+        told(12.0, "straggler", rank=3, host="b", slow=False),
+        told(13.0, "interrupt"),
+        told(14.0, "straggler", rank=3, host="b", slow=True),
+    ]
+    found = shown(disturbed(), events=events)["stragglers"]
+    assert [(one["node"], one["slow"], one["time_s"], one["to_s"]) for one in found] == [
+        ("b", True, 10, 12),
+        ("c", True, 11, 13),
+        ("b", False, 12, None),
+        ("b", True, 14, None),
+    ]
 
 
 def test_the_lane_of_a_node_that_is_lost_ends_where_its_round_did():

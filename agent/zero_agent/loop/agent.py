@@ -438,7 +438,10 @@ class Agent:
         workers = self._node_workers
         reports = workers.steps.finished is not None
         self._time.look(self._situation(), prepared=workers.prepared, reports=reports)
+        led = self._history.leads
         self._history.look(self._rdzv.snapshot, self._rdzv.node)
+        if led and not self._history.leads:
+            self._publish_history(last=True)
         self._publish_time(nodes=len(self._rdzv.snapshot.members.nodes), last=False)
 
     def _log_time(self) -> None:
@@ -448,10 +451,14 @@ class Agent:
         self._journal.tell("time", text, ns=to_record(used_ns))
 
     def _publish_time(self, *, nodes: int, last: bool) -> None:
-        used_ns, lane, history = self._time.used_ns, self._time.lane, self._history
+        used_ns, lane = self._time.used_ns, self._time.lane
         self._publisher.goodput(used_ns, nodes=nodes, last=last, lane=lane)
-        if history.leads:
-            self._publisher.history(history.history, reign=history.reign, last=last)
+        if self._history.leads:
+            self._publish_history(last=last)
+
+    def _publish_history(self, *, last: bool) -> None:
+        history = self._history
+        self._publisher.history(history.history, reign=history.reign, last=last)
 
     def _log_end_of_round(self) -> None:
         """Log, once and on every node, the failure that has ended the round, and its cost.

@@ -1,4 +1,7 @@
-"""The part of the job's history that this agent adds: its steps while rank 0 is on this node.
+"""What this agent knows of the job's history, of which the agent of rank 0 writes the record.
+
+Every agent keeps the steps of one of its workers, the first that reports in a round: when rank 0
+comes to this node because another one was lost, it continues the record without a gap.
 
 Must always hold: a look costs nothing while nothing changes, so the agent looks in every turn of
 its loop. Used on the agent's thread alone.
@@ -7,6 +10,7 @@ its loop. Used on the agent's thread alone.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.ctl.history import History, Saved
@@ -14,7 +18,7 @@ from zero_orchestrator.membership.job_state import Node, Snapshot
 
 
 class JobHistory:
-    """What rank 0 has reported since it has been on this node."""
+    """The steps that this node has seen, and the checkpoints since rank 0 has been on it."""
 
     def __init__(self) -> None:
         self.history = History()
@@ -23,18 +27,25 @@ class JobHistory:
         self.leads = False
         """Whether rank 0 of the round is on this node."""
         self._workers = 0
+        self._round = 0
+        self._rank: int | None = None
 
     def look(self, job: Snapshot, node: Node) -> None:
-        """Note whether this node has rank 0."""
+        """Note the round, and whether this node has rank 0."""
         members = job.members
         leads = bool(members.nodes) and members.nodes[0].id == node.id
         if leads and not self.leads:
-            self.history, self.reign = History(), self.reign + 1
+            self.reign += 1
+            self.history = replace(self.history, checkpoints=(), saved=0)  # they are in the record
         self.leads, self._workers = leads, members.world_size
+        if job.n != self._round:
+            self._round, self._rank = job.n, None
 
     def report(self, rank: int, progress: Progress) -> None:
-        """A worker has reported its step; those of rank 0 count."""
-        if rank == 0 and self.leads:
+        """A worker has reported its step; those of one worker count, the first that reports."""
+        if self._rank is None:
+            self._rank = rank
+        if rank == self._rank:
             self.history = self.history.stepped(
                 progress.step,
                 time_s=time.time(),

@@ -50,6 +50,7 @@ from zero_contract.worker import (
     PeerMemoryRequest,
     Progress,
     RankTimes,
+    Restored,
     WaitReply,
     WaitRequest,
     When,
@@ -471,6 +472,16 @@ class NodeWorkers:
                 self._channel.send(rank, self._on_peer_memory(message))
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
+            case Restored():
+                where = "in memory" if message.in_memory else "on disk"
+                self._journal.tell(
+                    "restore",
+                    f"the workers resume from step {message.step}: checkpoint {message.tag} "
+                    f"{where}, and what they read of it has its digests",
+                    step=message.step,
+                    tag=message.tag,
+                    in_memory=message.in_memory,
+                )
             case Progress():
                 self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)

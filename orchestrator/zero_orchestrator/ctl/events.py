@@ -333,7 +333,7 @@ class Publisher:
         """Publish the steps of the job if the time for it has come; rank 0's agent calls it often.
 
         Args:
-            history: The steps and checkpoints since this agent has rank 0.
+            history: The steps that this agent knows, and the checkpoints since it has rank 0.
             reign: How often this agent has come to have rank 0: what another agent has written
                 meanwhile is read anew, and continued.
             last: Whether to write in any case, because the agent ends.

@@ -47,7 +47,7 @@ TONES: Mapping[str, str] = MappingProxyType(
             ("straggler", "exit", "health", "lease", "ring", "store", "commit"), "warn"
         ),
         **dict.fromkeys(("drain", "yield", "leave", "forkserver", "halt", "form"), "warn"),
-        **dict.fromkeys(("open", "activate", "finish", "done"), "good"),
+        **dict.fromkeys(("open", "activate", "restore", "finish", "done"), "good"),
     }
 )
 """Event -> how the page shows it; any other event is plain."""
@@ -107,8 +107,8 @@ def picture(records: Records, *, now_s: float) -> Json:
         "lanes": lanes,
         "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
         "recoveries": recovered,
-        "checkpoints": _checkpoints(history),
-        "stragglers": [_straggler(e) for e in told if e.record.get("event") == "straggler"],
+        "checkpoints": _checkpoints(history, told),
+        "stragglers": _stragglers(told),
         "uses": _uses(job),
         "events": [_event(event) for event in told],
     }
@@ -326,9 +326,20 @@ def _recovery(found: Recovery, first_steps_s: Sequence[float], end_s: float) -> 
     }
 
 
-def _checkpoints(history: History) -> Json:
-    rows = [[c.step, c.time_s, c.samples, c.tag, c.digest] for c in history.checkpoints]
-    return {"rows": rows, "saved": history.saved}
+def _checkpoints(history: History, events: Sequence[Event]) -> Json:
+    """The newest checkpoints; each with the round that has loaded, and so verified, it last."""
+    read = {
+        str(event.record.get("tag")): [event.record.get("round"), _time_s(event)]
+        for event in events
+        if event.record.get("event") == "restore" and not event.record.get("in_memory")
+    }
+    return {
+        "rows": [
+            [c.step, c.time_s, c.samples, c.tag, c.digest, read.get(c.tag)]
+            for c in history.checkpoints
+        ],
+        "saved": history.saved,
+    }
 
 
 def _uses(job: JobStatus) -> list[Json]:
@@ -356,15 +367,32 @@ def _event(event: Event) -> list[Any]:
     return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
 
 
-def _straggler(event: Event) -> Json:
-    """A verdict about a rank: that it is slow, or that it is no longer."""
-    record = event.record
-    return {
-        "time_s": _time_s(event),
-        "node": str(record.get("host", record.get("node", ""))),
-        "slow": record.get("slow") is not False,
-        "text": str(record.get("text", "")),
-    }
+def _stragglers(events: Sequence[Event]) -> list[Json]:
+    """The verdicts about slow ranks: each holds until it is withdrawn, or its round ends."""
+    found: list[Json] = []
+    slow: dict[object, Json] = {}
+    for event in events:
+        record, at_s = event.record, _time_s(event)
+        if record.get("event") in ENDS:
+            for one in slow.values():
+                one["to_s"] = at_s
+            slow.clear()
+        if record.get("event") != "straggler":
+            continue
+        if (before := slow.pop(record.get("rank"), None)) is not None:
+            before["to_s"] = at_s
+        found.append(
+            {
+                "time_s": at_s,
+                "to_s": None,
+                "node": str(record.get("host", record.get("node", ""))),
+                "slow": record.get("slow") is not False,
+                "text": str(record.get("text", "")),
+            }
+        )
+        if found[-1]["slow"]:
+            slow[record.get("rank")] = found[-1]
+    return found
 
 
 # ---- the same in words, for whoever does not see the charts ----

@@ -15,7 +15,7 @@ CAUSES = frozenset({"exit", "dead", "hang", "unkillable", "drain", "yield", "lea
 """Events with which the end of a round begins."""
 ENDS = frozenset({"interrupt", "form"})
 """Events that end a round, so that another one forms."""
-BEGINS = frozenset({"activate", "start", "worker"})
+BEGINS = frozenset({"activate", "start", "worker", "restore"})
 """Events with which a round begins."""
 
 

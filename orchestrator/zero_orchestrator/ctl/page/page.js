@@ -259,9 +259,10 @@ function drawLanes(where) {
   });
   for (const phase of PHASES) if (paths[phase]) root.append(svg("path", { d: paths[phase], class: `phase-${phase}` }));
   const rows = new Map(lanes.map((lane, row) => [lane.node, row]));
-  for (const { time_s, node, slow } of picture.stragglers) {
+  for (const { time_s, to_s, node, slow } of picture.stragglers) {
     if (!slow || !rows.has(node)) continue;
-    const px = x(time_s), top = rows.get(node) * tall + 3;
+    const px = x(time_s), top = rows.get(node) * tall + 3, wide = x(to_s === null ? picture.range[1] : to_s) - px;
+    root.append(svg("rect", { x: px, y: top + bar - 2, width: Math.max(wide, 2), height: 3, class: "straggler" }));
     root.append(svg("path", { d: `M${px} ${top + bar}l5 -${Math.max(bar, 8)}h-10z`, class: "straggler" }));
   }
   const cursor = svg("line", { y1: 0, y2: tall * lanes.length + 4, class: "cursor", visibility: "hidden" });
@@ -450,10 +451,11 @@ function drawCheckpoints() {
   const { rows, saved } = picture.checkpoints;
   setText("checkpoints-count", saved ? (saved > rows.length ? `newest ${rows.length} of ${saved}` : saved) : "");
   fill("checkpoints", rows.length, "No checkpoint on disk is recorded.", () => table(
-    ["step", "committed", "samples", "checkpoint", "manifest digest"],
-    [...rows].reverse().map(([step, time_s, samples, tag, digest]) => [
+    ["step", "committed", "samples", "checkpoint", "read and verified", "digest"],
+    [...rows].reverse().map(([step, time_s, samples, tag, digest, read]) => [
       step.toLocaleString("en"), tight(clock(time_s)), samples.toLocaleString("en"), el("td", { class: "tight" }, el("code", {}, tag)),
-      el("td", {}, el("code", { title: digest }, digest.slice(0, 12))),
+      read ? el("td", { class: "tight tone good", title: clock(read[1]) }, `by round ${read[0]}`) : el("td", { class: "tight muted" }, "not read"),
+      el("td", { class: "tight" }, el("code", { title: digest }, digest.slice(0, 8))),
     ]), [0, 2]));
 }
 function drawStragglers() {
