@@ -56,6 +56,8 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "log-dir": ((f"{__file__}/x", "name a directory that can be written"),),
     "redirects": (("9", STREAMS), ("0:9", STREAMS)),
     "tee": (("x", STREAMS), ("0:1,", STREAMS)),
+    "log-format": (("xml", "choose from 'text'"),),
+    "log-limit": (("x", "write 512Mi, 16Gi or 2Ti"), ("-1", "is no size")),
     "local-ranks-filter": (("a", "write local ranks, such as 0,1,2"),),
     "shutdown-timeout": (("x", LENGTH),),
     "stop-exit-code": (("x", "is no exit code"), ("256", "a number from 0 to 255")),
