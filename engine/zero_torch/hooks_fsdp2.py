@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zero_contract.errors import ConfigError
+from zero_torch.hooks_hsdp import TwoLevels
 from zero_torch.ordered_gradients import OrderedGradients
+
+_Gradients = OrderedGradients | TwoLevels
 
 _HOOKS = (
     "set_custom_reduce_scatter",
@@ -36,12 +39,16 @@ def attach(model: nn.Module, gradients: OrderedGradients, world: int) -> None:
     Raises:
         ConfigError: This version of torch has no such hooks.
     """
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    levels = TwoLevels(gradients, mesh) if mesh is not None and mesh.ndim > 1 < world else None
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            _attach(module, name or "the root module", gradients, world)
+            _attach(module, name or "the root module", levels or gradients, world)
+            if levels is not None:
+                levels.add_module(module)
 
 
-def _attach(module: Any, name: str, gradients: OrderedGradients, world: int) -> None:
+def _attach(module: Any, name: str, gradients: _Gradients, world: int) -> None:
     if absent := [hook for hook in _HOOKS if not hasattr(module, hook)]:
         raise ConfigError(
             f"torch {torch.__version__} has no FSDPModule.{absent[0]}, through which gradients are "
@@ -59,7 +66,7 @@ def _attach(module: Any, name: str, gradients: OrderedGradients, world: int) -> 
 class _ReduceScatter:
     """The communication of one FSDP2 module: `torch.distributed.fsdp`'s ReduceScatter."""
 
-    def __init__(self, name: str, gradients: OrderedGradients, example: Tensor) -> None:
+    def __init__(self, name: str, gradients: _Gradients, example: Tensor) -> None:
         self._name = name
         self._gradients = gradients
         self._example = example
@@ -81,7 +88,7 @@ class _ReduceScatter:
         of_grad = self._example.dtype, self._example.device
         copied = (output_tensor.dtype, output_tensor.device) != of_grad
         now = self._gradients.now
-        if now is None or not now.last:
+        if now is None or not now.last or isinstance(self._gradients, TwoLevels):
             output_tensor.zero_()
         self._gradients.reduce(self._name, input_tensor, output_tensor, now=copied)
 

@@ -56,6 +56,7 @@ class OrderedGradients:
         block: Micro-batches that are summed in a tree; it may change between two steps.
         loss_is_weighted: Whether the loss of this backward has the weight of its micro-batch
             already; otherwise the gradients get it here.
+        begins: Called at the begin of a micro-step.
         ends: Called at the end of a backward, before its exchanges are completed.
     """
 
@@ -80,6 +81,7 @@ class OrderedGradients:
         self.now: MicroStep | None = None
         self.loss_is_weighted = False
         self.block = block
+        self.begins: list[Callable[[MicroStep], None]] = []
         self.ends: list[Callable[[], None]] = []
         self._collectives = collectives
         self._parameters = parameters
@@ -115,6 +117,8 @@ class OrderedGradients:
         self._received.clear()
         self._drop()
         self.now, self._turn = now, now.turn
+        for begin in self.begins:
+            begin(now)
 
     def end(self) -> None:
         """End the micro-step.

@@ -29,11 +29,19 @@ from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, replace
-from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip, row_bounds
+from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
 from zero_torch.training import Ordered
-from zero_torch.wrapped import Wrapped, Wrapper, check_optimizer, local, recognize
+from zero_torch.wrapped import (
+    Wrapped,
+    Wrapper,
+    check_optimizer,
+    held_bounds,
+    local,
+    recognize,
+    rows_of,
+)
 
 
 @overload
@@ -203,7 +211,7 @@ class Run(Checkpoints):
         trained, device = self._wrapped.trained().values(), self._device
         if self._wrapped.wrapper is not Wrapper.FSDP2:
             return WholeNorm([p.numel() for p in trained], self._collectives, device)
-        bounds = [row_bounds(p.shape, self._world) for p in trained]
+        bounds = [held_bounds(p, self._world) for p in trained]
         return ShardNorm(bounds, self._collectives, device)
 
     # ---- a step ----
@@ -267,7 +275,7 @@ class Run(Checkpoints):
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
         gradients = [p.grad for p in self._wrapped.trained().values()]
-        flat = [local(g).reshape(-1) for g in gradients if g is not None]
+        flat = [rows_of(g) for g in gradients if g is not None]
         if len(flat) < len(gradients):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         with exit_on_peer_loss(self._link):

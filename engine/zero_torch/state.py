@@ -5,8 +5,8 @@ the pieces of all ranks cover each tensor exactly once; names and kinds are thos
 writes, so DDP, FSDP2, one process and the engine load each other's checkpoints at any world size;
 what is loaded is bit-equal to what was saved.
 
-FSDP2 gives a rank some rows of a tensor. Under DDP every rank has all of it: it saves an interval,
-and loads the whole.
+A rank has a box of a DTensor, whatever its placements. Under DDP every rank has all of a tensor: it
+saves an interval, and loads the whole.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.torch_state import (
@@ -31,7 +32,7 @@ from zero_checkpoint.torch_state import (
     set_option,
 )
 from zero_torch.gradient_norm import row_bounds
-from zero_torch.wrapped import Wrapped, local, own_name
+from zero_torch.wrapped import Wrapped, is_first_replica, local, offsets_of, own_name
 
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer that choose a kernel: a load leaves them as they are."""
@@ -57,16 +58,7 @@ class TrainingState:
 
     def owned(self) -> tuple[Piece, ...]:
         """This rank's part of each tensor."""
-        pieces = []
-        for each, tensor in self._live():
-            start, data = self._held(each, tensor)
-            if not isinstance(tensor, DTensor):
-                begins = self._begins(each, tensor)
-                start, stop = begins[self._rank], begins[self._rank + 1]
-                data = data[start:stop]
-            if data.numel():
-                pieces.append(Piece(each, start, data))
-        return tuple(pieces)
+        return tuple(piece for each, tensor in self._live() for piece in self._owned(each, tensor))
 
     def groups(self) -> list[dict[str, Any]]:
         """The record of each param group: its parameters, options and numbers, as JSON."""
@@ -98,9 +90,8 @@ class TrainingState:
         """
         self._check_groups(manifest)
         self._make_optimizer_state(manifest)
-        pieces = (Piece(each, *self._held(each, tensor)) for each, tensor in self._live())
-        filled = tuple(piece for piece in pieces if piece.data.numel())
-        return State(self.tensors(), filled, self.aliases())
+        held = (piece for each, tensor in self._live() for piece in _held(each, tensor))
+        return State(self.tensors(), tuple(held), self.aliases())
 
     def adopt(self, groups: list[Mapping[str, Any]]) -> None:
         """Take over the saved `groups`, after the tensors have been filled."""
@@ -156,24 +147,20 @@ class TrainingState:
         for name, buffer in persistent_buffers(self._wrapped.module):
             yield TensorId(BUFFER, own_name(name)), buffer
 
-    def _held(self, each: TensorId, tensor: Tensor) -> tuple[int, Tensor]:
-        """What this rank has of a tensor: where it begins, and its elements."""
-        data = local(tensor)
-        if not data.is_contiguous():
-            raise CheckpointError(
-                f"{each.kind} {each.fqn} is not contiguous in memory, as after "
-                "to(memory_format=torch.channels_last); checkpoints need .contiguous() tensors"
-            )
-        start = self._begins(each, tensor)[self._rank] if isinstance(tensor, DTensor) else 0
-        return start, data.view(-1)
-
-    def _begins(self, each: TensorId, tensor: Tensor) -> list[int]:
-        """Where the part of each rank begins, and where the last one ends."""
+    def _owned(self, each: TensorId, tensor: Tensor) -> Iterator[Piece]:
+        """What this rank saves of a tensor: of replicas that all ranks have, an interval."""
         if isinstance(tensor, DTensor):
-            return row_bounds(tensor.shape, self._world)
+            if is_first_replica(tensor):
+                yield from _held(each, tensor)
+            return
         if each.kind == BUFFER:  # rank 0's
-            return [0, *[tensor.numel()] * self._world]
-        return row_bounds((tensor.numel(),), self._world)
+            bounds = [0, *[tensor.numel()] * self._world]
+        else:
+            bounds = row_bounds((tensor.numel(),), self._world)
+        start, stop = bounds[self._rank], bounds[self._rank + 1]
+        for _, begin, data in _held(each, tensor):
+            if start < stop:
+                yield Piece(each, start, data[start - begin : stop - begin])
 
     def _groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """The names of the trained parameters of each group, and the group."""
@@ -200,6 +187,18 @@ class TrainingState:
                         "parameters of its param group; put it into a group of its own"
                     )
         return found
+
+
+def _held(each: TensorId, tensor: Tensor) -> Iterator[Piece]:
+    """What this rank has of a tensor."""
+    data = local(tensor)
+    if not data.is_contiguous():
+        raise CheckpointError(
+            f"{each.kind} {each.fqn} is not contiguous in memory, as after "
+            "to(memory_format=torch.channels_last); checkpoints need .contiguous() tensors"
+        )
+    offsets = offsets_of(tensor) if isinstance(tensor, DTensor) else [0] * data.dim()
+    return cut(each, tensor.shape, offsets, data)
 
 
 def info_of(tensor: Tensor) -> TensorInfo:

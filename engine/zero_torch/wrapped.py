@@ -6,7 +6,7 @@ them, so that DDP, FSDP2 and one process name them alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
@@ -14,10 +14,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_contract.errors import ConfigError
+from zero_torch.gradient_norm import row_bounds
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch.compile and activation checkpointing put into a name."""
@@ -66,6 +68,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def offsets_of(tensor: DTensor) -> Sequence[int]:
+    """Where this rank's box of a tensor begins in each dimension."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    offsets: Sequence[int]
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    return offsets
+
+
+def is_first_replica(tensor: DTensor) -> bool:
+    """Whether no rank before this one has the same box of a tensor."""
+    dims = enumerate(tensor.placements)
+    return not any(p.is_replicate() and tensor.device_mesh.get_local_rank(dim) for dim, p in dims)
+
+
 def recognize(model: nn.Module, world: int) -> Wrapped:
     """Find out how a model is wrapped.
 
@@ -109,15 +125,42 @@ def shard_problem(parameter: Tensor, world: int) -> str | None:
             "module, too"
         )
     mesh, placements = parameter.device_mesh, parameter.placements
-    if mesh.ndim != 1 or mesh.size() != world:
+    if mesh.size() != world or mesh.mesh.flatten().tolist() != list(range(world)):
         return (
             f"lies on a mesh of shape {tuple(mesh.shape)}, and there are {world} ranks: gradients "
-            "are summed in order over one mesh dimension that has all ranks; HSDP and tensor "
-            "parallelism are not supported yet"
+            "are summed in order over a mesh that has all ranks in their order; make it with "
+            "torch.distributed.device_mesh.init_device_mesh"
         )
-    if placements != (Shard(0),):
-        return f"is placed as {placements[0]}; only Shard(0) is supported, fully_shard's default"
+    *outer, last = placements
+    if not (isinstance(last, Shard) and outer in ([], [Replicate()])):
+        placed = ", ".join(map(str, placements))
+        return (
+            f"is placed as ({placed}); only (Shard) and (Replicate, Shard), those of fully_shard "
+            "on one or two mesh dimensions, are supported: tensor parallelism is not"
+        )
+    if outer and mesh.size(-1) == 1 < world:
+        return (
+            f"lies on a mesh of shape {tuple(mesh.shape)}, in which nothing is sharded: wrap the "
+            "model in DistributedDataParallel, or shard it over more ranks"
+        )
     return None
+
+
+def held_bounds(parameter: Tensor, world: int) -> list[int]:
+    """Where each rank's rows of a parameter under FSDP2 begin, and where the last ones end.
+
+    Of replicas, the first has them. Rows are those of `rows_of`.
+    """
+    assert isinstance(parameter, DTensor)
+    shards = parameter.device_mesh.size(-1)
+    return row_bounds(parameter.shape, shards) + [parameter.numel()] * (world - shards)
+
+
+def rows_of(gradient: Tensor) -> Tensor:
+    """The rows of a gradient that this rank has, flat; collective if it is sharded otherwise."""
+    if isinstance(gradient, DTensor) and gradient.placements[-1] != Shard(0):
+        gradient = gradient.redistribute(placements=[*gradient.placements[:-1], Shard(0)])
+    return local(gradient).reshape(-1)
 
 
 def check_optimizer(

@@ -116,6 +116,7 @@ def trained_on_nodes(wrapper: str, nodes: str) -> tuple[str, bool]:
     [
         ("ddp", "2,2"),
         ("fsdp2", "2,2"),
+        pytest.param("hsdp", "2,2", marks=pytest.mark.full),
         pytest.param("ddp", "1,3", marks=pytest.mark.full),
         pytest.param("fsdp2", "1,3", marks=pytest.mark.full),
     ],
@@ -125,6 +126,29 @@ def test_sums_that_begin_inside_of_nodes_are_the_same(
 ) -> None:
     (expected, *_) = worlds.run(1, trained, "plain")
     assert worlds.run(4, trained_on_nodes, wrapper, nodes) == [(expected[0], True)] * 4
+
+
+def test_hsdp_and_shards_by_columns_give_the_hash_of_one_process(worlds: WorldPool) -> None:
+    runs = [("plain", 1), ("hsdp", 4), ("columns", 4)]
+    found = {run: worlds.run(run[1], trained, run[0], 0.5) for run in runs}
+    assert len({rank for ranks in found.values() for rank in ranks}) == 1
+
+
+@pytest.mark.full
+def test_hsdp_gives_one_hash_on_every_mesh_and_columns_in_every_world(worlds: WorldPool) -> None:
+    expected = by_hand()
+    runs = [("hsdp", 1), ("hsdp", 3), ("hsdp", 4), ("columns", 1), ("columns", 2)]
+    found = {run: worlds.run(run[1], trained, run[0]) for run in runs}
+    hashes = {run: {rank[0] for rank in ranks} for run, ranks in found.items()}
+    assert hashes == {run: {expected} for run in runs}
+
+
+@pytest.mark.full
+def test_hsdp_without_shards_is_refused(worlds: WorldPool) -> None:
+    with pytest.raises(
+        AssertionError, match=r"mesh of shape \(2, 1\), in which nothing is sharded"
+    ):
+        worlds.run(2, trained, "hsdp")
 
 
 def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:
@@ -216,7 +240,7 @@ def test_a_checkpoint_resumes_under_another_wrapper_and_world_size(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     (expected,) = worlds.run(1, resumed, "plain", str(tmp_path / "whole"), 4)
-    parts = [("ddp", 3, 1), ("fsdp2", 4, 2), ("plain", 1, 3), ("fsdp2", 3, 4)]
+    parts = [("ddp", 3, 1), ("fsdp2", 4, 2), ("plain", 1, 3), ("hsdp", 4, 4)]
     for wrapper, world, until in parts:
         found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
     assert set(found) == {expected}
@@ -259,6 +283,17 @@ def unclipped(wrapper: str, directory: str, until: int) -> str:
     weights = run.weight_hash()
     run.close()
     return weights
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_columns_resumes_under_hsdp_and_back(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (expected,) = worlds.run(1, resumed, "plain", str(tmp_path / "whole"), 4)
+    parts = [("columns", 4, 1), ("hsdp", 4, 2), ("columns", 2, 3), ("plain", 1, 4)]
+    for wrapper, world, until in parts:
+        found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
+    assert set(found) == {expected}
 
 
 @pytest.mark.full

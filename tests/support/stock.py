@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 20, 4, 9
@@ -48,13 +49,24 @@ class GPT(nn.Module):
 
 
 def make(wrapper: str, seed: int = 0, **options: Any) -> nn.Module:
-    """The model under "ddp", "fsdp2" or "plain"; options are those of the wrapper."""
+    """The model under "ddp", "fsdp2" or "plain"; options are those of the wrapper.
+
+    "hsdp" is FSDP2 with two replicas, if the world is even; "columns" shards matrices by columns.
+    """
     torch.manual_seed(seed)
     model = GPT()
     if wrapper == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
-    if wrapper == "fsdp2":
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    if wrapper in ("fsdp2", "hsdp", "columns"):
+        world = torch.distributed.get_world_size()
+        replicas = 1 if world % 2 else 2
+        shape = (replicas, world // replicas) if wrapper == "hsdp" else (world,)
+        names = ("replicas", "shards")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if wrapper == "columns":
+            options["shard_placement_fn"] = lambda p: Shard(
+                1 if p.dim() > 1 and p.shape[1] % world == 0 else 0
+            )
         if dtype := options.pop("param_dtype", None):
             options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
         for module in (*model.blocks, model):
