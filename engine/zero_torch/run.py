@@ -36,6 +36,7 @@ from zero_torch.training import Ordered
 from zero_torch.wrapped import (
     Wrapped,
     Wrapper,
+    check_gradients,
     check_optimizer,
     held_bounds,
     local,
@@ -113,7 +114,9 @@ def protect(
             f"the process group reaches no CPUs ({backends}), which the ranks vote through; begin "
             'it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
         )
-    wrapped = recognize(model, dist.get_world_size())
+    wrapped = recognize(model)
+    if loader is not None:
+        check_gradients(wrapped, dist.get_world_size())
     shards_steps = wrapped.wrapper if loader is not None else Wrapper.PLAIN
     check_optimizer(optimizer, wrapped.trained(), shards_steps)
     made: Run | Checkpoints

@@ -77,17 +77,21 @@ def offsets_of(tensor: DTensor) -> Sequence[int]:
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Whether no rank before this one has the same box of a tensor."""
-    dims = enumerate(tensor.placements)
-    return not any(p.is_replicate() and tensor.device_mesh.get_local_rank(dim) for dim, p in dims)
+    """Whether no rank before this one has the same box of a tensor.
+
+    A mesh of some ranks, such as each data parallel group beside tensor parallelism, has an equal
+    beside it for the others; together they have all ranks.
+    """
+    mesh = tensor.device_mesh
+    replicated = [dim for dim, each in enumerate(tensor.placements) if each.is_replicate()]
+    return bool(mesh.mesh.min() == 0) and not any(map(mesh.get_local_rank, replicated))
 
 
-def recognize(model: nn.Module, world: int) -> Wrapped:
+def recognize(model: nn.Module) -> Wrapped:
     """Find out how a model is wrapped.
 
     Raises:
-        ConfigError: It is wrapped in a way that cannot be summed in order, or not at all although
-            there are several ranks.
+        ConfigError: It is wrapped in a way whose state has no names and shapes of its own.
     """
     inner = uncompiled(model)
     modules = list(model.modules())
@@ -102,19 +106,27 @@ def recognize(model: nn.Module, world: int) -> Wrapped:
         raise ConfigError(
             "a part of the model is wrapped in DistributedDataParallel; wrap the whole model"
         )
-    if any(isinstance(each, FSDPModule) for each in modules):
-        wrapped = Wrapped(model=inner, wrapper=Wrapper.FSDP2, module=inner)
+    sharded = any(isinstance(each, FSDPModule) for each in modules)
+    wrapper = Wrapper.FSDP2 if sharded else Wrapper.PLAIN
+    return Wrapped(model=inner, wrapper=wrapper, module=inner)
+
+
+def check_gradients(wrapped: Wrapped, world: int) -> None:
+    """Check that the gradients of a model can be summed in order.
+
+    Raises:
+        ConfigError: They cannot, or they would not be summed at all.
+    """
+    if wrapped.wrapper is Wrapper.FSDP2:
         for name, parameter in wrapped.trained().items():
             if problem := shard_problem(parameter, world):
                 raise ConfigError(f"{name} {problem}")
-        return wrapped
-    if world > 1:
+    elif wrapped.wrapper is Wrapper.PLAIN and world > 1:
         raise ConfigError(
             f"there are {world} ranks and the model is not distributed: its gradients would stay "
             "on each rank; wrap it in DistributedDataParallel, or call fully_shard(model), before "
             "zero_torch.protect"
         )
-    return Wrapped(model=inner, wrapper=Wrapper.PLAIN, module=inner)
 
 
 def shard_problem(parameter: Tensor, world: int) -> str | None:

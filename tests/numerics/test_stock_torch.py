@@ -385,6 +385,16 @@ def alone_with_checkpoints(wrapper: str, directory: str, steps: int) -> Any:
     return begun, ended, told.lines
 
 
+def test_without_a_loader_a_checkpoint_of_tensor_parallelism_loads_anywhere(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (first, *_) = worlds.run(4, alone_with_checkpoints, "tensor", str(tmp_path), 2)
+    found = worlds.run(1, alone_with_checkpoints, "plain", str(tmp_path), 2)
+    found += worlds.run(4, alone_with_checkpoints, "tensor", str(tmp_path), 0)
+    assert found[0][0] == first[1]
+    assert [rank[0][:3] for rank in found[1:]] == [found[0][1][:3]] * 4
+
+
 class Told(logging.Handler):
     """What was logged."""
 

@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 20, 4, 9
@@ -51,12 +56,21 @@ class GPT(nn.Module):
 def make(wrapper: str, seed: int = 0, **options: Any) -> nn.Module:
     """The model under "ddp", "fsdp2" or "plain"; options are those of the wrapper.
 
-    "hsdp" is FSDP2 with two replicas, if the world is even; "columns" shards matrices by columns.
+    "hsdp" is FSDP2 with two replicas, if the world is even; "columns" shards matrices by columns;
+    "tensor" is FSDP2 beside tensor parallelism of degree 2 in each MLP.
     """
     torch.manual_seed(seed)
     model = GPT()
     if wrapper == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
+    if wrapper == "tensor":
+        shape = (torch.distributed.get_world_size() // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tensor"], plan)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh["data"])
     if wrapper in ("fsdp2", "hsdp", "columns"):
         world = torch.distributed.get_world_size()
         replicas = 1 if world % 2 else 2

@@ -19,7 +19,14 @@ from torch.utils.data import (
 from zero_contract.errors import ConfigError
 from zero_torch import settings
 from zero_torch.loader import shuffles
-from zero_torch.wrapped import Wrapper, check_optimizer, own_name, recognize, shard_problem
+from zero_torch.wrapped import (
+    Wrapper,
+    check_gradients,
+    check_optimizer,
+    own_name,
+    recognize,
+    shard_problem,
+)
 
 DATA = TensorDataset(torch.zeros(8, 1))
 
@@ -32,9 +39,11 @@ class Stream(IterableDataset[int]):
 
 
 def test_a_model_that_is_not_distributed_is_refused_with_several_ranks() -> None:
-    assert recognize(nn.Linear(2, 2), 1).wrapper is Wrapper.PLAIN
+    wrapped = recognize(nn.Linear(2, 2))
+    assert wrapped.wrapper is Wrapper.PLAIN
+    check_gradients(wrapped, 1)
     with pytest.raises(ConfigError, match=r"there are 2 ranks and the model is not distributed"):
-        recognize(nn.Linear(2, 2), 2)
+        check_gradients(wrapped, 2)
 
 
 def test_a_parameter_that_fully_shard_has_left_out_is_refused() -> None:
