@@ -104,7 +104,7 @@ def save(
     consensus, where = consensus or group_consensus("plain"), place(root)
     own: dict[str, Part] = {}
     try:
-        skeleton = _mapped(state, "", lambda value, name: _taken_out(value, name, own))
+        skeleton = mapped(state, "", lambda value, name: _taken_out(value, name, own))
         vote: Record = {
             "state": pack(skeleton, "state"),
             "tensors": {
@@ -176,7 +176,7 @@ def load(
     filled: dict[str, Part] = {}
     originals: dict[str, Tensor | Part] = {}
     if into is not None:
-        _mapped(into, "", lambda value, name: _taken_out(value, name, filled, originals))
+        mapped(into, "", lambda value, name: _taken_out(value, name, filled, originals))
 
     def wanted(manifest: Manifest) -> State:
         ids = {t.fqn: t for t in manifest.tensors if t.kind in (PARAM, BUFFER)}
@@ -200,7 +200,7 @@ def load(
             value.detach().copy_(filled[name].data.view(value.shape))
     manifest = loaded.manifest
     skeleton = manifest.meta.get(_STATE, {name: pack(Stored(name)) for name in filled})
-    state = _mapped(unpack(skeleton), "", lambda v, _: values.get(v) if type(v) is Stored else v)
+    state = mapped(unpack(skeleton), "", lambda v, _: values.get(v) if type(v) is Stored else v)
     return Restored(state=state, step=manifest.step, tag=manifest.tag, path=loaded.path)
 
 
@@ -247,16 +247,16 @@ def _joined(first: Any, second: Any) -> Any:
     return {**both, **{key: value for key, value in second.items() if key not in both}}
 
 
-def _mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
+def mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     """The same structure; `change` replaces each value that is no collection, given its name."""
     prefix = name and f"{name}."
     match value:
         case Mapping():
-            return {key: _mapped(inner, f"{prefix}{key}", change) for key, inner in value.items()}
+            return {key: mapped(inner, f"{prefix}{key}", change) for key, inner in value.items()}
         case list():
-            return [_mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value)]
+            return [mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value)]
         case tuple():
-            return tuple(_mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value))
+            return tuple(mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value))
         case _:
             return change(value, name)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from zero_checkpoint.files.place import place
@@ -31,6 +32,7 @@ from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_torch import settings
 from zero_torch.state import TrainingState
+from zero_torch.stateful import Statefuls
 from zero_torch.training import Loading, Ordered, Training
 from zero_torch.wrapped import Wrapped
 
@@ -59,6 +61,7 @@ class Checkpoints:
         *,
         scheduler: Any,
         scaler: torch.amp.GradScaler | None,
+        stateful: Mapping[str, Stateful],
         chosen: settings.Settings,
     ) -> None:
         """Join the other ranks; `protect` checks the arguments, and calls `start`."""
@@ -66,6 +69,7 @@ class Checkpoints:
         self.grad_norm: float | None = None
         self.scheduler = scheduler
         self.scaler = scaler
+        self._statefuls = Statefuls(stateful)
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._chosen = chosen
@@ -94,7 +98,9 @@ class Checkpoints:
 
     def _persist(self, ordered: Ordered | None) -> None:
         self._training = Training(
-            state=TrainingState(self._wrapped, self._optimizer, self._rank, self._world),
+            state=TrainingState(
+                self._wrapped, self._optimizer, self._rank, self._world, self._statefuls
+            ),
             cursor=self._cursor,
             collectives=self._collectives,
             ordered=ordered,

@@ -15,6 +15,7 @@ from typing import Any, cast, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -54,6 +55,7 @@ def protect(
     microbatches: int,
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run: ...
 
@@ -65,6 +67,7 @@ def protect(
     *,
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Checkpoints: ...
 
@@ -77,6 +80,7 @@ def protect(
     microbatches: int | None = None,
     scheduler: Any = None,
     scaler: torch.amp.GradScaler | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run | Checkpoints:
     """Give a training with stock PyTorch the same bits at every world size. Collective.
@@ -92,6 +96,9 @@ def protect(
         microbatches: The micro-batches of a global batch, over all ranks.
         scheduler: `run.step()` steps it, once for each step of the optimizer.
         scaler: `run.backward()` and `run.step()` scale the loss with it.
+        stateful: Further objects by name, with state_dict() and load_state_dict(): every
+            checkpoint has their states, and `run.load` restores them. A state must be equal on all
+            ranks, but for DTensors.
         config: The sections "elastic" and "checkpoint", see `settings`.
 
     Raises:
@@ -120,7 +127,12 @@ def protect(
     shards_steps = wrapped.wrapper if loader is not None else Wrapper.PLAIN
     check_optimizer(optimizer, wrapped.trained(), shards_steps)
     made: Run | Checkpoints
-    options = {"scheduler": scheduler, "scaler": scaler, "chosen": chosen}
+    options = {
+        "scheduler": scheduler,
+        "scaler": scaler,
+        "stateful": dict(stateful or {}),
+        "chosen": chosen,
+    }
     if loader is None or microbatches is None:
         made = Checkpoints(wrapped, optimizer, **options)
     else:
@@ -145,10 +157,18 @@ class Run(Checkpoints):
         microbatches: int,
         scheduler: Any,
         scaler: torch.amp.GradScaler | None,
+        stateful: Mapping[str, Stateful],
         chosen: settings.Settings,
     ) -> None:
         """Attach to the model; `protect` checks the arguments, and calls `start`."""
-        super().__init__(wrapped, optimizer, scheduler=scheduler, scaler=scaler, chosen=chosen)
+        super().__init__(
+            wrapped,
+            optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            stateful=stateful,
+            chosen=chosen,
+        )
         options = chosen.elastic
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
         place = self._rank, self._world, options.seed

@@ -32,6 +32,7 @@ from zero_checkpoint.torch_state import (
     set_option,
 )
 from zero_torch.gradient_norm import row_bounds
+from zero_torch.stateful import Statefuls
 from zero_torch.wrapped import Wrapped, is_first_replica, local, offsets_of, own_name
 
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
@@ -42,9 +43,15 @@ class TrainingState:
     """Weights, buffers and optimizer state of one training."""
 
     def __init__(
-        self, wrapped: Wrapped, optimizer: torch.optim.Optimizer, rank: int, world: int
+        self,
+        wrapped: Wrapped,
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        world: int,
+        statefuls: Statefuls,
     ) -> None:
         """Describe the state of `rank` among `world` ranks."""
+        self.statefuls = statefuls
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._rank = rank
@@ -90,6 +97,7 @@ class TrainingState:
         """
         self._check_groups(manifest)
         self._make_optimizer_state(manifest)
+        self.statefuls.make(manifest)
         held = (piece for each, tensor in self._live() for piece in _held(each, tensor))
         return State(self.tensors(), tuple(held), self.aliases())
 
@@ -146,6 +154,7 @@ class TrainingState:
                 yield TensorId(key, name), state[key]
         for name, buffer in persistent_buffers(self._wrapped.module):
             yield TensorId(BUFFER, own_name(name)), buffer
+        yield from self.statefuls.live()
 
     def _owned(self, each: TensorId, tensor: Tensor) -> Iterator[Piece]:
         """What this rank saves of a tensor: of replicas that all ranks have, an interval."""

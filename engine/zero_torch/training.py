@@ -24,6 +24,7 @@ from zero_comm.reduction_order import NATIVE, ORDERED, order_of, record_of, reco
 from zero_data.global_batch import BatchShape, Cursor
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.state import TrainingState
+from zero_torch.stateful import META
 
 _log = logging.getLogger(__name__)
 
@@ -131,9 +132,11 @@ class Training:
             "grad_scaler": self.scaler.state_dict() if self.scaler else None,
             "excludes_frozen": exclude_frozen,
         }
-        meta = {"engine": engine, "client": dict(client)}
         state = self.state
-        return State(state.tensors(), state.owned(), state.aliases(), meta)
+        meta = {"engine": engine, "client": dict(client), META: state.statefuls.take()}
+        captured = State(state.tensors(), state.owned(), state.aliases(), meta)
+        state.statefuls.drop()
+        return captured
 
     def record(self) -> dict[str, Any]:
         """Counters, batch and environment, under the names of the engine's record."""
@@ -172,6 +175,9 @@ class Training:
         for line in (*changes, *differences(self.record(), run)) if self.rank == 0 else ():
             _log.warning("%s", line)
         self.state.adopt(run["groups"])
+        absent = self.state.statefuls.restore()
+        if absent and self.rank == 0:
+            _log.warning("the checkpoint has no state of %s: it stays as it is", ", ".join(absent))
         if self.scheduler is not None and run.get("scheduler") is not None:
             self.scheduler.load_state_dict(run["scheduler"])
         if self.scaler is not None and run.get("grad_scaler"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_engine
@@ -22,7 +23,7 @@ from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 from zero_data.ledger import read_ledger, verify
-from zero_torch.wrapped import local
+from zero_torch.wrapped import local, recognize
 
 SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
 """Steps of 10, 10 and 9 samples, in micro-batches of 2, the last one of 1."""
@@ -34,7 +35,12 @@ def dataset() -> TensorDataset:
 
 
 def protected(
-    wrapper: str, *, config: Any = None, schedule: bool = False, **options: Any
+    wrapper: str,
+    *,
+    config: Any = None,
+    schedule: bool = False,
+    average: type[Average] | None = None,
+    **options: Any,
 ) -> tuple[Any, Any, zero_torch.Run]:
     model = make(wrapper, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -46,6 +52,7 @@ def protected(
         loader,
         microbatches=MICROBATCHES,
         scheduler=scheduler,
+        stateful={"average": average(model)} if average is not None else None,
         config=config,
     )
     return model, optimizer, run
@@ -415,3 +422,55 @@ def test_without_a_loader_a_run_has_checkpoints_and_says_what_is_not_promised(
     found = worlds.run(3, alone_with_checkpoints, "fsdp2", str(tmp_path), 0)
     assert [rank[0] for rank in found] == [saved] * 3
     assert saved[0] == 2
+
+
+class Average:
+    """An average of the weights that the script keeps beside its run."""
+
+    made: Average
+
+    def __init__(self, model: Any) -> None:
+        Average.made = self
+        self._weights = recognize(model).parameters()
+        self.values = {name: p.detach().clone() for name, p in self._weights.items()}
+        self.seen: tuple[int, ...] = ()
+
+    def update(self, step: int) -> None:
+        for name, value in self.values.items():
+            value.lerp_(self._weights[name].detach(), 0.25)
+        self.seen = (*self.seen, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "seen": self.seen, 7: b"\x00"}
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        for name, value in state["values"].items():
+            self.values[name].copy_(value)
+        assert state[7] == b"\x00"
+        self.seen = state["seen"]
+
+
+def averaged(wrapper: str, directory: str, until: int) -> Any:
+    model, _, run = protected(wrapper, average=Average, seed=run_seed(directory))
+    average = Average.made
+    run.load(directory)
+    for tokens in batches(run, until):
+        run.backward(model(tokens))
+        if run.step():
+            average.update(run.global_step)
+            run.save(directory)
+            average.values["head.weight"] += 0  # the save has a copy
+    run.close()
+    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in average.values.items()}
+    return weight_hash(whole.items()), average.seen
+
+
+def test_objects_of_the_script_are_saved_and_restored_at_another_world_size(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    (expected,) = worlds.run(1, averaged, "plain", str(tmp_path / "whole"), 3)
+    worlds.run(3, averaged, "fsdp2", str(tmp_path / "parts"), 1)
+    worlds.run(1, averaged, "plain", str(tmp_path / "parts"), 2)
+    found = worlds.run(2, averaged, "fsdp2", str(tmp_path / "parts"), 3)
+    assert found == [expected] * 2
+    assert expected[1] == (1, 2, 3)
