@@ -34,7 +34,7 @@ from zero_torch import settings
 from zero_torch.state import TrainingState
 from zero_torch.stateful import Statefuls
 from zero_torch.training import Loading, Ordered, Training
-from zero_torch.wrapped import Wrapped
+from zero_torch.wrapped import Wrapped, local
 
 _log = logging.getLogger(__name__)
 
@@ -270,6 +270,8 @@ class Checkpoints:
         return torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float32)
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if makes_state(self._optimizer):
+            return call(*args, **kwargs)
         self._between_steps()
         self._take_back()
         result = call(*args, **kwargs)
@@ -285,6 +287,18 @@ class Checkpoints:
         if self._lent is not None:
             until, self._lent = self._lent, None
             until()
+
+
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is torch's own: `get_state_dict` makes state by one with zeros for gradients.
+
+    It sets the learning rates to 0 as well.
+    """
+    groups = optimizer.param_groups
+    if optimizer.state or any(float(group.get("lr", 1.0)) for group in groups):
+        return False
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return not any(bool(local(each).any()) for each in gradients)
 
 
 def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ and do nothing at the others, whoever calls them; a step counts when the optimiz
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
@@ -29,7 +30,7 @@ from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
-from zero_torch.checkpoints import Checkpoints, replace
+from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
@@ -43,6 +44,13 @@ from zero_torch.wrapped import (
     local,
     recognize,
     rows_of,
+    step_without_fusion,
+)
+
+_log = logging.getLogger(__name__)
+_FUSED = (
+    "{}(fused=True) steps with foreach=True instead: a fused kernel rounds the end of a shard "
+    "differently, and the world size decides where shards end"
 )
 
 
@@ -122,10 +130,11 @@ def protect(
             'it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
         )
     wrapped = recognize(model)
+    check_optimizer(optimizer, wrapped.trained())
     if loader is not None:
         check_gradients(wrapped, dist.get_world_size())
-    shards_steps = wrapped.wrapper if loader is not None else Wrapper.PLAIN
-    check_optimizer(optimizer, wrapped.trained(), shards_steps)
+        if step_without_fusion(optimizer) and dist.get_rank() == 0:
+            _log.warning("%s", _FUSED.format(type(optimizer).__name__))
     made: Run | Checkpoints
     options = {
         "scheduler": scheduler,
@@ -422,6 +431,8 @@ class Run(Checkpoints):
         return call(*args, **kwargs) if now is None or now.last else None
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if makes_state(self._optimizer):
+            return call(*args, **kwargs)
         if any(each is not None for each in (*args, *kwargs.values())):
             raise ZeroError(
                 "optimizer.step(closure) computes the loss again, which cannot be held until the "

@@ -175,13 +175,11 @@ def rows_of(gradient: Tensor) -> Tensor:
     return local(gradient).reshape(-1)
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], wrapper: Wrapper
-) -> None:
-    """Check that an optimizer steps this model, with the same bits in every shard.
+def check_optimizer(optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    """Check that an optimizer steps this model.
 
     Raises:
-        ConfigError: It has other parameters, or a fused kernel steps shards.
+        ConfigError: It has other parameters.
     """
     names = {parameter: name for name, parameter in trained.items()}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -196,8 +194,20 @@ def check_optimizer(
             f"{absent[0]} is trained and {kind} does not have it; give it to the optimizer, or "
             "set requires_grad=False"
         )
-    if wrapper is Wrapper.FSDP2 and any(group.get("fused") for group in optimizer.param_groups):
-        raise ConfigError(
-            f"{kind}(fused=True) rounds the end of a tensor differently, and the world size "
-            "decides where shards end; make it with foreach=True"
-        )
+
+
+def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:
+    """Let an optimizer step with kernels that round each element alike, wherever it lies.
+
+    A fused kernel rounds the end of a tensor differently, and the world size decides where shards
+    end. DDP has no shards, and must have the bits of FSDP2 all the same.
+
+    Returns:
+        Whether it was fused.
+    """
+    fused = [group for group in optimizer.param_groups if group.get("fused")]
+    for group in fused:
+        group["fused"], group["foreach"] = False, True
+    if fused:  # GradScaler asks for it: a fused kernel unscales by itself
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return bool(fused)

@@ -120,7 +120,7 @@ def by_zero_torch(wrapper: str, directory: str, until: int, *, by_dcp: bool) -> 
     """Train from the newest checkpoint on, and save."""
     model, optimizer, run = protected(wrapper)
     run.load(directory)
-    begun = digest(run._wrapped.module, optimizer) if optimizer.state else ""
+    begun = digest(run._wrapped.module, optimizer)
     for tokens in batches(run, until):
         run.backward(model(tokens))
         run.step()

@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 from zero_contract.errors import ConfigError
 from zero_torch import settings
+from zero_torch.checkpoints import makes_state
 from zero_torch.loader import shuffles
 from zero_torch.wrapped import (
     Wrapper,
@@ -26,6 +27,7 @@ from zero_torch.wrapped import (
     own_name,
     recognize,
     shard_problem,
+    step_without_fusion,
 )
 
 DATA = TensorDataset(torch.zeros(8, 1))
@@ -54,13 +56,33 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     trained = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=r"SGD has 2 parameters that are not the model's"):
-        check_optimizer(torch.optim.SGD(other.parameters()), trained, Wrapper.FSDP2)
+        check_optimizer(torch.optim.SGD(other.parameters()), trained)
     with pytest.raises(ConfigError, match=r"bias is trained and SGD does not have it"):
-        check_optimizer(torch.optim.SGD([model.weight]), trained, Wrapper.DDP)
-    fused = torch.optim.AdamW(model.parameters(), fused=True)
-    with pytest.raises(ConfigError, match=r"make it with foreach=True"):
-        check_optimizer(fused, trained, Wrapper.FSDP2)
-    check_optimizer(fused, trained, Wrapper.DDP)
+        check_optimizer(torch.optim.SGD([model.weight]), trained)
+    check_optimizer(torch.optim.SGD(model.parameters()), trained)
+
+
+def test_a_fused_optimizer_steps_with_the_bits_of_foreach() -> None:
+    weights = []
+    for kernel in ("fused", "foreach"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 5)
+        optimizer = torch.optim.AdamW(model.parameters(), **{kernel: True})
+        assert step_without_fusion(optimizer) == (kernel == "fused")
+        model(torch.ones(3)).square().sum().backward()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_torch_may_make_the_state_of_an_optimizer_before_the_first_step() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    assert makes_state(optimizer)
+    model(torch.ones(2)).sum().backward()
+    assert not makes_state(optimizer)  # a step of the script, in a warmup
 
 
 def test_the_loader_says_whether_samples_are_shuffled() -> None:
