@@ -5,7 +5,9 @@ step, which it does after its first backward, a sum belongs to a parameter, neve
 rank owns one part of each sum; what is left because the parts are equal, less than one element for
 each rank, is summed by all ranks.
 
-DDP reads a bucket after the end of the backward's exchanges: its own end is announced later.
+DDP reads a bucket after the end of the backward's exchanges: its own end is announced later. It
+leaves a parameter without gradient that no rank has used in the last micro-step, although others of
+the step have: such a one gets its sum afterwards.
 
 Annotations are evaluated here: DDP compares those of its hook with its own types.
 """
@@ -35,6 +37,8 @@ class _Buckets:
         self._collectives = collectives
         self._settled = False
         """Whether a step has ended, and so the buckets stay what they are."""
+        self._summed: list[tuple[Tensor, Tensor]] = []
+        """Each parameter of the last micro-step, and its part of a bucket."""
         self._rests: dict[str, Tensor] = {}
         """What is left of this backward's gradients."""
         gradients.ends.append(self._reduce_rests)
@@ -44,11 +48,13 @@ class _Buckets:
         now = self.gradients.now
         buffer, parameters = bucket.buffer(), bucket.parameters()
         names = [self._names[parameter] for parameter in parameters]
+        each = buffer.split([parameter.numel() for parameter in parameters])
+        if now is not None and now.last:
+            self._summed += zip(parameters, each, strict=True)
         if self._settled or (now is not None and now.number == 0 and now.last):
             self._reduce(f"the bucket of {names[0]}", buffer)
         else:
-            widths = [parameter.numel() for parameter in parameters]
-            for name, gradient in zip(names, buffer.split(widths), strict=True):
+            for name, gradient in zip(names, each, strict=True):
                 self._reduce(name, gradient)
 
     def _reduce(self, name: str, gradient: Tensor) -> None:
@@ -66,6 +72,8 @@ class _Buckets:
         self._rests.clear()
         assert now is not None
         self._settled = self._settled or now.last
+        if now.last:  # after DDP's own end
+            torch.autograd.Variable._execution_engine.queue_callback(self._fill)
         mine = torch.cat(rests)
         if not mine.numel():
             return
@@ -75,6 +83,12 @@ class _Buckets:
         sums = self.gradients.add("the ends of gradients", everybodys)
         if sums is not None:
             torch._foreach_copy_(rests, sums.split([rest.numel() for rest in rests]))
+
+    def _fill(self) -> None:
+        for parameter, total in self._summed:
+            if parameter.grad is None:
+                parameter.grad = total.view(parameter.shape).clone()
+        self._summed.clear()
 
 
 def _reduce(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_engine
@@ -485,3 +488,44 @@ def test_objects_of_the_script_are_saved_and_restored_at_another_world_size(
     found = worlds.run(2, averaged, "fsdp2", str(tmp_path / "parts"), 3)
     assert found == [expected] * 2
     assert expected[1] == (1, 2, 3)
+
+
+class Sometimes(nn.Module):
+    """Uses a layer for some samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.rarely = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return (y + self.rarely(x) if x[0, 0] > 0 else y).square().mean()
+
+
+def trained_sometimes(wrapper: str) -> list[str]:
+    torch.manual_seed(1)
+    samples = torch.randn(12, 4)
+    samples[:, 0] = -1.0
+    samples[2, 0] = 1.0  # in the middle of the first step, and never in the second
+    model: nn.Module = Sometimes()
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+    elif wrapper == "fsdp2":
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(samples), batch_size=1)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=6)
+    hashes = []
+    for (batch,) in run.loader:
+        run.backward(model(batch))
+        if run.step():
+            hashes.append(run.weight_hash())
+    return hashes
+
+
+def test_a_parameter_that_some_micro_batches_use_has_one_hash_too(worlds: WorldPool) -> None:
+    runs = [("plain", 1), ("ddp", 1), ("ddp", 3), ("fsdp2", 2)]
+    found = {tuple(rank) for w, n in runs for rank in worlds.run(n, trained_sometimes, w)}
+    assert len(found) == 1
+    assert len(set(*found)) == 2
