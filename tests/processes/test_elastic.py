@@ -243,6 +243,29 @@ def test_a_node_with_several_workers_trains_to_the_same_bits(cluster, undisturbe
     assert set(job.report().world_by_step.values()) == {2}
 
 
+@pytest.mark.full
+def test_nodes_that_add_before_they_send_come_and_go_with_the_same_bits(
+    cluster, undisturbed_hash, tmp_path
+):
+    """With elastic.accumulate "node": two nodes of two workers, then one, then two again."""
+    job = cluster(flags=("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=2"))
+    config = json.loads((ROOT / "examples" / "gpt.json").read_text())
+    config["elastic"] = {"accumulate": "node", "sample_ledger": str(job.directory / "ledger")}
+    (tmp_path / "node.json").write_text(json.dumps(config))
+    arguments = training(job.directory, f"--config={tmp_path}/node.json")
+    without_ledger = [each for each in arguments if not each.startswith("--ledger")]
+    job.script = paced(without_ledger, job.directory)
+    job.start("a", "b")
+    job.wait_for_step(15, world=4)
+    job.agents["b"].kill_node()
+    step = max(step for step, _ in job.last_steps().values())
+    job.wait_for_step(step + 1, world=2)
+    job.start("b")
+    job.wait_for_step(step + 2, world=4)
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert set(job.report().world_by_step.values()) >= {2, 4}
+
+
 def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(

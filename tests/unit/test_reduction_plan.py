@@ -357,3 +357,13 @@ def test_what_is_no_assignment_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan_reduction(rows, block=block, nodes=nodes)
+
+
+@pytest.mark.parametrize("where", [Where.NODE, Where.LOCAL])
+def test_sums_that_are_formed_before_they_travel_save_what_is_between_nodes(where: Where) -> None:
+    """Two nodes of two in bf16, 8 micro-batches of each rank: an 8th of a ring in every one."""
+    ring_bytes = 4 * 1000 // 2  # fp32 sums: what a node sends of a hierarchical reduce-scatter
+    for micro_steps, block, sent in ((1, 8, ring_bytes), (8, 16, ring_bytes)):
+        rows = assignment(where, (2, 2), block, 4 * micro_steps).rows(4 * micro_steps)
+        plan = plan_reduction(rows, block=block, nodes=(2, 2), where=where)
+        assert plan.traffic(1000, gradient_bytes=2).between_bytes == (sent, sent)
