@@ -206,8 +206,8 @@ def ask_once(
         StoreError: etcd does not answer, or does not allow it.
     """
     text = (
-        f"no answer within {within_s:g} s: the agent hangs, is of an older version or may not read "
-        f"{queries_prefix(job, '')} in etcd"
+        f"no answer within {within_s:g} s: the agent hangs, is torchrun or of an older version, or "
+        f"may not read {queries_prefix(job, '')} in etcd"
     )
     found = {node: Answer(node=node, number=1, problem=text) for node in nodes}
     missing = set(nodes)
