@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
-from zero_checkpoint.format.pieces import State
+from zero_checkpoint.format.pieces import Piece, State
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
@@ -67,6 +67,18 @@ class Ordered:
         }
 
 
+@dataclass
+class _Last:
+    """What the last capture was made of."""
+
+    pieces: tuple[Piece, ...] = ()
+
+
+def _memory_of(piece: Piece) -> tuple[Any, ...]:
+    """Says whether two pieces are of the same elements in the same memory."""
+    return piece.id, piece.start, piece.data.data_ptr(), piece.data.numel(), piece.data.dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One training: `zero_checkpoint.persistence.Training`, implemented."""
@@ -81,6 +93,7 @@ class Training:
     scaler: torch.amp.GradScaler | None
     hash_weights: Callable[[], str]
     lend_state: Callable[[Callable[[], object]], None]
+    last: _Last = field(default_factory=_Last)
 
     @property
     def rank(self) -> int:
@@ -134,9 +147,15 @@ class Training:
         }
         state = self.state
         meta = {"engine": engine, "client": dict(client), META: state.statefuls.take()}
-        captured = State(state.tensors(), state.owned(), state.aliases(), meta)
+        captured = State(state.tensors(), self._kept(state.owned()), state.aliases(), meta)
         state.statefuls.drop()
         return captured
+
+    def _kept(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """The pieces of the last capture, if these are the same: their layout is known."""
+        if [*map(_memory_of, pieces)] != [*map(_memory_of, self.last.pieces)]:
+            self.last.pieces = pieces
+        return self.last.pieces
 
     def record(self) -> dict[str, Any]:
         """Counters, batch and environment, under the names of the engine's record."""
@@ -190,11 +209,13 @@ class Training:
         """Sum gradients as a checkpoint says; returns a sentence for each change."""
         ordered = self.ordered
         if ordered is None:
-            return [order_of(run, NATIVE, None, anew=_ANEW)[1]] if run.get("leaves") else []
-        block, change = order_of(run, ORDERED, ordered.configured_block, anew=_ANEW)
-        ordered.gradients.block = block
-        unknown = run["step"] and not run["samples"]
-        return [*filter(None, [change]), *([_NO_POSITION] if unknown else [])]
+            changes = [order_of(run, NATIVE, None, anew=_ANEW)[1]] if run.get("leaves") else []
+        else:
+            block, change = order_of(run, ORDERED, ordered.configured_block, anew=_ANEW)
+            ordered.gradients.block = block
+            unknown = run["step"] and not run["samples"]
+            changes = [change, _NO_POSITION if unknown else ""]
+        return [change for change in changes if change]
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -222,6 +243,7 @@ class Loading:
     ) -> Loaded | None:
         """Fill this rank's share of the state. Collective; see `restore.load`."""
         meet = self._training.meet
+        self._training.last.pieces = ()  # of memory that is about to be replaced
         return restore.load(root, consensus, self._wanted, meet=meet, tag=tag, ram=ram)
 
     def _wanted(self, manifest: Manifest) -> State:

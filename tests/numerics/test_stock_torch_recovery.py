@@ -138,6 +138,24 @@ def test_a_run_goes_on_from_the_memory_of_its_nodes_under_another_wrapper(
     assert found == [(3, expected[0])] * 2
 
 
+def saved_twice(root: str, wrapper: str) -> tuple[str, bool]:
+    model, _, run = protected(wrapper)
+    layouts = []
+    for step in (2, 3):
+        train(model, run, step)
+        run.save(f"{root}/checkpoints")
+        layouts.append(run._persistence.saver._layout)
+    run.close()
+    return run.weight_hash(), layouts[0] is layouts[1]
+
+
+def test_a_second_save_has_the_layout_of_the_first_and_the_new_weights(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    found = worlds.run(2, saved_twice, str(tmp_path), "fsdp2")
+    assert found == [(*worlds.run(1, weights_of, str(tmp_path)), True)] * 2
+
+
 def saved_in_the_background(root: str, wrapper: str) -> tuple[str, bool]:
     """The weights of step 2, of which a save is made while step 3 changes them."""
     model, _, run = protected(wrapper, config={"checkpoint": {"async": True}})
