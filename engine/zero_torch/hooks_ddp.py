@@ -5,9 +5,12 @@ step, which it does after its first backward, a sum belongs to a parameter, neve
 rank owns one part of each sum; what is left because the parts are equal, less than one element for
 each rank, is summed by all ranks.
 
-DDP reads a bucket after the end of the backward's exchanges: its own end is announced later. It
-leaves a parameter without gradient that no rank has used in the last micro-step, although others of
-the step have: such a one gets its sum afterwards.
+DDP reads a bucket after the end of the backward's exchanges, because its own end is announced
+later; but not in the first backward of a static graph, in which it reads the buckets right after
+the hook of the last one. There each exchange ends in the hook.
+
+DDP leaves a parameter without gradient that no rank has used in the last micro-step, although
+others of the step have: such a one gets its sum afterwards.
 
 Annotations are evaluated here: DDP compares those of its hook with its own types.
 """
@@ -20,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_comm.collectives import Collectives
-from zero_torch.ordered_gradients import OrderedGradients
+from zero_torch.ordered_gradients import MicroStep, OrderedGradients
 
 
 class _Buckets:
@@ -28,24 +31,32 @@ class _Buckets:
 
     def __init__(
         self,
+        model: DistributedDataParallel,
         names: Mapping[Tensor, str],
         gradients: OrderedGradients,
         collectives: Collectives,
     ) -> None:
+        self._model = model
         self._names = names
         self.gradients = gradients
         self._collectives = collectives
+        self._now: MicroStep | None = None
         self._settled = False
         """Whether a step has ended, and so the buckets stay what they are."""
         self._summed: list[tuple[Tensor, Tensor]] = []
         """Each parameter of the last micro-step, and its part of a bucket."""
         self._rests: dict[str, Tensor] = {}
         """What is left of this backward's gradients."""
-        gradients.ends.append(self._reduce_rests)
+        self._is_first = True
+        """Whether no backward has ended."""
+        gradients.ends.append(self._end_backward)
 
     def reduce(self, bucket: dist.GradBucket) -> None:
         """Begin to reduce the gradients of a bucket in place."""
-        now = self.gradients.now
+        now, before = self.gradients.now, self._now
+        if now is not before:
+            self._settled = self._settled or (before is not None and before.last)
+            self._now = now
         buffer, parameters = bucket.buffer(), bucket.parameters()
         names = [self._names[parameter] for parameter in parameters]
         each = buffer.split([parameter.numel() for parameter in parameters])
@@ -56,6 +67,13 @@ class _Buckets:
         else:
             for name, gradient in zip(names, each, strict=True):
                 self._reduce(name, gradient)
+        if self._at_once:
+            self._reduce_rests()
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether DDP reads the buckets before the end of this backward."""
+        return self._is_first and bool(self._model.static_graph)
 
     def _reduce(self, name: str, gradient: Tensor) -> None:
         world = self._collectives.world
@@ -64,25 +82,33 @@ class _Buckets:
         if whole:
             divided = gradient[:whole]
             own = self._collectives.own(divided)
-            self.gradients.reduce(name, divided, own, gather=True)
+            self.gradients.reduce(name, divided, own, gather=True, now=self._at_once)
+
+    def _end_backward(self) -> None:
+        self._reduce_rests()
+        self._is_first = False
+        if self._summed:  # after DDP's own end
+            torch.autograd.Variable._execution_engine.queue_callback(self._fill)
 
     def _reduce_rests(self) -> None:
-        now = self.gradients.now
-        rests = [self._rests[name] for name in sorted(self._rests)]  # in one order for a step
+        rests = {name: self._rests[name] for name in sorted(self._rests)}  # as on all ranks
         self._rests.clear()
-        assert now is not None
-        self._settled = self._settled or now.last
-        if now.last:  # after DDP's own end
-            torch.autograd.Variable._execution_engine.queue_callback(self._fill)
-        mine = torch.cat(rests)
-        if not mine.numel():
+        widths = [rest.numel() for rest in rests.values()]
+        if not sum(widths):
             return
+        mine = torch.cat(list(rests.values()))
+        now = self.gradients.now
+        assert now is not None
         if not self.gradients.loss_is_weighted:
             mine.mul_(now.weight)
         everybodys = self._collectives.everybodys(mine, "the ends of gradients")
-        sums = self.gradients.add("the ends of gradients", everybodys)
-        if sums is not None:
-            torch._foreach_copy_(rests, sums.split([rest.numel() for rest in rests]))
+        for (name, rest), microbatches in zip(
+            rests.items(), everybodys.split(widths, dim=1), strict=True
+        ):
+            if rest.numel():
+                total = self.gradients.add(f"the end of {name}", microbatches)
+                if total is not None:
+                    rest.copy_(total)
 
     def _fill(self) -> None:
         for parameter, total in self._summed:
@@ -111,4 +137,4 @@ def attach(
 ) -> None:
     """Let DDP reduce the gradients of the trained parameters through `gradients`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    model.register_comm_hook(_Buckets(names, gradients, collectives), _reduce)
+    model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)

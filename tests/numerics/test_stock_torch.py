@@ -109,6 +109,39 @@ def test_ddp_and_fsdp2_give_one_hash_at_every_world_size(worlds: WorldPool) -> N
     assert hashes == {run: {expected} for run in runs}
 
 
+def trained_with(wrapper: str, options: dict[str, Any]) -> str:
+    weights: str = trained(wrapper, **options)[0]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "options"),
+    [
+        ("ddp", {"static_graph": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("ddp", {"gradient_as_bucket_view": True}),
+                ("ddp", {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}),
+                ("ddp", {"find_unused_parameters": True}),
+                ("ddp", {"reentrant": True}),
+                ("ddp", {"reentrant": False}),
+                ("fsdp2", {"reshard_after_forward": False}),
+                ("fsdp2", {"reentrant": True}),
+                ("fsdp2", {"reentrant": False}),
+            ]
+        ),
+    ],
+)
+def test_the_options_of_a_wrapper_change_no_bit(
+    worlds: WorldPool, wrapper: str, options: dict[str, Any]
+) -> None:
+    (expected, *_) = worlds.run(1, trained, "plain")
+    found = worlds.run(5, trained_with, wrapper, options)  # a step is one micro-step
+    found += worlds.run(2, trained_with, wrapper, options)
+    assert found == [expected[0]] * 7
+
+
 def trained_on_nodes(wrapper: str, nodes: str) -> tuple[str, bool]:
     """Its hash, and whether the ranks know of several nodes of several ranks."""
     os.environ[ENV_NODE_RANKS] = nodes

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -57,10 +61,16 @@ def make(wrapper: str, seed: int = 0, **options: Any) -> nn.Module:
     """The model under "ddp", "fsdp2" or "plain"; options are those of the wrapper.
 
     "hsdp" is FSDP2 with two replicas, if the world is even; "columns" shards matrices by columns;
-    "tensor" is FSDP2 beside tensor parallelism of degree 2 in each MLP.
+    "tensor" is FSDP2 beside tensor parallelism of degree 2 in each MLP. With
+    "reentrant" activations are computed again, in autograd's one way or the other.
     """
     torch.manual_seed(seed)
     model = GPT()
+    if (reentrant := options.pop("reentrant", None)) is not None:
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        model.blocks = nn.ModuleList(
+            checkpoint_wrapper(block, checkpoint_impl=kind) for block in model.blocks
+        )
     if wrapper == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
     if wrapper == "tensor":
