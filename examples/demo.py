@@ -28,6 +28,7 @@ from rich.table import Table
 
 from zero_agent.etcd.local_etcd import private_server
 from zero_agent.node.process_control import children
+from zero_contract.errors import ZeroError
 from zero_data.ledger import Report, read_ledger, verify
 from zero_orchestrator.ctl import report_command
 from zero_orchestrator.store.etcd.client import EtcdStore
@@ -276,13 +277,16 @@ def show_claims(demo: Demo, gap_s: float, alone: str) -> bool:
     return all(true for _, _, true in claims)
 
 
-def write_report(endpoint: str) -> None:
+def write_report(endpoint: str, path: Path) -> None:
     """Write the report of the disturbed run, and say where it is."""
-    path = Path.cwd() / "build" / "demo.html"
-    path.parent.mkdir(exist_ok=True)
-    with contextlib.closing(EtcdStore(endpoint)) as store:
-        report_command.write(store, JOB, path)
-    console.print(f"What happened, with charts: [bold]{path}[/]", soft_wrap=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(EtcdStore(endpoint)) as store:
+            report_command.write(store, JOB, path)
+    except (OSError, ZeroError) as error:
+        console.print(f"there is no report: {error}", soft_wrap=True)
+    else:
+        console.print(f"What happened, with charts: [bold]{path}[/]", soft_wrap=True)
 
 
 def main() -> int:
@@ -301,7 +305,7 @@ def main() -> int:
         try:
             gap_s = disturbed_run(demo)
             true = show_claims(demo, gap_s, undisturbed_run(directory))
-            write_report(endpoint)
+            write_report(endpoint, (keep or Path("build")).resolve() / "demo.html")
         except DemoFailed as failure:
             console.print(f"[bold red]failed:[/] {failure}")
             return 1
