@@ -298,12 +298,17 @@ value is not known is left out. The name of a counter in a query ends in `_total
 
 def metrics() -> str:
     """Every metric of a job and of a node."""
-    from zero_agent.loop.metrics import NODE, NODE_METRICS, STEPS
-    from zero_orchestrator.ctl.metrics import JOB, JOB_METRICS
+    from zero_agent.loop.metrics import ETCD, NODE, NODE_METRICS, STEPS
+    from zero_orchestrator.ctl.metrics import JOB, JOB_METRICS, RECOVERY_METRICS
 
     lines = [_METRICS.format(job=JOB, node=NODE).rstrip()]
-    steps = (f"`{STEPS.name}`", "histogram", "`rank`", STEPS.help)
-    for title, listed, more in (("job", JOB_METRICS, ()), ("node", NODE_METRICS, (steps,))):
+    of_job = (one for one, _ in (*JOB_METRICS, *RECOVERY_METRICS))
+    of_node = (one for one, _ in NODE_METRICS)
+    histograms = [
+        (f"`{one.name}`", "histogram", ", ".join(f"`{label}`" for label in one.labels), one.help)
+        for one in (STEPS, ETCD)
+    ]
+    for title, listed, more in (("job", of_job, []), ("node", of_node, histograms)):
         rows = (
             (
                 f"`{one.name}`",
@@ -311,7 +316,7 @@ def metrics() -> str:
                 ", ".join(f"`{label}`" for label in one.labels),
                 one.help,
             )
-            for one, _ in listed
+            for one in listed
         )
         lines += [f"\n## Metrics of a {title}\n"]
         lines += _table(("metric", "type", "further labels", "meaning"), iter((*rows, *more)))

@@ -22,6 +22,8 @@ from __future__ import annotations
 import errno
 import logging
 import secrets
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -61,6 +63,7 @@ def save(
     fence: Fence | None,
     disk: Disk | None = None,
     image: Image | None = None,
+    on_written: Callable[[int, float], None] | None = None,
 ) -> Place:
     """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
@@ -75,6 +78,7 @@ def save(
         fence: Called on rank 0 right before the commit; None if no worker can be stale.
         disk: File operations; None: those that `root` needs. Tests replace it.
         image: A snapshot of the pieces, see `own_layout`; None: they do not change meanwhile.
+        on_written: Called with the bytes of this rank's file and the seconds of their write.
 
     Returns:
         The directory of the checkpoint, committed and on stable storage.
@@ -99,7 +103,7 @@ def save(
     path = directory / file_name(consensus.rank)
     try:
         verdict = consensus.ask(
-            _write_own(path, state, image, consensus.rank, block_bytes, disk),
+            _write_own(path, state, image, consensus.rank, block_bytes, disk, on_written),
             lambda votes: _judge(directory, state, header, votes, fence, disk),
         )
     except KeyboardInterrupt:
@@ -196,7 +200,13 @@ def own_layout(state: State, rank: int) -> FileLayout:
 
 
 def _write_own(
-    path: Place, state: State, image: Image | None, rank: int, block_bytes: int, disk: Disk
+    path: Place,
+    state: State,
+    image: Image | None,
+    rank: int,
+    block_bytes: int,
+    disk: Disk,
+    on_written: Callable[[int, float], None] | None,
 ) -> Record:
     """Write this rank's file; the vote describes the file, or the error.
 
@@ -204,7 +214,10 @@ def _write_own(
     """
     try:
         image = image or LiveImage(own_layout(state, rank))
+        begin_s = time.monotonic()
         file = write_file(path, image, block_bytes, disk, log_progress=rank == COORDINATOR)
+        if on_written is not None:
+            on_written(image.layout.size_bytes, time.monotonic() - begin_s)
         return vote_for(state, image.layout, file)
     except Exception as error:
         return _problem(f"rank {rank}: {path}", error)

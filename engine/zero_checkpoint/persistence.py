@@ -42,6 +42,7 @@ from zero_checkpoint.staging import Outcome
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
+from zero_contract.worker import Saved
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ ClientSource = Callable[[], Mapping[str, Any]]
 _SCRIPT_ALONE = (
     "client_state is known to the script alone; register it with engine.keep_client_state()"
 )
-NOTES = 8
+NOTES = 10
 """The number of values that `Persistence.notes` adds to the consensus of a step."""
 ROOM_WAIT_S = 3600.0
 """The time that a save which a script relies on waits for room on a full disk."""
@@ -421,6 +422,15 @@ class Persistence:
             self.saver.report(outcome)
 
     def _note(self, outcome: Outcome) -> None:
+        self._link.saved_file(
+            Saved(
+                step=outcome.step,
+                committed=outcome.path is not None,
+                size_bytes=outcome.own_bytes,
+                write_s=outcome.own_write_s,
+                total_s=outcome.write_s,
+            )
+        )
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
             self._refused = 0
@@ -541,8 +551,8 @@ class Persistence:
             self._link.leaving = True
         self._some_rank_busy = saves
         self._some_memory_busy = in_memory
-        self._link.everyones_times(self.training.step, [row[3:5] for row in notes])
-        self.schedule.take_notes(notes[0][5:])
+        self._link.everyones_times(self.training.step, [row[3:7] for row in notes])
+        self.schedule.take_notes(notes[0][7:])
         self._take_outcome(self.saver.finished())
 
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from zero_checkpoint.candidates import newest_committed
@@ -74,6 +74,8 @@ class Saver:
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
         self._has_warned = False
+        self._own_write = (0, 0.0)
+        """Bytes of this rank's file in the save in flight, and the seconds of their write."""
         self._buffers = gather_buffers()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
@@ -185,9 +187,15 @@ class Saver:
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
+            size_bytes, write_s = self._own_write
+            outcome = replace(outcome, own_bytes=size_bytes, own_write_s=write_s)
+            self._own_write = (0, 0.0)
             self._failed = self._in_flight_root if outcome.path is None else None
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
+
+    def _note_write(self, size_bytes: int, write_s: float) -> None:
+        self._own_write = (size_bytes, write_s)
 
     def _start(self, request: Request, image: Image | None) -> None:
         self._background.start(request.step, partial(self._save, request, image))
@@ -214,6 +222,7 @@ class Saver:
             fence=request.fence,
             disk=disk_of(request.root, self.disk),
             image=image,
+            on_written=self._note_write,
         )
         self._lineage.advance_to(path.name)
         if self._rank == 0:

@@ -116,6 +116,10 @@ class Outcome:
     step: int
     write_s: float
     """Seconds from its beginning to its end in the background."""
+    own_bytes: int = 0
+    """The size of this rank's file."""
+    own_write_s: float = 0.0
+    """Seconds of the write of this rank's file, without the votes."""
     path: Place | None = None
     error: Exception | None = None
 

@@ -125,6 +125,7 @@ class AgentLink:
         self._shown: tuple[int, contract.Progress] | None = None
         self._saving_s = self._compute_s = self._wait_s = 0.0
         self._timer = StepTimer(WAITS)
+        self._written = (0.0, 0.0)
         self._everyones = EveryonesTimes() if rank == 0 else None
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
@@ -189,12 +190,23 @@ class AgentLink:
         """On rank 0: all ranks have loaded a checkpoint, and verified what they read."""
         self._send(contract.Restored(step=step, tag=tag, in_memory=in_memory))
 
-    def step_times(self) -> tuple[float, float]:
-        """At the end of a step: the seconds in which this rank computed and waited in it."""
+    def saved_file(self, saved: contract.Saved) -> None:
+        """A save has ended."""
+        if saved.write_s > 0:
+            self._written = (saved.size_bytes / saved.write_s, saved.write_s)
+        self._send(saved)
+
+    def step_times(self) -> tuple[float, float, float, float]:
+        """At the end of a step, what `everyones_times` needs of each rank.
+
+        Returns:
+            The seconds in which this rank computed in the step, and in which it waited; and the
+            bytes per second and the seconds of its part of the last checkpoint.
+        """
         compute_s, wait_s = self._timer.step()
         self._compute_s += compute_s
         self._wait_s += wait_s
-        return compute_s, wait_s
+        return compute_s, wait_s, *self._written
 
     def everyones_times(self, step: int, times: Sequence[Sequence[float]]) -> None:
         """On rank 0: report the `step_times` of all ranks in a step, from time to time."""

@@ -141,12 +141,17 @@ class EveryonesTimes:
         self._wait_s: list[float] = []
 
     def add(self, step: int, times: Sequence[Sequence[float]]) -> RankTimes | None:
-        """Add what each rank has measured in a step; a message if one is due."""
+        """Add what each rank has measured in a step; a message if one is due.
+
+        Args:
+            step: The step.
+            times: By rank, as `AgentLink.step_times`.
+        """
         self._steps += 1
         if not self._steps:  # the first step of a round is not measured
             self._compute_s, self._wait_s = [0.0] * len(times), [0.0] * len(times)
             return None
-        for rank, (compute_s, wait_s) in enumerate(times):
+        for rank, (compute_s, wait_s, *_) in enumerate(times):
             self._compute_s[rank] += compute_s
             self._wait_s[rank] += wait_s
         if self._now() < self._due_s:
@@ -157,4 +162,6 @@ class EveryonesTimes:
             steps=self._steps,
             compute_s=tuple(round(each, 6) for each in self._compute_s),
             wait_s=tuple(round(each, 6) for each in self._wait_s),
+            write_bytes_per_s=tuple(float(round(of_rank[2])) for of_rank in times),
+            write_s=tuple(round(of_rank[3], 3) for of_rank in times),
         )

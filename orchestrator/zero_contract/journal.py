@@ -133,6 +133,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("ranks", "hosts", "step", "stuck"),
             story=True,
         ),
+        "slow storage": Event(
+            when="A rank writes its part of checkpoints slower than the others, or all ranks write "
+            "slower than before, or (`slow` is false) no longer do.",
+            facts=("rank", "host", "step", "slow", "bytes_per_s", "usual_bytes_per_s"),
+            story=True,
+        ),
         "straggler": Event(
             when="A rank computes longer than the others, which wait for it, or (`slow` is false) "
             "no longer does.",

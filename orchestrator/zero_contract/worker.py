@@ -174,6 +174,24 @@ class RankTimes:
     """By rank; without saves."""
     wait_s: tuple[float, ...]
     """By rank: waits for other ranks."""
+    write_bytes_per_s: tuple[float, ...] = ()
+    """By rank: the rate at which it has written its part of the last checkpoint; 0: of none."""
+    write_s: tuple[float, ...] = ()
+    """By rank: the seconds of that write."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A save of this worker has ended."""
+
+    step: int
+    committed: bool
+    size_bytes: int = 0
+    """This rank's part."""
+    write_s: float = 0.0
+    """Seconds of its write."""
+    total_s: float = 0.0
+    """Seconds from the beginning of the save to its end, in the background of training."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +263,7 @@ Message = (
     | Hello
     | Progress
     | RankTimes
+    | Saved
     | CommitRequest
     | PeerMemoryRequest
     | WaitReply

@@ -8,8 +8,8 @@ from tests.support.manual_clock import ManualClock
 from zero_agent.loop.metrics import NODE_METRICS, Readings, of_node
 from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers
-from zero_agent.workers.step_times import StepTimes
-from zero_contract.worker import Progress
+from zero_agent.workers.step_times import Histogram, Spent, StepTimes
+from zero_contract.worker import Progress, Saved
 from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.ctl.metrics import JOB as JOB_LABEL
@@ -88,6 +88,7 @@ def readings(**facts) -> Readings:
     status = replace(STARTING, job="gpt", node="a", round=3, workers=Workers.RUNNING)
     status = replace(status, workers_round=3)
     unknown = {"used_ns": {}, "progress": None, "step_times": {}, "memory": None}
+    unknown |= {"spent": {}, "etcd": Histogram()}
     return Readings(**{"status": status, **unknown, **facts})
 
 
@@ -102,6 +103,14 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
         step_times=steps.read(),
         used_ns={Use.SAVING: 4 * 10**9},
         memory=MemoryUse(used_bytes=10, budget_bytes=20),
+        spent={
+            5: Spent()
+            .with_progress(Progress(step=1, compute_s=2.0, wait_s=1.0))
+            .with_progress(Progress(step=2, compute_s=1.0, saving_s=0.5))
+            .with_save(Saved(step=2, committed=True, size_bytes=8, write_s=0.25, total_s=0.5))
+            .with_save(Saved(step=3, committed=False))
+        },
+        etcd=Histogram().add(0.002).add(0.02),
     )
     found = read(exposition(lambda: of_node(now)))
     assert (found["zero_agent_ready gpt a"], found["zero_agent_healthy gpt a"]) == (1, 1)
@@ -110,6 +119,17 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
     assert "zero_node_loss_scale gpt a" not in found
     assert found["zero_node_time_seconds_total gpt a save stalls"] == 4
     assert found["zero_node_peer_memory_used_bytes gpt a"] == 10
+    rank_s = "zero_node_rank_time_seconds_total gpt"
+    assert found[f"{rank_s} computing a 5"] == 3.0
+    assert found[f"{rank_s} waiting a 5"] == 1.0
+    assert found[f"{rank_s} saving a 5"] == 0.5
+    assert found["zero_node_saves_total gpt a committed 5"] == 1
+    assert found["zero_node_saves_total gpt a failed 5"] == 1
+    assert found["zero_node_saved_bytes_total gpt a 5"] == 8
+    assert found["zero_node_save_write_seconds_total gpt a 5"] == 0.25
+    assert found["zero_node_last_save_seconds gpt a 5"] == 0.5
+    assert found["zero_agent_etcd_call_duration_seconds_bucket gpt 0.0025 a"] == 1
+    assert found["zero_agent_etcd_call_duration_seconds_count gpt a"] == 2
     duration = "zero_node_step_duration_seconds"
     assert found[f"{duration}_count gpt a 5"] == 2
     assert found[f"{duration}_sum gpt a 5"] == 3.0 + (6.0 - 4.0)

@@ -9,6 +9,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_orchestrator.ctl import cli, events_command
 from zero_orchestrator.ctl.events import Event, events_prefix
+from zero_orchestrator.ctl.metrics import exposition, of_jobs
 from zero_orchestrator.ctl.story import recoveries, selected
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.errors import SpecError
@@ -46,6 +47,18 @@ def test_a_recovery_is_from_the_first_sign_of_the_failure_to_the_start_of_the_wo
     assert [event.revision for event in first.events] == [4, 5, 6, 7, 8, 9]
     assert first.offsets_s == (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
     assert [event.revision for event in second.events] == [11, 12]  # it has not ended yet
+    assert (first.cause, first.detection_s, first.took_s) == ("exit", 2.0, 5.0)
+    assert (second.cause, second.detection_s, second.took_s) == ("yield", 1.0, None)
+
+
+def test_the_metrics_of_a_job_have_its_recoveries_by_cause():
+    text = exposition(lambda: of_jobs([], {"gpt": recoveries(EVENTS)})).decode()
+    assert 'zero_job_recoveries{cause="exit",zero_job="gpt"} 1.0' in text
+    assert 'zero_job_recoveries{cause="yield",zero_job="gpt"} 1.0' in text
+    assert 'zero_job_last_detection_seconds{cause="yield",zero_job="gpt"} 1.0' in text
+    assert "zero_job_last_recovery_seconds{" not in text  # the last one has not ended
+    first = exposition(lambda: of_jobs([], {"gpt": recoveries(EVENTS)[:1]})).decode()
+    assert 'zero_job_last_recovery_seconds{cause="exit",zero_job="gpt"} 5.0' in first
 
 
 def test_events_whose_cause_was_trimmed_or_that_are_unreadable_are_no_obstacle():

@@ -202,6 +202,8 @@ class Agent:
             used_ns=self._time.settled_ns(),
             progress=steps.last,
             step_times=steps.times.read(),
+            spent=steps.spent,
+            etcd=self._store.durations,
             memory=self._ram.use(),
         )
         return exposition(lambda: of_node(readings))

@@ -14,7 +14,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 
 from zero_agent.node.health_endpoint import Status, healthy, ready
 from zero_agent.node.state import Workers
-from zero_agent.workers.step_times import BOUNDS_S, Histogram
+from zero_agent.workers.step_times import BOUNDS_S, Histogram, Spent
 from zero_contract.worker import Progress
 from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
@@ -33,6 +33,9 @@ class Readings:
     """The goodput ledger of this agent, without the step in progress."""
     progress: Progress | None
     step_times: Mapping[int, Histogram]
+    spent: Mapping[int, Spent]
+    etcd: Histogram
+    """The calls of etcd on which the agent's loop waits."""
     memory: MemoryUse | None
 
 
@@ -46,6 +49,19 @@ def _of_step(read: Callable[[Progress], float | None]) -> Callable[[Readings], V
 
 def _of_memory(read: Callable[[MemoryUse], float]) -> Callable[[Readings], Values]:
     return lambda now: [({}, None if now.memory is None else read(now.memory))]
+
+
+def _of_ranks(
+    reads: Mapping[str, Callable[[Spent], float | None]], label: str | None = None
+) -> Callable[[Readings], Values]:
+    """A value for each rank, or one for each of some values of a label."""
+
+    def values(now: Readings) -> Values:
+        for rank, spent in sorted(now.spent.items()):
+            for name, read in reads.items():
+                yield {"rank": str(rank), **({label: name} if label else {})}, read(spent)
+
+    return values
 
 
 NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
@@ -116,6 +132,62 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
         ),
         _of_memory(lambda use: use.budget_bytes),
     ),
+    (
+        Definition(
+            name="zero_node_rank_time_seconds",
+            help="Time of a rank by what it does: it computes, waits for other ranks, or waits for "
+            "a checkpoint. Workers under the engine and zero_torch report it.",
+            counts=True,
+            labels=("rank", "doing"),
+        ),
+        _of_ranks(
+            {
+                "computing": lambda rank: rank.compute_s,
+                "waiting": lambda rank: rank.wait_s,
+                "saving": lambda rank: rank.saving_s,
+            },
+            label="doing",
+        ),
+    ),
+    (
+        Definition(
+            name="zero_node_saves",
+            help="Saves to disk that have ended, by rank and outcome.",
+            counts=True,
+            labels=("rank", "outcome"),
+        ),
+        _of_ranks(
+            {"committed": lambda rank: rank.saves, "failed": lambda rank: rank.failed_saves},
+            label="outcome",
+        ),
+    ),
+    (
+        Definition(
+            name="zero_node_saved_bytes",
+            help="Size of a rank's parts of all committed checkpoints.",
+            counts=True,
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.saved_bytes}),
+    ),
+    (
+        Definition(
+            name="zero_node_save_write_seconds",
+            help="Time in which a rank wrote these parts, without waits for other ranks.",
+            counts=True,
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.write_s}),
+    ),
+    (
+        Definition(
+            name="zero_node_last_save_seconds",
+            help="Time of the last committed save, from its beginning to its end in the "
+            "background of training.",
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.last_save_s}),
+    ),
     (TIME, lambda now: time_values(now.used_ns)),
 )
 """Every metric of a node, and its samples."""
@@ -126,6 +198,10 @@ STEPS = Definition(
     help="Time of a step without saves, by rank; without the first step of a round.",
     labels=("rank",),
 )
+ETCD = Definition(
+    name="zero_agent_etcd_call_duration_seconds",
+    help="Time of a call of etcd on which the agent waits, until its answer.",
+)
 
 
 def of_node(now: Readings) -> Iterator[Metric]:
@@ -135,11 +211,15 @@ def of_node(now: Readings) -> Iterator[Metric]:
         samples = (({**common, **labels}, value) for labels, value in values(now))
         if (made := family(definition, samples, per=NODE)) is not None:
             yield made
-    steps = HistogramMetricFamily(STEPS.name, STEPS.help, labels=[*common, *STEPS.labels])
-    for rank, histogram in sorted(now.step_times.items()):
-        counts = accumulate(histogram.counts)
-        bounds = (*map(str, BOUNDS_S), "+Inf")
-        buckets = list(zip(bounds, counts, strict=True))
-        steps.add_metric([*common.values(), str(rank)], buckets, histogram.sum_s)
-    if steps.samples:
-        yield steps
+    steps = {(str(rank),): histogram for rank, histogram in sorted(now.step_times.items())}
+    for definition, histograms in ((STEPS, steps), (ETCD, {(): now.etcd})):
+        made_of = HistogramMetricFamily(
+            definition.name, definition.help, labels=[*common, *definition.labels]
+        )
+        for labels, histogram in histograms.items():
+            counts = accumulate(histogram.counts)
+            bounds = (*map(str, BOUNDS_S), "+Inf")
+            buckets = list(zip(bounds, counts, strict=True))
+            made_of.add_metric([*common.values(), *labels], buckets, histogram.sum_s)
+        if made_of.samples:
+            yield made_of

@@ -51,6 +51,7 @@ from zero_contract.worker import (
     Progress,
     RankTimes,
     Restored,
+    Saved,
     WaitReply,
     WaitRequest,
     When,
@@ -489,6 +490,8 @@ class NodeWorkers:
                 with self._wait_replied:
                     self._waits[rank] = message
                     self._wait_replied.notify_all()
+            case Saved():
+                self.steps.saved(rank, message)
             case RankTimes():
                 self.on_times(message)
             case _:

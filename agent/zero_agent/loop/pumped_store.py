@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from zero_agent.workers.step_times import Histogram
 from zero_orchestrator.store.kv import (
     NO_LEASE,
     Change,
@@ -50,6 +52,8 @@ class PumpedStore:
         self._meanwhile = meanwhile
         self._wake = wake
         self._thread = threading.get_ident()
+        self.durations = Histogram()
+        """How long the answers took; may be read on any thread."""
         self._attends = True
         self._waits = False
         self._todo: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -75,7 +79,7 @@ class PumpedStore:
         assert not self._waits, "a call to the store during another one"
         answer: Future[T] = Future()
         answer.add_done_callback(lambda _: self._wake())
-        self._todo.put((answer, lambda: call(*args, **options)))
+        self._todo.put((answer, lambda: self._measured(call, *args, **options)))
         self._waits = True
         try:
             while not answer.done():
@@ -83,6 +87,12 @@ class PumpedStore:
         finally:
             self._waits = False
         return answer.result()
+
+    def _measured(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        begin_s = time.monotonic()
+        answer = call(*args, **options)
+        self.durations = self.durations.add(time.monotonic() - begin_s)
+        return answer
 
     def get(self, key: str) -> KeyValue | None:
         """As `KeyValueStore.get`."""

@@ -21,6 +21,7 @@ from zero_contract.worker import RankTimes
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.hang import RankState, judge, states
 from zero_orchestrator.ctl.queries import ask_once
+from zero_orchestrator.ctl.slow_storage import Storage
 from zero_orchestrator.ctl.straggler import Straggler, Stragglers
 from zero_orchestrator.ctl.strain import cause
 from zero_orchestrator.ctl.verdicts import Kind, Verdict
@@ -63,17 +64,20 @@ class Verdicts:
         self._asked: set[int] = set()
         """Slow ranks whose nodes are being asked for the cause."""
         self._slow: dict[int, Verdict] = {}
+        self._storage = Storage()
+        self._slow_storage: Verdict | None = None
         self._stuck: Verdict | None = None
         self._asks_again_s: float | None = None
         """When the agents are asked where their workers are; None: steps are taken."""
 
     def follow(self, job: Snapshot, lease: int) -> None:
         """Forget the verdicts of a round that is over, and keep the key of the others alive."""
-        (before, self._lease), holds = (self._lease, lease), bool(self._slow or self._stuck)
+        (before, self._lease), holds = (self._lease, lease), bool(self._held)
         over = job.n != self._round
         if over:
             self._round, self._members = job.n, job.members
             self._stragglers, self._asked, self._slow = Stragglers(), set(), {}
+            self._storage, self._slow_storage = Storage(), None
             self._stuck = self._asks_again_s = None
         if holds and (over or lease != before):
             self._write()
@@ -82,6 +86,7 @@ class Verdicts:
         """Judge the times of all ranks, as rank 0 has reported them."""
         if len(report.compute_s) != self._members.world_size:
             return
+        self._judge_storage(report)
         self._stragglers = self._stragglers.add(report)
         found = {one.rank: one for one in self._stragglers.verdicts}
         self._asked &= found.keys()
@@ -189,9 +194,53 @@ class Verdicts:
         )
         self._write()
 
+    def _judge_storage(self, report: RankTimes) -> None:
+        self._storage = self._storage.add(report)
+        found, known = self._storage.verdict, self._slow_storage
+        if (found is None) == (known is None):
+            return
+        if found is None:
+            self._slow_storage = None
+            text = f"checkpoints are written as fast as before again, at step {report.step:,}"
+            self._journal.tell("slow storage", text, step=report.step, slow=False)
+        else:
+            who, usual = "all ranks write", "earlier"
+            node = self._members.node_of(found.rank).id if found.rank is not None else ""
+            if found.rank is not None:
+                who, usual = f"rank {found.rank} on {node} writes", "the other ranks"
+            text = (
+                f"{who} checkpoints at {found.bytes_per_s / 1e6:,.3g} MB/s; {usual}: "
+                f"{found.usual_bytes_per_s / 1e6:,.3g} MB/s"
+            )
+            self._slow_storage = Verdict(
+                kind=Kind.SLOW_STORAGE,
+                text=text,
+                rank=found.rank,
+                node=node,
+                since_step=report.step,
+                factor=round(found.usual_bytes_per_s / found.bytes_per_s, 3),
+            )
+            self._journal.tell(
+                "slow storage",
+                text,
+                level=logging.WARNING,
+                rank=found.rank,
+                host=node,
+                step=report.step,
+                slow=True,
+                bytes_per_s=found.bytes_per_s,
+                usual_bytes_per_s=found.usual_bytes_per_s,
+            )
+        self._write()
+
+    @property
+    def _held(self) -> list[Verdict]:
+        """The verdicts that hold now."""
+        others = (self._slow_storage, self._stuck)
+        return [*self._slow.values(), *(one for one in others if one is not None)]
+
     def _write(self) -> None:
-        stuck = () if self._stuck is None else (self._stuck,)
-        self._publisher.verdicts((*self._slow.values(), *stuck), lease=self._lease)
+        self._publisher.verdicts(self._held, lease=self._lease)
 
 
 def _silent(node: Node, first_rank: int) -> list[RankState]:

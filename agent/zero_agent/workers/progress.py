@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_agent.node.heartbeat import Heartbeats
-from zero_agent.workers.step_times import StepTimes
+from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
-from zero_contract.worker import Progress
+from zero_contract.worker import Progress, Saved
 
 FACTOR = 10.0
 FLOOR_S = 300.0
@@ -107,6 +107,9 @@ class Steps:
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in any round."""
         self.times = StepTimes()
+        self.spent: Mapping[int, Spent] = {}
+        """By rank, what the workers have done, in all rounds; replaced, and so read on any thread.
+        """
         self.on_report: Callable[[int, Progress], None] = lambda rank, progress: None
         """Called with the rank of a worker and the step that it reports."""
 
@@ -150,9 +153,16 @@ class Steps:
         """Record that a worker has ended a step; `progress` if it reports which."""
         if progress is not None:
             self.last = progress
+            known = self.spent.get(rank, Spent())
+            self.spent = {**self.spent, rank: known.with_progress(progress)}
             self.on_report(rank, progress)
         self.times.add(rank, self._clock.now(), progress)
         self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
+
+    def saved(self, rank: int, saved: Saved) -> None:
+        """Record that a save of a worker has ended."""
+        known = self.spent.get(rank, Spent())
+        self.spent = {**self.spent, rank: known.with_save(saved)}
 
     def too_slow(self) -> tuple[int, str] | None:
         """The first worker that counts as hung, and why, after a look at every heartbeat file."""

@@ -8,11 +8,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zero_contract.worker import Progress
+from zero_contract.worker import Progress, Saved
 
-BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+BOUNDS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 """Upper bounds of the buckets; one more bucket has the longer steps."""
 
 
@@ -66,3 +83,43 @@ class StepTimes:
     def read(self) -> Mapping[int, Histogram]:
         """The histogram of each rank."""
         return self._by_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What a rank of this node has done since the start of the agent."""
+
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    saving_s: float = 0.0
+    """Training waited for saves."""
+    saves: int = 0
+    """Saves that were committed."""
+    failed_saves: int = 0
+    saved_bytes: int = 0
+    """Its parts of all saves that were committed."""
+    write_s: float = 0.0
+    """The writes of these parts."""
+    last_save_s: float | None = None
+    """The last save that was committed, from its beginning to its end in the background."""
+
+    def with_progress(self, progress: Progress) -> Spent:
+        """After a step."""
+        return replace(
+            self,
+            compute_s=self.compute_s + progress.compute_s,
+            wait_s=self.wait_s + progress.wait_s,
+            saving_s=self.saving_s + progress.saving_s,
+        )
+
+    def with_save(self, saved: Saved) -> Spent:
+        """After the end of a save."""
+        if not saved.committed:
+            return replace(self, failed_saves=self.failed_saves + 1)
+        return replace(
+            self,
+            saves=self.saves + 1,
+            saved_bytes=self.saved_bytes + saved.size_bytes,
+            write_s=self.write_s + saved.write_s,
+            last_save_s=saved.total_s,
+        )

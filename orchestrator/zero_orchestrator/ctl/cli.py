@@ -33,6 +33,7 @@ from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with
 from zero_orchestrator.ctl import (
     completion,
     dashboard_command,
+    events,
     events_command,
     logs_command,
     report_command,
@@ -43,6 +44,7 @@ from zero_orchestrator.ctl import (
 )
 from zero_orchestrator.ctl import gc as collect
 from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
+from zero_orchestrator.ctl.story import recoveries
 from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.jobfile import command as job_files
@@ -334,9 +336,9 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     from zero_orchestrator.ctl import metrics
 
     def now() -> Iterator[Metric]:
-        if args.job:
-            return metrics.of_jobs([status.find(store, args.job)])
-        return metrics.of_jobs(status.read_each(store))
+        jobs = [status.find(store, args.job)] if args.job else status.read_each(store)
+        told = {job.job: recoveries(events.read(store, job.job)) for job in jobs}
+        return metrics.of_jobs(jobs, told)
 
     if args.port is None and args.json:
         for sample in metrics.samples(now()):

@@ -8,8 +8,10 @@ Must always hold: a metric whose value is not known is left out, never 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,6 +23,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from zero_orchestrator.ctl.goodput import Use, from_record
 from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
+from zero_orchestrator.ctl.story import Recovery
 from zero_orchestrator.ctl.verdicts import Kind
 from zero_orchestrator.membership.job_state import State
 
@@ -251,9 +254,59 @@ JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
 """Every metric of a job, and its samples."""
 
 
-def of_jobs(jobs: Sequence[JobStatus]) -> Iterator[Metric]:
-    """The metrics of some jobs, each metric with the samples of all of them."""
+_CAUSE = ("cause",)
+RECOVERY_METRICS: Sequence[tuple[Definition, Callable[[Sequence[Recovery]], Values]]] = (
+    (
+        Definition(
+            name="zero_job_recoveries",
+            help="Ends of rounds among the events that are kept, by the kind of event that was "
+            "their first sign; the kinds are those of docs/reference-events.md.",
+            labels=_CAUSE,
+        ),
+        lambda found: [
+            ({"cause": cause}, count) for cause, count in Counter(r.cause for r in found).items()
+        ],
+    ),
+    (
+        Definition(
+            name="zero_job_last_detection_seconds",
+            help="From the first sign of the last recovery to the decision to end the round, by "
+            "the clocks of nodes.",
+            labels=_CAUSE,
+        ),
+        lambda found: [({"cause": last.cause}, last.detection_s) for last in found[-1:]],
+    ),
+    (
+        Definition(
+            name="zero_job_last_recovery_seconds",
+            help="From the first sign of the last recovery to the start of the next round's "
+            "workers, by the clocks of nodes.",
+            labels=_CAUSE,
+        ),
+        lambda found: [({"cause": last.cause}, last.took_s) for last in found[-1:]],
+    ),
+)
+"""Every metric of a job's recoveries, oldest first, and its samples."""
+
+
+def of_jobs(
+    jobs: Sequence[JobStatus], recovered: Mapping[str, Sequence[Recovery]] = MappingProxyType({})
+) -> Iterator[Metric]:
+    """The metrics of some jobs, each metric with the samples of all of them.
+
+    Args:
+        jobs: The jobs.
+        recovered: By job, its recoveries, oldest first.
+    """
     for definition, values in JOB_METRICS:
         samples = (({JOB: j.job, **labels}, value) for j in jobs for labels, value in values(j))
+        if (made := family(definition, samples)) is not None:
+            yield made
+    for definition, of_recoveries in RECOVERY_METRICS:
+        samples = (
+            ({JOB: job, **labels}, value)
+            for job, found in recovered.items()
+            for labels, value in of_recoveries(found)
+        )
         if (made := family(definition, samples)) is not None:
             yield made

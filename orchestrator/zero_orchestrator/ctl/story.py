@@ -38,6 +38,24 @@ class Recovery:
     events: tuple[Event, ...]
 
     @property
+    def cause(self) -> str:
+        """The kind of event with which the round ended, such as `exit`, `dead` or `hang`."""
+        return str(self.events[0].record.get("event", ""))
+
+    @property
+    def detection_s(self) -> float | None:
+        """From the first sign to the transition that ended the round; None without the latter."""
+        ends = (e for e in self.events if e.record.get("event") in ENDS)
+        end = next(ends, None)
+        return None if end is None else max(0.0, _time_s(end) - _time_s(self.events[0]))
+
+    @property
+    def took_s(self) -> float | None:
+        """From the first sign to the start of the next round's workers; None: not started yet."""
+        begins = [e for e in self.events if e.record.get("event") in BEGINS]
+        return max(0.0, _time_s(begins[-1]) - _time_s(self.events[0])) if begins else None
+
+    @property
     def offsets_s(self) -> tuple[float, ...]:
         """The time of each event since the first one."""
         return tuple(_time_s(event) - _time_s(self.events[0]) for event in self.events)

@@ -1,0 +1,86 @@
+"""The verdict about slow storage: a rank writes slower than the others, or all slower than before.
+
+A pure function of the rates at which the ranks have written their parts of each checkpoint. Writes
+of less than `LEAST_S` are not judged: what they wait for is not the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import eq
+from statistics import median
+
+from zero_contract.worker import RankTimes
+
+SLOWER = 3.0
+"""A slow write has at most this fraction of the usual rate, and takes `LEAST_S` at least."""
+LEAST_S = 1.0
+IN_A_ROW = 2
+"""The number of slow checkpoints in a row that are a verdict."""
+EARLIER = 3
+"""The number of earlier checkpoints that the rate of all ranks is compared with, at least."""
+_KEPT = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowWrite:
+    """A slow write."""
+
+    rank: int | None
+    """The slow rank; None: all ranks."""
+    bytes_per_s: float
+    usual_bytes_per_s: float
+    """Of the other ranks, or of all ranks earlier."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """What is known of the storage."""
+
+    last: tuple[float, ...] = ()
+    """The rates of the last checkpoint, by rank."""
+    medians: tuple[float, ...] = ()
+    """The median rates of checkpoints that were not slow, oldest first."""
+    slow: SlowWrite | None = None
+    in_a_row: int = 0
+
+    @property
+    def verdict(self) -> SlowWrite | None:
+        """The slow storage, if it is a verdict now."""
+        return self.slow if self.in_a_row >= IN_A_ROW else None
+
+    def add(self, report: RankTimes) -> Storage:
+        """What is known after one more report; most are of no new checkpoint."""
+        rates = report.write_bytes_per_s
+        if not rates or not all(rates):
+            return self
+        if len(rates) == len(self.last) and any(map(eq, rates, self.last)):
+            return self  # a rank has not noticed the end of this save yet
+        found = _slow_rank(rates, report.write_s) or _slow_for_all(
+            rates, report.write_s, self.medians
+        )
+        if found is None:
+            medians = (*self.medians, median(rates))[-_KEPT:]
+            return Storage(last=rates, medians=medians)
+        same = self.slow is not None and self.slow.rank == found.rank
+        return replace(self, last=rates, slow=found, in_a_row=self.in_a_row + 1 if same else 1)
+
+
+def _slow_rank(rates: Sequence[float], write_s: Sequence[float]) -> SlowWrite | None:
+    slowest = min(range(len(rates)), key=rates.__getitem__)
+    others = [*rates[:slowest], *rates[slowest + 1 :]]
+    if not others or write_s[slowest] < LEAST_S or rates[slowest] * SLOWER > median(others):
+        return None
+    return SlowWrite(rank=slowest, bytes_per_s=rates[slowest], usual_bytes_per_s=median(others))
+
+
+def _slow_for_all(
+    rates: Sequence[float], write_s: Sequence[float], medians: Sequence[float]
+) -> SlowWrite | None:
+    if len(medians) < EARLIER or median(write_s) < LEAST_S:
+        return None
+    rate, usual = median(rates), median(medians)
+    if rate * SLOWER > usual:
+        return None
+    return SlowWrite(rank=None, bytes_per_s=rate, usual_bytes_per_s=usual)
