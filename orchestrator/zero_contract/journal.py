@@ -155,6 +155,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             when="The agent ends: what its node's time was used for, in nanoseconds by use.",
             facts=("ns",),
         ),
+        "job time": Event(
+            when="The job has ended: what the time of all nodes was used for, as far as they have "
+            "written it; `missing`: nodes whose last seconds are not in it.",
+            facts=("ns", "missing"),
+            story=True,
+        ),
         "done": Event(when="The agent ends because the job is done."),
         "stopped": Event(when="The agent ends because the job was stopped."),
         "drained": Event(when="The agent ends because its node has left the job."),

@@ -141,6 +141,11 @@ def test_the_time_of_nodes_that_are_killed_spare_or_started_again_adds_up(
     total_s = {node: total_ns(used_ns) / 1e9 for node, used_ns in nodes.items()}
     (told,) = [event for event in job.events("time") if event["node"] == "a"]
     assert total_ns(from_record(told["ns"])) / 1e9 <= total_s["a"] <= wall_s
+    (of_all,) = job.events("job time")
+    assert of_all["missing"] == 0
+    lacks_s = sum(total_s.values()) - total_ns(from_record(of_all["ns"])) / 1e9
+    assert 0 <= lacks_s < 5, "what rank 0's agent took until its own last write"
+    assert of_all["text"] in job.output
     assert {Use.USEFUL, Use.REPEATED, Use.REFORMING} <= nodes["a"].keys()
     assert Use.IDLE in nodes["b"].keys() & nodes["c"].keys()
     assert max(total_s.values()) <= wall_s

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.loop.node_time import NodeTime, doing
+from zero_agent.loop.node_time import NodeTime, doing, process_age_s
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.worker import Progress
@@ -94,3 +94,17 @@ def test_every_second_of_a_node_with_a_failure_has_one_use():
         Use.REPEATED: 1_000_000_000,
     }
     assert sum(time.used_ns().values()) == round(clock.now() * 1e9)
+
+
+def test_the_time_of_the_process_before_its_agent_is_in_the_ledger():
+    before_ns = {Use.STARTING: 2 * 10**9, Use.IDLE: 10**9}
+    clock = ManualClock()
+    node_time = NodeTime(clock, before_ns)
+    clock.advance(3)
+    assert node_time.used_ns() == {Use.STARTING: 5 * 10**9, Use.IDLE: 10**9}
+
+
+def test_the_age_of_a_process_is_the_kernels(tmp_path):
+    before_s = process_age_s()
+    assert 0 < before_s <= process_age_s()
+    assert process_age_s(tmp_path) == 0.0

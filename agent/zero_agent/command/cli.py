@@ -32,6 +32,7 @@ from zero_agent.etcd.meeting import Static, Way
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
 from zero_agent.loop.config import AgentConfig
+from zero_agent.loop.node_time import process_age_s
 from zero_agent.node import signals
 from zero_agent.node.health_checks import await_fit
 from zero_agent.node.health_endpoint import Health, served
@@ -40,10 +41,11 @@ from zero_agent.workers import oom, output
 from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.streams import Format
 from zero_agent.workers.worker_main import ENV_ERROR_FILE
-from zero_contract.clock import SystemClock
+from zero_contract.clock import Stopwatch, SystemClock
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import named_as_set
+from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.errors import SpecMismatch, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run, standing_run
@@ -249,25 +251,38 @@ def _take_part(
     target = config.program.target
     stem = target if config.program.is_module else Path(target).stem
     name = command_name(stem, config.spec.command)
+    idle = Stopwatch(clock := SystemClock())
+
+    def unhealthy(why: str) -> None:
+        idle.start()
+        on_unhealthy(why)
+
     await_fit(
         config.surroundings(os.environ),
         config.join_timeout_s,
-        on_unhealthy,
+        unhealthy,
         max_nodes=config.spec.max_nodes,
         others=partial(_runs_elsewhere, store, config.job, name),
     )
+    idle_s = idle.elapsed_s or 0.0
+    since_s = clock.now() - process_age_s()
     while True:
         job = config.job or current_run(store, name)
         if world is not None:
             meeting.await_turn(store, job, world)
         with contextlib.closing(store.sibling()) as telemetry:
-            agent = Agent(config, job, store, SystemClock(), os.environ, telemetry=telemetry)
+            spent_s = {Use.IDLE: idle_s, Use.STARTING: clock.now() - since_s - idle_s}
+            before_ns = {use: round(1e9 * time_s) for use, time_s in spent_s.items() if time_s > 0}
+            agent = Agent(
+                config, job, store, clock, os.environ, telemetry=telemetry, before_ns=before_ns
+            )
             if health is not None:
                 health.watch(lambda agent=agent: agent.status, agent.metrics)  # type: ignore[misc]
             with signals.installed(agent.on_signal, numbers):
                 for number in came:
                     agent.on_signal(number)
                 code = agent.run()
+            idle_s, since_s = 0.0, clock.now()
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended before this agent joined it: start the next
         if world is not None and world.rank == 0:

@@ -21,11 +21,13 @@ import secrets
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.answers import Answers, kinds_of, last_output
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.job_history import JobHistory
+from zero_agent.loop.job_time import await_ledgers, in_a_sentence
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
 from zero_agent.loop.node_time import NodeTime
@@ -49,7 +51,7 @@ from zero_contract.journal import Journal
 from zero_contract.values import in_words
 from zero_contract.worker import Progress
 from zero_orchestrator.ctl.events import Publisher
-from zero_orchestrator.ctl.goodput import in_parts, to_record, total_ns
+from zero_orchestrator.ctl.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move
@@ -80,6 +82,7 @@ class Agent:
         environ: Mapping[str, str],
         *,
         telemetry: KeyValueStore,
+        before_ns: Mapping[Use, int] = MappingProxyType({}),
     ) -> None:
         """Nothing is written before `run`.
 
@@ -91,6 +94,7 @@ class Agent:
             environ: The environment that workers inherit.
             telemetry: Another connection to the same store, for events and progress: they are many,
                 and must not delay the calls of the rendezvous.
+            before_ns: What the time of this process was used for until now.
         """
         self._config = config
         self._job = job
@@ -131,7 +135,7 @@ class Agent:
             ports=config.ports,
             advertised=config.advertised,
         )
-        self._time = NodeTime(clock)
+        self._time = NodeTime(clock, before_ns)
         self._history = JobHistory()
         self._store_writes.on_published = self._history.saved
         self._node_workers.steps.on_report = self._on_step
@@ -451,6 +455,15 @@ class Agent:
         total = in_words(total_ns(used_ns) / 1e9)
         text = f"this node's time, {total}: {in_parts(used_ns)}"
         self._journal.tell("time", text, ns=to_record(used_ns))
+        members = self._rdzv.snapshot.members
+        if not self.ended or members.index(self._rdzv.node) != 0 or len(members.nodes) < 2:
+            return
+        self._publish_time(nodes=0, last=True)
+        ending = [node.id for node in self._rdzv.snapshot.nodes]  # spares as well
+        of_all_ns, missing = await_ledgers(self._store, self._job, ending)
+        if of_all_ns:
+            sentence = in_a_sentence(of_all_ns, missing)
+            self._journal.tell("job time", sentence, ns=to_record(of_all_ns), missing=missing)
 
     def _publish_time(self, *, nodes: int, last: bool) -> None:
         used_ns, lane = self._time.used_ns, self._time.lane

@@ -9,8 +9,11 @@ its loop.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
@@ -21,6 +24,8 @@ from zero_orchestrator.ctl.lane import Lane, Phase
 from zero_orchestrator.membership.job_state import ENDED, State
 
 _NS = 1e9
+_START_TICKS = 19
+"""The place of the start of a process in its `stat`, after the name; see proc(5)."""
 
 
 def doing(now: Situation, *, prepared: bool) -> Doing:
@@ -58,12 +63,28 @@ _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
 """A node does the first of these whose condition holds."""
 
 
+def process_age_s(proc: Path = Path("/proc/self")) -> float:
+    """Seconds since the start of this process; 0 if the kernel does not say."""
+    try:
+        fields = (proc / "stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 class NodeTime:
     """The ledger and the lane of this agent, up to now; used on the agent's thread alone."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, before_ns: Mapping[Use, int] = MappingProxyType({})) -> None:
+        """The time of a node begins.
+
+        Args:
+            clock: The clock of the agent.
+            before_ns: What the time of its process was used for until now.
+        """
         self._clock = clock
-        self._ledger = Ledger(at_ns=self._now_ns())
+        self._ledger = Ledger(at_ns=self._now_ns(), used_ns=before_ns)
         self._lane = Lane(until_s=time.time()).begin(Phase.STARTING, time.time())
         self._seen = (Doing.STARTING, 0)
         self._reports = False

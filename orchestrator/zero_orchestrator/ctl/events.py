@@ -318,7 +318,10 @@ class Publisher:
                 kept = self._store.get(self._goodput)
                 self._before = read_goodput(kept), read_lane(kept)
             used_before, lane_before = self._before
-            record = {"ns": to_record(add_up([used_before, used])), "time": time.time()}
+            record: dict[str, Any] = {"ns": to_record(add_up([used_before, used]))}
+            record["time"] = time.time()
+            if last:
+                record["last"] = True
             if shown is not None:
                 record["lane"] = lanes.to_record(shown.after(lane_before))
             self._put(self._goodput, json.dumps(record))
