@@ -483,6 +483,12 @@ class NodeWorkers:
                     tag=message.tag,
                     in_memory=message.in_memory,
                 )
+            case _:
+                self._on_report(rank, message)
+
+    def _on_report(self, rank: int, message: Message) -> None:
+        """Handle a message in which a worker says what it does, and asks for nothing."""
+        match message:
             case Progress():
                 self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
