@@ -25,6 +25,7 @@ from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
 from zero_comm.held_pieces import HeldPieces
 from zero_comm.ordered_sum import OrderedSum, form_pieces
+from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import Reducing, Turn
 from zero_comm.reduction_plan import Expression, MicroStep, Piece
 from zero_comm.topology import Slices
@@ -65,7 +66,14 @@ class _Held:
 class NodeReduction:
     """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
 
-    def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        inside: Collectives,
+        between: Collectives,
+        pool: BufferPool,
+        *,
+        quantized: bool = False,
+    ) -> None:
         """Reduce over groups of the same ranks, laid out by nodes.
 
         Nothing else may exchange in them: a rank that waits here for a sum must not keep another
@@ -75,7 +83,10 @@ class NodeReduction:
             inside: The group of the first exchange.
             between: That of the second.
             pool: Of what is received, formed and held.
+            quantized: Gradients travel as int8 inside of nodes, which have equally many ranks, and
+                sums between them in fp32; without a plan.
         """
+        self.quantized = quantized
         self.collectives = inside
         self.between = between
         self.pool = pool
@@ -168,7 +179,7 @@ class _Divided(Reducing):
         self._held = held
         self._taken: list[Tensor] = []
         self._arrived: list[tuple[Piece, Tensor]] | None = None
-        self._dtype = gradient.dtype
+        self._dtype = torch.float32 if via.quantized else gradient.dtype
         self._gradient = gradient.untyped_storage().data_ptr()
         group = via.collectives
         topology = group.topology
@@ -216,6 +227,25 @@ class _Divided(Reducing):
         self._note_taken(passed, given)
         return [each for _, each in passed]
 
+    def _packed(self, values: Tensor) -> Tensor:
+        """Values as int8, in memory of the pool."""
+        self._taken.append(self._via.pool.take(packed_size(values.numel()), torch.uint8))
+        pack(values.view(1, -1), self._taken[-1].view(1, -1))
+        return self._taken[-1]
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """The values of this rank's slice in fp32, in memory of the pool."""
+        own = self._slices.slice_of(self._via.collectives.rank)
+        self._taken.append(self._via.pool.take(len(own), torch.float32))
+        return unpack(packed.view(1, -1), self._taken[-1].view(1, -1)).view(-1)
+
+    def _room(self, numel: int, piece: Piece) -> Tensor:
+        """Memory for what a rank of the node sends of a piece."""
+        if not self._via.quantized:
+            return self._take(numel, piece)
+        self._taken.append(self._via.pool.take(packed_size(numel), torch.uint8))
+        return self._taken[-1]
+
     def _exchange_inside(self, passed: Sequence[Tensor]) -> None:
         group, pending = self._via.collectives, []
         own = self._slices.slice_of(group.rank)
@@ -225,11 +255,12 @@ class _Divided(Reducing):
             if turn < len(passed):
                 for rank in self._ranks:
                     theirs = self._slices.slice_of(rank)
-                    held[rank] = passed[turn][theirs.start : theirs.stop]
+                    part = passed[turn][theirs.start : theirs.stop]
+                    held[rank] = self._packed(part) if self._via.quantized else part
             for rank in self._ranks:
                 for piece in self._schedule.by_rank[rank][turn : turn + 1]:
                     mine = rank == group.rank
-                    wanted[rank] = held[rank] if mine else self._take(len(own), piece)
+                    wanted[rank] = held[rank] if mine else self._room(len(own), piece)
                     of_node.append((piece, wanted[rank]))
             what = f"{self._what}, {turn}" if turn else self._what
             pending.append(group.exchange_pieces(held, wanted, what))
@@ -239,6 +270,8 @@ class _Divided(Reducing):
     def _form(self) -> list[tuple[Piece, Tensor]]:
         """Add this rank's slice of what has come inside of the node."""
         pool, step = self._via.pool, self._schedule.step
+        if self._via.quantized:
+            self._of_node = [self._unpacked(each) for each in self._of_node]
         formed: list[tuple[Piece, Tensor]] = []
         if step is not None:
             formed = self._held.of_node.add(self._of_node, step.nodes[self._node], pool)

@@ -19,6 +19,8 @@ QUANT_BLOCK = 256
 """Elements; a divisor of `reduction.NORM_BLOCK`, in multiples of which shards are cut."""
 _LARGEST = 127
 _SCALE_BYTES = 4
+PACKED_BYTES = 1 + _SCALE_BYTES / QUANT_BLOCK
+"""Of each value."""
 
 
 def packed_size(numel: int) -> int:

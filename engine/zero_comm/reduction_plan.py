@@ -343,6 +343,24 @@ def most_pending(block: int, world: int, micro_batches: int | None = None) -> in
     return kept
 
 
+def sums_are_smaller(nodes: Sequence[int], block: int, gradient_bytes: float) -> bool:
+    """Whether what nodes form in fp32 is less than the gradients, between strided micro-steps.
+
+    Args:
+        nodes: Ranks of each node.
+        block: B, a power of two.
+        gradient_bytes: Of an element of a micro-batch's gradient, as it is sent.
+    """
+    world, first, pieces = sum(nodes), 0, 0
+    expression = Expression(micro_batches=(block + 1) * world, block=block)
+    for size in nodes:
+        for micro_step in range(block):  # it repeats after that
+            start = micro_step * world + first
+            pieces += len(expression.pieces(range(start, start + size)))
+        first += size
+    return SUM_BYTES * pieces < gradient_bytes * world * block
+
+
 def plan_reduction(
     rows: Rows,
     *,

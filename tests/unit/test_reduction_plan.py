@@ -19,6 +19,7 @@ from zero_comm.reduction_plan import (
     Where,
     most_pending,
     plan_reduction,
+    sums_are_smaller,
 )
 from zero_comm.topology import rail_order
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided
@@ -367,3 +368,19 @@ def test_sums_that_are_formed_before_they_travel_save_what_is_between_nodes(wher
         rows = assignment(where, (2, 2), block, 4 * micro_steps).rows(4 * micro_steps)
         plan = plan_reduction(rows, block=block, nodes=(2, 2), where=where)
         assert plan.traffic(1000, gradient_bytes=2).between_bytes == (sent, sent)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "block", "smaller"),
+    [
+        ((8, 8), 8, True),  # one sum, in place of eight gradients
+        ((4, 4), 8, False),  # as much, but for the scales of int8
+        ((8, 8), 1, False),
+        ((16, 16), 8, True),
+        ((6, 6), 8, False),  # three sums of two
+    ],
+)
+def test_sums_of_nodes_are_less_than_int8_gradients_where_nodes_are_large(
+    nodes: tuple[int, ...], block: int, smaller: bool
+) -> None:
+    assert sums_are_smaller(nodes, block, 1) is smaller

@@ -29,7 +29,8 @@ from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
 from zero_comm.node_reduction import apart
-from zero_comm.reduction_plan import DEFAULT_BLOCK, Where
+from zero_comm.quantization import PACKED_BYTES
+from zero_comm.reduction_plan import DEFAULT_BLOCK, Where, sums_are_smaller
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
@@ -210,9 +211,13 @@ def _find_nodes(config: Config, collectives: Collectives) -> None:
         if dist.get_rank() == 0:
             _log.warning("%s", _NATIVE_RUN)
         return
-    if config.zero_optimization.zero_quantized_gradients:  # they travel to their owners as int8
-        return
-    collectives.lay_out(collectives.find_nodes(os.environ))
+    topology = collectives.find_nodes(os.environ)
+    if config.zero_optimization.zero_quantized_gradients:
+        block = config.elastic.reduction_block or DEFAULT_BLOCK
+        equal = len(set(topology.nodes)) == 1
+        if not equal or not sums_are_smaller(topology.nodes, block, PACKED_BYTES):
+            return  # int8 of every micro-batch to its owner is less
+    collectives.lay_out(topology)
     if collectives.topology.divides and dist.get_rank() == 0:
         _log.info(
             "gradients are added inside each node before they travel to others; ranks of the "

@@ -167,7 +167,8 @@ class GradReducer:
         if native is not None:
             self._reduction = NativeReduction(alone, self._pool, native)
         elif len(apart) > 1:
-            self._reduction = NodeReduction(apart[0], apart[1], self._pool)
+            inside, between = apart
+            self._reduction = NodeReduction(inside, between, self._pool, quantized=quantized)
         else:
             self._reduction = OrderedReduction(alone, self._pool, quantized=quantized)
         # Where parameters are gathered in backward, a process that waits here for another rank
