@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import COLD, environment, printed_by_all
+from tests.support.waiting import wait_for
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 
 pytestmark = pytest.mark.processes
@@ -21,6 +22,13 @@ PRIVATE = "192.168.7.2"
 """Of both hosts, as of so many."""
 PUBLIC = ("203.0.113.1", "203.0.113.2")
 PORT = 29511
+WAITS = """
+import os, sys, time
+
+print("here is", os.environ["RANK"], flush=True)
+while not os.path.exists(sys.argv[0] + ".end"):
+    time.sleep(0.05)
+"""
 RING = """
 import os, socket, time
 
@@ -99,11 +107,12 @@ def hosts() -> Iterator[tuple[str, str]]:
             ip("netns", "delete", space)
 
 
-def run_behind_nat(hosts: tuple[str, str], script: Path) -> set[str]:
-    """What the workers of both hosts print; nothing but the advertised addresses joins them."""
+def begin_behind_nat(
+    hosts: tuple[str, str], script: Path, token: str
+) -> list[subprocess.Popen[str]]:
+    """Agents on both hosts; nothing but the advertised addresses joins them."""
     flags = ("--nnodes=2", f"--master-addr={PUBLIC[0]}", f"--master-port={PORT}", COLD)
-    token = uuid.uuid4().hex
-    agents = [
+    return [
         subprocess.Popen(
             [
                 *("ip", "netns", "exec", host, sys.executable, "-m", "zero_agent", *flags),
@@ -116,6 +125,11 @@ def run_behind_nat(hosts: tuple[str, str], script: Path) -> set[str]:
         )
         for rank, host in enumerate(hosts)
     ]
+
+
+def run_behind_nat(hosts: tuple[str, str], script: Path) -> set[str]:
+    """What the workers of both hosts print."""
+    agents = begin_behind_nat(hosts, script, uuid.uuid4().hex)
     return {line for lines in printed_by_all(agents) for line in lines}
 
 
@@ -136,3 +150,29 @@ def test_workers_of_two_nodes_behind_nat_exchange_through_the_rounds_store(hosts
         f"0 at {PRIVATE} {PORT} reads from 1",
         f"1 at {PUBLIC[0]} {PORT} reads from 0",
     }
+
+
+@pytest.mark.full
+def test_zero_ctl_behind_nat_reads_the_output_of_all_nodes(hosts, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WAITS)
+    token = uuid.uuid4().hex
+    agents = begin_behind_nat(hosts, script, token)
+    words = ["zero_orchestrator", "logs", "static", f"--rdzv-endpoint={PUBLIC[0]}:{PORT}"]
+
+    def shown() -> bool:
+        done = subprocess.run(
+            ["ip", "netns", "exec", hosts[1], sys.executable, "-m", *words],
+            env={**environment(), ENV_JOIN_TOKEN: token},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return set(done.stdout.splitlines()) == {"[rank0]: here is 0", "[rank1]: here is 1"}
+
+    try:
+        wait_for(shown, 90, "the output of both nodes")
+    finally:
+        (tmp_path / "script.py.end").touch()
+        printed_by_all(agents)
