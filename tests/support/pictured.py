@@ -45,7 +45,7 @@ class Job:
         self.round += 1
         there, most = len(self.members), len(self.names)
         text = f"round {self.round} begins with {there} of 1:{most} nodes, world size {there}"
-        self.tell(self.names[0], "activate", text)
+        self.tell(self.names[0], "activate", text, nodes=self.members)
         for name in self.members:
             self.tell(name, "start", f"round {self.round}: this node runs its ranks")
         self.mark(Begins(at_ns=0, doing=Doing.RUNNING))
@@ -70,14 +70,14 @@ class Job:
         saved = Saved(step=step, tag=tag, time_s=self.now_s, samples=BATCH * step, digest=digest)
         self.history = self.history.with_checkpoint(saved)
 
-    def lose(self, node: str) -> None:
+    def lose(self, node: str, step: int) -> None:
         first = self.names[0]
         self.now_s += 0.1
         self.tell(first, "exit", "rank 0: lost its peers", symptom=True)
         self.now_s += 0.2
         self.tell(first, "dead", f"the agent of node {node} is gone: its process has ended")
         self.members = [name for name in self.names if name != node]
-        self.mark(Begins(at_ns=0, doing=Doing.FORMING))
+        self.mark(Begins(at_ns=0, doing=Doing.FORMING, reached=step))
         self.now_s += 0.1
         self.tell(first, "interrupt", f"lost node {node}; restart 1 of 3")
         self.now_s += 0.8
@@ -143,7 +143,7 @@ class Job:
 
 
 def disturbed(
-    *, nodes: int = 4, steps: int = 76, step_s: float = 0.25, every: int = 10, fails_at: int = 30
+    *, nodes: int = 4, steps: int = 76, step_s: float = 0.25, every: int = 10, fails_at: int = 33
 ) -> Records:
     """A job whose node 1 is lost at a step, whose survivors go on, and which the node joins again.
 
@@ -163,7 +163,10 @@ def disturbed(
         if step % every == 0:
             job.save(step, 0.4 * step_s)
         if step == fails_at:
-            job.lose(job.names[1])
+            job.lose(job.names[1], step)
+            for lost in range(step - step % every + 1, step + 1):
+                job.now_s += step_s
+                job.mark(Stepped(at_ns=0, step=lost))
         if step == back_at:
             job.join(job.names[1])
     text = f"rank 2 on {job.names[2]} computes 1.4 x slower since step {steps - 9}"

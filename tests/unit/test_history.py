@@ -202,6 +202,18 @@ def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
     assert lanes.from_record(json.loads(json.dumps(lanes.to_record(lane)))).spans == lane.spans
 
 
+def test_steps_that_were_lost_are_repeated_until_the_first_new_one_begins():
+    lane = lane_of((1, Doing.RUNNING), (2, 5), (3, 6), (4, 7), (5, Doing.RUNNING))
+    for at_s, step in ((6.0, 5), (7.0, 6), (8.0, 7), (9.0, 8)):
+        lane = lane.add(Stepped(at_ns=0, step=step), at_s)
+    assert phases(lane)[1:] == [
+        (2, "training"),
+        (5, "recovering"),
+        (6, "repeating"),
+        (8, "training"),
+    ]
+
+
 def test_workers_that_report_no_steps_train_as_long_as_they_run():
     lane = lane_of((1, Doing.RUNNING), (5, Doing.FORMING), (6, Doing.RUNNING), reports=False)
     assert phases(lane.shown(9, reports=False)) == [

@@ -45,9 +45,9 @@ def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
     assert [row[0] for row in found["checkpoints"]["rows"]] == [10, 20, 30, 40, 50, 60, 70]
     read = {row[0]: row[5] for row in found["checkpoints"]["rows"]}
     assert (read[30][0], read[20], read[40]) == (2, None, None)
-    (straggler,) = found["stragglers"]
-    assert (straggler["node"], straggler["slow"]) == ("node-c", True)
-    assert straggler["text"] == "rank 2 on node-c computes 1.4 x slower since step 67"
+    (verdict,) = found["verdicts"]
+    assert (verdict["nodes"], verdict["holds"]) == (["node-c"], True)
+    assert verdict["text"] == "rank 2 on node-c computes 1.4 x slower since step 67"
     assert sum(use["part"] for use in found["uses"]) == pytest.approx(1)
 
 
@@ -60,7 +60,7 @@ def test_the_lanes_cover_the_run_without_gaps_and_show_who_was_gone():
         assert [span[1] for span in spans[:-1]] == [span[0] for span in spans[1:]]
     phases = {lane["node"]: [span[2] for span in lane["spans"]] for lane in found["lanes"]}
     assert "gone" in phases["node-b"]
-    assert "recovering" in phases["node-a"]
+    assert {"recovering", "repeating"} <= set(phases["node-a"])
     assert "gone" not in phases["node-a"]
 
 
@@ -72,7 +72,23 @@ def test_a_recovery_lasts_from_the_first_sign_to_the_first_step_of_the_next_roun
     assert [event[2] for event in failure["events"]][:3] == ["exit", "dead", "interrupt"]
 
 
-def test_a_verdict_about_a_slow_rank_holds_until_it_is_withdrawn_or_its_round_ends():
+def test_a_lane_that_was_written_long_ago_is_continued_by_what_the_job_has_told_since():
+    records = disturbed()
+    restart = next(e for e in records.events if e.record["event"] == "interrupt")
+    began = next(e for e in records.events if e.record["round"] == 2)
+    old_s = restart.record["time"] - 1
+    node = records.lanes["node-a"]
+    spans = tuple(span for span in node.spans if span.from_s < old_s)
+    old = dataclasses.replace(node, spans=spans, until_s=old_s)
+    found = shown(records, lanes={**records.lanes, "node-a": old})
+    lane = next(lane for lane in found["lanes"] if lane["node"] == "node-a")
+    since = [(span[0], span[2]) for span in lane["spans"] if span[0] > old_s]
+    first_s = next(p.time_s for p in records.history.points if p.time_s > began.record["time"])
+    assert since[:2] == [(restart.record["time"], "recovering"), (first_s, "training")]
+    assert [phase for _, phase in since[2:]] == ["recovering", "training"]
+
+
+def test_a_verdict_about_ranks_holds_until_it_is_withdrawn_or_its_round_ends():
     def told(at_s, event, **facts):
         return Event(
             1, {"time": at_s, "node": "a", "round": 1, "event": event, "text": "", **facts}
@@ -84,13 +100,16 @@ def test_a_verdict_about_a_slow_rank_holds_until_it_is_withdrawn_or_its_round_en
         told(12.0, "straggler", rank=3, host="b", slow=False),
         told(13.0, "interrupt"),
         told(14.0, "straggler", rank=3, host="b", slow=True),
+        told(15.0, "stuck", ranks=[3, 7], hosts=["b", "d"], step=9, stuck=True),
+        told(16.0, "interrupt"),
     ]
-    found = shown(disturbed(), events=events)["stragglers"]
-    assert [(one["node"], one["slow"], one["time_s"], one["to_s"]) for one in found] == [
-        ("b", True, 10, 12),
-        ("c", True, 11, 13),
-        ("b", False, 12, None),
-        ("b", True, 14, None),
+    found = shown(disturbed(), events=events)["verdicts"]
+    assert [(one["nodes"], one["holds"], one["time_s"], one["to_s"]) for one in found] == [
+        (["b"], True, 10, 12),
+        (["c"], True, 11, 13),
+        (["b"], False, 12, None),
+        (["b"], True, 14, 16),
+        (["b", "d"], True, 15, 16),
     ]
 
 

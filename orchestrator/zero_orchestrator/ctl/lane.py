@@ -28,6 +28,7 @@ class Phase(StrEnum):
     """What a node does in a span."""
 
     TRAINING = "training"
+    REPEATING = "repeating"
     SAVING = "saving"
     RECOVERING = "recovering"
     WAITING = "waiting"
@@ -66,6 +67,8 @@ class Lane:
     """When workers began to run; None without workers, and from their first step on."""
     stepped: bool = False
     """Whether a step has ended in any round of this node."""
+    reached: int = 0
+    """The last step that any worker of the job is known to have finished."""
 
     def add(self, mark: Mark, at_s: float) -> Lane:
         """The lane after one more mark of the ledger, at a time of the wall clock."""
@@ -76,11 +79,14 @@ class Lane:
             if phase is Phase.RECOVERING and not self.stepped:
                 phase = Phase.STARTING
             ran_s = at_s if mark.doing is Doing.RUNNING else None
-            return replace(now.begin(phase, at_s), ran_s=ran_s)
+            reached = max(self.reached, mark.reached)
+            return replace(now.begin(phase, at_s), ran_s=ran_s, reached=reached)
         now, saving_s = self, min(mark.saving_ns / 1e9, at_s - self._last_s)
         if saving_s >= SAVE_S:
             now = now.begin(Phase.SAVING, at_s - saving_s)
-        return replace(now.begin(Phase.TRAINING, at_s), ran_s=None, stepped=True)
+        phase = Phase.TRAINING if mark.step >= self.reached else Phase.REPEATING
+        reached = max(self.reached, mark.step)
+        return replace(now.begin(phase, at_s), ran_s=None, stepped=True, reached=reached)
 
     def shown(self, at_s: float, *, reports: bool) -> Lane:
         """The lane up to now. Workers that do not report their steps train as long as they run."""

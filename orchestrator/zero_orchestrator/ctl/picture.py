@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -42,7 +43,7 @@ NOTICE_S = 15.0
 TONES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("interrupt", "fail", "give up", "dead", "hang"), "bad"),
-        **dict.fromkeys(("unkillable", "failed"), "bad"),
+        **dict.fromkeys(("stuck", "unkillable", "failed"), "bad"),
         **dict.fromkeys(
             ("straggler", "exit", "health", "lease", "ring", "store", "commit"), "warn"
         ),
@@ -53,6 +54,10 @@ TONES: Mapping[str, str] = MappingProxyType(
 """Event -> how the page shows it; any other event is plain."""
 
 NOTHING = "-"
+_WORKS = frozenset({Phase.TRAINING, Phase.REPEATING, Phase.SAVING})
+"""What a node does until its round ends."""
+_STEPS = frozenset({Phase.TRAINING, Phase.REPEATING})
+"""What a node does from the first step of a round on."""
 
 Json = dict[str, Any]
 
@@ -96,7 +101,7 @@ def picture(records: Records, *, now_s: float) -> Json:
     end_s = _end_s(records, now_s)
     lanes = [_lane(records, row, end_s) for row in _rows(records)]
     first_steps_s = sorted(
-        from_s for lane in lanes for from_s, _, phase in lane["spans"] if phase == Phase.TRAINING
+        from_s for lane in lanes for from_s, _, phase in lane["spans"] if phase in _STEPS
     )
     recovered = [_recovery(one, first_steps_s, end_s) for one in recoveries(records.events)]
     sections = {
@@ -108,7 +113,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
         "recoveries": recovered,
         "checkpoints": _checkpoints(history, told),
-        "stragglers": _stragglers(told),
+        "verdicts": _verdicts(told),
         "uses": _uses(job),
         "events": [_event(event) for event in told],
     }
@@ -267,7 +272,9 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
     if lane is not None:
         starts = [(span.from_s, span.phase) for span in lane.spans]
         alive = row is not None and row.alive and not records.status.ended
-        if not alive and lane.until_s < end_s - 1:
+        if alive:
+            starts += _since_written(records, node, lane)
+        elif lane.until_s < end_s - 1:
             starts.append((lane.until_s, Phase.GONE))
         starts = [
             (_lost_s(records, from_s) if phase is Phase.GONE else from_s, phase)
@@ -290,6 +297,28 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
         "loss": None if row is None else _number(row.loss),
         "told_s": None if row is None else _number(row.step_time_s),
     }
+
+
+def _since_written(records: Records, node: str, lane: Lane) -> Iterator[tuple[float, Phase]]:
+    """What a node has done since it wrote its lane, as the rounds and the steps of the job show."""
+    phase, step_times_s = lane.spans[-1].phase, [point.time_s for point in records.history.points]
+    for event in reversed(_late(records.events, lane.until_s)):
+        at_s, kind = _time_s(event), event.record.get("event")
+        place = bisect_left(step_times_s, at_s)
+        if kind in ENDS and phase in _WORKS:
+            phase = Phase.RECOVERING
+            yield at_s, phase
+        elif kind == "activate" and node not in event.record.get("nodes", ()):
+            phase = Phase.IDLE
+            yield at_s, phase
+        elif kind == "activate" and place < len(step_times_s):
+            phase = Phase.TRAINING
+            yield step_times_s[place], phase
+
+
+def _late(events: Sequence[Event], since_s: float) -> list[Event]:
+    """The events after a time, the newest first."""
+    return list(takewhile(lambda event: _time_s(event) > since_s, reversed(events)))
 
 
 def _lost_s(records: Records, written_s: float) -> float:
@@ -362,37 +391,43 @@ def _event(event: Event) -> list[Any]:
     record, kind = event.record, str(event.record.get("event", "?"))
     told = [str(record.get(name, "")) for name in ("round", "node")]
     tone = "" if record.get("symptom") else TONES.get(kind, "")
-    if record.get("slow") is False:  # a straggler no longer
+    if not _holds(record):
         tone = "good"
     return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
 
 
-def _stragglers(events: Sequence[Event]) -> list[Json]:
-    """The verdicts about slow ranks: each holds until it is withdrawn, or its round ends."""
+def _verdicts(events: Sequence[Event]) -> list[Json]:
+    """The verdicts about ranks: each holds until it is withdrawn, or its round ends."""
     found: list[Json] = []
-    slow: dict[object, Json] = {}
+    holding: dict[object, Json] = {}
     for event in events:
         record, at_s = event.record, _time_s(event)
         if record.get("event") in ENDS:
-            for one in slow.values():
+            for one in holding.values():
                 one["to_s"] = at_s
-            slow.clear()
-        if record.get("event") != "straggler":
+            holding.clear()
+        if record.get("event") not in ("straggler", "stuck"):
             continue
-        if (before := slow.pop(record.get("rank"), None)) is not None:
+        about = record.get("event"), record.get("rank")
+        if (before := holding.pop(about, None)) is not None:
             before["to_s"] = at_s
         found.append(
             {
                 "time_s": at_s,
                 "to_s": None,
-                "node": str(record.get("host", record.get("node", ""))),
-                "slow": record.get("slow") is not False,
+                "nodes": [str(node) for node in record.get("hosts", [record.get("host", "-")])],
+                "holds": _holds(record),
                 "text": str(record.get("text", "")),
             }
         )
-        if found[-1]["slow"]:
-            slow[record.get("rank")] = found[-1]
+        if found[-1]["holds"]:
+            holding[about] = found[-1]
     return found
+
+
+def _holds(record: Mapping[str, Any]) -> bool:
+    """Whether an event is a verdict; the same event withdraws it."""
+    return record.get("slow") is not False and record.get("stuck") is not False
 
 
 # ---- the same in words, for whoever does not see the charts ----

@@ -2,7 +2,7 @@
 // Draws the picture of a job (picture.py). Everything from the job is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const PHASES = ["training", "saving", "recovering", "waiting", "starting", "idle", "gone"];
+const PHASES = ["training", "repeating", "saving", "recovering", "waiting", "starting", "idle", "gone"];
 const SHOWN = 200; // events, before the button that shows all
 const ROWS = 60; // of a table that stands for a curve
 const picture = JSON.parse(document.getElementById("picture").textContent);
@@ -259,8 +259,8 @@ function drawLanes(where) {
   });
   for (const phase of PHASES) if (paths[phase]) root.append(svg("path", { d: paths[phase], class: `phase-${phase}` }));
   const rows = new Map(lanes.map((lane, row) => [lane.node, row]));
-  for (const { time_s, to_s, node, slow } of picture.stragglers) {
-    if (!slow || !rows.has(node)) continue;
+  for (const [{ time_s, to_s, holds }, node] of picture.verdicts.flatMap((one) => one.nodes.map((node) => [one, node]))) {
+    if (!holds || !rows.has(node)) continue;
     const px = x(time_s), top = rows.get(node) * tall + 3, wide = x(to_s === null ? picture.range[1] : to_s) - px;
     root.append(svg("rect", { x: px, y: top + bar - 2, width: Math.max(wide, 2), height: 3, class: "straggler" }));
     root.append(svg("path", { d: `M${px} ${top + bar}l5 -${Math.max(bar, 8)}h-10z`, class: "straggler" }));
@@ -286,7 +286,7 @@ function drawLegend() {
   };
   if (picture.checkpoints.rows.length) sign("M8 1l4.5 5l-4.5 5l-4.5 -5z", "mark", "checkpoint");
   if (picture.recoveries.length) sign("M0 0h16v12h-16z", "band", "recovery, to the next step");
-  if (picture.stragglers.length) sign("M8 11l5 -10h-10z", "straggler", "straggler");
+  if (picture.verdicts.length) sign("M8 11l5 -10h-10z", "straggler", "slow or stuck rank");
   $("legend").replaceChildren(...items);
 }
 
@@ -400,7 +400,7 @@ function drawTiles() {
 }
 function drawUses() {
   fill("uses", picture.uses.length, "No time is accounted for yet.", () => {
-    const colours = { "useful steps": 0, "re-forming": 1, "save stalls": 2, "repeated steps": 3, "starting and ending": 4 };
+    const colours = { "useful steps": 0, "re-forming": 1, "save stalls": 2, "repeated steps": 6, "waiting for nodes": 3, "starting and ending": 4 };
     const css = (use) => `use-${use in colours ? colours[use] : 5}`;
     const uses = [...picture.uses].sort((a, b) => b.part - a.part);
     const stack = el("div", { class: "stack", "aria-hidden": "true" }, ...uses.map((use) => {
@@ -458,10 +458,10 @@ function drawCheckpoints() {
       el("td", { class: "tight" }, el("code", { title: digest }, digest.slice(0, 8))),
     ]), [0, 2]));
 }
-function drawStragglers() {
-  $("stragglers-panel").hidden = !picture.stragglers.length;
-  fill("stragglers", picture.stragglers.length, "", () => table(["time", "node", "what"],
-    [...picture.stragglers].reverse().map(({ time_s, node, text }) => [tight(clock(time_s)), tight(node), text])));
+function drawVerdicts() {
+  $("verdicts-panel").hidden = !picture.verdicts.length;
+  fill("verdicts", picture.verdicts.length, "", () => table(["time", "node", "what"],
+    [...picture.verdicts].reverse().map(({ time_s, nodes, text }) => [tight(clock(time_s)), nodes.join(", "), text])));
 }
 function drawEvents() {
   const word = $("find").value.trim().toLowerCase(), matters = $("matters").checked;
@@ -482,10 +482,10 @@ function drawWords() {
 
 const SECTIONS = [
   [drawJob, ["job"]], [drawTiles, ["tiles"]], [drawUses, ["uses"]],
-  [drawCharts, ["range", "curve", "lanes", "recoveries", "checkpoints", "stragglers"]],
-  [drawLegend, ["lanes", "recoveries", "checkpoints", "stragglers"]], [openTables, ["curve", "lanes"]],
+  [drawCharts, ["range", "curve", "lanes", "recoveries", "checkpoints", "verdicts"]],
+  [drawLegend, ["lanes", "recoveries", "checkpoints", "verdicts"]], [openTables, ["curve", "lanes"]],
   [drawRecoveries, ["recoveries"]], [drawNodes, ["lanes", "job"]], [drawCheckpoints, ["checkpoints"]],
-  [drawStragglers, ["stragglers"]], [drawEvents, ["events"]], [drawWords, ["words", "lane_age_s"]],
+  [drawVerdicts, ["verdicts"]], [drawEvents, ["events"]], [drawWords, ["words", "lane_age_s"]],
 ];
 function draw(changed) {
   for (const [make, of] of SECTIONS) if (!changed || of.some((name) => name in changed)) make();
