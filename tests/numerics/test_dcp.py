@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import zero_checkpoint
+import zero_engine
 from tests.numerics.test_stock_torch import batches, protected
-from tests.support.stock import make
+from tests.support.stock import GPT, make
 from tests.support.world import WorldPool
 from zero_checkpoint.dcp import Reader, Writer
 
@@ -157,8 +159,8 @@ def test_what_dcp_saves_under_fsdp2_zero_torch_loads_anywhere_and_back(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     directory = str(tmp_path)
-    (_, saved_by_dcp), *_ = worlds.run(4, by_zero_torch_and_dcp, "fsdp2", directory, 2)
-    (begun, ended), *_ = worlds.run(1, by_zero_torch_alone, "plain", directory, 3)
+    (_, saved_by_dcp), *_ = worlds.run(4, by_zero_torch_and_dcp, "fsdp2", directory, 1)
+    (begun, ended), *_ = worlds.run(1, by_zero_torch_alone, "plain", directory, 2)
     assert begun == saved_by_dcp
     assert set(worlds.run(3, by_dcp_flattened, "fsdp2", directory)) == {ended}
     assert set(worlds.run(2, by_dcp_nested, "ddp", directory)) == {ended}
@@ -178,3 +180,44 @@ def by_dcp_flattened(wrapper: str, directory: str) -> str:
 
 def by_dcp_nested(wrapper: str, directory: str) -> str:
     return by_dcp(wrapper, directory, flattened=False)
+
+
+def saved_in_the_background(directory: str) -> bool:
+    saving = dcp.async_save(laid_out(1), storage_writer=Writer(directory, step=1))
+    assert not isinstance(saving, dcp.state_dict_saver.AsyncSaveResponse)
+    saving.result(timeout=60)
+    return len(zero_checkpoint.find(Path(directory)).candidates) == 1
+
+
+@pytest.mark.full
+def test_dcp_saves_in_the_background(worlds: WorldPool, tmp_path: Path) -> None:
+    assert worlds.run(4, saved_in_the_background, str(tmp_path)) == [True] * 4
+    assert worlds.run(3, loaded, str(tmp_path)) == [True] * 3
+
+
+def by_the_engine(directory: str) -> str:
+    """Load what DCP has saved, and save it."""
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+    }
+    torch.manual_seed(5)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    engine = zero_engine.initialize(model, optimizer=optimizer, config=config)
+    assert engine.load_checkpoint(directory) is not None
+    weights = engine.weight_hash()
+    engine.save_checkpoint(directory)
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.full
+def test_the_engine_loads_what_dcp_has_saved_and_back(worlds: WorldPool, tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    (_, ended), *_ = worlds.run(4, by_zero_torch_and_dcp, "fsdp2", directory, 2)
+    hashes = set(worlds.run(2, by_the_engine, directory))
+    newest = zero_checkpoint.find(Path(directory)).candidates[0]
+    assert hashes == {newest.manifest.meta["engine"]["weight_hash"]}
+    assert set(worlds.run(3, by_dcp_nested, "fsdp2", directory)) == {ended}
