@@ -6,11 +6,13 @@ Source of the idea: ZeRO++ (arXiv 2306.10209), hierarchical partitioning.
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from zero_comm.collectives import Collectives
 from zero_comm.distributed import local_device
+from zero_comm.transports import timeout_of
 from zero_comm.waiting import Interrupt
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,11 @@ def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives
                 world,
             )
         return None
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, world, size)]
+    timeout = timedelta(seconds=timeout_of(None))
+    groups = [
+        dist.new_group(range(first, first + size), timeout=timeout)
+        for first in range(0, world, size)
+    ]
     node = Collectives(groups[rank // size], interrupt, name=f"deadlock/{rank // size}")
     node.meet(local_device())
     return node

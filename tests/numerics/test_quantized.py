@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.support.training import config, fingerprint, make_engine, train
-from tests.support.world import WorldPool
+from tests.support.world import GROUP_TIMEOUT_S, WorldPool
+from zero_comm.node_group import node_exchanges
 from zero_deepspeed.zero import GatheredParameters
 
 STEPS = 4
@@ -154,6 +155,18 @@ def test_gathering_within_a_node_changes_where_bytes_travel_and_no_bit(
     assert between["leaves"] == everywhere["leaves"]
     assert between["gather"] < everywhere["gather"] * 0.6  # backward's gathers stay in the node
     assert within["gather"] > 0
+
+
+def patience_s() -> float:
+    node = node_exchanges(2)
+    assert node is not None
+    return node.timeout_s
+
+
+def test_the_ranks_of_a_node_wait_for_each_other_as_long_as_those_of_the_group(
+    worlds: WorldPool,
+) -> None:
+    assert worlds.run(4, patience_s) == [GROUP_TIMEOUT_S] * 4
 
 
 def test_a_world_that_is_not_several_nodes_gives_the_bits_all_the_same(worlds: WorldPool) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_comm.reduction_plan import Where
 from zero_comm.topology import Topology, alone, described
 from zero_engine.accumulation import choose
 from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
@@ -275,8 +274,7 @@ def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
 def _nodes(config: Config, world: int, node_ranks: int) -> Topology:
     """The nodes inside of which gradients are added, on GPUs."""
     zero, elastic = config.zero_optimization, config.elastic
-    by_owners = STAGES[zero.stage].shards_parameters and elastic.accumulate == Where.OWNER
-    if elastic.is_native or zero.zero_quantized_gradients or by_owners:
+    if elastic.is_native or zero.zero_quantized_gradients:
         return alone(world)
     return described(str(node_ranks), world)
 
