@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import zero_deepspeed
 from tests.support.world import WorldPool
 from zero_comm import ordered_sum
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.reduction_plan import plan_reduction
-from zero_comm.topology import ENV_NODE_RANKS
-from zero_data.global_batch import strided
+from zero_comm.reduction_plan import Where
+from zero_comm.topology import ENV_NODE_RANKS, Topology
+from zero_engine.accumulation import choose
+from zero_engine.config import load_config
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
-from zero_engine.observe.memory import estimate, handed_over
+from zero_engine.observe.memory import estimate
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
@@ -146,76 +148,81 @@ def test_at_stage_0_in_fp32_leaves_lie_where_their_sums_will_be(worlds: WorldPoo
 
 
 class Counted(BufferPool):
-    """Counts the memory that it takes of the system, until it gives all back."""
+    """Counts the memory that it has taken of the system and not given back."""
 
     now_bytes = most_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         fresh = not self._idle[numel, dtype]
         taken = super().take(numel, dtype)
-        self.now_bytes += fresh * taken.nbytes
+        if fresh:
+            self.now_bytes += taken.nbytes
+            weakref.finalize(taken, self._forget, taken.nbytes)
         self.most_bytes = max(self.most_bytes, self.now_bytes)
         return taken
 
-    def free(self) -> None:
-        super().free()
-        self.now_bytes = 0
+    def _forget(self, size_bytes: int) -> None:
+        self.now_bytes -= size_bytes
 
 
-def most_under_way(
-    nodes: str, stage: int, compute: str, depth: int, **elastic: str
-) -> tuple[int, int]:
-    """The memory of gradients under way in a step of one micro-step, and elements of a unit."""
+def most_under_way(nodes: str, where: str, compute: str, micro_steps: int) -> tuple[int, int]:
+    """The memory of gradients under way and held in one step, and the elements of a unit."""
     os.environ[ENV_NODE_RANKS] = nodes
+    count, dtype = 4 * micro_steps, torch.float32 if compute == "fp32" else torch.bfloat16
     settings = {
+        "train_batch_size": count,
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": 1 if where == "local" else 2},
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "bf16": {"enabled": compute == "bf16"},
-        "elastic": elastic,
+        "elastic": {"accumulate": where},
     }
+    data: Any = [torch.ones(WIDTH, dtype=dtype)] * count
     try:
-        engine, *_ = zero_deepspeed.initialize(model=Stack(depth), config=settings)
+        engine, *_ = zero_deepspeed.initialize(
+            model=Stack(UNITS), training_data=data, config=settings
+        )
     finally:
         del os.environ[ENV_NODE_RANKS]
     assert engine._core.reducer is not None
     reducer = engine._core.reducer
     reducer._pool = reducer._reduction.pool = pool = Counted(torch.device("cpu"))
-    batch = torch.ones(1, WIDTH, dtype=torch.float32 if compute == "fp32" else torch.bfloat16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered_sum, "_PIECE", 1 << 12)  # as little beside units as of real ones
-        engine.backward(engine(batch))
-    engine.step()
+        for batch in engine.training_dataloader or ():
+            engine.backward(engine(batch))
+            engine.step()
+    assert engine.global_steps == 1
     return pool.most_bytes, engine._core.units[0].padded
+
+
+UNITS = 8
+"""More than are ever under way."""
 
 
 @pytest.mark.parametrize("nodes", [(2, 2), (3, 1)])
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-@pytest.mark.corners(nodes=[(2, 2)], compute=["bf16"])
+@pytest.mark.parametrize("where", list(Where))
+@pytest.mark.corners(nodes=[(2, 2)], compute=["bf16"], where=[Where.OWNER])
 def test_the_estimate_counts_the_gradients_that_are_added_inside_of_nodes(
-    worlds: WorldPool, nodes: tuple[int, ...], compute: str
+    worlds: WorldPool, nodes: tuple[int, ...], compute: str, where: Where
 ) -> None:
-    """At stage 2, of more units than are ever under way; a rank of the worst place meets it."""
-    plan = plan_reduction(strided(4).rows(4), block=8, nodes=nodes)
-    size = {"bf16": 2, "fp32": 4}[compute]
-    described = ",".join(map(str, nodes))
-    found = worlds.run(4, most_under_way, described, 2, compute, 8)
+    """A rank of the worst place meets it. Between nodes, in fp32, what is held is counted, too."""
+    micro_steps, size = 1 if where is Where.OWNER else 3, {"bf16": 2, "fp32": 4}[compute]
+    config = load_config({"elastic": {"accumulate": where.value}})
+    chosen = choose(config, Topology(nodes=nodes))
+    found = worlds.run(
+        4, most_under_way, ",".join(map(str, nodes)), where.value, compute, micro_steps
+    )
     (_, unit), *_ = found
-    expected = (size + plan.most_under_way(size)) * unit
+    travelling = chosen.most_under_way(4 * micro_steps, size)
+    assert travelling is not None
+    held = [chosen.most_kept_bytes(4 * micro_steps, rank, UNITS * unit) for rank in range(4)]
+    expected = (size + travelling) * unit + max(held)
     most = max(bytes_ for bytes_, _ in found)
     assert most <= expected
-    assert most == pytest.approx(expected, rel=0.15)
-
-
-def native() -> tuple[int, int]:
-    return most_under_way("4", 2, "bf16", 8, reduction="native")
-
-
-def test_the_estimate_counts_the_gradients_that_the_backend_sums(worlds: WorldPool) -> None:
-    (most, unit), *_ = worlds.run(4, native)
-    expected = (2 + handed_over("bf16", "fp32", 4)) * unit
-    assert most <= expected
-    assert most == pytest.approx(expected, rel=0.15)
+    if where is Where.OWNER:
+        assert most == pytest.approx(expected, rel=0.15)
 
 
 def secondary_shards() -> int:
