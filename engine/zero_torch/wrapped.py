@@ -45,7 +45,14 @@ class Wrapped:
     """The user's module: without DDP and torch.compile around it."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by their names in the user's module; a tied one once."""
+        """All parameters by their names in the user's module; a tied one once.
+
+        Between forward and backward not to be called. A forward without a backward leaves gathered
+        tensors in the places of FSDP2's parameters, which the optimizer does not know.
+        """
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return {own_name(name): each for name, each in self.module.named_parameters()}
 
     def trained(self) -> dict[str, nn.Parameter]:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zero_torch
 from tests.numerics.in_memory.nodes import checkpoints, drop, on_a_node, settle
 from tests.numerics.test_leaving import ROUND, under_agent
-from tests.numerics.test_stock_torch import STEPS, batches, protected, trained
+from tests.numerics.test_stock_torch import STEPS, batches, dataset, protected, trained
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
 from zero_contract.worker import ExitCode, Left
@@ -136,6 +137,28 @@ def test_a_run_goes_on_from_the_memory_of_its_nodes_under_another_wrapper(
     (expected, *_) = worlds.run(1, trained, "plain")
     found = worlds.run(2, kept_in_memory, root, "fsdp2", STEPS, 5)
     assert found == [(3, expected[0])] * 2
+
+
+def evaluated_and_saved(root: str, wrapper: str) -> str:
+    """A forward without a backward leaves the root module of FSDP2 gathered."""
+    model, _, run = protected(wrapper)
+    train(model, run, 3)
+    model.eval()
+    with torch.no_grad():
+        model(dataset()[:2][0])
+    model.train()
+    weights = run.weight_hash()
+    run.save(f"{root}/checkpoints")
+    run.close()
+    return weights
+
+
+def test_a_save_after_an_evaluation_has_the_state_of_all_parameters(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    worlds.run(2, evaluated_and_saved, str(tmp_path), "fsdp2")
+    (expected, *_) = worlds.run(1, trained, "plain")
+    assert worlds.run(1, resumed, "plain", str(tmp_path)) == [(3, expected[0])]
 
 
 def saved_twice(root: str, wrapper: str) -> tuple[str, bool]:
