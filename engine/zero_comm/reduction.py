@@ -14,7 +14,6 @@ the norm of what they come to. `node_reduction` does the same sums inside of nod
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -239,6 +238,6 @@ def block_norms(flat: Tensor) -> Tensor:
     return vector_norm(rows.view(-1, NORM_BLOCK), dim=1)[:blocks]
 
 
-def total_norm(ordered: Tensor) -> float:
-    """The norm of everything, from the norms of its blocks in their order."""
-    return math.sqrt(float(ordered.double().square().sum()))
+def squared_norm(ordered: Tensor) -> Tensor:
+    """The square of the norm of everything, from the norms of its blocks in their order: fp64."""
+    return ordered.double().square().sum()

@@ -7,6 +7,7 @@ lie in blocks of other ranks to those: `crossings` decides which.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.collectives import Collectives, wait
-from zero_comm.reduction import NORM_BLOCK, BlockNorm, block_norms, total_norm
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, block_norms, squared_norm
 
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -157,9 +158,15 @@ def _exchanged(
 ) -> tuple[float, Tensor]:
     """The norm, from that of this rank's blocks, and everybody's notes."""
     blocks = own.numel()
-    everybodys = group.everybodys(torch.cat([own, notes.to(own)]), "gradient norms")
+    order = own.new_tensor([group.order.checksum()])
+    everybodys = group.everybodys(torch.cat([own, order, notes.to(own)]), "gradient norms")
     ordered = norm.in_order(everybodys[:, :blocks].contiguous())
-    return total_norm(ordered), everybodys[:, blocks:].cpu()
+    # The host waits here, once in a step, and for a few numbers.
+    told = torch.cat([squared_norm(ordered).view(1), everybodys[:, blocks:].double().flatten()])
+    known = group.to_host(told, "gradient norms")
+    rows = known[1:].view(everybodys.shape[0], -1)
+    group.check_order(rows[:, 0].tolist())
+    return math.sqrt(float(known[0])), rows[:, 1:].to(everybodys.dtype)
 
 
 def clip(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:

@@ -86,7 +86,8 @@ class OrderedGradients:
         self._collectives = collectives
         self._parameters = parameters
         self._guard = guard
-        self._waits_at_once = device.type != "cpu"
+        # Elsewhere exchanges of weights begin in between, in an order that torch decides.
+        self._waits_at_once = not collectives.any_order(device)
         self._pool = BufferPool(device)
         self._reduction: OrderedReduction | NodeReduction
         if apart is None:

@@ -123,12 +123,6 @@ def protect(
         raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
     chosen = settings.read(config or {})
     init_distributed()
-    backends = dist.get_backend_config()
-    if not backends.startswith("cpu:"):
-        raise ConfigError(
-            f"the process group reaches no CPUs ({backends}), which the ranks vote through; begin "
-            'it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
-        )
     wrapped = recognize(model)
     check_optimizer(optimizer, wrapped.trained())
     if loader is not None:

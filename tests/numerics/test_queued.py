@@ -30,6 +30,7 @@ from tests.numerics.test_lifetime import left_over
 from tests.numerics.test_node_reduction import hashes
 from tests.numerics.test_reduction_order import digest, expected
 from tests.numerics.test_stages import train_at_every_stage
+from tests.numerics.test_stock_torch import batches, protected
 from tests.support.queued import BACKEND, QueuedGroup
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
@@ -340,3 +341,21 @@ def staged_and_direct() -> list[Any]:
 def test_what_travels_through_host_memory_is_what_travels_directly(worlds: WorldPool) -> None:
     for direct, staged in worlds.run(3, staged_and_direct):
         assert staged == direct
+
+
+# ---- stock PyTorch ----
+
+
+def normed(wrapper: str) -> tuple[float | None, int]:
+    """The last norm, of gradients at the weights of the steps before: every bit of them counts."""
+    model, _, run = protected(wrapper)
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        run.step(1.0)
+    return run.grad_norm, run.samples
+
+
+def test_ddp_and_fsdp2_train_to_the_same_bits_over_it(worlds: WorldPool) -> None:
+    (alone,) = worlds.run(1, normed, "plain")
+    for wrapper in ("ddp", "fsdp2"):
+        assert worlds.run(3, normed, wrapper, backend=BACKEND) == [alone] * 3

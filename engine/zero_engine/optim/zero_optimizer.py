@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zero_comm.collectives import Collectives, wait
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import NORM_BLOCK, BlockNorm
+from zero_comm.reduction import NORM_BLOCK, BlockNorm, squared_norm
 from zero_comm.reduction_order import CHAIN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_engine.optim.loss_scaler import LossScaling
@@ -278,10 +278,9 @@ class ZeroOptimizer:
         everybodys = self._exchange(torch.cat([blocks, order, notes]))
         ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
         small = everybodys[:, blocks.numel() :].double()
-        summed = ordered.double().square().sum()
         # The host waits here, once in a step, and for a few numbers.
         known = self._collectives.to_host(
-            torch.cat([summed.view(1), small.flatten()]), "gradient norms"
+            torch.cat([squared_norm(ordered).view(1), small.flatten()]), "gradient norms"
         )
         rows = known[1:].view(small.shape)
         self._collectives.check_order(rows[:, 0].tolist())
