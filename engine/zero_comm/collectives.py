@@ -194,6 +194,10 @@ class Collectives:
         self.detector.end_wait()
         return copied
 
+    def numbers(self, values: Sequence[float], device: torch.device) -> Tensor:
+        """Numbers as an fp32 tensor on `device`, without a wait for the device."""
+        return self.transports.of(device).from_host(values)
+
     def check_order(self, checksums: Sequence[float]) -> None:
         """Compare the orders in which the ranks have begun exchanges since the last comparison.
 

@@ -85,6 +85,10 @@ class StagedTransport(Transport):
         del waiter, look
         return tensor.cpu()
 
+    def from_host(self, values: Sequence[float]) -> Tensor:
+        """Numbers as an fp32 tensor on the device."""
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """As in `Transport`."""
         copy = _room(into)

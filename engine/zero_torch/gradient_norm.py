@@ -158,12 +158,12 @@ def _exchanged(
 ) -> tuple[float, Tensor]:
     """The norm, from that of this rank's blocks, and everybody's notes."""
     blocks = own.numel()
-    order = own.new_tensor([group.order.checksum()])
-    everybodys = group.everybodys(torch.cat([own, order, notes.to(own)]), "gradient norms")
+    told = group.numbers([group.order.checksum(), *notes.tolist()], own.device)
+    everybodys = group.everybodys(torch.cat([own, told]), "gradient norms")
     ordered = norm.in_order(everybodys[:, :blocks].contiguous())
     # The host waits here, once in a step, and for a few numbers.
-    told = torch.cat([squared_norm(ordered).view(1), everybodys[:, blocks:].double().flatten()])
-    known = group.to_host(told, "gradient norms")
+    small = torch.cat([squared_norm(ordered).view(1), everybodys[:, blocks:].double().flatten()])
+    known = group.to_host(small, "gradient norms")
     rows = known[1:].view(everybodys.shape[0], -1)
     group.check_order(rows[:, 0].tolist())
     return math.sqrt(float(known[0])), rows[:, 1:].to(everybodys.dtype)

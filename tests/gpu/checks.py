@@ -171,6 +171,21 @@ def an_interrupt_ends_a_wait_for_a_busy_device() -> str:
 
 
 @check
+@on_a_gpu
+def no_step_waits_inside_the_driver() -> str:
+    """A lost peer would keep such a wait for ever; the wait of a step asks an event instead."""
+    for stage in STAGES:
+        engine = make_engine(stage, "bf16")
+        batches = [batch.to(engine.device) for batch in engine.training_dataloader]
+        for number, batch in enumerate(batches[:12]):
+            torch.cuda.set_sync_debug_mode("error" if number >= 8 else "default")
+            engine.backward(engine(batch))
+            engine.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return "one step of 4 micro-batches at each stage"
+
+
+@check
 def a_norm_s_bits_do_not_depend_on_how_many_blocks_a_rank_has() -> str:
     """The bug: a device's reduction has another layout for fewer than 16 rows."""
     torch.manual_seed(3)

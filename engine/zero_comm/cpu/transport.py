@@ -31,6 +31,10 @@ class HostTransport(Transport):
         del waiter, look
         return tensor
 
+    def from_host(self, values: Sequence[float]) -> Tensor:
+        """Numbers as an fp32 tensor."""
+        return torch.tensor(values, dtype=torch.float32)
+
 
 class CpuTransport(HostTransport):
     """A transport that reaches the ranks `near` by memory and the others over sockets."""

@@ -202,7 +202,7 @@ class Engine(WrappingModule):
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
             with self._stopwatch.measure("step"):
-                notes = torch.tensor(self._persistence.notes(), device=self.device)
+                notes = self._core.collectives.numbers(self._persistence.notes(), self.device)
                 outcome = zero.step(
                     torch.cat([notes, self._micro_steps.notes()]),
                     lambda notes: self._micro_steps.correction(notes[:, NOTES:], plan),

@@ -164,7 +164,7 @@ class MicroSteps:
                     "from forward"
                 )
             self._warned_of_loss = True
-            loss = torch.tensor(float("nan"), device=self._core.device)
+            loss = torch.full((), float("nan"), device=self._core.device)
         share = loss * self._weight(NOT_GIVEN, is_sum=False)
         self._finish(Weighted(share, share, NOT_GIVEN))
         self._shared = shared
@@ -407,7 +407,7 @@ class MicroSteps:
 
     def notes(self) -> Tensor:
         """[2 * micro-steps] fp32: the weighted losses, then the numbers of tokens."""
-        counts = torch.tensor(self._tokens, device=self._core.device)
+        counts = self._core.collectives.numbers(self._tokens, self._core.device)
         return torch.cat([torch.stack(self._losses), counts])
 
     def correction(self, notes: Tensor, plan: StepPlan) -> float:

@@ -81,7 +81,6 @@ class StepByOwners:
         """
         self.optimizer = optimizer
         self._collectives = collectives
-        self._device = units[0].full.device
         self._exchange = OwnerExchange(collectives)
         masters = [unit.master for unit in units]
         exchange_groups = zip(
@@ -175,7 +174,7 @@ class StepByOwners:
     def _agree(self) -> None:
         """All-gather the tree specs if one has changed: a save is no collective and cannot ask."""
         mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
-        own_mark = torch.tensor([mark], device=self._device)
+        own_mark = torch.tensor([mark])  # among the CPUs, where a wait can be ended
         gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")
         marks = gathered.flatten().tolist()
         if marks != self.marks:

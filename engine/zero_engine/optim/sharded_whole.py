@@ -74,7 +74,10 @@ class ShardedWhole:
             # Where every rank steps all of a unit, its own norms are complete already.
             if unit.master.numel() != unit.padded:
                 wait(self._collectives.all_gather(norms, f"parameter norms of {unit.name}"))
-        summed = {unit: norms.double().cpu() for unit, norms in whole.items()}
+        summed = {
+            unit: self._collectives.to_host(norms.double(), f"parameter norms of {unit.name}")
+            for unit, norms in whole.items()
+        }
         found: list[Norms] = []
         for segment in self._segments:
             pieces: Norms = []

@@ -274,7 +274,7 @@ class ZeroOptimizer:
     def _agree(self, notes: Tensor) -> tuple[Tensor, float, Tensor]:
         """What all ranks know after an exchange: block norms, the norm, and the notes of all."""
         blocks = self._norm.of_own(self.totals)
-        order = notes.new_tensor([self._collectives.order.checksum()])
+        order = self._collectives.numbers([self._collectives.order.checksum()], notes.device)
         everybodys = self._exchange(torch.cat([blocks, order, notes]))
         ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
         small = everybodys[:, blocks.numel() :].double()
@@ -301,7 +301,7 @@ class ZeroOptimizer:
         owner = self._collectives.owners[shard]
         mine = owner == self._collectives.rank
         own = total[local : local + NORM_BLOCK] if mine else total.new_zeros(NORM_BLOCK)
-        values = self._exchange(own)[owner]
+        values = self._collectives.to_host(self._exchange(own)[owner], "gradient norms")
         # A norm can overflow though its elements are finite: then the block's first parameter.
         where = start + int(torch.argmin(torch.isfinite(values).int()))
         return next(slot.fqn for slot in self.units[number].layout.slots if where < slot.stop)
