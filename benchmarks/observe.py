@@ -6,8 +6,8 @@ An agent runs workers that train a small model. They observe, and do not observe
 steps each, so both are measured under the same load. **step** is the median of all steps, with the
 range of the medians of the turns; **in the step** is the CPU time that the observing code itself
 takes in the training thread of rank 0, the median of all steps: other load on the machine does not
-change it. **agent** is the CPU time of the agent's process, all of its duties included, as a part of
-one CPU. "Not observed" workers send no heartbeats either, so the agent does less then, too.
+change it. **agent** is the CPU time of the agent's process, all of its duties included, as a part
+of one CPU. "Not observed" workers send no heartbeats either, so the agent does less then, too.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +153,37 @@ def test_the_time_of_nodes_that_are_killed_spare_or_started_again_adds_up(
     assert max(total_s.values()) <= wall_s
     now = status.read(etcd_store, job.job)
     assert total_ns(from_record(now.time_ns)) == sum(map(total_ns, nodes.values()))
+
+
+@pytest.mark.full
+def test_the_saves_of_an_engine_are_in_the_ledger_and_in_the_metrics(cluster, etcd_store, tmp_path):
+    script, port = str(Path(__file__).parents[1] / "support" / "slow_ranks.py"), free_port()
+    flags = ("--nnodes=1", f"--health-port={port}")
+    job = cluster(flags=flags, script=[script, str(tmp_path)])
+    job.start("a")
+
+    def scraped() -> dict[str, float]:
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+                lines = answer.read().decode().splitlines()
+            return {
+                line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+                for line in lines
+                if not line.startswith("#")
+            }
+        job.check_agents()
+        return {}
+
+    labels = f'node="a",{{}}rank="0",zero_job="{job.job}"'
+    outcome = labels.format('outcome="committed",')
+    committed = f"zero_node_saves_total{{{outcome}}}"
+    wait_for(lambda: scraped().get(committed, 0.0) > 0, 120, "a checkpoint in the metrics")
+    found = scraped()
+    assert found[f"zero_node_saved_bytes_total{{{labels.format('')}}}"] > 0
+    assert found[f"zero_node_save_write_seconds_total{{{labels.format('')}}}"] > 0
+    assert (
+        found[f'zero_agent_etcd_call_duration_seconds_count{{node="a",zero_job="{job.job}"}}'] > 0
+    )
+    (tmp_path / "enough").touch()
+    job.wait_for_end()
+    assert from_record(status.read(etcd_store, job.job).time_ns)[Use.SAVING] > 0
