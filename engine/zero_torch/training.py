@@ -15,7 +15,7 @@ from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
-from zero_checkpoint.format.pieces import Piece, State
+from zero_checkpoint.format.pieces import OTHER, Piece, State
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
@@ -152,7 +152,12 @@ class Training:
         return captured
 
     def _kept(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """The pieces of the last capture, if these are the same: their layout is known."""
+        """The pieces of the last capture, if these are the same: their layout is known.
+
+        Copies of the script's objects must not outlive their save.
+        """
+        if any(piece.id.kind == OTHER for piece in pieces):
+            return pieces
         if [*map(_memory_of, pieces)] != [*map(_memory_of, self.last.pieces)]:
             self.last.pieces = pieces
         return self.last.pieces
