@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,9 @@ def test_the_agent_hears_a_hello_and_every_step(worlds: WorldPool, tmp_path: Pat
     ]
     steps = [[m for m in heard if isinstance(m, Progress)] for heard in (first, second)]
     assert [(m.step, m.samples) for m in steps[0]] == [(1, 10), (2, 20)]
-    assert steps[0] == steps[1]  # the loss is that of the global batch
+    untimed = [[replace(m, compute_s=0.0, wait_s=0.0) for m in heard] for heard in steps]
+    assert untimed[0] == untimed[1]  # the loss is that of the global batch
+    assert all(heard[0].compute_s == 0.0 < heard[1].compute_s for heard in steps)
 
 
 def two_steps(root: str) -> list[contract.Message]:
