@@ -111,6 +111,7 @@ def test_a_reader_sees_the_steps_come_in_and_drains_a_node(cluster, etcd_store, 
     script.write_text(COUNTS)
     job = cluster(flags=("--nnodes=1", COLD), script=[str(script)])
     job.start("a")
+    wait_for(lambda: etcd_store.get(Keys(job.job).spec), 150, "the job")
     with dashboard(job.endpoint, job.job) as board, browser(tmp_path / "browser") as page:
         page.look(1280, 900)
         page.open(board.url)

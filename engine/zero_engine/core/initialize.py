@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parameters.places import adopt_parameters
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_engine.sharding.grad_reducer import GradReducer
+from zero_engine.sharding.grad_reducer import GradReducer, skip
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
 from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
 from zero_engine.sharding.partition import UnitSpec, aliases, partition
@@ -301,7 +302,7 @@ def _make_stepper(
         quantized=config.zero_optimization.zero_quantized_gradients,
         native=DTYPES[config.travelling] if native else None,
     )
-    coordinator.on_skipped = reducer.skip
+    coordinator.on_skipped = partial(skip, weakref.ref(reducer))
     return zero, reducer
 
 

@@ -364,3 +364,13 @@ def _on_gradient(
     alive = reducer()
     if alive is not None:
         alive.on_gradient(number, position, param)
+
+
+def skip(reducer: weakref.ref[GradReducer], unit: FlatUnit) -> None:
+    """`GradReducer.skip` for the coordinator, which the hooks of the module keep, and parts of it.
+
+    A module that outlives its engine must not keep the reducer and all of its buffers alive.
+    """
+    alive = reducer()
+    if alive is not None:
+        alive.skip(unit)
