@@ -47,11 +47,15 @@ def terminal(tmp_path):
 
 
 def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturbed_hash):
-    job = Cluster(tmp_path, endpoint="")  # for what its ledger shows
+    # For what its ledger shows. A round that took long to begin runs long before it grows: with
+    # such a pace all four are in before the samples are consumed.
+    job = Cluster(tmp_path, endpoint="", pause_s=3.0)
     command = ("--nnodes=1:4", "--max-restarts=3", *paced(training(tmp_path), tmp_path))
     windows = [terminal(*command) for _ in range(4)]
+    job.wait_for_step(1, world=4)
+    job.pace(0.2)
     job.wait_for_step(10, world=4)
-    job.pace(LONG_S)
+    job.pace(1.0)
     windows[0].close()
     job.wait_for_step(11, world=3)
     assert windows[0].process.wait(150) == 128 + signal.SIGHUP

@@ -27,6 +27,7 @@ def told_within(job, event, limit_s):
     return job.events(event)[0], time.monotonic() - began_s
 
 
+@pytest.mark.full
 def test_a_slow_rank_and_then_a_stuck_one_are_named_with_node_and_line(
     cluster, etcd_store, tmp_path
 ):

@@ -155,6 +155,8 @@ class Login:
             return
         request = rpc.AuthenticateRequest(name=self._who.user, password=self._who.password)
         with self._lock:
+            if self.token is not None:  # another caller's request has ended meanwhile
+                return
             attempt, _ = self._under_way.get(session.endpoint, (None, 0.0))
             if attempt is None:
                 stub = rpc.AuthStub(session.client.channel)
