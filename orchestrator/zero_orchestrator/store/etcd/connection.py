@@ -151,11 +151,11 @@ class Login:
             NoAnswer: The login was not answered within `timeout_s`.
             grpc.RpcError: As every call.
         """
-        if self._who.user is None or self.token is not None:
+        if self._who.user is None:
             return
         request = rpc.AuthenticateRequest(name=self._who.user, password=self._who.password)
         with self._lock:
-            if self.token is not None:  # another caller's request has ended meanwhile
+            if self.token is not None:
                 return
             attempt, _ = self._under_way.get(session.endpoint, (None, 0.0))
             if attempt is None:
