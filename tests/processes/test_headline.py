@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.netns]
 @pytest.fixture
 def terminal(tmp_path):
     """Opens terminals that have etcd's own port, and the user's state, to themselves."""
-    env = {**environment(), "XDG_STATE_HOME": str(tmp_path / "state")}
+    env = {**environment(), "XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONFAULTHANDLER": "1"}
     opened: list[Terminal] = []
     with own_loopback(2379) as prefix:
 
@@ -44,6 +44,16 @@ def terminal(tmp_path):
             window.process.wait()
             window.close()
         kill_all_with("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def ended(window: Terminal) -> int:
+    """The exit code; an agent that does not end shows where its threads are."""
+    try:
+        return window.process.wait(150)
+    except subprocess.TimeoutExpired as error:
+        window.process.send_signal(signal.SIGABRT)
+        window.process.wait(60)
+        raise AssertionError(window.text) from error
 
 
 def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturbed_hash):
@@ -62,7 +72,7 @@ def test_four_terminals_one_closed_one_more_opened(terminal, tmp_path, undisturb
     windows[0] = terminal(*command)
     job.wait_for_step(12, world=4)
     job.pace(0)
-    assert [window.process.wait(150) for window in windows] == [0, 0, 0, 0]
+    assert [ended(window) for window in windows] == [0, 0, 0, 0]
     report = job.report()
     assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
     assert report.repeated_steps == 0
