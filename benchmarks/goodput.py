@@ -6,7 +6,7 @@ Three nodes with one worker each train a GPT under real agents, every step kept 
 left alone and once with one worker after the other killed with -9. **steps** are those finished
 within the window, each counted once however often it was done; **kept** is their share of what
 the job that was left alone finished in the same trial. The floor of the loss is what a recovery
-and the step that it repeats take (`ram.py`), per interval.
+and the step that it repeats take (`in_memory.py`), per interval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ram import NODES, add_training, done, read, running, wait
+from in_memory import NODES, add_training, done, read, running, wait
 from recovery import below
 from rich.console import Console
 from rich.table import Table

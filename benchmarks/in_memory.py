@@ -44,7 +44,7 @@ SYSTEMS = {"in memory": {"ram": {"every_steps": 1, "replicas": 1}}, "on disk": {
 
 @dataclass(frozen=True)
 class Note:
-    """One step of one rank, as `ram_worker.py` writes it."""
+    """One step of one rank, as `in_memory_worker.py` writes it."""
 
     time: float
     step: int
@@ -79,7 +79,7 @@ def running(system: str, args: argparse.Namespace, etcd: str) -> Iterator[tuple[
         }
         (directory / "config.json").write_text(json.dumps(config))
         sizes = [str(n) for n in (STEPS, args.width, args.layers, args.save_every)]
-        script = [str(HERE / "ram_worker.py"), name, str(directory / "config.json"), *sizes]
+        script = [str(HERE / "in_memory_worker.py"), name, str(directory / "config.json"), *sizes]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         flags = ["--nnodes=2:3", "--max-restarts=1000", f"--rdzv-endpoint={etcd}"]
         flags.append(f"--rdzv-id={directory.name}")

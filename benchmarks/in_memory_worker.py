@@ -1,6 +1,6 @@
-"""A worker of `ram.py`: trains a GPT and notes what each step took, and of that the checkpoint.
+"""A worker of `in_memory.py`: trains a GPT and notes what each step and its checkpoint took.
 
-    ram_worker.py DIRECTORY CONFIG STEPS WIDTH LAYERS EVERY
+    in_memory_worker.py DIRECTORY CONFIG STEPS WIDTH LAYERS EVERY
 
 Steps are noted as `time step world step_s stall_s memcpy_s rank` in a file of this process. The
 memcpy is the floor of the stall: this rank's bytes, copied once to memory that is there already,

@@ -97,6 +97,7 @@ def make(args: argparse.Namespace) -> Any:
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": args.stage},
+        "checkpoint": {"keep_last": 2},
     }
     rows = TensorDataset(torch.randn(1 << 12, width))
     return zero_engine.initialize(nn.Sequential(*layers), config=config, training_data=rows)
