@@ -129,7 +129,6 @@ class Login:
         """Nothing is sent."""
         self._who = credentials
         self._lock = threading.Lock()
-        self._fetched_s = 0.0
         self._under_way: dict[str, tuple[Any, float]] = {}
         """Endpoint -> the login request, and the monotonic time at which it was sent."""
         self.token: str | None = None
@@ -176,16 +175,14 @@ class Login:
         found = self._under_way.get(session.endpoint)
         return None if found is None else time.monotonic() - found[1]
 
-    def forget(self, token: str | None, *, younger_s: float = 0.0) -> None:
+    def forget(self, token: str | None) -> None:
         """Drop a token that the server has refused, so that the next call logs in again.
 
         Args:
             token: The refused token; nothing happens if another one has replaced it.
-            younger_s: A token that was fetched less than this many seconds ago is kept: it cannot
-                have expired, so it was refused for another reason.
         """
         with self._lock:
-            if self.token == token and time.monotonic() - self._fetched_s >= younger_s:
+            if self.token == token:
                 self.token = None
 
     def _settle(self, session: Session, attempt: Any, token: str | None) -> None:
@@ -194,7 +191,7 @@ class Login:
             if found is attempt:
                 del self._under_way[session.endpoint]
             if token is not None and self.token is None:
-                self.token, self._fetched_s = token, time.monotonic()
+                self.token = token
 
 
 @dataclasses.dataclass(eq=False)

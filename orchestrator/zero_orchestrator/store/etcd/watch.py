@@ -33,7 +33,6 @@ import grpc
 from zero_orchestrator.errors import StoreError, StoreUnavailable
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.etcd.connection import Connection, Session, rpc
-from zero_orchestrator.store.etcd.errors import store_error
 from zero_orchestrator.store.kv import Change, KeyValue
 
 _log = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ _NO_LEADER = ("hasleader", "true")
 _RESUME_PAUSE_S = 0.1
 """Upper limit of the random pause, seconds, before a broken stream is resumed (jitter)."""
 
-_YOUNG_S = 30.0
-"""A token younger than this many seconds has not expired."""
 _SHORT_LIFE_S = 2.0
 """A stream that ends within this many seconds counts as a failed attempt: the backoff grows."""
 
@@ -85,8 +82,6 @@ class Stream:
         self._received_s = time.monotonic()
         self._asked_s: float | None = None
         self._over = False
-        self.token = session.login.token
-        """The login token with which the stream was opened."""
         self._call = rpc.WatchStub(session.client.channel).Watch(
             self._sent(), metadata=(*session.metadata, _NO_LEADER)
         )
@@ -309,9 +304,12 @@ class EtcdWatches:
         number = response.watch_id
         watch = self._watches.get(number)
         if response.canceled and not response.compact_revision and (watch or number < 0):
-            # etcd refuses an expired token with the text for a user without the permission.
-            self._connection.login.forget(stream.token, younger_s=_YOUNG_S)
-            raise store_error(None, response.cancel_reason, stream.session.endpoint)
+            # etcd refuses an expired token with the text for a user without the permission. Reads
+            # of the same keys tell them apart: they log in again, or are refused themselves.
+            for each in list(self._watches.values()):
+                self._store_revision(each)
+            text = f"etcd at {stream.session.endpoint} ended a watch: {response.cancel_reason}"
+            raise StoreUnavailable(text)
         if watch is None:
             return  # a progress response, or one for a watch that was cancelled
         if response.compact_revision:
@@ -333,8 +331,11 @@ class EtcdWatches:
 
     def _store_revision(self, watch: EtcdWatch) -> int:
         """The present revision, by a linearizable read. Raises StoreError."""
+        key, end = key_range(watch.prefix)
+        request = rpc.RangeRequest(key=key, range_end=end, limit=1, keys_only=True)
         found = self._connection.call(
-            lambda client: client.get_response(watch.prefix or "\0"), repeatable=True
+            lambda etcd: etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata),
+            repeatable=True,
         )
         return int(found.header.revision)
 
