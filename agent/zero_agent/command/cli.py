@@ -40,7 +40,7 @@ from zero_agent.node.network import address_towards
 from zero_agent.workers import oom, output
 from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.streams import Format
-from zero_agent.workers.worker_main import ENV_ERROR_FILE
+from zero_agent.workers.worker_main import ENV_ERROR_FILE, end_process
 from zero_contract.clock import Stopwatch, SystemClock
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         leave_error_file(os.environ.get(ENV_ERROR_FILE), f"internal error: {error!r}", "", code)
     finally:
         output.flush()
-    sys.exit(code)
+    end_process(code)  # threads of gRPC could hold up the end of an interpreter
 
 
 def _sign_lines(node: str, form: Format = Format.TEXT) -> None:

@@ -11,6 +11,7 @@ it only when a store is needed.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from zero_orchestrator.store.kv import (
 __all__ = ["Credentials", "EtcdStore"]
 
 _CLOSE_S = 1.0
-"""`close` waits up to this many seconds for the watches' thread."""
+"""`close` waits up to this many seconds for the watches' thread, and for gRPC."""
 
 
 class EtcdStore:
@@ -222,6 +223,12 @@ class EtcdStore:
         """As `KeyValueStore.close`."""
         self._watches.close(_CLOSE_S)
         self._keep_alives.close()
+        # gRPC closes a channel when the last of its calls has ended, and sets no bound to that.
+        closing = threading.Thread(target=self._close_channels, name="close-etcd", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _close_channels(self) -> None:
         self._keep_alives_of.close()
         self._connection.close()
 
