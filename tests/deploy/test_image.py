@@ -60,6 +60,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "venv" / "bin" / "python"
 
 
+@pytest.mark.full
 def test_the_installed_package_renders_what_the_checkout_does(installed, tmp_path):
     path = job_file(tmp_path, checkpoint={"path": "/c"}, etcd={"endpoints": ["e:1"]})
     targets = ["slurm", "systemd", "compose"]

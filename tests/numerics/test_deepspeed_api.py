@@ -133,12 +133,15 @@ def declare_a_boundary() -> None:
     run_micro_step(engine, step=True)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.corners(world=[2])
 def test_another_batch_size_counts_from_the_next_step_within_a_running_loop(
-    worlds: WorldPool,
+    worlds: WorldPool, world: int
 ) -> None:
     samples, digest = one_result(worlds, change_the_batch_size, 0)
     assert samples == [10, 14, 18, 22, 23]
-    assert one_result(worlds, change_the_batch_size, 1) == (samples, digest)
+    with_processes = worlds.run(world, change_the_batch_size, 1)
+    assert with_processes == [(samples, digest)] * world
 
 
 def change_the_batch_size(num_workers: int) -> tuple[list[int], str]:

@@ -54,9 +54,14 @@ def count_micro_steps() -> tuple[Any, ...]:
     return per_step[:3], positions, length, epochs
 
 
-def test_a_loop_that_is_left_and_entered_again_goes_on_where_it_was(worlds: WorldPool) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.corners(world=[2])
+def test_a_loop_that_is_left_and_entered_again_goes_on_where_it_was(
+    worlds: WorldPool, world: int
+) -> None:
     """Even in the middle of a step, and with batches prefetched by worker processes."""
-    assert one_result(worlds, train_in_fragments, 0) == one_result(worlds, train_in_one_go, 2)
+    expected = one_result(worlds, train_in_fragments, 0)
+    assert worlds.run(world, train_in_one_go, 2) == [expected] * world
 
 
 def train_in_fragments(num_workers: int) -> str:
@@ -98,6 +103,7 @@ class Noisy(Dataset[Tensor]):
         return torch.randn(4) + index
 
 
+@pytest.mark.full
 def test_random_augmentation_does_not_depend_on_who_loads_a_sample(worlds: WorldPool) -> None:
     assert one_result(worlds, train_on_noise, 0) == one_result(worlds, train_on_noise, 1)
 

@@ -439,6 +439,7 @@ def alone_with_checkpoints(wrapper: str, directory: str, steps: int) -> Any:
     return begun, ended, told.lines
 
 
+@pytest.mark.full
 def test_without_a_loader_a_checkpoint_of_tensor_parallelism_loads_anywhere(
     worlds: WorldPool, tmp_path: Path
 ) -> None:

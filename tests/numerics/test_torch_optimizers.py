@@ -94,7 +94,7 @@ def states(name: str, options: dict[str, Any], stages: tuple[int, ...]) -> list[
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.corners(name=["AdamW", "Adafactor"])
+@pytest.mark.corners(name=["Adafactor"])
 def test_by_object_and_by_name_it_is_plain_torch_at_every_stage_and_world(
     worlds: WorldPool, name: str, options: dict[str, Any]
 ) -> None:

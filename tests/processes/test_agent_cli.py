@@ -77,6 +77,7 @@ def test_wrong_input_is_one_message_with_the_remedy(arguments, message, code):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_misspelt_key_of_the_config_is_named_with_the_right_one(tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"train_batch_size": 8, "gradient_cliping": 1.0}))
@@ -120,10 +121,9 @@ def test_a_module_runs_with_its_arguments(tmp_path):
 def test_a_fresh_interpreter_for_each_worker_on_request(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, os; print('torch' in sys.modules, os.environ['RANK'])")
-    done = agent("--standalone", COLD, str(script))
-    assert (done.returncode, done.stdout) == (0, "False 0\n"), done.stderr
-    done = agent("--standalone", str(script))
-    assert (done.returncode, done.stdout) == (0, "True 0\n"), done.stderr
+    for flags, torch_is_imported in [((COLD,), False), ((), True)]:
+        done = agent("--standalone", *flags, str(script), env=light_imports(tmp_path))
+        assert (done.returncode, done.stdout) == (0, f"{torch_is_imported} 0\n"), done.stderr
 
 
 def test_a_signal_that_comes_when_all_is_done_does_not_change_the_exit_code():

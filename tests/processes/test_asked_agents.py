@@ -110,12 +110,15 @@ if os.path.exists(mark):
         time.sleep(0.01)
     print(f"the last word of {rank}", end="")
     sys.exit()
-open(mark, "w").close()
 if rank == "1":
     for number in range(3000):
         print(f"line {number:04d}")
+    while not os.path.exists(sys.argv[1] + "0"):
+        time.sleep(0.01)
+    open(mark, "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 print("waiting", file=sys.stderr, flush=True)
+open(mark, "w").close()
 time.sleep(600)
 """
 

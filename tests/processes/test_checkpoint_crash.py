@@ -62,8 +62,8 @@ def test_processes_save_together(root, start):
     check_loads(root, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
-@pytest.mark.corners(part=[0.5])
 def test_a_rank_killed_while_it_writes_costs_nothing_but_the_attempt(root, start, part):
     before = names(root)
     job = start({1: SignalAt("write", "r00001", from_bytes=part * own_bytes(NEW, 1, WORLD))})

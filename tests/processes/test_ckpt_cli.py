@@ -274,6 +274,7 @@ def load_weights(root):
     ("number", "code", "told"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
+@pytest.mark.corners(number=[signal.SIGINT])
 def test_a_command_that_is_stopped_ends_without_a_traceback_and_leaves_nothing(
     tmp_path, number, code, told
 ):
@@ -310,6 +311,7 @@ def opened(fifo):
         ("ls ROOT/none 2>&-", 2, ""),
     ],
 )
+@pytest.mark.corners(command=["ls ROOT >&-", "show ROOT --json >/dev/full"])
 def test_whatever_becomes_of_the_output_the_exit_code_is_right(trained, command, code, told):
     script = f"{sys.executable} -c 'from zero_orchestrator.start import ckpt; ckpt()'"
     done = subprocess.run(
@@ -324,6 +326,7 @@ def test_whatever_becomes_of_the_output_the_exit_code_is_right(trained, command,
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.corners(flags=[()])
 def test_a_closed_pipe_is_no_error(trained, flags):
     reader, writer = os.pipe()
     os.close(reader)

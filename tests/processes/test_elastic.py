@@ -21,6 +21,7 @@ from tests.support.cluster import (
     TRAIN,
     descendants,
     final_hash,
+    light_imports,
     paced,
     run_alone,
     training,
@@ -79,6 +80,7 @@ def test_every_node_is_killed_in_turn_and_comes_back(cluster, undisturbed_hash):
     assert len(job.events("interrupt")) == 3
 
 
+@pytest.mark.full
 def test_a_late_node_joins_at_a_step_boundary_and_no_step_is_repeated(cluster, undisturbed_hash):
     job = cluster(flags=("--nnodes=1:2",))
     job.start("a")
@@ -122,6 +124,7 @@ def test_training_does_not_stand_still_while_a_late_node_imports(
     assert [event["round"] for event in job.events("activate")] == [1, 2]
 
 
+@pytest.mark.full
 def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_hash):
     job = cluster(flags=("--nnodes=1:2",))
     job.start("a", "b")
@@ -236,6 +239,7 @@ def test_the_next_round_does_not_wait_for_a_node_that_still_imports(
     assert rounds == [["a", "b"], ["a", "b"], ["a", "b", "c"]]
 
 
+@pytest.mark.full
 def test_a_node_with_several_workers_trains_to_the_same_bits(cluster, undisturbed_hash):
     job = cluster(flags=("--nnodes=1", "--nproc-per-node=2"))
     job.start("a")
@@ -273,7 +277,7 @@ def test_a_job_that_keeps_failing_ends_with_its_budget_on_every_node(cluster, tm
         "import time; time.sleep(600)\n"
     )
     job = cluster(flags=("--nnodes=2", "--max-restarts=2"), script=[str(script)])
-    job.start("a", "b")
+    job.start("a", "b", PYTHONPATH=light_imports(tmp_path)["PYTHONPATH"])
     assert [job.agents[node].wait() for node in "ab"] == [AgentExit.JOB_FAILED] * 2
     assert len(job.events("interrupt")) == 2
     failing, *_ = job.events("activate")[0]["nodes"]

@@ -209,6 +209,7 @@ def test_without_a_good_copy_in_memory_the_damage_is_named_and_the_disk_is_used(
     assert loaded_steps(job, f"{job.directory}/checkpoints/")[-1] in (10, 20)
 
 
+@pytest.mark.full
 def test_a_damaged_copy_in_memory_is_named_and_replaced_by_the_other_one(ram_job, undisturbed):
     job = ram_job(("--nnodes=2:3", "--max-restarts=3"), replicas=2)
     job.start("a", "b", "c")

@@ -21,6 +21,7 @@ from tests.support.cluster import (
     Cluster,
     environment,
     final_hash,
+    light_imports,
     paced,
     training,
 )
@@ -122,6 +123,7 @@ def assert_on_no_command_line(secret: bytes) -> None:
     assert shown == []
 
 
+@pytest.mark.full
 def test_the_job_survives_a_host_that_dies_and_one_that_was_never_there(
     hosts, launch, tmp_path, undisturbed_hash
 ):
@@ -173,8 +175,12 @@ def test_hosts_of_which_none_answers_end_the_command_with_their_names(hosts, lau
     assert job.output.count("Connection refused") == 2
 
 
-@pytest.mark.parametrize(("launcher", "program"), [("pdsh", "pdsh"), ("openmpi", "mpirun")])
-def test_other_launchers_run_the_same_agents(hosts, launch, tmp_path, launcher, program):
+@pytest.mark.parametrize(
+    ("launcher", "program"), [("ssh", "ssh"), ("pdsh", "pdsh"), ("openmpi", "mpirun")]
+)
+def test_every_launcher_runs_the_same_agents_on_all_hosts(
+    hosts, launch, tmp_path, launcher, program
+):
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")
     script = tmp_path / "places.py"
@@ -183,7 +189,8 @@ def test_other_launchers_run_the_same_agents(hosts, launch, tmp_path, launcher, 
         "'with', os.environ['GREETING'], flush=True)\n"
         "while not os.path.exists('seen'): time.sleep(0.05)"
     )
-    (tmp_path / ".zero_env").write_text("GREETING=open sesame\n")
+    light = light_imports(tmp_path)["PYTHONPATH"]
+    (tmp_path / ".zero_env").write_text(f"GREETING=open sesame\nPYTHONPATH={light}\n")
     job = launch(hosts.add(), hosts.add(), launcher=launcher, script=[str(script)])
     wait_for(lambda: job.output.count("with open sesame") == 2, 60, "both places")
     assert_on_no_command_line(b"open sesame")

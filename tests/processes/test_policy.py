@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.cluster import COLD, environment
+from tests.support.cluster import COLD, environment, light_imports
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.ctl import status
@@ -112,7 +112,7 @@ def test_a_crash_loop_ends_before_the_budget_with_a_code_of_its_own(cluster, etc
         flags=("--nnodes=1", "--max-restarts=100", "--max-restarts-without-progress=2"),
         script=write(tmp_path / "loop.py", LOOP),
     )
-    job.start("a")
+    job.start("a", PYTHONPATH=light_imports(tmp_path)["PYTHONPATH"])
     assert job.agents["a"].wait() == 7
     assert (
         "no step after 5 was finished in 2 restarts in a row (--max-restarts-without-progress)"

@@ -25,6 +25,7 @@ def set_gate(directory: Path, step: int) -> None:
     new.replace(directory / "gate")
 
 
+@pytest.mark.full
 def test_three_engines_lose_a_node_and_end_as_if_nothing_had_happened(
     cluster, tmp_path: Path
 ) -> None:

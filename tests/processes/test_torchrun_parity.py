@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import COLD, environment, is_alive
+from tests.support.cluster import COLD, environment, is_alive, light_imports
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.workers.numa import parse_cpus
@@ -231,7 +231,8 @@ def test_another_interpreter_runs_the_script_unless_run_path_asks_for_ours(tmp_p
     other.chmod(0o755)
     done = agent("--standalone", script, PYTHON_EXEC=str(other))
     assert printed(done) == ["other False"]
-    done = agent("--standalone", "--run-path", script, PYTHON_EXEC=str(other))
+    light = light_imports(tmp_path)["PYTHONPATH"]
+    done = agent("--standalone", "--run-path", script, PYTHON_EXEC=str(other), PYTHONPATH=light)
     assert printed(done) == ["None True"]
 
 
@@ -281,7 +282,11 @@ def test_several_workers_get_one_thread_each_and_the_user_is_told_once():
 def test_who_started_the_agent_finds_the_root_cause_in_the_agents_own_error_file(tmp_path):
     script, record = tmp_path / "fails.py", tmp_path / "error.json"
     script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise KeyError('why')")
-    done = agent("--standalone", "--nproc=2", script, TORCHELASTIC_ERROR_FILE=str(record))
+    variables = {
+        "TORCHELASTIC_ERROR_FILE": str(record),
+        "PYTHONPATH": light_imports(tmp_path)["PYTHONPATH"],
+    }
+    done = agent("--standalone", "--nproc=2", script, **variables)
     assert done.returncode == AgentExit.JOB_FAILED
     message = json.loads(record.read_text())["message"]
     assert "rank 1: KeyError: 'why' (exit code 1)" in message["message"]
@@ -453,6 +458,7 @@ print("in time")
 
 
 @pytest.mark.parametrize("file", [None, "timers"])
+@pytest.mark.corners(file=["timers"])
 def test_torchs_file_timers_end_a_worker_whose_time_is_up(tmp_path, file):
     script = tmp_path / "script.py"
     script.write_text(TIMED)

@@ -100,6 +100,7 @@ def test_the_job_goes_on_without_a_killed_node_and_with_a_new_one_and_then_is_ov
     assert "is over; choose another --rdzv-id for a new one" in output(tmp_path)
 
 
+@pytest.mark.full
 def test_when_one_torchrun_gives_up_the_others_do_not_wait_for_it(torchrun, tmp_path):
     (tmp_path / "fail").touch()
     gives_up = torchrun(nnodes="2")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.cluster import environment
 
 
@@ -85,19 +87,19 @@ def test_a_script_and_a_module_run_as_they_are(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_script_it_says_how_it_is_used() -> None:
-    done = run("-m", "zero_deepspeed.as_deepspeed")
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -m zero_deepspeed.as_deepspeed")
+USAGE = "usage: python -m zero_deepspeed.as_deepspeed [-m MODULE | SCRIPT] ARGUMENTS\n"
 
 
-def test_what_cannot_be_run_is_said_in_one_line() -> None:
-    command = ["-m", "zero_deepspeed.as_deepspeed"]
-    usage = "usage: python -m zero_deepspeed.as_deepspeed [-m MODULE | SCRIPT] ARGUMENTS\n"
-    said = {
-        (): usage,
-        ("--help",): usage,
-        ("none.py",): "zero_deepspeed.as_deepspeed: none.py: there is no such script\n",
-        ("-m", "no.module"): "zero_deepspeed.as_deepspeed: no.module: there is no such module\n",
-    }
-    assert {given: run(*command, *given).stderr for given in said} == said
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((), USAGE),
+        (("--help",), USAGE),
+        (("none.py",), "zero_deepspeed.as_deepspeed: none.py: there is no such script\n"),
+        (("-m", "no.it"), "zero_deepspeed.as_deepspeed: no.it: there is no such module\n"),
+    ],
+)
+@pytest.mark.corners(given=[("none.py",)])
+def test_what_cannot_be_run_is_said_in_one_line(given: tuple[str, ...], told: str) -> None:
+    done = run("-m", "zero_deepspeed.as_deepspeed", *given)
+    assert (done.returncode, done.stderr) == (1, told)

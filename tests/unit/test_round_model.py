@@ -38,6 +38,7 @@ def test_no_order_of_events_breaks_an_invariant(nodes, bounds, restarts, faults,
     assert explore(begin(spec, nodes, faults), max_round) > 500
 
 
+@pytest.mark.full
 def test_no_fault_of_three_running_nodes_breaks_an_invariant():
     spec = JobSpec(min_nodes=2, max_nodes=3, max_restarts=1)
     assert explore(running(begin(spec, 3, faults=1)), max_round=1) > 500
@@ -83,6 +84,7 @@ def test_a_worker_that_cannot_be_killed_keeps_no_other_node_waiting_and_commits_
     assert explore(running(begin(spec, 2, faults, sticks=1)), max_round=2) > 200
 
 
+@pytest.mark.full
 def test_a_stop_ends_a_running_job_although_a_node_fails_meanwhile():
     spec = JobSpec(min_nodes=2, max_nodes=2)
     assert explore(stop(running(begin(spec, 2, faults=1))), max_round=1) > 500
