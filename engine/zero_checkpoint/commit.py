@@ -45,6 +45,10 @@ _log = logging.getLogger(__name__)
 
 _NONCES = 16
 """Directory names to try: each is taken once in 65536 times, and only within one step."""
+WRITE, PUBLISH = "write", "publish"
+"""The parts of a save: a rank's write, and what rank 0 does with the files of all ranks."""
+OnPart = Callable[[str, int, float], None]
+"""Called with a part of a save that has ended, its bytes and its seconds."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _UNKNOWN = (
     "; it is not known whether this checkpoint was committed, so nothing of it was removed: a load "
@@ -63,7 +67,7 @@ def save(
     fence: Fence | None,
     disk: Disk | None = None,
     image: Image | None = None,
-    on_written: Callable[[int, float], None] | None = None,
+    on_part: OnPart | None = None,
 ) -> Place:
     """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
@@ -78,7 +82,8 @@ def save(
         fence: Called on rank 0 right before the commit; None if no worker can be stale.
         disk: File operations; None: those that `root` needs. Tests replace it.
         image: A snapshot of the pieces, see `own_layout`; None: they do not change meanwhile.
-        on_written: Called with the bytes of this rank's file and the seconds of their write.
+        on_part: Called when this rank has written its file; and on rank 0, when it has checked the
+            files of all ranks and published them, or not.
 
     Returns:
         The directory of the checkpoint, committed and on stable storage.
@@ -103,8 +108,10 @@ def save(
     path = directory / file_name(consensus.rank)
     try:
         verdict = consensus.ask(
-            _write_own(path, state, image, consensus.rank, block_bytes, disk, on_written),
-            lambda votes: _judge(directory, state, header, votes, fence, disk),
+            _write_own(path, state, image, consensus.rank, block_bytes, disk, on_part),
+            lambda votes: _timed(
+                votes, on_part, lambda: _judge(directory, state, header, votes, fence, disk)
+            ),
         )
     except KeyboardInterrupt:
         # With other ranks, or once committed, the attempt must not be undone from here.
@@ -206,7 +213,7 @@ def _write_own(
     rank: int,
     block_bytes: int,
     disk: Disk,
-    on_written: Callable[[int, float], None] | None,
+    on_part: OnPart | None,
 ) -> Record:
     """Write this rank's file; the vote describes the file, or the error.
 
@@ -216,11 +223,25 @@ def _write_own(
         image = image or LiveImage(own_layout(state, rank))
         begin_s = time.monotonic()
         file = write_file(path, image, block_bytes, disk, log_progress=rank == COORDINATOR)
-        if on_written is not None:
-            on_written(image.layout.size_bytes, time.monotonic() - begin_s)
+        if on_part is not None:
+            on_part(WRITE, image.layout.size_bytes, time.monotonic() - begin_s)
         return vote_for(state, image.layout, file)
     except Exception as error:
         return _problem(f"rank {rank}: {path}", error)
+
+
+def _timed(
+    votes: list[Record | None],
+    on_part: OnPart | None,
+    judge: Callable[[], Record],
+) -> Record:
+    """The verdict of `judge`, whose time is reported."""
+    begin_s = time.monotonic()
+    verdict = judge()
+    if on_part is not None:
+        sizes = (vote.get("size_bytes", 0) for vote in votes if vote is not None)
+        on_part(PUBLISH, sum(sizes), time.monotonic() - begin_s)
+    return verdict
 
 
 def _judge(

@@ -1,4 +1,4 @@
-"""How far a long load or save has come, in the log."""
+"""How far a long load or save has come: in the log, and for `zero-ctl status`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ _log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 """Seconds between two lines; what ends sooner has none."""
+TELL_S = 1.0
+"""Seconds between two messages to the agent."""
 
 
 class Meter:
-    """Counts bytes, and logs a line every `EVERY_S`."""
+    """Counts bytes; logs a line every `EVERY_S`, and tells the agent every `TELL_S`."""
 
     def __init__(
-        self, what: str, total_bytes: int, now_s: Callable[[], float] = time.monotonic
+        self,
+        what: str,
+        total_bytes: int,
+        now_s: Callable[[], float] = time.monotonic,
+        *,
+        logs: bool = True,
+        tell: Callable[[str, float], None] | None = None,
     ) -> None:
         """Begin.
 
@@ -26,8 +34,11 @@ class Meter:
             what: What lasts, such as `loading step-000000020.g1.9f3a`.
             total_bytes: Bytes in all.
             now_s: The clock.
+            logs: Whether to log how far it has come: one rank does for all.
+            tell: Called with `what` and the part that is done; None: the agent is not told.
         """
         self._what, self._total_bytes, self._now_s = what, total_bytes, now_s
+        self._logs, self._tell, self._told_s = logs, tell, now_s() - TELL_S
         self._done_bytes = 0
         self._begun_s = now_s()
         self._due_s = self._begun_s + EVERY_S
@@ -36,7 +47,10 @@ class Meter:
         """Some more bytes are done."""
         self._done_bytes += count_bytes
         now_s = self._now_s()
-        if now_s < self._due_s or not self._done_bytes:
+        if self._tell is not None and now_s - self._told_s >= TELL_S:
+            self._told_s = now_s
+            self._tell(self._what, self._done_bytes / max(1, self._total_bytes))
+        if now_s < self._due_s or not self._done_bytes or not self._logs:
             return
         self._due_s = now_s + EVERY_S
         spent_s = now_s - self._begun_s

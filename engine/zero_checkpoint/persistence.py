@@ -39,10 +39,10 @@ from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.siblings import BESIDE, Moment, inconsistent
 from zero_checkpoint.staging import Outcome
 from zero_checkpoint.training import Loading, Training
-from zero_comm.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.agent_link import BEFORE_FIRST_STEP, AgentLink, exit_on_peer_loss
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
-from zero_contract.worker import Saved
+from zero_contract.worker import Restored, Saved
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,10 @@ class Persistence:
         self._script_has_saved = False
         self._script_asks = False
         self._saved_step: int | None = None
+        self._began = (0.0, 0.0)
+        """When the last save began: wall clock and monotonic clock."""
+        self._stall_s: float | None = None
+        """How long training has waited for it; None: it still waits."""
         self._moment: Moment | None = None
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
         self._refused = 0
@@ -128,7 +132,7 @@ class Persistence:
         exclude_frozen: bool = False,
     ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
-        begin_s, step = time.monotonic(), self.training.step
+        (wall_s, begin_s), step = (time.time(), time.monotonic()), self.training.step
         if micro := self.training.micro_step:
             raise CheckpointError(
                 f"micro-step {micro} of a step: its gradients cannot be saved; call "
@@ -148,6 +152,7 @@ class Persistence:
                 _log.info("no checkpoint of step %d: the one before is still being written", step)
             return False
         self._take_outcome(self.saver.wait_for_room())
+        self._began, self._stall_s = (wall_s, begin_s), None
         if not self.leaving:
             self._check_refusals()
         tag = tag or f"global_step{step}"
@@ -162,7 +167,7 @@ class Persistence:
         saved = self._save(request, waits=waits)
         self._saved_step = step
         self._some_rank_busy = not waits
-        stall_s = time.monotonic() - begin_s
+        stall_s = self._stall_s = time.monotonic() - begin_s
         self.schedule.begun(stall_s)
         self._link.saved(stall_s)
         self._link.heartbeat()  # this save may be the last thing that the script does
@@ -340,15 +345,7 @@ class Persistence:
             self.saver.report(outcome)
 
     def _note(self, outcome: Outcome) -> None:
-        self._link.saved_file(
-            Saved(
-                step=outcome.step,
-                committed=outcome.path is not None,
-                size_bytes=outcome.own_bytes,
-                write_s=outcome.own_write_s,
-                total_s=outcome.write_s,
-            )
-        )
+        self._link.saved_file(_report(outcome, self._began, self._stall_s))
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
             self._refused = 0
@@ -403,6 +400,7 @@ class Persistence:
         self, directory: Place, tag: str | None, loading: Loading
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
+        begin_s = time.monotonic()
         if self.training.micro_step:
             raise ZeroError("load_checkpoint() in the middle of a step; call it before training")
         self._take_outcome(self.saver.wait_for_room())
@@ -425,10 +423,10 @@ class Persistence:
             self.ram.loaded(self._memory_root, chosen, step)
         if loaded is None:
             return None, {}
-        return str(loaded.path), self._resume_from(loaded, loading)
+        return str(loaded.path), self._resume_from(loaded, loading, begin_s)
 
-    def _resume_from(self, loaded: Loaded, loading: Loading) -> dict[str, Any]:
-        """Finish a load on this rank; returns the client_state."""
+    def _resume_from(self, loaded: Loaded, loading: Loading, begin_s: float) -> dict[str, Any]:
+        """Finish a load on this rank, which began at `begin_s`; returns the client_state."""
         self._lineage.advance_to(loaded.path.name)
         run = loaded.manifest.meta["engine"]
         loading.adopt(run)
@@ -447,8 +445,16 @@ class Persistence:
         self._script_has_saved = True
         if self.training.rank == 0:
             loading.report(loaded)
-            step, tag = loaded.manifest.step, loaded.manifest.tag
-            self._link.restored(step, tag, in_memory=loaded.in_memory)
+            self._link.restored(
+                Restored(
+                    step=loaded.manifest.step,
+                    tag=loaded.manifest.tag,
+                    in_memory=loaded.in_memory,
+                    load_s=time.monotonic() - begin_s,
+                    read_bytes=loaded.bytes_read,
+                )
+            )
+        self._link.preparing(BEFORE_FIRST_STEP)
         return client
 
     # ---- at the end of a step ----
@@ -519,6 +525,31 @@ class Persistence:
         # Rank 0 may host the store that the others still read the verdict from.
         self.training.meet("leaving")
         self._link.leave(self.saver.last_step)
+
+
+def _report(outcome: Outcome, began: tuple[float, float], stall_s: float | None) -> Saved:
+    """What the agent is told of a save that has ended.
+
+    Args:
+        outcome: How it ended.
+        began: When it began, by the wall clock and the monotonic clock.
+        stall_s: For how long training waited; None: to its end.
+    """
+    wall_s, begin_s = began
+    own, whole, total_s = outcome.own, outcome.whole, outcome.ended_s - begin_s
+    return Saved(
+        step=outcome.step,
+        committed=outcome.path is not None,
+        size_bytes=own.size_bytes if own is not None else 0,
+        write_s=own.took_s if own is not None else 0.0,
+        written_s=own.ended_s - begin_s if own is not None else 0.0,
+        total_s=total_s,
+        began_s=wall_s,
+        stall_s=total_s if stall_s is None else stall_s,
+        publish_s=whole.took_s if whole is not None else 0.0,
+        published_s=whole.ended_s - begin_s if whole is not None else 0.0,
+        whole_bytes=whole.size_bytes if whole is not None else 0,
+    )
 
 
 def _check_group(link: AgentLink, doing: str) -> None:

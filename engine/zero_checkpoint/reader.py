@@ -34,6 +34,7 @@ from zero_checkpoint.format.pieces import PARAM, Piece, State
 from zero_checkpoint.format.plan import READ_BYTES, Part, Read, cut, plan
 from zero_checkpoint.format.table import describe, extents, table_of, uncollected
 from zero_checkpoint.meter import Meter
+from zero_comm.agent_link import preparing
 
 _log = logging.getLogger(__name__)
 
@@ -85,10 +86,9 @@ def fill(
         weights, others = list(compress(reads, first)), list(compress(reads, map(not_, first)))
     with closing(Fetches()) as ahead:
         only_copy: Copies = lambda name: [lambda: open_source(directory / name, ahead)]  # noqa: E731
-        meter = None
-        if log_progress:
-            sizes = (span(manifest, manifest.files[read.file], read.blocks)[1] for read in reads)
-            meter = Meter(f"loading {directory.name}", sum(sizes))
+        sizes = (span(manifest, manifest.files[read.file], read.blocks)[1] for read in reads)
+        what = f"loading {directory.name}"
+        meter = Meter(what, sum(sizes), logs=log_progress, tell=preparing)
         reader = _Reader(directory, manifest, state.pieces, copies or only_copy, meter)
         if copies is None and isinstance(directory, Path):
             files = manifest.files
@@ -120,7 +120,7 @@ class _Reader:
         manifest: Manifest,
         pieces: Sequence[Piece],
         copies: Copies,
-        meter: Meter | None,
+        meter: Meter,
     ) -> None:
         self._directory = directory
         self._meter = meter
@@ -157,8 +157,7 @@ class _Reader:
                 for read in reads:
                     length = self._read(source, file, read)
                     count += length
-                    if self._meter is not None:
-                        self._meter.add(length)
+                    self._meter.add(length)
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise

@@ -9,12 +9,13 @@ reported once and stops nothing; rank 0 tidies up after each commit.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from zero_checkpoint.candidates import newest_committed
-from zero_checkpoint.commit import Lineage, own_layout, save
+from zero_checkpoint.commit import PUBLISH, WRITE, Lineage, own_layout, save
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.chunks import gather_buffers
@@ -29,7 +30,7 @@ from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.retention import Best
-from zero_checkpoint.staging import Background, Outcome, StagingBuffer
+from zero_checkpoint.staging import Background, Outcome, Part, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging
 from zero_contract.errors import CommitRefused
 
@@ -74,8 +75,8 @@ class Saver:
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
         self._has_warned = False
-        self._own_write = (0, 0.0)
-        """Bytes of this rank's file in the save in flight, and the seconds of their write."""
+        self._parts: dict[str, Part] = {}
+        """The parts of the save in flight that have ended."""
         self._buffers = gather_buffers()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
@@ -187,15 +188,15 @@ class Saver:
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
-            size_bytes, write_s = self._own_write
-            outcome = replace(outcome, own_bytes=size_bytes, own_write_s=write_s)
-            self._own_write = (0, 0.0)
+            outcome = replace(outcome, own=self._parts.get(WRITE), whole=self._parts.get(PUBLISH))
+            self._parts = {}
             self._failed = self._in_flight_root if outcome.path is None else None
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
 
-    def _note_write(self, size_bytes: int, write_s: float) -> None:
-        self._own_write = (size_bytes, write_s)
+    def _note_part(self, part: str, size_bytes: int, took_s: float) -> None:
+        ended = Part(size_bytes=size_bytes, took_s=took_s, ended_s=time.monotonic())
+        self._parts[part] = ended
 
     def _start(self, request: Request, image: Image | None) -> None:
         self._background.start(request.step, partial(self._save, request, image))
@@ -222,7 +223,7 @@ class Saver:
             fence=request.fence,
             disk=disk_of(request.root, self.disk),
             image=image,
-            on_written=self._note_write,
+            on_part=self._note_part,
         )
         self._lineage.advance_to(path.name)
         if self._rank == 0:

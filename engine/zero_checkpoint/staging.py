@@ -110,16 +110,28 @@ class _Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a save: a rank's write, or what rank 0 does with the files of all ranks."""
+
+    size_bytes: int
+    took_s: float
+    ended_s: float
+    """When it ended, by the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a save ended."""
 
     step: int
     write_s: float
     """Seconds from its beginning to its end in the background."""
-    own_bytes: int = 0
-    """The size of this rank's file."""
-    own_write_s: float = 0.0
-    """Seconds of the write of this rank's file, without the votes."""
+    ended_s: float = 0.0
+    """When it ended, by the monotonic clock."""
+    own: Part | None = None
+    """The write of this rank's file, without the votes."""
+    whole: Part | None = None
+    """On rank 0, the check of the files of all ranks and the publication."""
     path: Place | None = None
     error: Exception | None = None
 
@@ -144,9 +156,11 @@ class Background:
             begin = time.monotonic()
             try:
                 path = save()
-                return Outcome(step=step, path=path, write_s=time.monotonic() - begin)
+                end_s = time.monotonic()
+                return Outcome(step=step, path=path, write_s=end_s - begin, ended_s=end_s)
             except Exception as error:
-                return Outcome(step=step, error=error, write_s=time.monotonic() - begin)
+                end_s = time.monotonic()
+                return Outcome(step=step, error=error, write_s=end_s - begin, ended_s=end_s)
 
         self._running = self._threads.submit(run)
 

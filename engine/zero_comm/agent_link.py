@@ -53,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 30.0
 PEER_MEMORY_TIMEOUT_S = 10.0
+BEFORE_FIRST_STEP = "first step: it may compile and warm up"
+"""What a worker does that has an engine and its state, until its first step ends."""
 LAST_SAVE = 0.75
 """The part of the drain timeout for which the last save may wait for etcd: the rest is needed to
 exit, before the agent kills the worker."""
@@ -186,9 +188,19 @@ class AgentLink:
         self._saving_s += stall_s
         self._timer.saved(stall_s)
 
-    def restored(self, step: int, tag: str, *, in_memory: bool) -> None:
+    def restored(self, restored: contract.Restored) -> None:
         """On rank 0: all ranks have loaded a checkpoint, and verified what they read."""
-        self._send(contract.Restored(step=step, tag=tag, in_memory=in_memory))
+        self._send(restored)
+
+    def preparing(self, what: str, part: float | None = None) -> None:
+        """Say what this worker does before its first step, for `zero-ctl status`.
+
+        Args:
+            what: What it does, such as `loading step-000000040.g1.3fa9`.
+            part: The part of it that is done, 0 to 1; None: not known.
+        """
+        if self._shown is None:
+            self._send(contract.Preparing(what=what, part=part))
 
     def saved_file(self, saved: contract.Saved) -> None:
         """A save has ended."""
@@ -382,6 +394,12 @@ def _wait_reply(request: int) -> WaitReply:
 
 
 _link: AgentLink | None = None
+
+
+def preparing(what: str, part: float | None = None) -> None:
+    """As `AgentLink.preparing` of this process, if it has a link."""
+    if _link is not None:
+        _link.preparing(what, part)
 
 
 def agent_link(rank: int) -> AgentLink:

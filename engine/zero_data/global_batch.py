@@ -60,6 +60,8 @@ class Cursor:
     """Micro-steps of the current step that have ended on this rank."""
     skipped: int = 0
     """Steps whose gradients were not finite: the data were consumed, the weights not changed."""
+    tokens: int = 0
+    """Tokens of those steps, as far as the script has counted them."""
 
 
 @dataclass(frozen=True, slots=True)

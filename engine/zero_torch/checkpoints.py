@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from zero_checkpoint.files.place import place
 from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.weight_hash import weight_hash
-from zero_comm.agent_link import agent_link, exit_on_peer_loss
+from zero_comm.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
@@ -76,6 +76,7 @@ class Checkpoints:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._cursor = Cursor()
         self._link = agent_link(self._rank)
+        self._link.preparing(BEFORE_FIRST_STEP)
         self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
         self._collectives.meet(self._device)
         self._in_step = False

@@ -116,7 +116,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "restore": Event(
             when="The workers of a round have loaded a checkpoint. What they read of it has the "
             "digests in its manifest.",
-            facts=("step", "tag", "in_memory"),
+            facts=("step", "tag", "in_memory", "load_s", "read_bytes"),
             story=True,
         ),
         "left": Event(when="A worker has left at a step boundary."),

@@ -152,6 +152,8 @@ class Progress:
     """Norm of the gradient before clipping."""
     loss_scale: float | None = None
     """Loss scale of fp16 training; None in other training."""
+    tokens: int = 0
+    """Tokens of committed steps since the run began, as the script counts them; 0: it does not."""
     reduction: str = ""
     """How gradients are summed, if not in the fixed order: "native", by the backend."""
     saving_s: float = 0.0
@@ -192,6 +194,18 @@ class Saved:
     """Seconds of its write."""
     total_s: float = 0.0
     """Seconds from the beginning of the save to its end, in the background of training."""
+    began_s: float = 0.0
+    """When it began: the wall clock, seconds since the epoch."""
+    stall_s: float = 0.0
+    """Seconds for which training waited, from the beginning."""
+    written_s: float = 0.0
+    """Seconds from the beginning to the end of the write."""
+    publish_s: float = 0.0
+    """On rank 0, seconds in which it checked the parts of all ranks and published the whole."""
+    published_s: float = 0.0
+    """Seconds from the beginning to the end of that."""
+    whole_bytes: int = 0
+    """On rank 0, the parts of all ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,6 +266,19 @@ class Restored:
     tag: str
     in_memory: bool = False
     """Whether it was an in-memory checkpoint, rather than one on disk."""
+    load_s: float = 0.0
+    """Seconds from the beginning of the load to its end."""
+    read_bytes: int = 0
+    """Bytes that rank 0 has read, and verified."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preparing:
+    """What the worker does before its first step of a round."""
+
+    what: str
+    part: float | None = None
+    """The part of it that is done, 0 to 1; None: not known."""
 
 
 Message = (
@@ -269,6 +296,7 @@ Message = (
     | WaitReply
     | Left
     | Restored
+    | Preparing
 )
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,36 @@ def test_in_fp16_the_loss_scale_divides_out(worlds: WorldPool) -> None:
     assert one[0] == one[1]
     exact = [loss for loss, _ in worlds.run(1, train, (0,), "sum and count")[0][0][1]]
     assert [loss for loss, _ in one[0][1]] == pytest.approx(exact, rel=0.02)
+
+
+def count(root: str, steps: int, form: str) -> tuple[int, int]:
+    """The tokens of the run up to this step, and those that this rank has given; saves."""
+    engine, *_ = zero_deepspeed.initialize(model=net(), training_data=Ragged(), config=settings(1))
+    engine.load_checkpoint(root)
+    given = 0
+    while engine.global_steps < steps:
+        for values, counts in engine.training_dataloader:
+            backward(engine, loss_of(engine, values, counts), form)
+            engine.step()
+            given += int(counts.sum())
+            if engine.global_steps == steps:
+                break
+    engine.save_checkpoint(root)
+    return engine._run.cursor.tokens, given
+
+
+def test_the_tokens_of_a_run_are_counted_across_checkpoints_and_world_sizes(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    ((tokens, given),) = worlds.run(1, count, str(tmp_path / "one"), STEPS, "sum and count")
+    assert tokens == given > 0
+    root = str(tmp_path / "changes")
+    half = worlds.run(3, count, root, STEPS // 2, "mean and tokens")
+    assert len({total for total, _ in half}) == 1, "padding micro-batches do not count"
+    whole = worlds.run(2, count, root, STEPS, "mean and tokens")
+    assert [total for total, _ in whole] == [tokens, tokens]
+    ((none, _),) = worlds.run(1, count, str(tmp_path / "none"), 1, "samples")
+    assert none == 0
 
 
 def test_a_step_with_and_without_counts_is_an_error_on_every_rank(worlds: WorldPool) -> None:

@@ -17,7 +17,7 @@ from tests.support.cluster import COLD, TOGETHER, agent, environment
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import status
-from zero_orchestrator.ctl.events import goodput_prefix, read_goodput
+from zero_orchestrator.ctl.events import goodput_prefix, history_key, read_goodput, read_history
 from zero_orchestrator.ctl.goodput import Use, from_record, total_ns
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
@@ -181,9 +181,19 @@ def test_the_saves_of_an_engine_are_in_the_ledger_and_in_the_metrics(cluster, et
     found = scraped()
     assert found[f"zero_node_saved_bytes_total{{{labels.format('')}}}"] > 0
     assert found[f"zero_node_save_write_seconds_total{{{labels.format('')}}}"] > 0
+    assert found[f"zero_node_save_publish_seconds_total{{{labels.format('')}}}"] > 0
+    published = (
+        f'zero_node_published_checkpoints_total{{node="a",tier="disk",zero_job="{job.job}"}}'
+    )
+    assert found[published] == found[committed]
     assert (
         found[f'zero_agent_etcd_call_duration_seconds_count{{node="a",zero_job="{job.job}"}}'] > 0
     )
     (tmp_path / "enough").touch()
     job.wait_for_end()
-    assert from_record(status.read(etcd_store, job.job).time_ns)[Use.SAVING] > 0
+    now = status.read(etcd_store, job.job)
+    assert from_record(now.time_ns)[Use.SAVING] > 0
+    saved = read_history(etcd_store.get(history_key(job.job))).checkpoints[-1]
+    assert saved.size_bytes > 0
+    assert 0 < saved.write_s <= saved.stall_s + 5
+    assert saved.publish_s > 0

@@ -4,7 +4,7 @@ import contextlib
 import socket
 
 from zero_comm.agent_link import AgentLink
-from zero_contract.worker import Hello, Progress, decode
+from zero_contract.worker import Hello, Preparing, Progress, decode
 
 
 def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worker(tmp_path):
@@ -17,8 +17,10 @@ def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worke
         with connection, connection.makefile("rb") as lines:
             link.saved(0.5)  # before the first step: nothing to send it with
             link.heartbeat()
+            link.preparing("loading x", 0.4)
             one = Progress(step=1, gradient_norm=2.0)
             link.progress(0, one)
+            link.preparing("loading y")  # it takes steps
             link.saved(1.0)
             link.saved(0.25)
             link.heartbeat()
@@ -26,7 +28,8 @@ def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worke
             link.close()
             told = [decode(line) for line in lines]
     assert isinstance(told[0], Hello)
-    assert [(m.step, m.gradient_norm, m.saving_s) for m in told[1:]] == [
+    assert told[1] == Preparing(what="loading x", part=0.4)
+    assert [(m.step, m.gradient_norm, m.saving_s) for m in told[2:]] == [
         (1, 2.0, 0.5),
         (1, 2.0, 1.25),
         (1, 2.0, 0.0),

@@ -12,6 +12,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_agent.loop.job_history import JobHistory
+from zero_contract import worker
 from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.ctl import history as histories
 from zero_orchestrator.ctl import lane as lanes
@@ -113,6 +114,38 @@ def test_an_agent_knows_the_steps_of_one_worker_and_the_checkpoints_while_it_has
     assert (mine.reign, mine.leads) == (2, True)
     assert [point.step for point in mine.history.points] == [2, 3]
     assert mine.history.checkpoints == ()  # the record has them
+
+
+def test_a_checkpoint_has_the_times_and_the_size_of_its_save_and_those_in_memory_are_counted():
+    mine = JobHistory()
+    mine.look(job(1, ME), ME)
+    mine.report(0, Progress(step=2, tokens=900))
+    for number in range(3):
+        request = CommitRequest(request=number, step=2, tag="m", digest="d", samples=1)
+        mine.saved(replace(request, in_memory=number > 0))
+    ended = worker.Saved(
+        step=2, committed=True, whole_bytes=64, stall_s=0.5, write_s=2, publish_s=1
+    )
+    mine.written(replace(ended, step=1))  # of a round before
+    mine.written(ended)
+    (saved,) = mine.history.checkpoints
+    assert (saved.size_bytes, saved.stall_s, saved.write_s, saved.publish_s) == (64, 0.5, 2, 1)
+    assert (mine.history.saved, mine.history.kept, mine.published) == (1, 2, {False: 1, True: 2})
+    record = json.loads(json.dumps(histories.to_record(mine.history)))
+    again = histories.from_record(record)
+    assert (again.kept, again.points[-1].tokens) == (2, 900)
+    assert again.checkpoints[0].size_bytes == 64
+    assert again.after(again).kept == 4
+
+
+def test_a_history_of_an_older_version_is_read():
+    history = trained(range(1, 4)).with_checkpoint(
+        Saved(step=3, tag="t", time_s=1.0, samples=1, digest="d")
+    )
+    record = histories.to_record(history)
+    del record["kept"], record["points"]["tokens"]
+    record["checkpoints"] = [one[:5] for one in record["checkpoints"]]
+    assert histories.from_record(record) == history
 
 
 def test_when_the_node_of_rank_0_is_lost_the_next_one_continues_its_curve_without_a_gap():

@@ -9,11 +9,12 @@ from zero_agent.loop.metrics import NODE_METRICS, Readings, of_node
 from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers
 from zero_agent.workers.step_times import Histogram, Spent, StepTimes
-from zero_contract.worker import Progress, Saved
+from zero_contract.worker import Progress, Restored, Saved
 from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.ctl.metrics import JOB as JOB_LABEL
 from zero_orchestrator.ctl.metrics import JOB_METRICS, exposition, of_jobs
+from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
 
 NODE = NodeRow(
@@ -58,11 +59,31 @@ def test_the_metrics_of_a_job_are_what_its_status_shows():
     assert (sum(times.values()), times[Use.USEFUL], times[Use.SAVING]) == (4, 3, 0)
 
 
+def test_the_metrics_of_a_job_have_its_tokens_and_how_long_its_steps_take():
+    each = Quantiles(count=9, p50_s=0.5, p90_s=0.6, p99_s=0.7)
+    job = replace(
+        JOB,
+        members=(replace(NODE, ranks={"3": each}),),
+        step_times=each,
+        tokens=900,
+        speed=Speed(steps=2.0, tokens=600.0),
+        kept=7,
+    )
+    found = read(exposition(lambda: of_jobs([job])))
+    assert found["zero_job_tokens gpt"] == 900
+    assert found["zero_job_tokens_per_second gpt"] == 600
+    assert found["zero_job_step_duration_seconds gpt 0.9"] == 0.6
+    assert found["zero_job_rank_step_duration_seconds gpt a 0.99 3"] == 0.7
+    assert found["zero_job_published_checkpoints_total gpt memory"] == 7
+    assert "zero_job_samples_per_second gpt" not in found
+
+
 def test_a_metric_that_is_not_known_is_left_out():
     bare = replace(JOB, checkpoint=None, goodput=None, time_ns={}, members=())
     names = {name.split()[0] for name in read(exposition(lambda: of_jobs([bare])))}
     assert names.isdisjoint(
         {"zero_job_checkpoint_step", "zero_job_goodput_ratio", "zero_job_step", "zero_job_loss"}
+        | {"zero_job_tokens", "zero_job_tokens_per_second", "zero_job_step_duration_seconds"}
     )
     assert "zero_job_state" in names
 
@@ -88,7 +109,7 @@ def readings(**facts) -> Readings:
     status = replace(STARTING, job="gpt", node="a", round=3, workers=Workers.RUNNING)
     status = replace(status, workers_round=3)
     unknown = {"used_ns": {}, "progress": None, "step_times": {}, "memory": None}
-    unknown |= {"spent": {}, "etcd": Histogram()}
+    unknown |= {"spent": {}, "etcd": Histogram(), "speed": None, "published": {}}
     return Readings(**{"status": status, **unknown, **facts})
 
 
@@ -97,7 +118,7 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
     for step, saving_s in [(1, 0.0), (2, 0.0), (2, 4.0), (3, 0.0)]:
         steps.add(5, clock.now(), Progress(step=step, saving_s=saving_s))
         clock.advance(3.0)
-    progress = Progress(step=3, samples=24, loss=0.5, gradient_norm=1.5)
+    progress = Progress(step=3, samples=24, loss=0.5, gradient_norm=1.5, tokens=900)
     now = readings(
         progress=progress,
         step_times=steps.read(),
@@ -107,10 +128,17 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
             5: Spent()
             .with_progress(Progress(step=1, compute_s=2.0, wait_s=1.0))
             .with_progress(Progress(step=2, compute_s=1.0, saving_s=0.5))
-            .with_save(Saved(step=2, committed=True, size_bytes=8, write_s=0.25, total_s=0.5))
+            .with_save(
+                Saved(
+                    step=2, committed=True, size_bytes=8, write_s=0.25, publish_s=0.125, total_s=0.5
+                )
+            )
+            .with_restore(Restored(step=2, tag="t", load_s=0.75, read_bytes=16))
             .with_save(Saved(step=3, committed=False))
         },
         etcd=Histogram().add(0.002).add(0.02),
+        speed=Speed(steps=2.0, samples=16.0, tokens=600.0),
+        published={False: 1, True: 20},
     )
     found = read(exposition(lambda: of_node(now)))
     assert (found["zero_agent_ready gpt a"], found["zero_agent_healthy gpt a"]) == (1, 1)
@@ -128,6 +156,13 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
     assert found["zero_node_saved_bytes_total gpt a 5"] == 8
     assert found["zero_node_save_write_seconds_total gpt a 5"] == 0.25
     assert found["zero_node_last_save_seconds gpt a 5"] == 0.5
+    assert found["zero_node_save_publish_seconds_total gpt a 5"] == 0.125
+    assert found["zero_node_restores_total gpt a 5"] == 1
+    assert found["zero_node_restore_seconds_total gpt a 5"] == 0.75
+    assert found["zero_node_restored_bytes_total gpt a 5"] == 16
+    assert found["zero_node_published_checkpoints_total gpt a memory"] == 20
+    assert found["zero_node_tokens gpt a"] == 900
+    assert found["zero_node_tokens_per_second gpt a"] == 600
     assert found["zero_agent_etcd_call_duration_seconds_bucket gpt 0.0025 a"] == 1
     assert found["zero_agent_etcd_call_duration_seconds_count gpt a"] == 2
     duration = "zero_node_step_duration_seconds"

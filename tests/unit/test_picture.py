@@ -113,6 +113,20 @@ def test_a_verdict_about_ranks_holds_until_it_is_withdrawn_or_its_round_ends():
     ]
 
 
+def test_tokens_and_what_saves_took_are_shown_where_they_are_known():
+    records = disturbed()
+    assert "Tokens per second" not in {tile["label"] for tile in shown(records)["tiles"]}
+    assert [row[6] for row in shown(records)["checkpoints"]["rows"]] == [None] * 7
+    points = [dataclasses.replace(p, tokens=1000 * p.step) for p in records.history.points]
+    history = dataclasses.replace(records.history, points=tuple(points), kept=70)
+    times = {"size_bytes": 1 << 20, "stall_s": 0.1, "write_s": 0.4, "publish_s": 0.2}
+    found = shown(records, history=history.with_times(70, **times))
+    (tile,) = [one for one in found["tiles"] if one["label"] == "Tokens per second"]
+    assert (tile["value"], tile["note"]) == ("4,000", "76,000 in all")
+    assert found["checkpoints"]["kept"] == 70
+    assert found["checkpoints"]["rows"][-1][6] == [1 << 20, 0.1, 0.4, 0.2]
+
+
 def test_the_lane_of_a_node_that_is_lost_ends_where_its_round_did():
     records = disturbed()
     gone = dataclasses.replace(records.lanes["node-b"], spans=records.lanes["node-b"].spans[:3])

@@ -11,6 +11,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_orchestrator.ctl import cli, events_command, status, views
 from zero_orchestrator.ctl.events import events_prefix, goodput_prefix, progress_prefix, seen_key
+from zero_orchestrator.ctl.pace import Pace, Quantiles, Speed, bucket, to_record
 from zero_orchestrator.ctl.requests import (
     TooFewNodes,
     ask_to_drain,
@@ -145,6 +146,49 @@ def test_what_checkpoints_in_memory_take_of_each_node_is_shown_with_its_cap(memo
         ["-", "-", "-", "-"],
         ["109.0", "of", "512", "MiB"],
     ]
+
+
+def test_what_workers_do_before_their_first_step_is_shown_until_they_take_it(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    assert "prepares" not in shown(read(job))
+    told = {"preparing": "loading step-000000040.g1.3fa9: 40%", "time": 1.0}
+    memory.put(progress_prefix("gpt") + "b", json.dumps(told))
+    now = read(job)
+    assert [(row.preparing, row.step, row.step_time_s) for row in now.members] == [
+        ("", None, None),
+        ("loading step-000000040.g1.3fa9: 40%", None, None),
+    ]
+    assert shown(now).splitlines()[-1].split()[-3:] == ["loading", "step-000000040.g1.3fa9:", "40%"]
+    memory.put(progress_prefix("gpt") + "b", json.dumps({"step": 41, "preparing": ""}))
+    assert "prepares" not in shown(read(job))
+
+
+def test_speed_tokens_and_the_step_times_of_the_slowest_ranks_are_shown(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    for name, ranks, took_s in (("a", "01", 0.25), ("b", "23", 0.5)):
+        each = Quantiles(count=10, p50_s=took_s, p90_s=took_s, p99_s=2 * took_s)
+        pace = Pace(
+            speed=Speed(steps=2.0, samples=16.0, tokens=4096.0),
+            counts={bucket(took_s): 20},
+            ranks=dict.fromkeys(ranks, each),
+        )
+        told = {"step": 44, "samples": 352, "tokens": 90112, "pace": to_record(pace)}
+        memory.put(progress_prefix("gpt") + name, json.dumps(told))
+    now = read(job)
+    assert (now.samples, now.tokens) == (352, 90112)
+    assert now.speed == Speed(steps=2.0, samples=16.0, tokens=4096.0)
+    assert now.step_times == Quantiles(count=40, p50_s=0.25, p90_s=0.5, p99_s=0.5)
+    page = shown(now)
+    assert "352 samples, 90,112 tokens" in page
+    assert "2.00 steps/s, 16 samples/s, 4,096 tokens/s" in page
+    assert "p50 0.25 s, p90 0.5 s, p99 0.5 s, in this round" in page
+    rows = [line.split() for line in page.splitlines()[-4:]]
+    assert [row[:2] for row in rows] == [["2", "b"], ["3", "b"], ["0", "a"], ["1", "a"]]
+    assert rows[0][2:] == ["10", "0.5", "s", "0.5", "s", "1", "s"]
 
 
 def test_hosts_that_are_excluded_and_nodes_that_are_unfit_are_shown_with_the_reason(memory):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.support.manual_clock import ManualClock
 from zero_agent.workers.progress import HangPolicy, Steps
-from zero_contract.worker import Progress
+from zero_contract.worker import Preparing, Progress
 
 
 def begun(tmp_path: Path) -> tuple[Steps, ManualClock]:
@@ -40,3 +40,18 @@ def test_a_round_begins_without_the_times_of_the_last_one_and_with_its_step(tmp_
     clock.advance(100.0)
     steps.begin({})
     assert (steps.too_slow(), steps.finished) == (None, 7)
+
+
+def test_what_the_worker_that_is_least_far_does_is_said_until_each_has_taken_a_step(tmp_path):
+    steps, _ = begun(tmp_path)
+    assert steps.preparing == ""
+    steps.prepares(0, Preparing(what="first step"))
+    steps.prepares(1, Preparing(what="loading x", part=0.4))
+    assert steps.preparing == "loading x: 40%"
+    steps.beat(1, Progress(step=1))
+    assert steps.preparing == "first step"
+    steps.beat(0, Progress(step=1))
+    assert steps.preparing == ""
+    steps.prepares(0, Preparing(what="first step"))
+    steps.begin({})
+    assert steps.preparing == ""

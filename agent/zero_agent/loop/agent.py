@@ -49,7 +49,7 @@ from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.values import in_words
-from zero_contract.worker import Progress
+from zero_contract.worker import Progress, Saved
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
@@ -139,6 +139,7 @@ class Agent:
         self._history = JobHistory()
         self._store_writes.on_published = self._history.saved
         self._node_workers.steps.on_report = self._on_step
+        self._node_workers.steps.on_saved = self._on_saved
         self._ring = _ring(config, self._post(self._suspects.add))
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
@@ -209,6 +210,8 @@ class Agent:
             spent=steps.spent,
             etcd=self._store.durations,
             memory=self._ram.use(),
+            speed=steps.speed,
+            published=self._history.published,
         )
         return exposition(lambda: of_node(readings))
 
@@ -415,15 +418,26 @@ class Agent:
         self.took_part |= job.state not in ENDED
         self._journal.round, self._journal.nodes = job.n, nodes
         self._publisher.alive(nodes=nodes)
-        if self._node_workers.steps.begun:
+        steps, runs = self._node_workers.steps, self._node_workers.state is Workers.RUNNING
+        if steps.begun:
             self._rdzv.stepped(self._node_workers.round)
-        if (last := self._node_workers.steps.last) is not None:
-            lease, use, strain = self._rdzv.lease, self._ram.use, self._strain.look
-            self._publisher.progress(last, lease=lease, nodes=nodes, ram=use, strain=strain)
+        preparing = steps.preparing if runs else ""
+        if self._config.preload and not self._node_workers.prepared:
+            preparing = f"importing {', '.join(self._config.preload)}"
+        if steps.last is not None or preparing:
+            self._publisher.progress(
+                steps.last,
+                lease=self._rdzv.lease,
+                nodes=nodes,
+                preparing=preparing,
+                ram=self._ram.use,
+                strain=self._strain.look,
+                pace=lambda: steps.pace,
+            )
         self._verdicts.follow(job, self._rdzv.lease)
+        idle_s = steps.stalled_s() if runs else None
         if job.members.index(self._rdzv.node) == 0:
-            steps, runs = self._node_workers.steps, self._node_workers.state is Workers.RUNNING
-            self._verdicts.look(steps.stalled_s() if runs else None, steps.finished or 0)
+            self._verdicts.look(idle_s, steps.finished or 0)
 
     def _publish_last_output(self) -> None:
         """Leave the workers' last output in etcd, for `zero-ctl logs` after the end."""
@@ -438,6 +452,10 @@ class Agent:
     def _on_step(self, rank: int, progress: Progress) -> None:
         self._time.report(rank, progress)
         self._history.report(rank, progress)
+
+    def _on_saved(self, rank: int, saved: Saved) -> None:
+        if rank == 0:
+            self._history.written(saved)
 
     def _look_at_time(self) -> None:
         """Mark what this node does, and publish its ledger and the history, for `zero-ctl`."""

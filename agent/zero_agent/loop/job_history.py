@@ -10,8 +10,10 @@ its loop. Used on the agent's thread alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
+from zero_contract import worker
 from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.ctl.history import History, Saved
 from zero_orchestrator.membership.job_state import Node, Snapshot
@@ -26,6 +28,8 @@ class JobHistory:
         """How often this node has come to have rank 0."""
         self.leads = False
         """Whether rank 0 of the round is on this node."""
+        self.published: Mapping[bool, int] = {}
+        """In memory or not -> the checkpoints of workers here; replaced, so read on any thread."""
         self._workers = 0
         self._round = 0
         self._rank: int | None = None
@@ -36,7 +40,8 @@ class JobHistory:
         leads = bool(members.nodes) and members.nodes[0].id == node.id
         if leads and not self.leads:
             self.reign += 1
-            self.history = replace(self.history, checkpoints=(), saved=0)  # they are in the record
+            # They are in the record.
+            self.history = replace(self.history, checkpoints=(), saved=0, kept=0)
         self.leads, self._workers = leads, members.world_size
         if job.n != self._round:
             self._round, self._rank = job.n, None
@@ -52,11 +57,18 @@ class JobHistory:
                 samples=progress.samples,
                 workers=self._workers,
                 loss=progress.loss,
+                tokens=progress.tokens,
             )
 
     def saved(self, request: CommitRequest) -> None:
-        """A checkpoint is published; one in memory, as each step may have, is not recorded."""
-        if self.leads and not request.in_memory:
+        """A checkpoint is published; one in memory, as each step may have, is only counted."""
+        self.published = {
+            **self.published,
+            request.in_memory: self.published.get(request.in_memory, 0) + 1,
+        }
+        if self.leads and request.in_memory:
+            self.history = replace(self.history, kept=self.history.kept + 1)
+        elif self.leads:
             self.history = self.history.with_checkpoint(
                 Saved(
                     step=request.step,
@@ -65,4 +77,15 @@ class JobHistory:
                     samples=request.samples,
                     digest=request.digest,
                 )
+            )
+
+    def written(self, saved: worker.Saved) -> None:
+        """The save of the checkpoint that was published last has ended, as rank 0 reports."""
+        if saved.committed:
+            self.history = self.history.with_times(
+                saved.step,
+                size_bytes=saved.whole_bytes,
+                stall_s=saved.stall_s,
+                write_s=saved.write_s,
+                publish_s=saved.publish_s,
             )

@@ -19,6 +19,7 @@ from zero_contract.worker import Progress
 from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.ctl.metrics import JOB, TIME, Definition, Values, family, time_values
+from zero_orchestrator.ctl.pace import Speed
 
 NODE = "node"
 """The label that every metric of a node has, beside `JOB`."""
@@ -37,6 +38,10 @@ class Readings:
     etcd: Histogram
     """The calls of etcd on which the agent's loop waits."""
     memory: MemoryUse | None
+    speed: Speed | None
+    """Over the last minute of the round."""
+    published: Mapping[bool, int]
+    """In memory or not -> the checkpoints that were published for rank 0, if that is here."""
 
 
 def _one(read: Callable[[Readings], float | None]) -> Callable[[Readings], Values]:
@@ -45,6 +50,10 @@ def _one(read: Callable[[Readings], float | None]) -> Callable[[Readings], Value
 
 def _of_step(read: Callable[[Progress], float | None]) -> Callable[[Readings], Values]:
     return lambda now: [({}, None if now.progress is None else read(now.progress))]
+
+
+def _of_speed(read: Callable[[Speed], float | None]) -> Callable[[Readings], Values]:
+    return lambda now: [({}, None if now.speed is None else read(now.speed))]
 
 
 def _of_memory(read: Callable[[MemoryUse], float]) -> Callable[[Readings], Values]:
@@ -102,6 +111,27 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
     (
         Definition(name="zero_node_samples", help="Samples that the run has consumed up to it."),
         _of_step(lambda last: last.samples or None),
+    ),
+    (
+        Definition(
+            name="zero_node_tokens",
+            help="Tokens that the run has consumed up to it, if the script counts them.",
+        ),
+        _of_step(lambda last: last.tokens or None),
+    ),
+    (
+        Definition(
+            name="zero_node_samples_per_second",
+            help="Samples of all ranks that are trained in a second, over the last minute.",
+        ),
+        _of_speed(lambda speed: speed.samples),
+    ),
+    (
+        Definition(
+            name="zero_node_tokens_per_second",
+            help="Tokens of all ranks that are trained in a second, over the last minute.",
+        ),
+        _of_speed(lambda speed: speed.tokens),
     ),
     (
         Definition(name="zero_node_loss", help="Mean loss of that step."),
@@ -178,6 +208,55 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
             labels=("rank",),
         ),
         _of_ranks({"": lambda rank: rank.write_s}),
+    ),
+    (
+        Definition(
+            name="zero_node_save_publish_seconds",
+            help="Time in which rank 0 checked the parts of all ranks and published checkpoints.",
+            counts=True,
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.publish_s or None}),
+    ),
+    (
+        Definition(
+            name="zero_node_published_checkpoints",
+            help="Checkpoints that were published for rank 0, on disk and in memory; only the "
+            "node of rank 0 has them.",
+            counts=True,
+            labels=("tier",),
+        ),
+        lambda now: [
+            ({"tier": "memory" if in_memory else "disk"}, count)
+            for in_memory, count in now.published.items()
+        ],
+    ),
+    (
+        Definition(
+            name="zero_node_restores",
+            help="Checkpoints that all ranks have loaded, as rank 0 has reported.",
+            counts=True,
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.restores or None}),
+    ),
+    (
+        Definition(
+            name="zero_node_restore_seconds",
+            help="Time in which rank 0 read and verified checkpoints that it loaded.",
+            counts=True,
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.restore_s or None}),
+    ),
+    (
+        Definition(
+            name="zero_node_restored_bytes",
+            help="Bytes that rank 0 read and verified of these checkpoints.",
+            counts=True,
+            labels=("rank",),
+        ),
+        _of_ranks({"": lambda rank: rank.restored_bytes or None}),
     ),
     (
         Definition(

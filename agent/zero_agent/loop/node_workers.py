@@ -48,6 +48,7 @@ from zero_contract.worker import (
     Message,
     PeerMemoryReply,
     PeerMemoryRequest,
+    Preparing,
     Progress,
     RankTimes,
     Restored,
@@ -482,7 +483,10 @@ class NodeWorkers:
                     step=message.step,
                     tag=message.tag,
                     in_memory=message.in_memory,
+                    load_s=message.load_s,
+                    read_bytes=message.read_bytes,
                 )
+                self.steps.restored(rank, message)
             case _:
                 self._on_report(rank, message)
 
@@ -498,6 +502,8 @@ class NodeWorkers:
                     self._wait_replied.notify_all()
             case Saved():
                 self.steps.saved(rank, message)
+            case Preparing():
+                self.steps.prepares(rank, message)
             case RankTimes():
                 self.on_times(message)
             case _:

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_agent.node.heartbeat import Heartbeats
+from zero_agent.workers.speed import SpeedMeter
 from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
-from zero_contract.worker import Progress, Saved
+from zero_contract.worker import Preparing, Progress, Restored, Saved
+from zero_orchestrator.ctl.pace import Pace, Speed, add_up, quantiles
 
 FACTOR = 10.0
 FLOOR_S = 300.0
@@ -107,11 +109,18 @@ class Steps:
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in any round."""
         self.times = StepTimes()
+        self._meter = SpeedMeter()
+        self.speed: Speed | None = None
+        """Over the last minute of the round; replaced, and so read on any thread."""
+        self._preparing: dict[int, Preparing] = {}
+        """By rank, what a worker does that has ended no step of this round."""
         self.spent: Mapping[int, Spent] = {}
         """By rank, what the workers have done, in all rounds; replaced, and so read on any thread.
         """
         self.on_report: Callable[[int, Progress], None] = lambda rank, progress: None
         """Called with the rank of a worker and the step that it reports."""
+        self.on_saved: Callable[[int, Saved], None] = lambda rank, saved: None
+        """Called with the rank of a worker and the save that has ended."""
 
     @property
     def finished(self) -> int | None:
@@ -124,6 +133,25 @@ class Steps:
     def begun(self) -> bool:
         """Whether a worker has finished a step of this round."""
         return bool(self._clocks)
+
+    @property
+    def preparing(self) -> str:
+        """What the workers do before their first step: that of the one that is least far."""
+        each = self._preparing.values()
+        least = min(each, key=lambda one: 1.0 if one.part is None else one.part, default=None)
+        if least is None:
+            return ""
+        return least.what if least.part is None else f"{least.what}: {least.part:.0%}"
+
+    @property
+    def pace(self) -> Pace:
+        """How fast the workers train in this round."""
+        ranks = {str(rank): quantiles(of) for rank, of in sorted(self.times.counts.items())}
+        return Pace(
+            speed=self.speed,
+            counts=add_up(self.times.counts.values()),
+            ranks={rank: found for rank, found in ranks.items() if found is not None},
+        )
 
     def stalled_s(self) -> float | None:
         """Seconds since the last step of any worker, if that is unusually long; else None."""
@@ -142,7 +170,10 @@ class Steps:
             heartbeats: The heartbeat file of each worker, by rank.
         """
         self._clocks = {}
+        self._preparing = {}
         self.times.begin()
+        self._meter.begin()
+        self.speed = None
         self._heartbeats = Heartbeats(dict(heartbeats))
 
     def promise(self) -> None:
@@ -151,8 +182,11 @@ class Steps:
 
     def beat(self, rank: int, progress: Progress | None = None) -> None:
         """Record that a worker has ended a step; `progress` if it reports which."""
+        self._preparing.pop(rank, None)
         if progress is not None:
             self.last = progress
+            self._meter.add(progress, self._clock.now())
+            self.speed = self._meter.speed
             known = self.spent.get(rank, Spent())
             self.spent = {**self.spent, rank: known.with_progress(progress)}
             self.on_report(rank, progress)
@@ -163,6 +197,16 @@ class Steps:
         """Record that a save of a worker has ended."""
         known = self.spent.get(rank, Spent())
         self.spent = {**self.spent, rank: known.with_save(saved)}
+        self.on_saved(rank, saved)
+
+    def restored(self, rank: int, restored: Restored) -> None:
+        """Record that all workers have loaded a checkpoint, as rank 0 reports."""
+        known = self.spent.get(rank, Spent())
+        self.spent = {**self.spent, rank: known.with_restore(restored)}
+
+    def prepares(self, rank: int, preparing: Preparing) -> None:
+        """Record what a worker does before its first step of this round."""
+        self._preparing[rank] = preparing
 
     def too_slow(self) -> tuple[int, str] | None:
         """The first worker that counts as hung, and why, after a look at every heartbeat file."""

@@ -1,4 +1,6 @@
-"""How long the steps of this node's workers take, by rank: a histogram that only grows.
+"""How long the steps of this node's workers take, by rank.
+
+A histogram only grows, for Prometheus. The counts of a round have finer buckets, for quantiles.
 
 A step lasts from the report of the step before to its own, without the saves in between. The first
 step of a round is left out: it contains imports, the load of a checkpoint and compilation.
@@ -10,7 +12,8 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zero_contract.worker import Progress, Saved
+from zero_contract.worker import Progress, Restored, Saved
+from zero_orchestrator.ctl.pace import add_up, bucket
 
 BOUNDS_S = (
     0.001,
@@ -61,11 +64,14 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._by_rank: Mapping[int, Histogram] = {}
+        self.counts: dict[int, dict[int, int]] = {}
+        """By rank, the steps of this round in the buckets of `pace`."""
         self._last: dict[int, _Last] = {}
 
     def begin(self) -> None:
         """A round begins."""
         self._last.clear()
+        self.counts.clear()
 
     def add(self, rank: int, now_s: float, progress: Progress | None) -> None:
         """A worker has reported a step, or the same step again; None: a step without a number."""
@@ -79,6 +85,7 @@ class StepTimes:
             duration_s = max(0.0, now_s - last.at_s - last.saving_s - saving_s)
             known = self._by_rank.get(rank, Histogram())
             self._by_rank = {**self._by_rank, rank: known.add(duration_s)}
+            self.counts[rank] = add_up([self.counts.get(rank, {}), {bucket(duration_s): 1}])
 
     def read(self) -> Mapping[int, Histogram]:
         """The histogram of each rank."""
@@ -102,6 +109,14 @@ class Spent:
     """The writes of these parts."""
     last_save_s: float | None = None
     """The last save that was committed, from its beginning to its end in the background."""
+    publish_s: float = 0.0
+    """Rank 0 has checked the parts of all ranks, and published checkpoints."""
+    restores: int = 0
+    """Loads of checkpoints by all ranks, as rank 0 has reported them."""
+    restore_s: float = 0.0
+    """Rank 0 has read and verified checkpoints."""
+    restored_bytes: int = 0
+    """What it has read and verified."""
 
     def with_progress(self, progress: Progress) -> Spent:
         """After a step."""
@@ -122,4 +137,14 @@ class Spent:
             saved_bytes=self.saved_bytes + saved.size_bytes,
             write_s=self.write_s + saved.write_s,
             last_save_s=saved.total_s,
+            publish_s=self.publish_s + saved.publish_s,
+        )
+
+    def with_restore(self, restored: Restored) -> Spent:
+        """After the load of a checkpoint."""
+        return replace(
+            self,
+            restores=self.restores + 1,
+            restore_s=self.restore_s + restored.load_s,
+            restored_bytes=self.restored_bytes + restored.read_bytes,
         )

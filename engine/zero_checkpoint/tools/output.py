@@ -196,6 +196,7 @@ _RUN = {
     "stage": "ZeRO stage",
     "dtype": "computed in",
     "samples": "samples consumed",
+    "tokens": "tokens consumed",
     "dataset_size": "dataset size",
     "leaves": "micro-batches a step",
     "micro_batch": "samples a micro-batch",

@@ -211,6 +211,7 @@ class Engine(WrappingModule):
             self._micro_steps.applied = outcome.applied
             self._last = outcome
             self.mean_loss = self._micro_steps.mean_loss(outcome.notes[:, NOTES:], plan)
+            cursor.tokens += self._micro_steps.counted(outcome.notes[:, NOTES:], plan)
             if outcome.applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
             cursor.step, cursor.samples, cursor.micro = (
@@ -239,6 +240,7 @@ class Engine(WrappingModule):
             loss=self.mean_loss,
             gradient_norm=outcome.norm,
             loss_scale=self.loss_scale if self._config.fp16.enabled else None,
+            tokens=cursor.tokens,
             reduction="native" if self._config.elastic.is_native else "",
         )
         self._link.progress(self._persistence.number, progress)

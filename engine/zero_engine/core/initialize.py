@@ -23,7 +23,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero_checkpoint.staging_memory import available_bytes
-from zero_comm.agent_link import AgentLink, agent_link, exit_on_peer_loss
+from zero_comm.agent_link import (
+    BEFORE_FIRST_STEP,
+    AgentLink,
+    agent_link,
+    exit_on_peer_loss,
+)
 from zero_comm.collectives import Collectives
 from zero_comm.comms_log import LOG
 from zero_comm.cpu.malloc import keep_freed_memory
@@ -112,6 +117,7 @@ def initialize(
     with exit_on_peer_loss():
         init_distributed()
     link = agent_link(dist.get_rank())
+    link.preparing("making the engine")
     with exit_on_peer_loss(link):
         take_over(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
@@ -120,6 +126,7 @@ def initialize(
         run = _make_run(settings, core, training_data, collate_fn, num_workers, link)
         _check_room(core, run)
         engine = engine_class(settings, core, run, scheduler, link, keys)
+    link.preparing(BEFORE_FIRST_STEP)
     if core.device.type == "cpu":
         keep_freed_memory()
     return engine

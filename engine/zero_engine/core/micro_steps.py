@@ -419,6 +419,11 @@ class MicroSteps:
         losses = in_order(notes[:, : notes.shape[1] // 2], plan, self._run.assignment)
         return sum(losses.double().tolist()) * self.correction(notes, plan)
 
+    def counted(self, notes: Tensor, plan: StepPlan) -> int:
+        """The tokens of the global batch; 0 if the script does not count them."""
+        counts = in_order(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment).tolist()
+        return sum(int(count) for count in counts if count > 0)
+
     def clear(self) -> None:
         """End the last micro-step of a step."""
         self._losses.clear()

@@ -66,6 +66,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "step": cursor.step,
         "samples": cursor.samples,
         "skipped": cursor.skipped,
+        "tokens": cursor.tokens or None,
         "leaves": run.batch.microbatches,
         "micro_batch": run.batch.micro_batch,
         "summed_over": run.summed_over,
@@ -119,6 +120,7 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
             _log.warning("%s", line)
     cursor = run.cursor
     cursor.step, cursor.samples, cursor.skipped = saved["step"], saved["samples"], saved["skipped"]
+    cursor.tokens = saved.get("tokens") or 0  # an import, or an older version, has none
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -37,9 +37,11 @@ from zero_contract.journal import Retention
 from zero_contract.worker import Progress
 from zero_orchestrator.ctl import history as histories
 from zero_orchestrator.ctl import lane as lanes
+from zero_orchestrator.ctl import pace as paces
 from zero_orchestrator.ctl.goodput import Use, add_up, from_record, to_record
 from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.lane import Lane
+from zero_orchestrator.ctl.pace import Pace
 from zero_orchestrator.ctl.verdicts import Verdict, to_value
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
@@ -200,7 +202,7 @@ class Publisher:
         self._output = output_prefix(job) + node
         self._clock = clock
         self._count = 0
-        self._shown: Progress | None = None
+        self._shown: tuple[Progress | None, str] = None, ""
         self._due_s = clock.now()
         self._seen_due_s: float | None = None
         self._goodput_due_s = clock.now()
@@ -234,30 +236,35 @@ class Publisher:
 
     def progress(
         self,
-        progress: Progress,
+        progress: Progress | None,
         *,
         lease: int,
         nodes: int,
+        preparing: str = "",
         ram: Callable[[], MemoryUse | None] = lambda: None,
         strain: Callable[[], Mapping[str, float]] = lambda: {},
+        pace: Callable[[], Pace] = Pace,
     ) -> None:
         """Publish the progress of this node's workers if the time for it has come; call it often.
 
         Args:
-            progress: The last step of any of the workers.
+            progress: The last step of any of the workers; None: none has ended one.
             lease: Lease of the key, which vanishes with the agent.
             nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
+            preparing: What the workers do before their first step of this round; empty: nothing.
             ram: Returns the memory that in-memory checkpoints use, or None; called at each write.
             strain: Returns what slows the node down, see `strain`; called at each write.
+            pace: Returns how fast the workers train in this round; called at each write.
         """
-        if self._clock.now() < self._due_s or progress == self._shown:
+        if self._clock.now() < self._due_s or (progress, preparing) == self._shown:
             return
         self._due_s = self._clock.now() + max(PROGRESS_S, nodes * PROGRESS_PER_NODE_S)
-        self._shown = progress
+        self._shown = progress, preparing
         use = ram()
-        shown = {"ram": dataclasses.asdict(use)} if use is not None else {}
-        shown["strain"] = dict(strain())
-        value = json.dumps({**dataclasses.asdict(progress), "time": time.time(), **shown})
+        record = dataclasses.asdict(progress) if progress is not None else {}
+        record |= {"ram": dataclasses.asdict(use)} if use is not None else {}
+        record |= {"strain": dict(strain()), "pace": paces.to_record(pace())}
+        value = json.dumps({**record, "preparing": preparing, "time": time.time()})
         self._enqueue(lambda: self._put(self._progress, value, lease))
 
     def verdicts(self, verdicts: Sequence[Verdict], *, lease: int) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -43,6 +43,8 @@ class Point:
     high: float | None = None
     losses: int = 0
     """Number of its steps that have a finite loss."""
+    tokens: int = 0
+    """Tokens that all steps up to this one have consumed; 0: the script does not count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,14 @@ class Saved:
     samples: int
     digest: str
     """Digest of the manifest, which holds the digest of every block."""
+    size_bytes: int = 0
+    """The files of all ranks; 0: the save has not ended yet, or the agent that knew is gone."""
+    stall_s: float = 0.0
+    """Seconds for which training waited for the save."""
+    write_s: float = 0.0
+    """Seconds in which rank 0 wrote its file."""
+    publish_s: float = 0.0
+    """Seconds in which rank 0 then checked the files of all ranks, and published them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +76,9 @@ class History:
     """Steps that one point covers at most."""
     checkpoints: tuple[Saved, ...] = ()
     saved: int = 0
-    """Number of all checkpoints so far."""
+    """Number of all checkpoints on disk so far."""
+    kept: int = 0
+    """Number of all in-memory checkpoints so far."""
 
     @property
     def resolution_s(self) -> float:
@@ -76,7 +88,14 @@ class History:
         return (self.points[-1].time_s - self.points[0].time_s) / (len(self.points) - 1)
 
     def stepped(
-        self, step: int, *, time_s: float, samples: int, workers: int, loss: float | None
+        self,
+        step: int,
+        *,
+        time_s: float,
+        samples: int,
+        workers: int,
+        loss: float | None,
+        tokens: int = 0,
     ) -> History:
         """The history after one more step; unchanged by a step that is in it already."""
         if self.points and step <= self.points[-1].step:
@@ -92,6 +111,7 @@ class History:
             low=loss,
             high=loss,
             losses=int(known),
+            tokens=tokens,
         )
         if self.points and self._place(self.points[-1]) == self._place(one):
             return replace(self, points=(*self.points[:-1], _merged([self.points[-1], one])))
@@ -102,6 +122,13 @@ class History:
         kept = (*self.checkpoints, saved)[-CHECKPOINTS:]
         return replace(self, checkpoints=kept, saved=self.saved + 1)
 
+    def with_times(self, step: int, **times: float) -> History:
+        """The history with fields of the newest checkpoint, if that is of this step."""
+        if not self.checkpoints or self.checkpoints[-1].step != step:
+            return self
+        newest = replace(self.checkpoints[-1], **times)  # type: ignore[arg-type]
+        return replace(self, checkpoints=(*self.checkpoints[:-1], newest))
+
     def after(self, before: History) -> History:
         """This history after that of the job before it."""
         last = before.points[-1].step if before.points else 0
@@ -110,6 +137,7 @@ class History:
             stride=max(before.stride, self.stride),
             checkpoints=(*before.checkpoints, *self.checkpoints)[-CHECKPOINTS:],
             saved=before.saved + self.saved,
+            kept=before.kept + self.kept,
         )._bounded()
 
     def _bounded(self) -> History:
@@ -142,18 +170,22 @@ def _merged(points: Sequence[Point]) -> Point:
 # ---- the record ----
 
 _COLUMNS = ("step", "time_s", "samples", "workers", "loss", "low", "high", "losses")
-_CHECKPOINT = ("step", "tag", "time_s", "samples", "digest")
+_TOKENS = "tokens"
+"""A column that a history of an older version lacks."""
+_CHECKPOINT = tuple(field.name for field in fields(Saved))
 
 
 def to_record(history: History) -> dict[str, Any]:
     """The history as JSON: a list for each field of the points, and one for each checkpoint."""
-    columns = {name: [_short(getattr(p, name)) for p in history.points] for name in _COLUMNS}
+    names = (*_COLUMNS, _TOKENS)
+    columns = {name: [_short(getattr(p, name)) for p in history.points] for name in names}
     saved = [[_short(getattr(one, name)) for name in _CHECKPOINT] for one in history.checkpoints]
     return {
         "stride": history.stride,
         "points": columns,
         "checkpoints": saved,
         "saved": history.saved,
+        "kept": history.kept,
     }
 
 
@@ -165,14 +197,18 @@ def from_record(record: Mapping[str, Any]) -> History:
         ValueError: A column has values of another kind, or another length.
         TypeError: As ValueError.
     """
-    rows = zip(*(record["points"][name] for name in _COLUMNS), strict=True)
+    columns = record["points"]
+    names = (*_COLUMNS, *([_TOKENS] if _TOKENS in columns else []))
+    rows = zip(*(columns[name] for name in names), strict=True)
     return History(
-        points=tuple(Point(**dict(zip(_COLUMNS, row, strict=True))) for row in rows),
+        points=tuple(Point(**dict(zip(names, row, strict=True))) for row in rows),
         stride=int(record["stride"]),
+        # Shorter rows are of an older version.
         checkpoints=tuple(
-            Saved(**dict(zip(_CHECKPOINT, one, strict=True))) for one in record["checkpoints"]
+            Saved(**dict(zip(_CHECKPOINT, one, strict=False))) for one in record["checkpoints"]
         ),
         saved=int(record["saved"]),
+        kept=int(record.get("kept", 0)),
     )
 
 

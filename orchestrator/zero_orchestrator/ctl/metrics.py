@@ -22,6 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from zero_orchestrator.ctl.goodput import Use, from_record
+from zero_orchestrator.ctl.pace import Quantiles
 from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
 from zero_orchestrator.ctl.story import Recovery
 from zero_orchestrator.ctl.verdicts import Kind
@@ -120,6 +121,15 @@ def _one(read: Callable[[JobStatus], float | None]) -> Callable[[JobStatus], Val
     return lambda job: [({}, read(job))]
 
 
+def _of_quantiles(
+    found: Quantiles | None, labels: Labels = MappingProxyType({})
+) -> Iterator[tuple[Labels, float | None]]:
+    """A sample for each quantile."""
+    if found is not None:
+        for quantile, value in (("0.5", found.p50_s), ("0.9", found.p90_s), ("0.99", found.p99_s)):
+            yield {**labels, "quantile": quantile}, value
+
+
 def _of_checkpoints(name: str) -> Callable[[JobStatus], Values]:
     """A number of the newest checkpoint on disk, and of the newest one in memory."""
 
@@ -132,6 +142,7 @@ def _of_checkpoints(name: str) -> Callable[[JobStatus], Values]:
 
 _NODE = ("node",)
 _TIER = ("tier",)
+_QUANTILE = ("quantile",)
 JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
     (
         Definition(
@@ -191,6 +202,62 @@ JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
     (
         Definition(name="zero_job_loss", help="Mean loss of that step.", labels=_NODE),
         lambda job: [({"node": row.node}, row.loss) for row in job.members],
+    ),
+    (
+        Definition(name="zero_job_samples", help="Samples that the run has consumed."),
+        _one(lambda job: job.samples),
+    ),
+    (
+        Definition(
+            name="zero_job_tokens",
+            help="Tokens that the run has consumed, if the script counts them.",
+        ),
+        _one(lambda job: job.tokens),
+    ),
+    (
+        Definition(
+            name="zero_job_samples_per_second",
+            help="Samples that are trained in a second, over the last minute of the round.",
+        ),
+        _one(lambda job: None if job.speed is None else job.speed.samples),
+    ),
+    (
+        Definition(
+            name="zero_job_tokens_per_second",
+            help="Tokens that are trained in a second, over the last minute of the round.",
+        ),
+        _one(lambda job: None if job.speed is None else job.speed.tokens),
+    ),
+    (
+        Definition(
+            name="zero_job_step_duration_seconds",
+            help="Quantiles of the time of a step without saves, of all ranks in this round.",
+            labels=_QUANTILE,
+        ),
+        lambda job: _of_quantiles(job.step_times),
+    ),
+    (
+        Definition(
+            name="zero_job_rank_step_duration_seconds",
+            help="The same for each rank.",
+            labels=("rank", "node", *_QUANTILE),
+        ),
+        lambda job: [
+            sample
+            for row in job.members
+            for rank, found in row.ranks.items()
+            for sample in _of_quantiles(found, {"rank": rank, "node": row.node})
+        ],
+    ),
+    (
+        Definition(
+            name="zero_job_published_checkpoints",
+            help="Checkpoints that were published, on disk and in memory, up to the last record "
+            "of the job.",
+            counts=True,
+            labels=_TIER,
+        ),
+        lambda job: [({"tier": "disk"}, job.saved), ({"tier": "memory"}, job.kept)],
     ),
     (
         Definition(

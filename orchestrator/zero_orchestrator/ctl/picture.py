@@ -30,7 +30,7 @@ from zero_orchestrator.ctl.events import (
 )
 from zero_orchestrator.ctl.events import read as read_events
 from zero_orchestrator.ctl.goodput import USES, from_record, total_ns
-from zero_orchestrator.ctl.history import History, Point
+from zero_orchestrator.ctl.history import History, Point, Saved
 from zero_orchestrator.ctl.lane import Lane, Phase
 from zero_orchestrator.ctl.status import JobStatus, NodeRow
 from zero_orchestrator.ctl.story import ENDS, Recovery, recoveries
@@ -180,11 +180,22 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
         _tile("Step", NOTHING if step is None else f"{step:,}", f"round {job.round}"),
         _tile("Loss", _loss(loss), "mean of the last step"),
         _tile("Throughput", _short(rate), unit),
+        *_tokens_tile(points),
         _tile("Goodput", _percent(job.goodput), "of all nodes' time"),
         _tile("Nodes", str(nodes), wanted),
         _tile("Restarts", f"{job.restarts_spent} of {job.max_restarts}", "of the budget spent"),
         _checkpoint_tile(job, end_s),
     ]
+
+
+def _tokens_tile(points: Sequence[Point]) -> list[Json]:
+    """The tokens, if the script counts them."""
+    total = points[-1].tokens if points else 0
+    if not total:
+        return []
+    rates = _rates_of([float(point.tokens) for point in points], points)
+    rate = next((value for value in reversed(rates) if value is not None), None)
+    return [_tile("Tokens per second", _short(rate), f"{total:,} in all")]
 
 
 def _last_step(job: JobStatus, points: Sequence[Point]) -> tuple[int | None, float | None]:
@@ -243,15 +254,20 @@ def _curve(history: History) -> Json:
 
 def _rates(points: Sequence[Point]) -> tuple[list[float | None], str]:
     """The throughput at each point, over the points before it, and its unit."""
-    back = max(1, len(points) // WINDOWS)
     in_samples = any(point.samples for point in points)
+    done = [float(point.samples if in_samples else point.step) for point in points]
+    return _rates_of(done, points), "samples per second" if in_samples else "steps per second"
+
+
+def _rates_of(done: Sequence[float], points: Sequence[Point]) -> list[float | None]:
+    """What is done in a second at each point, over the points before it."""
+    back = max(1, len(points) // WINDOWS)
     rates: list[float | None] = []
     for place, point in enumerate(points):
-        before = points[max(0, place - back)]
-        took_s = point.time_s - before.time_s
-        done = point.samples - before.samples if in_samples else point.step - before.step
-        rates.append(float(f"{done / took_s:.4g}") if took_s > 0 and done >= 0 else None)
-    return rates, "samples per second" if in_samples else "steps per second"
+        before = max(0, place - back)
+        took_s, more = point.time_s - points[before].time_s, done[place] - done[before]
+        rates.append(float(f"{more / took_s:.4g}") if took_s > 0 and more >= 0 else None)
+    return rates
 
 
 def _rows(records: Records) -> list[tuple[str, NodeRow | None]]:
@@ -358,17 +374,30 @@ def _recovery(found: Recovery, first_steps_s: Sequence[float], end_s: float) -> 
 def _checkpoints(history: History, events: Sequence[Event]) -> Json:
     """The newest checkpoints; each with the round that has loaded, and so verified, it last."""
     read = {
-        str(event.record.get("tag")): [event.record.get("round"), _time_s(event)]
+        str(event.record.get("tag")): [
+            event.record.get("round"),
+            _time_s(event),
+            _number(event.record.get("load_s")),
+            event.record.get("read_bytes"),
+        ]
         for event in events
         if event.record.get("event") == "restore" and not event.record.get("in_memory")
     }
     return {
         "rows": [
-            [c.step, c.time_s, c.samples, c.tag, c.digest, read.get(c.tag)]
+            [c.step, c.time_s, c.samples, c.tag, c.digest, read.get(c.tag), _written(c)]
             for c in history.checkpoints
         ],
         "saved": history.saved,
+        "kept": history.kept,
     }
+
+
+def _written(saved: Saved) -> list[float] | None:
+    """Bytes, and seconds of stall, write and publication; None: not known."""
+    if not saved.size_bytes:
+        return None
+    return [saved.size_bytes, saved.stall_s, saved.write_s, saved.publish_s]
 
 
 def _uses(job: JobStatus) -> list[Json]:
@@ -415,7 +444,7 @@ def _verdicts(events: Sequence[Event]) -> list[Json]:
             {
                 "time_s": at_s,
                 "to_s": None,
-                "nodes": [str(node) for node in record.get("hosts", [record.get("host", "-")])],
+                "nodes": [str(node) for node in record.get("hosts", [record.get("host") or "-"])],
                 "holds": _holds(record),
                 "text": str(record.get("text", "")),
             }

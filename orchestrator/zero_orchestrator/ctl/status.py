@@ -16,19 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_contract.errors import ZeroError
+from zero_orchestrator.ctl import pace
 from zero_orchestrator.ctl.events import (
     by_node,
     goodput_prefix,
+    history_key,
     progress_prefix,
     read_goodput,
+    read_history,
     seen_key,
     seen_s,
     verdicts_key,
 )
 from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
+from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.verdicts import Verdict, from_item
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.failures import Exclusion, fruitless
@@ -96,6 +100,10 @@ class NodeRow:
     """Memory that in-memory checkpoints use; None: there are none."""
     ram_budget_bytes: int | None = None
     """Upper limit of `ram_used_bytes`; None: there are no in-memory checkpoints."""
+    preparing: str = ""
+    """What its workers do before their first step of the round; empty: they take steps."""
+    ranks: dict[str, Quantiles] = dataclasses.field(default_factory=dict)
+    """Rank -> how long its steps of this round take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +157,18 @@ class JobStatus:
     """Use -> time of all nodes, in nanoseconds; the keys are the names of `goodput.Use`."""
     verdicts: tuple[Verdict, ...] = ()
     """What holds about the ranks now: stragglers, a hang, slow storage."""
+    speed: Speed | None = None
+    """Over the last minute of the round; None: it is not known."""
+    step_times: Quantiles | None = None
+    """How long the steps of all ranks in this round take."""
+    samples: int | None = None
+    """Samples that all steps have consumed; None: not known."""
+    tokens: int | None = None
+    """Tokens that all steps have consumed; None: the script does not count them."""
+    saved: int = 0
+    """Number of checkpoints on disk that were published, up to the last record of the job."""
+    kept: int = 0
+    """The same of in-memory checkpoints."""
 
     @property
     def ended(self) -> bool:
@@ -178,6 +198,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     found, prefix = store.range(Keys(job).prefix), progress_prefix(job)
     kept = store.range(prefix).items
     used_ns = add_up(read_goodput(i) for i in kept if i.key.startswith(goodput_prefix(job)))
+    history = read_history(next((i for i in kept if i.key == history_key(job)), None))
     progress = by_node(prefix, kept)
     status = _understood(job, found, progress)
     if status is None:
@@ -193,6 +214,10 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         goodput=goodput(used_ns),
         time_ns=to_record(used_ns),
         verdicts=from_item(next((i for i in kept if i.key == verdicts_key(job)), None)),
+        saved=history.saved,
+        kept=history.kept,
+        samples=_latest(status.samples, *(p.samples or None for p in history.points[-1:])),
+        tokens=_latest(status.tokens, *(p.tokens or None for p in history.points[-1:])),
     )
 
 
@@ -261,8 +286,11 @@ def read_each(store: KeyValueStore) -> list[JobStatus]:
     return found
 
 
-def _latest(*times_s: float | None) -> float | None:
-    return max((time_s for time_s in times_s if time_s is not None), default=None)
+T = TypeVar("T", int, float)
+
+
+def _latest(*values: T | None) -> T | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _below_progress(key: str) -> str:
@@ -320,12 +348,22 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         max_restarts=spec.max_restarts,
         checkpoint=checkpoint,
         command=spec.command,
-        reduction=next((word for node in members if (word := _reduction(progress, node))), ""),
+        **_trained([progress.get(row.node, {}) for row in members]),
     )
 
 
-def _reduction(progress: Mapping[str, Any], row: NodeRow) -> str:
-    return str(progress.get(row.node, {}).get("reduction", ""))
+def _trained(progress: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the members of a round have published of its steps, taken together."""
+    words = (str(of.get("reduction", "")) for of in progress)
+    paced = [pace.from_record(of.get("pace")) for of in progress]
+    fastest = (of.speed for of in paced if of.speed is not None)
+    return {
+        "reduction": next(filter(None, words), ""),
+        "speed": max(fastest, key=lambda speed: speed.steps, default=None),
+        "step_times": pace.quantiles(pace.add_up(of.counts for of in paced)),
+        "samples": _latest(*(of.get("samples") or None for of in progress)),
+        "tokens": _latest(*(of.get("tokens") or None for of in progress)),
+    }
 
 
 def rows(
@@ -365,10 +403,12 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
         slots=node.slots,
         address=node.address,
         step=last.get("step"),
-        step_time_s=last.get("time"),
+        step_time_s=last.get("time") if "step" in last else None,
         loss=last.get("loss"),
         ram_used_bytes=ram.get("used_bytes"),
         ram_budget_bytes=ram.get("budget_bytes"),
+        preparing=str(last.get("preparing", "")),
+        ranks=dict(pace.from_record(last.get("pace")).ranks),
     )
 
 

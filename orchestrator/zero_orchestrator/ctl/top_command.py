@@ -1,4 +1,4 @@
-"""`zero-ctl top`: a job on one screen, live: its status, its speed and its last events."""
+"""`zero-ctl top`: a job on one screen, live: its status, its loss and its last events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from rich.live import Live
 from rich.text import Text
 
 from zero_contract.exit_codes import CtlExit
-from zero_contract.values import in_words
 from zero_orchestrator.arguments import seconds
 from zero_orchestrator.ctl import events, status
 from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.history import History, Point
+from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.status import JobStatus
-from zero_orchestrator.ctl.views import View, event_line, status_page
+from zero_orchestrator.ctl.views import SLOWEST, View, event_line, status_page
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import KeyValueStore
@@ -27,8 +26,6 @@ from zero_orchestrator.store.kv import KeyValueStore
 EVERY_S = 1.0
 OUTAGE_S = 30.0
 """It continues through an outage of etcd of up to this many seconds."""
-SPEED_S = 60.0
-"""The speed is that of the last seconds with steps, as many as these, or of two points."""
 CURVE = 80
 """Most characters of the curve of the loss."""
 _BARS = "▁▂▃▄▅▆▇█"
@@ -74,33 +71,17 @@ def _read(store: KeyValueStore, job: str) -> tuple[History, Sequence[Event]]:
 def screen(job: JobStatus, history: History, told: Sequence[Event], height: int) -> RenderableType:
     """All that is shown: as many events as fit below the rest."""
     curve = sparkline([point.loss for point in history.points if point.loss is not None], CURVE)
-    used = 17 + len(job.members) + len(job.spares) + len(job.exclusions)
+    ranks = sum(len(row.ranks) for row in job.members)
+    used = 18 + len(job.members) + len(job.spares) + len(job.exclusions)
+    used += min(ranks, SLOWEST) + 3 if ranks > 1 else 0
     count = max(_LEAST_EVENTS, height - used)
     return Group(
         status_page(job),
         "",
-        Text.assemble(("speed       ", "bold"), speed(history.points) or "not known yet"),
         Text.assemble(("loss        ", "bold"), curve or "not known yet"),
         "",
         *(event_line(event) for event in told[-count:]),
     )
-
-
-def speed(points: Sequence[Point]) -> str:
-    """Steps and samples per second at the end of a history; empty if they are not known."""
-    if len(points) < 2:
-        return ""
-    last = points[-1]
-    recent = (point for point in points[:-1] if last.time_s - point.time_s <= SPEED_S)
-    first = next(recent, points[-2])
-    spent_s, steps = last.time_s - first.time_s, last.step - first.step
-    if spent_s <= 0 or steps <= 0:  # the clock of another node
-        return ""
-    rate = f"{steps / spent_s:.2f} steps/s"
-    if steps < spent_s / 2:
-        rate = f"a step in {in_words(spent_s / steps)}"
-    samples = last.samples - first.samples if first.samples else 0
-    return f"{rate}, {samples / spent_s:.0f} samples/s" if samples > 0 else rate
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

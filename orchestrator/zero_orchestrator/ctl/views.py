@@ -21,9 +21,12 @@ from rich.text import Text
 from zero_contract.values import in_words
 from zero_orchestrator.ctl.events import Event
 from zero_orchestrator.ctl.goodput import from_record, in_parts, total_ns
+from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
 
 _PIPE_COLUMNS = 250
+SLOWEST = 8
+"""Most ranks whose steps are shown."""
 _STYLES = {
     "ACTIVE": "green",
     "FORMING": "yellow",
@@ -212,56 +215,110 @@ def status_page(status: JobStatus) -> RenderableType:
     title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
     facts = _table("", "")
     facts.show_header = False
-    facts.add_row("round", f"{status.round}, world size {status.world_size}")
-    facts.add_row("now", _now(status))
+    for name, text in (*_facts_of_round(status), *_facts_of_training(status)):
+        facts.add_row(name, text)
+    for verdict in status.verdicts:
+        facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
+    facts.add_row("command", " ".join(status.command))
+    tables: list[RenderableType] = [_nodes_table((*status.members, *status.spares))]
+    if sum(len(row.ranks) for row in status.members) > 1:
+        tables += ["", _ranks_table(status.members)]
+    return Group(title, facts, "", *tables)
+
+
+def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
+    """What the job does, with which nodes, and what failures have cost."""
+    yield "round", f"{status.round}, world size {status.world_size}"
+    yield "now", _now(status)
     if status.cause:
-        facts.add_row("changed", f"{age(status.state_time_s)}: {status.cause}")
+        yield "changed", f"{age(status.state_time_s)}: {status.cause}"
     if status.stop is not None and not status.ended:
-        facts.add_row("stop", status.stop)
+        yield "stop", status.stop
     members, others = len(status.members), len(status.spares)
-    facts.add_row(
-        "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
-    )
+    yield "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
     text = f"{status.restarts_spent} of {status.max_restarts} spent"
     if status.restarts != status.restarts_spent:
         text += f", {status.restarts} in all"
     if status.restarts_without_progress:
         text += f"; the last {status.restarts_without_progress} without a new step"
-    facts.add_row("restarts", text)
+    yield "restarts", text
     for exclusion in status.exclusions:
         left_s = status.excluded_left_s.get(exclusion.host)
-        ends = f"; it ends in {left_s} s" if left_s is not None else ""
-        facts.add_row("excluded", f"{exclusion}{ends}")
+        yield "excluded", f"{exclusion}{f'; it ends in {left_s} s' if left_s is not None else ''}"
+
+
+def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
+    """How far the training is, how fast, and what the time went to."""
     if status.reduction:
-        facts.add_row("reduction", f"{status.reduction}: the number of ranks changes the result")
-    facts.add_row("checkpoint", _checkpoint(status.checkpoint))
+        yield "reduction", f"{status.reduction}: the number of ranks changes the result"
+    yield "checkpoint", _checkpoint(status.checkpoint, status.saved)
     if status.in_memory is not None and not status.ended:
-        facts.add_row("in memory", _checkpoint(status.in_memory))
+        yield "in memory", _checkpoint(status.in_memory, status.kept)
+    if consumed := _consumed(status):
+        yield "consumed", consumed
+    if status.speed is not None and not status.ended:
+        yield "speed", speed_in_words(status.speed)
+    if status.step_times is not None:
+        yield "step time", f"{_in_quantiles(status.step_times)}, in this round"
     if status.time_ns:
         used_ns = from_record(status.time_ns)
         total = in_words(total_ns(used_ns) / 1e9)
-        facts.add_row("goodput", f"{in_parts(used_ns)}; of {total} of all nodes")
-    for verdict in status.verdicts:
-        facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
-    facts.add_row("command", " ".join(status.command))
-    return Group(title, facts, "", _nodes_table((*status.members, *status.spares)))
+        yield "goodput", f"{in_parts(used_ns)}; of {total} of all nodes"
 
 
 def _bounds(status: JobStatus) -> str:
     return f"{status.min_nodes}:{status.max_nodes}"
 
 
-def _checkpoint(latest: Mapping[str, Any] | None) -> str:
+def _checkpoint(latest: Mapping[str, Any] | None, count: int) -> str:
     if latest is None:
         return "none yet"
     saved = f", {age(latest['time'])}" if "time" in latest else ""
-    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']}){saved}"
+    of_all = f"; {count:,} in all" if count > 1 else ""
+    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']}){saved}{of_all}"
+
+
+def _consumed(status: JobStatus) -> str:
+    """The samples and tokens of all steps; empty if neither is known."""
+    counts = ((status.samples, "samples"), (status.tokens, "tokens"))
+    return ", ".join(f"{count:,} {name}" for count, name in counts if count is not None)
+
+
+def speed_in_words(speed: Speed) -> str:
+    """Steps, samples and tokens per second, as far as they are known."""
+    steps = f"{speed.steps:.2f} steps/s"
+    if 0 < speed.steps < 0.5:
+        steps = f"a step in {in_words(1 / speed.steps)}"
+    others = ((speed.samples, "samples/s"), (speed.tokens, "tokens/s"))
+    return ", ".join([steps, *(f"{value:,.0f} {name}" for value, name in others if value)])
+
+
+def _in_quantiles(found: Quantiles) -> str:
+    return f"p50 {found.p50_s:g} s, p90 {found.p90_s:g} s, p99 {found.p99_s:g} s"
+
+
+def _ranks_table(members: Sequence[NodeRow]) -> Table:
+    """How long the steps of each rank take, the slowest ranks first."""
+    ranks = [(rank, row.node, of) for row in members for rank, of in row.ranks.items()]
+    slowest = sorted(ranks, key=lambda one: (-one[2].p50_s, -one[2].p99_s, int(one[0])))
+    table = _table("rank", "node", "steps", "p50", "p90", "p99")
+    for rank, node, of in slowest[:SLOWEST]:
+        table.add_row(
+            rank, node, str(of.count), f"{of.p50_s:g} s", f"{of.p90_s:g} s", f"{of.p99_s:g} s"
+        )
+    if len(ranks) > SLOWEST:
+        table.caption = f"the {SLOWEST} slowest of {len(ranks)} ranks; --json has all"
+        table.caption_justify = "left"
+    return table
 
 
 def _nodes_table(rows: Sequence[NodeRow]) -> Table:
     in_memory = any(row.ram_used_bytes is not None for row in rows)
+    prepares = any(row.preparing for row in rows)
     columns = ("rank", "node", "state", "workers", "address", "step", "told", "loss")
-    table = _table(*columns, *(["memory"] if in_memory else []))
+    table = _table(
+        *columns, *(["memory"] if in_memory else []), *(["prepares"] if prepares else [])
+    )
     for row in rows:
         ranks = "-"
         if row.first_rank is not None:
@@ -280,5 +337,6 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
             "-" if row.step_time_s is None else age(row.step_time_s),
             "-" if row.loss is None else f"{row.loss:.4f}",
             *([used] if in_memory else []),
+            *([row.preparing or "-"] if prepares else []),
         )
     return table

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import threading
+import time
 
 import pytest
 import torch
@@ -182,6 +183,25 @@ def save_alone(root, disk):
     consensus = StoreConsensus(HashStore(), 0, 1)
     state = share(adam_state(), 0, 1)
     save(root, state, consensus, step=2, tag="t", round=1, fence=None, disk=disk)
+
+
+def test_the_write_and_the_publication_of_a_save_are_measured_apart(tmp_path):
+    told = []
+    path = save(
+        tmp_path,
+        share(adam_state(), 0, 1),
+        StoreConsensus.alone(),
+        step=1,
+        tag="t",
+        round=0,
+        fence=lambda digest: time.sleep(0.05),
+        on_part=lambda *part: told.append(part),
+    )
+    (first, own_bytes, write_s), (second, all_bytes, publish_s) = told
+    assert (first, second) == ("write", "publish")
+    assert own_bytes == all_bytes == (path / "r00000.safetensors").stat().st_size
+    assert write_s > 0
+    assert publish_s >= 0.05, "the fence is part of it"
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(old, caplog):

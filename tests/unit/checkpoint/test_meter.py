@@ -28,6 +28,16 @@ def test_a_line_every_ten_seconds_says_what_is_left(caplog):
     ]
 
 
+def test_the_agent_is_told_every_second_how_much_is_done(caplog):
+    clock, told = ManualClock(), []
+    one = Meter("loading x", 100, clock.now, logs=False, tell=lambda *what: told.append(what))
+    for _ in range(10):
+        clock.advance(0.5)
+        one.add(10)
+    assert told == [("loading x", part) for part in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    assert caplog.messages == []
+
+
 def state() -> State:
     data = torch.arange(3 << 20, dtype=torch.float32)
     tensor = TensorId(PARAM, "w")

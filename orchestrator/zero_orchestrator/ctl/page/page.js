@@ -46,6 +46,11 @@ function length(seconds) {
   if (s < 172800) return `${(s / 3600).toFixed(1)} h`;
   return `${(s / 86400).toFixed(1)} days`;
 }
+const brief = (seconds) => seconds < 0.995 ? `${Math.round(1000 * seconds)} ms` : length(seconds);
+function size(bytes) {
+  const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(bytes, 1)) / 10)));
+  return `${Number((bytes / 1024 ** power).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
 function since(seconds) { // of a tick
   const s = Math.round(10 * seconds) / 10;
   if (s < 60) return `${s} s`;
@@ -448,15 +453,18 @@ function drawNodes() {
   }
 }
 function drawCheckpoints() {
-  const { rows, saved } = picture.checkpoints;
-  setText("checkpoints-count", saved ? (saved > rows.length ? `newest ${rows.length} of ${saved}` : saved) : "");
+  const { rows, saved, kept } = picture.checkpoints;
+  const count = saved ? (saved > rows.length ? `newest ${rows.length} of ${saved}` : `${saved}`) : "";
+  setText("checkpoints-count", kept ? `${count || "0"} on disk, ${kept.toLocaleString("en")} in memory` : count);
   fill("checkpoints", rows.length, "No checkpoint on disk is recorded.", () => table(
-    ["step", "committed", "samples", "checkpoint", "read and verified", "digest"],
-    [...rows].reverse().map(([step, time_s, samples, tag, digest, read]) => [
-      step.toLocaleString("en"), tight(clock(time_s)), samples.toLocaleString("en"), el("td", { class: "tight" }, el("code", {}, tag)),
-      read ? el("td", { class: "tight tone good", title: clock(read[1]) }, `by round ${read[0]}`) : el("td", { class: "tight muted" }, "not read"),
+    ["step", "committed", "samples", "size", "stall", "write", "publish", "checkpoint", "read and verified", "digest"],
+    [...rows].reverse().map(([step, time_s, samples, tag, digest, read, written]) => [
+      step.toLocaleString("en"), tight(clock(time_s)), samples.toLocaleString("en"),
+      ...(written ? [size(written[0]), ...written.slice(1).map(brief)] : ["-", "-", "-", "-"]),
+      el("td", { class: "tight" }, el("code", {}, tag)),
+      read ? el("td", { class: "tight tone good", title: clock(read[1]) }, `by round ${read[0]}${read[2] ? ` in ${brief(read[2])}` : ""}`) : el("td", { class: "tight muted" }, "not read"),
       el("td", { class: "tight" }, el("code", { title: digest }, digest.slice(0, 8))),
-    ]), [0, 2]));
+    ]), [0, 2, 3, 4, 5, 6]));
 }
 function drawVerdicts() {
   $("verdicts-panel").hidden = !picture.verdicts.length;
