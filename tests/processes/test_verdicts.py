@@ -76,13 +76,17 @@ def test_a_plain_script_is_judged_by_its_stacks_and_a_stopped_worker_by_its_stat
 ):
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
-    job = cluster(flags=("--nnodes=3", TOGETHER), script=[str(script)])
+    flags = ("--nnodes=3", "--hang-timeout=30", "--max-restarts=0", TOGETHER)
+    job = cluster(flags=flags, script=[str(script)])
     job.start("a", "b", "c", PYTHONPATH=light_imports(tmp_path)["PYTHONPATH"])
     told, _ = told_within(job, "stuck", 90)
     (rank,) = told["ranks"]
     (host,) = told["hosts"]
     assert rank == 1
     assert f"rank 1 on {host} is in read_a_shard (plain.py:6); 2 ranks are in" in told["text"]
+    wait_for(lambda: len(job.events("hang")) == 3, 60, "that each node names its own worker")
+    for hang in job.events("hang"):
+        assert "(limit 30.0 s, --hang-timeout); rank 1 on " in hang["text"]
 
 
 @pytest.mark.full

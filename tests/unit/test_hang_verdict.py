@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import wait_for
+from zero_agent.loop.verdicts import Verdicts
+from zero_contract.journal import Journal
+from zero_orchestrator.ctl.events import Publisher, verdicts_key
 from zero_orchestrator.ctl.hang import RankState, judge, states
 from zero_orchestrator.ctl.stacks import Frame
+from zero_orchestrator.membership.job_state import Members, Node, Snapshot
+from zero_orchestrator.membership.spec import JobSpec
 
 LIBRARY = Frame(function="wait", file="/x/zero_comm/waiting.py", line=9)
 STEP = Frame(function="main", file="/app/train.py", line=51)
@@ -94,3 +102,34 @@ def test_the_answers_of_the_nodes_say_what_each_rank_does():
         RankState(rank=0, node="a", frames=(READ,), **wait),
         RankState(rank=1, node="b", problem="it does not write its stacks"),
     ]
+
+
+def test_the_agents_of_all_nodes_learn_who_is_waited_for_until_steps_are_taken_again(tmp_path):
+    store = MemoryStore(ManualClock())
+    nodes = tuple(Node(id=f"n{rank}", incarnation="1", address="x", slots=1) for rank in range(2))
+    round_1 = Snapshot(JobSpec(min_nodes=2, max_nodes=2), n=1, members=Members(nodes))
+    dump = 'Thread 0x1 (most recent call first):\n  File "/app/{0}.py", line 33 in {0}\n'
+    answers = {
+        "n0": {"ranks": [{"rank": 0, "pid": 6, "text": dump.format("train")}]},
+        "n1": {"ranks": [{"rank": 1, "pid": 7, "problem": "process 7 in state T (stopped)"}]},
+    }
+    made = []
+    for node in nodes:
+        publisher = Publisher(store, "gpt", node.id, "1", ManualClock())
+        journal = Journal(node.id, None)
+        one = Verdicts(publisher, journal, lambda handler: handler, lambda asked: answers)
+        one.follow(round_1, store.grant(60))
+        made.append((one, publisher))
+    first, second = (one for one, _ in made)
+    why = "rank 1 on n1: process 7 in state T (stopped); rank 0 on n0 is in train (train.py:33)"
+    first.look(16.0, 12)
+    wait_for(lambda: store.get(verdicts_key("gpt")), 60, "the verdict")
+    assert first.why_stuck == why
+    second.listen(16.0)
+    wait_for(lambda: second.why_stuck, 60, "that the other agent has read it")
+    assert second.why_stuck == why
+    first.look(None, 13)
+    second.listen(None)
+    assert (first.why_stuck, second.why_stuck) == ("", "")
+    for _, publisher in made:
+        publisher.close()

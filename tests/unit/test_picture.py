@@ -19,6 +19,7 @@ from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.page import document
 from zero_orchestrator.ctl.picture import Records, picture
 from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.ctl.verdicts import Kind, Verdict
 from zero_orchestrator.ctl.views import TableView
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import State
@@ -111,6 +112,24 @@ def test_a_verdict_about_ranks_holds_until_it_is_withdrawn_or_its_round_ends():
         (["b"], True, 14, 16),
         (["b", "d"], True, 15, 16),
     ]
+
+
+def test_a_verdict_that_holds_is_shown_though_its_event_is_not_kept():
+    records = disturbed()
+    told = records.events[-1].record["text"]
+    held = (
+        Verdict(kind=Kind.STRAGGLER, text=told, rank=2, node="node-c", since_step=67),
+        Verdict(kind=Kind.SLOW_STORAGE, text="all ranks write slowly", since_step=50),
+    )
+    status = dataclasses.replace(records.status, verdicts=held)
+    found = shown(records, status=status)["verdicts"]
+    at_s = next(p.time_s for p in records.history.points if p.step == 50)
+    assert [(one["text"], one["nodes"], one["time_s"]) for one in found] == [
+        (told, ["node-c"], records.events[-1].record["time"]),
+        ("all ranks write slowly", ["-"], at_s),
+    ]
+    ended = dataclasses.replace(status, state=State.DONE)
+    assert [one["text"] for one in shown(records, status=ended)["verdicts"]] == [told]
 
 
 def test_tokens_and_what_saves_took_are_shown_where_they_are_known():

@@ -125,6 +125,7 @@ class Agent:
         )
         ask = partial(ask_for_stacks, telemetry, job)
         self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask)
+        self._node_workers.why_stuck = lambda: self._verdicts.why_stuck
         self._node_workers.on_times = self._verdicts.times
         self._strain = Strain(clock)
         self._ram = NodeMemory(
@@ -438,6 +439,8 @@ class Agent:
         idle_s = steps.stalled_s() if runs else None
         if job.members.index(self._rdzv.node) == 0:
             self._verdicts.look(idle_s, steps.finished or 0)
+        else:
+            self._verdicts.listen(idle_s)
 
     def _publish_last_output(self) -> None:
         """Leave the workers' last output in etcd, for `zero-ctl logs` after the end."""

@@ -117,6 +117,8 @@ class NodeWorkers:
         self._on_peer_memory = on_peer_memory
         self.on_times: Callable[[RankTimes], None] = lambda times: None
         """Called with the times of all ranks, if rank 0 is here."""
+        self.why_stuck: Callable[[], str] = lambda: ""
+        """Returns who is waited for, if that is known and no rank takes a step."""
         self.steps = Steps(config.hang, clock)
         self.recent = RecentOutput()
         """The last output of the workers; may be read on any thread."""
@@ -350,6 +352,8 @@ class NodeWorkers:
             assert self._group is not None
             if hung := self.steps.too_slow():
                 rank, verdict = hung
+                if why := self.why_stuck():
+                    verdict = f"{verdict}; {why}"
                 self._kill_s = self._clock.now()
                 self._group.mark_hung(rank, verdict)
                 self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)

@@ -40,6 +40,9 @@ ASK_S = 8.0
 """How long their answers are waited for."""
 AGAIN_S = 15.0
 """The interval at which they are asked again, if their answers name no rank."""
+LISTEN_S = 5.0
+"""The interval at which other agents read the verdicts of that of rank 0, while no step is taken.
+"""
 
 
 class Verdicts:
@@ -67,6 +70,8 @@ class Verdicts:
         self._storage = Storage()
         self._slow_storage: Verdict | None = None
         self._stuck: Verdict | None = None
+        self._heard: Verdict | None = None
+        """The same on another node than that of rank 0, as far as it has been read."""
         self._asks_again_s: float | None = None
         """When the agents are asked where their workers are; None: steps are taken."""
 
@@ -78,7 +83,7 @@ class Verdicts:
             self._round, self._members = job.n, job.members
             self._stragglers, self._asked, self._slow = Stragglers(), set(), {}
             self._storage, self._slow_storage = Storage(), None
-            self._stuck = self._asks_again_s = None
+            self._stuck = self._heard = self._asks_again_s = None
         if holds and (over or lease != before):
             self._write()
 
@@ -160,6 +165,28 @@ class Verdicts:
             nodes = [node.id for node in self._members.nodes]
             found = partial(self._post(self._name_stuck), self._round, idle_s, step)
             threading.Thread(target=lambda: found(self._ask(nodes)), daemon=True).start()
+
+    def listen(self, idle_s: float | None) -> None:
+        """Find out, on another node than that of rank 0, what its agent says; call it often.
+
+        Args:
+            idle_s: As for `look`.
+        """
+        if idle_s is None:
+            self._heard = self._asks_again_s = None
+        elif self._asks_again_s is None or idle_s > self._asks_again_s:
+            self._asks_again_s = idle_s + LISTEN_S
+            self._publisher.read_verdicts(partial(self._post(self._hear), self._round))
+
+    def _hear(self, n: int, verdicts: Sequence[Verdict]) -> None:
+        if n == self._round and self._asks_again_s is not None:
+            self._heard = next((one for one in verdicts if one.kind is Kind.STUCK), None)
+
+    @property
+    def why_stuck(self) -> str:
+        """Who is waited for, if no rank takes a step and it is known; else empty."""
+        stuck = self._stuck or self._heard
+        return "" if stuck is None else stuck.text.partition(": ")[2]
 
     def _name_stuck(
         self, n: int, idle_s: float, step: int, answers: Mapping[str, Mapping[str, Any]]

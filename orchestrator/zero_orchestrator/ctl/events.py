@@ -42,7 +42,7 @@ from zero_orchestrator.ctl.goodput import Use, add_up, from_record, to_record
 from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.lane import Lane
 from zero_orchestrator.ctl.pace import Pace
-from zero_orchestrator.ctl.verdicts import Verdict, to_value
+from zero_orchestrator.ctl.verdicts import Verdict, from_item, to_value
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
@@ -279,6 +279,17 @@ class Publisher:
             found: Mapping[str, Any] = {}
             with contextlib.suppress(StoreError):
                 found = by_node(self._progress_of, self._store.range(self._progress_of).items)
+            then(found)
+
+        self._enqueue(read)
+
+    def read_verdicts(self, then: Callable[[Sequence[Verdict]], None]) -> None:
+        """Call `then` on the publisher's thread with the verdicts that hold now."""
+
+        def read() -> None:
+            found: Sequence[Verdict] = ()
+            with contextlib.suppress(StoreError):
+                found = from_item(self._store.get(self._verdicts))
             then(found)
 
         self._enqueue(read)

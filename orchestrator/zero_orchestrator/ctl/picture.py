@@ -34,6 +34,7 @@ from zero_orchestrator.ctl.history import History, Point, Saved
 from zero_orchestrator.ctl.lane import Lane, Phase
 from zero_orchestrator.ctl.status import JobStatus, NodeRow
 from zero_orchestrator.ctl.story import ENDS, Recovery, recoveries
+from zero_orchestrator.ctl.verdicts import Kind
 from zero_orchestrator.store.kv import KeyValueStore
 
 WINDOWS = 100
@@ -113,7 +114,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
         "recoveries": recovered,
         "checkpoints": _checkpoints(history, told),
-        "verdicts": _verdicts(told),
+        "verdicts": [*_verdicts(told), *_untold(records)],
         "uses": _uses(job),
         "events": [_event(event) for event in told],
     }
@@ -435,7 +436,7 @@ def _verdicts(events: Sequence[Event]) -> list[Json]:
             for one in holding.values():
                 one["to_s"] = at_s
             holding.clear()
-        if record.get("event") not in ("straggler", "stuck"):
+        if record.get("event") not in tuple(Kind):
             continue
         about = record.get("event"), record.get("rank")
         if (before := holding.pop(about, None)) is not None:
@@ -451,6 +452,29 @@ def _verdicts(events: Sequence[Event]) -> list[Json]:
         )
         if found[-1]["holds"]:
             holding[about] = found[-1]
+    return found
+
+
+def _untold(records: Records) -> list[Json]:
+    """The verdicts that hold now and whose events are not kept."""
+    told = {str(event.record.get("text")) for event in records.events}
+    points = records.history.points
+    steps = [point.step for point in points]
+    found = []
+    for verdict in records.status.verdicts:
+        if records.status.ended or verdict.text in told:
+            continue
+        place = bisect_left(steps, verdict.since_step or 0)
+        since_s = points[min(place, len(points) - 1)].time_s if points else 0.0
+        found.append(
+            {
+                "time_s": since_s or records.status.state_time_s or 0.0,
+                "to_s": None,
+                "nodes": [verdict.node or "-"],
+                "holds": True,
+                "text": verdict.text,
+            }
+        )
     return found
 
 
