@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 PROJECT = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
 OF_TORCH = ["filelock", "jinja2", "networkx", "setuptools>=77", "sympy", "typing-extensions"]
 """What torch needs of other indexes than its own, and what installs us."""
-EXTRAS = ("etcd", "s3", "gcs", "stacks")
+EXTRAS = ("etcd", "s3", "gcs", "stacks", "traces")
 SETS = {
     "base": [one for one in PROJECT["dependencies"] if not one.startswith("torch")] + OF_TORCH,
     **{extra: PROJECT["optional-dependencies"][extra] for extra in EXTRAS},

@@ -45,6 +45,17 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "the node's address if it is not given.",
             "GRPC_VERBOSITY": "Log level of the agent's gRPC. It is set to NONE if it is not "
             "given.",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "Collector of OpenTelemetry that gets traces of "
+            "recoveries and saves, such as http://collector:4318; docs/operating.md names the "
+            "variables that apply beside it.",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "The same, as the whole URL for traces.",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf, if it is given: agents send traces by "
+            "no other protocol.",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "The same, for traces.",
+            "OTEL_TRACES_EXPORTER": "none: no traces are sent.",
+            "OTEL_SDK_DISABLED": "true: no traces are sent.",
+            "OTEL_SERVICE_NAME": "Name of the service in traces (default: zero-elastic).",
+            "OTEL_RESOURCE_ATTRIBUTES": "Further attributes of the sender of traces.",
             "XDG_STATE_HOME": "Directory below which an etcd that the agent runs keeps its data "
             "(default ~/.local/state).",
             "ETCD_UNSUPPORTED_ARCH": "The only ETCD_* variable that the agent passes on to an etcd "

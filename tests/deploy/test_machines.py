@@ -74,7 +74,7 @@ def _locked(name: str) -> dict[str, tuple[str, int]]:
     return {n: (v.split()[0], all_.count("--hash=sha256:")) for (n, v), all_ in pins}
 
 
-@pytest.mark.parametrize("name", ["base", "etcd", "s3", "gcs", "stacks"])
+@pytest.mark.parametrize("name", ["base", "etcd", "s3", "gcs", "stacks", "traces"])
 def test_the_image_installs_what_pyproject_asks_for_and_each_file_by_its_hash(name):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

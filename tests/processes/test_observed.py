@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import COLD, TOGETHER, agent, environment
+from tests.support.otlp import collector
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import status
@@ -48,9 +49,21 @@ def test_the_time_of_a_job_with_a_failure_is_accounted_for(etcd, etcd_store, tmp
     port, scraped = free_port(), tmp_path / "metrics"
     flags = ("--nnodes=1", "--max-restarts=1", COLD, f"--health-port={port}")
     url = f"http://127.0.0.1:{port}/metrics"
-    done = agent(endpoint, *name, *flags, str(script), url, str(scraped))
+    with collector() as received:
+        env = {**environment(), "OTEL_EXPORTER_OTLP_ENDPOINT": received.url}
+        done = agent(endpoint, *name, *flags, str(script), url, str(scraped), env=env)
     wall_s = time.monotonic() - began_s
     assert done.returncode == 0, done.stderr
+    parts = received.tree()
+    assert list(parts) == ["recovery"]
+    assert [name for name, _, _ in parts["recovery"]] == [
+        "",
+        "detection",
+        "meeting",
+        "starting",
+        "first step",
+    ]
+    assert 0.3 < parts["recovery"][0][2] < wall_s, "with the first step, which takes 0.3 s"
 
     now = status.read(etcd_store, "goodput")
     used_ns = from_record(now.time_ns)

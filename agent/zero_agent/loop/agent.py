@@ -19,6 +19,7 @@ import logging
 import queue
 import secrets
 import signal
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +38,7 @@ from zero_agent.loop.saying import Sayings
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
+from zero_agent.loop.traces import Traces
 from zero_agent.loop.verdicts import Verdicts, ask_for_stacks
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
@@ -141,6 +143,7 @@ class Agent:
         self._store_writes.on_published = self._history.saved
         self._node_workers.steps.on_report = self._on_step
         self._node_workers.steps.on_saved = self._on_saved
+        self._traces = Traces(job, config.node_id, telemetry, environ)
         self._ring = _ring(config, self._post(self._suspects.add))
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = Rendezvous(
@@ -252,6 +255,7 @@ class Agent:
             self._rdzv.close,
             self._ring.close,
             partial(self._publish_time, nodes=0, last=True),
+            self._traces.close,
             self._publisher.close,
             self._journal.close,
             self._scratch.close,
@@ -455,10 +459,13 @@ class Agent:
     def _on_step(self, rank: int, progress: Progress) -> None:
         self._time.report(rank, progress)
         self._history.report(rank, progress)
+        if rank == 0:
+            self._traces.stepped(self._node_workers.round, time.time())
 
     def _on_saved(self, rank: int, saved: Saved) -> None:
         if rank == 0:
             self._history.written(saved)
+            self._traces.saved(saved)
 
     def _look_at_time(self) -> None:
         """Mark what this node does, and publish its ledger and the history, for `zero-ctl`."""

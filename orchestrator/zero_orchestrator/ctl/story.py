@@ -61,6 +61,47 @@ class Recovery:
         return tuple(_time_s(event) - _time_s(self.events[0]) for event in self.events)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A part of a recovery, or of a save."""
+
+    name: str
+    from_s: float
+    """When it began, seconds since the epoch."""
+    to_s: float
+
+
+def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
+    """The parts of a recovery, without gaps, from its first sign to the next round's first step.
+
+    A part whose events are not kept, as those of the nodes of a large job, belongs to the part
+    after it.
+
+    Args:
+        found: The recovery.
+        first_step_s: When the first step of the next round has ended, seconds since the epoch.
+    """
+    last = {str(event.record.get("event")): event for event in found.events}
+    at_s = {kind: _time_s(event) for kind, event in last.items()}
+    ended_s = max(at_s[kind] for kind in ENDS & at_s.keys())
+    marks = [("detection", ended_s), ("meeting", at_s.get("activate"))]
+    if "restore" in last:
+        load_s = last["restore"].record.get("load_s", 0.0)
+        marks += [("starting", at_s["restore"] - load_s), ("loading", at_s["restore"])]
+    else:
+        started = [at_s[kind] for kind in ("start", "worker") if kind in at_s]
+        marks.append(("starting", max(started, default=None)))
+    marks.append(("first step", first_step_s))
+    parts: list[Span] = []
+    from_s = _time_s(found.events[0])
+    for name, to_s in marks:
+        if to_s is not None:
+            until_s = min(max(from_s, to_s), max(from_s, first_step_s))
+            parts.append(Span(name=name, from_s=from_s, to_s=until_s))
+            from_s = until_s
+    return tuple(parts)
+
+
 def recoveries(events: Sequence[Event]) -> tuple[Recovery, ...]:
     """Every recovery among the events, oldest first; the last one may not have ended yet."""
     ends = [i for i, event in enumerate(events) if event.record.get("event") in ENDS]
