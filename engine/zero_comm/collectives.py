@@ -166,6 +166,22 @@ class Collectives:
             except OSError as error:
                 raise PeerLost(f"meeting the ranks of this host: {error}") from error
 
+    def divide(self, device: torch.device) -> None:
+        """Send what all ranks get to each other node once, and then inside of it. Collective.
+
+        After `lay_out`, and only for a group in which shards are gathered.
+
+        Raises:
+            PeerLost: A peer is lost.
+        """
+        if not self.topology.divides:
+            return
+        sizes = self.topology.nodes
+        nodes = [self.topology.ranks(node) for node in range(len(sizes))]
+        equal = len(set(sizes)) == 1 and self.owners == rail_order(sizes)
+        with transport_failures("meeting the ranks of this node"):
+            self.transports.divide(device, nodes, equal=equal)
+
     def any_order(self, device: torch.device) -> bool:
         """Whether ranks may begin exchanges of tensors on `device` in different orders."""
         return self.transports.of(device).any_order
@@ -314,7 +330,12 @@ class Collectives:
 
     def all_gather(self, full: Tensor, what: str) -> Pending:
         """Fill `full` [world * n] in place; `own(full)` holds this rank's shard already."""
-        if not self._relays(full):
+        if not self.topology.divides:
+            return self._gather(full, self._by_rank(full), what)
+        transport = self.transports.of(full.device)
+        if transport.gathers_in_parts:
+            return self._gather_in_parts(full, what)
+        if transport.crosses_once:
             return self._gather(full, self._by_rank(full), what)
         rows = full.view(self.world, -1)
         inside = {
@@ -331,7 +352,7 @@ class Collectives:
         """
         rows = {rank: row for rank, row in rows.items() if row.numel()}
         own = rows.get(self.rank)
-        if not rows or not self._relays(next(iter(rows.values()))):
+        if not rows or not self._passes_on(next(iter(rows.values()))):
             held = {} if own is None else dict.fromkeys(range(self.world), own)
             return self.exchange_pieces(held, rows, what)
         inside = {}
@@ -341,9 +362,9 @@ class Collectives:
         wanted = {source: rows[source] for source, _ in self._route.wanted if source in rows}
         return self._relay(own, wanted, inside, what)
 
-    def _relays(self, tensor: Tensor) -> bool:
+    def _passes_on(self, tensor: Tensor) -> bool:
         """Whether what all ranks get is sent to each other node once, and then inside of it."""
-        return self.topology.divides and not self.transports.of(tensor.device).crosses_once
+        return self.topology.divides and self.transports.of(tensor.device).passes_on
 
     def _relay(
         self,
@@ -373,14 +394,22 @@ class Collectives:
                     gives = dict.fromkeys(others, mine[number]) if number < len(mine) else {}
                     takes = {r: inside[r][number] for r in others if number < len(inside[r])}
                     name = f"{what}, inside the node, {number}"
-                    works += transport.exchange(gives, takes, name, turn)
+                    works += transport.exchange_inside(gives, takes, name, turn)
                 return works
 
-            first = transport.exchange(held, wanted, what, turn)
-            return [self._waiter.chain(first, pass_on)]
+            def begin() -> list[Work]:
+                return transport.exchange(held, wanted, what, turn)
+
+            return transport.then(begin, pass_on, self._waiter)
 
         buffers = tuple(each for sequence in inside.values() for each in sequence)
         return self._begin("gather", what, buffers, sent_bytes, start)
+
+    def _gather_in_parts(self, full: Tensor, what: str) -> Pending:
+        def start(transport: Transport, _turn: int) -> list[Work]:
+            return transport.gather_in_parts(full, self._waiter)
+
+        return self._begin("gather", what, (full,), self._count("gather", full), start)
 
     def _gather(self, full: Tensor, rows: Sequence[Tensor], what: str) -> Pending:
         """Fill `rows`, by rank, the views that `full` is divided into."""

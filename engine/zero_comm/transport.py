@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,18 @@ from zero_comm.waiting import Waiter, Work
 # torch 2.13 renamed these calls; the old names warn there, the new ones are missing before.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The groups of one rank for an exchange in two parts: between nodes, then inside of them."""
+
+    inside: dist.ProcessGroup
+    """The ranks of this node."""
+    node: range
+    """The same ranks, by their numbers in the group of all."""
+    between: dist.ProcessGroup | None
+    """One rank of each node, those of the same number, where all nodes are equal."""
 
 
 class Transport:
@@ -36,7 +49,7 @@ class Transport:
     matched by their order alone: what has the same size is mixed up without an error."""
     crosses_once = True
     """Whether `gather` by itself sends each shard to each other node once. NCCL's rings and trees
-    do."""
+    do, in as many turns as there are ranks."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, rank: int, world: int, device: torch.device
@@ -48,6 +61,9 @@ class Transport:
         self._world = world
         self.near = range(rank, rank + 1)
         """Consecutive ranks, this one included, that are left out here."""
+        self._parts: Parts | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """It waits for the first part of an exchange, beside the stream that computes."""
 
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
@@ -67,6 +83,24 @@ class Transport:
         del everybodys, changed
         own = torch.zeros(1, device=self.device)
         _gather_into(own.new_empty(self._world), own, group=self._group)
+
+    def divide(self, parts: Parts) -> None:
+        """Exchange in two parts from now on. Collective: it connects the ranks of both."""
+        self._parts = parts
+        own = torch.zeros(1, device=self.device)
+        for group in (parts.inside, parts.between):
+            if group is not None:
+                _gather_into(own.new_empty(group.size()), own, group=group)
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether `exchange_inside` may be called."""
+        return self._parts is not None
+
+    @property
+    def gathers_in_parts(self) -> bool:
+        """Whether `gather_in_parts` may be called."""
+        return self._parts is not None and self._parts.between is not None
 
     def have_ended(self, works: Sequence[Work]) -> bool:
         """Whether `finish` would return at once; a wait of a stream costs the host no time."""
@@ -170,19 +204,73 @@ class Transport:
         assert work is not None  # this rank is in the group
         return [work]
 
+    def gather_in_parts(self, full: Tensor, waiter: Waiter) -> list[Work]:
+        """As `gather`, of shards that lie in the order of `topology.rail_order` on equal nodes.
+
+        First a rank gets its slice of `full`, which is the shards of the ranks of its own number;
+        then the ranks of a node exchange their slices. Both are contiguous, and nothing is copied.
+        """
+        parts = self._parts
+        assert parts is not None
+        assert parts.between is not None
+        between, inside = parts.between, parts.inside
+        own_slice = full.view(len(parts.node), -1)[self._rank - parts.node.start]
+        own = own_slice.view(between.size(), -1)[between.rank()]
+        return self.then(
+            lambda: [_gather_into(own_slice, own, group=between, async_op=True)],
+            lambda: [_gather_into(full, own_slice, group=inside, async_op=True)],
+            waiter,
+        )
+
+    def then(
+        self,
+        begin: Callable[[], list[Work]],
+        begin_next: Callable[[], list[Work]],
+        waiter: Waiter,
+    ) -> list[Work]:
+        """Begin exchanges, and further ones when those have ended.
+
+        A stream of its own waits in between, so neither the host nor what it computes does. All
+        ranks begin all exchanges in the order of these calls.
+
+        Args:
+            begin: Begins the first ones.
+            begin_next: Begins the others.
+            waiter: For exchanges that this process has to wait for.
+        """
+        del waiter
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            first = begin()
+            for work in first:
+                work.wait()
+            return [*first, *begin_next()]
+
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
         """Send tensors of any sizes to some ranks, and receive from some; by rank, contiguous."""
         del turn
-        ways = ((dist.isend, held), (dist.irecv, wanted))
-        calls = [
-            dist.P2POp(way, tensor, group=self._group, tag=tag_of(what), group_peer=rank)
-            for way, tensors in ways
-            for rank, tensor in tensors.items()
-            if rank not in self.near
-        ]
-        return list(dist.batch_isend_irecv(calls)) if calls else []
+        return _batch(self._group, self._far(held), self._far(wanted), what)
+
+    def exchange_inside(
+        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
+    ) -> list[Work]:
+        """As `exchange`, with ranks of this node alone."""
+        del turn
+        parts = self._parts
+        assert parts is not None
+        first = parts.node.start
+
+        def by_local(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+            return {rank - first: tensor for rank, tensor in self._far(tensors).items()}
+
+        return _batch(parts.inside, by_local(held), by_local(wanted), what)
+
+    def _far(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {rank: tensor for rank, tensor in tensors.items() if rank not in self.near}
 
     def reduce_scatter(self, full: Tensor, own: Tensor) -> list[Work]:
         """Sum `full` [world * n] over all ranks, in the backend's order; `own` [n] is the result.
@@ -205,6 +293,22 @@ class Transport:
         work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
         assert work is not None  # this rank is in the group
         return [work]
+
+
+def _batch(
+    group: dist.ProcessGroup | None,
+    held: Mapping[int, Tensor],
+    wanted: Mapping[int, Tensor],
+    what: str,
+) -> list[Work]:
+    """Sends and receives that run together, by the ranks of the group."""
+    ways = ((dist.isend, held), (dist.irecv, wanted))
+    calls = [
+        dist.P2POp(way, tensor, group=group, tag=tag_of(what), group_peer=rank)
+        for way, tensors in ways
+        for rank, tensor in tensors.items()
+    ]
+    return list(dist.batch_isend_irecv(calls)) if calls else []
 
 
 def tag_of(what: str) -> int:

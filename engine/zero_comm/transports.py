@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zero_comm.cpu.transport import CpuTransport, HostTransport
 from zero_comm.distributed import GROUP_TIMEOUT_S
 from zero_comm.staged import StagedTransport
-from zero_comm.transport import Transport
+from zero_comm.transport import Parts, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,42 @@ class Transports:
             group = self._control(backends) if over_gloo else self._group
             self._by_kind[device.type] = kind(group, self._rank, self._world, device)
         return self._by_kind[device.type]
+
+    def divide(self, device: torch.device, nodes: Sequence[range], *, equal: bool) -> None:
+        """Let tensors on `device` travel between nodes first and then inside of them. Collective.
+
+        What has names needs no groups of its own for that.
+
+        Args:
+            device: Where they are.
+            nodes: The ranks of each.
+            equal: Connect the ranks of the same number on all nodes, too.
+        """
+        transport = self.of(device)
+        if transport.any_order:
+            return
+        everybody = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        backend = backends_of(self._group)[device.type]
+
+        def found(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+            """This rank's of some groups; every rank creates all, so that all name them alike."""
+            made: list[dist.ProcessGroup] = [
+                dist.new_group(
+                    [everybody[rank] for rank in ranks],
+                    backend=backend,
+                    timeout=timedelta(seconds=timeout_of(self._group)),
+                )
+                for ranks in groups
+            ]
+            return next(g for g, ranks in zip(made, groups, strict=True) if self._rank in ranks)
+
+        transport.divide(
+            Parts(
+                inside=found(nodes),
+                node=next(ranks for ranks in nodes if self._rank in ranks),
+                between=found(list(zip(*nodes, strict=True))) if equal else None,
+            )
+        )
 
     def _control(self, backends: Mapping[str, str]) -> dist.ProcessGroup | None:
         """The group itself if gloo connects its CPUs, else one of the same ranks where it does."""

@@ -161,6 +161,21 @@ class _Chain(_Job):
         super().work()
 
 
+class _Line:
+    """A thread, from the first job on, that runs one job after the other."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: _Job) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+        self._jobs.put(job)
+
+
 class Waiter:
     """Waits for the exchanges of one group."""
 
@@ -171,8 +186,7 @@ class Waiter:
         self.interrupt = interrupt or Interrupt()
         self._timeout_s = timeout_s
         self._group = group
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._waits, self._chains = _Line(), _Line()
 
     def watch(self, works: Sequence[Work]) -> list[Work]:
         """Exchanges whose end is known without a wait: the thread waits for them, in this order.
@@ -184,7 +198,13 @@ class Waiter:
             watched.append(self._give([work for work in works if not isinstance(work, Watched)]))
         return watched
 
-    def chain(self, works: Sequence[Work], begin_next: Callable[[], Sequence[Work]]) -> Watched:
+    def chain(
+        self,
+        works: Sequence[Work],
+        begin_next: Callable[[], Sequence[Work]],
+        *,
+        in_order: bool = False,
+    ) -> Watched:
         """Begin further exchanges when some have ended; nobody has to wait for that.
 
         A thread does it, one for each chain: an exchange that others have not begun then keeps no
@@ -193,19 +213,20 @@ class Waiter:
         Args:
             works: Under way.
             begin_next: Called by the thread.
+            in_order: One thread does it for all chains, in the order of these calls: where
+                exchanges are matched by their order, they also end in it.
         """
         job = _Chain(works, begin_next, self.interrupt.changed)
-        threading.Thread(target=job.run, daemon=True).start()
+        if in_order:
+            self._chains.put(job)
+        else:
+            threading.Thread(target=job.run, daemon=True).start()
         return job
 
     def _give(self, works: Sequence[Work]) -> Watched:
         """Let the thread wait for these."""
         job = _Job(works, self.interrupt.changed)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None)
-        self._jobs.put(job)
+        self._waits.put(job)
         return job
 
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:

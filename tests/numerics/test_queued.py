@@ -37,9 +37,10 @@ from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool, pids
 from zero_comm.collectives import Collectives, wait
 from zero_comm.distributed import leave_group
-from zero_comm.errors import Diverged
+from zero_comm.errors import Diverged, LeavingNow
 from zero_comm.staged import StagedTransport
-from zero_comm.topology import ENV_NODE_RANKS
+from zero_comm.topology import ENV_NODE_RANKS, Topology
+from zero_comm.waiting import Interrupt
 from zero_contract.worker import ExitCode, Left
 from zero_deepspeed.zero import GatheredParameters
 from zero_engine.core.engine import Engine
@@ -176,11 +177,13 @@ def test_ranks_that_leave_modules_out_train_to_the_same_bits_over_it(
     assert worlds.run(3, on_nodes, nodes, run, stage, ways, {}, backend=BACKEND) == [alone] * 3
 
 
+@pytest.mark.parametrize(("world", "nodes"), [(2, "1"), (4, "2")])
+@pytest.mark.corners(world=[4])
 def test_ranks_that_gather_in_different_orders_are_told_before_weights_change(
-    worlds: WorldPool,
+    worlds: WorldPool, world: int, nodes: str
 ) -> None:
     """Layers of one size: what is matched by its order alone is mixed up without an error."""
-    for told in worlds.run(2, mixed_up, backend=BACKEND):
+    for told in worlds.run(world, on_nodes, nodes, mixed_up, backend=BACKEND):
         assert "as exchange 1 of the step rank 0 began parameters of layers.1" in told
         assert "rank 1 parameters of layers.3" in told
         assert "after 1 steps" in told
@@ -215,6 +218,92 @@ def without_cpu() -> Any:
         return train_at_every_stage(False, 2)
     finally:
         stages.STAGES = kept
+
+
+# ---- two nodes of two ranks ----
+
+TWO_NODES = Topology(nodes=(2, 2))
+
+
+def divided(topology: Topology, interrupt: Interrupt | None = None) -> Collectives:
+    group = Collectives(interrupt=interrupt)
+    group.meet(CPU)
+    group.lay_out(topology)
+    group.divide(CPU)
+    return group
+
+
+def communicators(group: Collectives) -> list[QueuedGroup]:
+    """Of all ranks, between nodes and inside of the node."""
+    parts = group.transports.of(CPU)._parts
+    assert parts is not None
+    found = [dist.group.WORLD, parts.between, parts.inside]
+    return [each for each in found if isinstance(each, QueuedGroup)]
+
+
+def gathered_in_parts() -> Any:
+    """Gathers under way at once, waited for from the last to the first, and what was issued."""
+    group = divided(TWO_NODES)
+    lanes = communicators(group)
+    before = [len(lane.issued) for lane in lanes]
+    wholes = [torch.zeros(4, size) for size in (1, 3000, 2)]
+    for number, whole in enumerate(wholes):
+        group.own(whole.view(-1)).fill_(10 * number + group.rank)
+    begun = [group.all_gather(each.view(-1), f"unit {n}") for n, each in enumerate(wholes)]
+    for pending in reversed(begun):
+        wait(pending)
+    owners = [whole.mean(1).tolist() for whole in wholes]
+    return owners, [lane.issued[n:] for lane, n in zip(lanes, before, strict=True)]
+
+
+def test_shards_travel_to_each_node_once_and_then_inside_of_it(worlds: WorldPool) -> None:
+    """In communicators of their own, in one order; shards lie in the order of their owners."""
+    owners = [[0.0, 2.0, 1.0, 3.0], [10.0, 12.0, 11.0, 13.0], [20.0, 22.0, 21.0, 23.0]]
+    issued = [[], ["all_gather"] * 3, ["all_gather"] * 3]
+    assert worlds.run(4, gathered_in_parts, backend=BACKEND) == [(owners, issued)] * 4
+
+
+def shared_in_parts(nodes: tuple[int, ...]) -> list[float]:
+    """What ranks 0 and 3 give to all."""
+    group = divided(Topology(nodes=nodes))
+    rows = {0: torch.zeros(3), 3: torch.zeros(5)}
+    if group.rank in rows:
+        rows[group.rank].fill_(group.rank + 1)
+    wait(group.share(rows, "whole parameters"))
+    return torch.cat([rows[0], rows[3]]).tolist()
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 1)])
+def test_what_some_ranks_give_to_all_is_passed_on_inside_of_nodes(
+    worlds: WorldPool, nodes: tuple[int, ...]
+) -> None:
+    found = worlds.run(4, shared_in_parts, nodes, backend=BACKEND)
+    assert found == [[1.0] * 3 + [4.0] * 5] * 4
+
+
+def test_on_two_nodes_every_stage_trains_to_the_bits_of_one_rank(worlds: WorldPool) -> None:
+    cases = [(0, "bf16", 8), (1, "fp32", 4), (3, "bf16", 8)]
+    wanted = [digest(expected(dtype, block)) for _, dtype, block in cases]
+    assert worlds.run(4, hashes, "2,2", "0", cases, backend=BACKEND) == [wanted] * 4
+
+
+def left_while_it_waits() -> bool | None:
+    """A gather in which rank 3 does not take part, and whether this rank gets out of its group."""
+    interrupt = Interrupt()
+    group = divided(TWO_NODES, interrupt)
+    if group.rank == 3:
+        return None
+    whole = torch.zeros(8)
+    pending = group.all_gather(whole, "weights")
+    threading.Timer(0.1, interrupt.request, ("a node is lost",)).start()
+    with pytest.raises(LeavingNow, match="weights: asked to leave: a node is lost"):
+        wait(pending)
+    return leave_group()
+
+
+def test_a_rank_leaves_a_gather_that_a_lost_rank_never_begins(worlds: WorldPool) -> None:
+    """Those that wait for it directly, and those that wait for a rank which does."""
+    assert worlds.run(4, left_while_it_waits, backend=BACKEND) == [True, True, True, None]
 
 
 # ---- failures, leaving, lifetime ----

@@ -110,7 +110,7 @@ def test_the_thread_keeps_no_exchange_and_ends_with_its_waiter() -> None:
     gone = weakref.ref(exchange)
     waiter = Waiter(None)
     assert waiter.wait(works(exchange), nothing)
-    thread = waiter._thread
+    thread = waiter._waits._thread
     assert thread is not None
     del exchange
     wait_for(lambda: gc.collect() >= 0 and gone() is None, 60, "the exchange is let go")

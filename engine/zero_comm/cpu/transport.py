@@ -22,6 +22,15 @@ from zero_comm.waiting import Waiter, Work
 class HostTransport(Transport):
     """A transport of tensors in host memory, in the order in which exchanges are begun."""
 
+    def then(
+        self,
+        begin: Callable[[], list[Work]],
+        begin_next: Callable[[], list[Work]],
+        waiter: Waiter,
+    ) -> list[Work]:
+        """As in `Transport`; a thread waits in between."""
+        return [waiter.chain(begin(), begin_next, in_order=not self.any_order)]
+
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
         """As `Transport` says; an interrupt ends the wait at once."""
         return waiter.wait(works, look)
@@ -66,6 +75,11 @@ class CpuTransport(HostTransport):
         """As in `Transport`; false for what goes over sockets, unless it is watched."""
         return all(work.is_completed() for work in works)
 
+    @property
+    def passes_on(self) -> bool:
+        """As in `Transport`; exchanges have names, and need no groups of their own."""
+        return True
+
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """As in `Transport`."""
         held = {rank: out[rank] for rank in self._others_near}
@@ -108,6 +122,12 @@ class CpuTransport(HostTransport):
         near_wanted = {rank: tensor for rank, tensor in wanted.items() if rank in self.near}
         works = self._read(near_held, near_wanted, what, turn) if near_held or near_wanted else []
         return works + super().exchange(held, wanted, what, turn)
+
+    def exchange_inside(
+        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
+    ) -> list[Work]:
+        """As in `Transport`."""
+        return self.exchange(held, wanted, what, turn)
 
     @property
     def _others_near(self) -> list[int]:

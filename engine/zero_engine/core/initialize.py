@@ -226,6 +226,7 @@ def _find_nodes(config: Config, collectives: Collectives) -> None:
         if not equal or not sums_are_smaller(topology.nodes, block, PACKED_BYTES):
             return  # int8 of every micro-batch to its owner is less
     collectives.lay_out(topology)
+    collectives.divide(local_device())
     if collectives.topology.divides and dist.get_rank() == 0:
         _log.info(
             "gradients are added inside each node before they travel to others; ranks of the "
