@@ -126,7 +126,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", default="1x2", help="nodes x ranks of each, in a list")
     parser.add_argument("--rate", default="", help="between nodes, as 1gbit, in a list")
     parser.add_argument("--accumulation", default="1", help="micro-batches of a rank, in a list")
-    parser.add_argument("--deepspeed-python", default="", help="the Python that has DeepSpeed")
+    parser.add_argument(
+        "--deepspeed-python",
+        default=sys.executable,
+        help="the Python that has DeepSpeed, if another one; its rows are left out without it",
+    )
     parser.add_argument("--out", type=Path, help="add one JSON line per measurement to this file")
     parser.add_argument("--table", type=Path, help="measure nothing: the tables of such a file")
     parser.add_argument("--width", type=int, default=512)
@@ -146,8 +150,6 @@ def _arguments() -> argparse.Namespace:
         parser.error(f"--systems: {', '.join(wrong)}: not one of {', '.join(SYSTEMS)}")
     if wrong := [name for name in args.dtype if name not in ("fp32", "bf16")]:
         parser.error(f"--dtype: {', '.join(wrong)}: not fp32 or bf16")
-    if not args.deepspeed_python:
-        args.systems = [name for name in args.systems if name not in DEEPSPEED]
     return args
 
 
@@ -156,8 +158,22 @@ def main() -> None:
     if args.table:
         found = [Run(**json.loads(line)) for line in args.table.read_text().splitlines()]
     else:
+        _leave_out(args)
         found = _rounds(args)
     show(found)
+
+
+def _leave_out(args: argparse.Namespace) -> None:
+    """Leave out the systems that are not installed, and say why."""
+    if not any(name in DEEPSPEED for name in args.systems):
+        return
+    python = [args.deepspeed_python, "-c", "import torch, deepspeed"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    tried = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
+    if tried.returncode:
+        last = tried.stderr.strip().splitlines()[-1:]
+        print(f"DeepSpeed is left out: {args.deepspeed_python}: {''.join(last)}", file=sys.stderr)
+        args.systems = [name for name in args.systems if name not in DEEPSPEED]
 
 
 def _cases(args: argparse.Namespace) -> list[Case]:

@@ -22,7 +22,7 @@ Step = Callable[[Sequence[Tokens]], float]
 
 CLIP = 1.0
 NODE_BLOCK = 16
-"""The block of the system whose nodes add whole blocks."""
+"""The block of systems that add several micro-steps before anything travels."""
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 
 
@@ -279,9 +279,10 @@ SYSTEMS: dict[str, System] = {
     "zero1": _ours(1, "ddp", "fsdp2", "zro"),
     "zero2": _ours(2, "ddp", "fsdp2"),
     "zero3": _ours(3, "fsdp2"),
-    "zero0-local": _ours(0, "ddp", "fsdp2", accumulate="local"),
-    "zero1-local": _ours(1, "ddp", "fsdp2", accumulate="local"),
+    "zero0-local": _ours(0, "ddp", "fsdp2", accumulate="local", reduction_block=NODE_BLOCK),
+    "zero1-local": _ours(1, "ddp", "fsdp2", accumulate="local", reduction_block=NODE_BLOCK),
     "zero2-node": _ours(2, "ddp", "fsdp2", accumulate="node", reduction_block=NODE_BLOCK),
+    "zero3-node": _ours(3, "fsdp2", accumulate="node", reduction_block=NODE_BLOCK),
     "zero2-native": _ours(2, "ddp", "fsdp2", reduction="native"),
     "zero3-native": _ours(3, "fsdp2", reduction="native"),
     **{f"ds{stage}": _deepspeed(stage) for stage in range(4)},
