@@ -6,6 +6,7 @@ rank; an exported model is whole at every stage.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,14 @@ from zero_comm.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches
-from zero_deepspeed.export import without_frozen, write_weights
+from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import Collate, training_loader
 from zero_engine.core.micro_steps import Loss
+from zero_engine.offload_states import WEIGHTS
 from zero_engine.parameters.gather import GatheredParameters
+from zero_engine.sharding.weights import state, state_table
 
 
 class Epochs:
@@ -285,7 +288,7 @@ class DeepSpeedEngine(Engine):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the state_dict, in the dtype of the model; every rank calls it.
+        """Write the state_dict, in the dtype of the model, unit by unit; every rank calls it.
 
         Args:
             save_dir: The directory, which is made if missing.
@@ -298,13 +301,19 @@ class DeepSpeedEngine(Engine):
         Raises:
             CheckpointError: The file could not be written.
         """
-        whole = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
-        path, problem = Path(save_dir) / save_filename, ""
-        if self.global_rank == 0:
-            problem = write_weights(whole, path)
-        failed = torch.tensor([float(bool(problem))], device=self.device)
+        core, path, problem = self._core, Path(save_dir) / save_filename, ""
+        core.moved.need("save_16bit_model()", WEIGHTS)
+        left_out = frozen(core.module) if exclude_frozen_parameters else frozenset[str]()
+        table = state_table(core.module, core.units)
+        table = {name: entry for name, entry in table.items() if name not in left_out}
+        ties = {other: name for other, name in core.aliases.items() if name in table}
         with exit_on_peer_loss(self._link):
-            self._core.collectives.broadcast(failed, f"whether {path} was written")
+            weights = state(core.module, core.units)
+            if self.global_rank == 0:
+                problem = write_weights(weights, table, ties, path)
+            collections.deque(weights, maxlen=0)  # take part in gathering what others write
+            failed = torch.tensor([float(bool(problem))], device=self.device)
+            core.collectives.broadcast(failed, f"whether {path} was written")
         if failed.item():
             raise CheckpointError(problem or f"{path} was not written: see the error of rank 0")
         return True
@@ -324,7 +333,8 @@ class DeepSpeedEngine(Engine):
         for which a library would then take the module's state_dict of shards.
         """
         whole = self.module_state_dict()
-        return without_frozen(whole, self.module) if exclude_frozen_parameters else whole
+        left_out = frozen(self.module) if exclude_frozen_parameters else ()
+        return {name: value for name, value in whole.items() if name not in left_out}
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

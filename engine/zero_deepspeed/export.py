@@ -7,25 +7,33 @@ tied ones included, at every stage; a file appears whole under its name or not a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.model_files import ModelFile, SafetensorsFile, Table, TorchFile
 
-def without_frozen(whole: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """A state_dict without the parameters that are not trained; buffers stay."""
+
+def frozen(module: nn.Module) -> frozenset[str]:
+    """All names of the parameters that are not trained."""
     named = module.named_parameters(remove_duplicate=False)
-    frozen = {name for name, param in named if not param.requires_grad}
-    return {name: value for name, value in whole.items() if name not in frozen}
+    return frozenset(name for name, param in named if not param.requires_grad)
 
 
-def write_weights(whole: Mapping[str, Tensor], path: Path) -> str:
+def write_weights(
+    weights: Iterable[tuple[str, Tensor]], table: Table, ties: Mapping[str, str], path: Path
+) -> str:
     """Write a state_dict: as safetensors with that suffix, else with torch.save.
+
+    Args:
+        weights: Each tensor of the table; others are left out.
+        table: The tensors.
+        ties: By further name, the name in the table.
+        path: The file.
 
     Returns:
         Why the file could not be written, and is unchanged; empty if it was written.
@@ -33,18 +41,37 @@ def write_weights(whole: Mapping[str, Tensor], path: Path) -> str:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            save_file({name: value.contiguous().clone() for name, value in whole.items()}, partial)
-        else:
-            torch.save(dict(whole), partial)
-        _make_durable(partial)
+        with partial.open("wb") as file:
+            _fill(file, weights, table, ties, path)
+            os.fsync(file.fileno())
         partial.replace(path)
         _make_durable(path.parent)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises the second
+    except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises the second
         with suppress(OSError):
             partial.unlink()
         return f"{path} was not written: {error}"
     return ""
+
+
+def _fill(
+    file: BinaryIO,
+    weights: Iterable[tuple[str, Tensor]],
+    table: Table,
+    ties: Mapping[str, str],
+    path: Path,
+) -> None:
+    names = {name: [name, *(n for n, first in ties.items() if first == name)] for name in table}
+    out: ModelFile
+    if path.suffix == ".safetensors":
+        out = SafetensorsFile(file, {n: table[name] for name, all_ in names.items() for n in all_})
+    else:
+        out = TorchFile(file, path.parent, table, ties)
+        names = {name: [name] for name in table}
+    for name, value in weights:
+        for each in names.get(name, ()):
+            out.put(each, value)
+        del value  # before the next unit is gathered
+    out.finish()
 
 
 def _make_durable(path: Path) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.model_files import SafetensorsFile, TorchFile
 from zero_checkpoint.files.storage import DISK
 from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId, TensorInfo
 from zero_checkpoint.format.table import numel
@@ -64,10 +64,14 @@ class Selection:
         real = self.dtype is not None and data.is_floating_point()
         return data.to(self.dtype) if real else data
 
+    def written(self, info: TensorInfo) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and the shape of a tensor as it is written."""
+        real = self.dtype is not None and info.dtype.is_floating_point
+        return (self.dtype if real else None) or info.dtype, torch.Size(info.shape)
+
     def size_bytes(self, info: TensorInfo) -> int:
         """The size of a tensor as it is written."""
-        real = self.dtype is not None and info.dtype.is_floating_point
-        return numel(info) * ((self.dtype if real else None) or info.dtype).itemsize
+        return numel(info) * self.written(info)[0].itemsize
 
 
 def select(
@@ -110,7 +114,7 @@ def export_torch(
 ) -> list[Path]:
     """Write a plain state_dict, for `torch.load(out, weights_only=True)`; returns its files.
 
-    The whole model is in memory once.
+    One batch of tensors is in memory at a time, or one tensor; the disk needs room for two models.
 
     Raises:
         CheckpointError: `out` exists, or another export writes it.
@@ -119,15 +123,20 @@ def export_torch(
     """
     must_be_new(out)
     with workplace(out) as directory:
-        whole = {}
-        for tensor, data in read_tensors(checkpoint, dict.fromkeys(selection.names.values())):
-            whole[tensor] = selection.convert(data)
-            progress(data.numel() * data.element_size())
+        first: dict[TensorId, str] = {}
+        for name, tensor in selection.names.items():
+            first.setdefault(tensor, name)
         # Tied names get one object: torch.save writes it once, torch.load ties it again.
-        state = {name: whole[tensor] for name, tensor in selection.names.items()}
+        ties = {name: first[t] for name, t in selection.names.items() if first[t] != name}
+        table = checkpoint.manifest.tensors
+        header = {name: selection.written(table[tensor]) for tensor, name in first.items()}
         with (directory / out.name).open("xb") as file:
+            whole = TorchFile(file, directory, header, ties)
+            for tensor, data in read_tensors(checkpoint, first):
+                whole.put(first[tensor], selection.convert(data))
+                progress(data.numel() * data.element_size())
             with errors_of_libraries(out):
-                torch.save(state, file)
+                whole.finish()
             DISK.sync(file)
         publish(directory / out.name, out)
     return [out]
@@ -144,7 +153,7 @@ def export_hf(
 ) -> list[Path]:
     """Write a directory that `from_pretrained` loads; returns its files.
 
-    One shard is in memory at a time.
+    One batch of tensors is in memory at a time (`tensors.BATCH_BYTES`), or one tensor.
 
     Args:
         checkpoint: The checkpoint to export.
@@ -197,21 +206,18 @@ def _write_shards(
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         path = directory / (file if len(shards) > 1 else "model.safetensors")
-        wanted = dict.fromkeys(selection.names[name] for name in names)
-        whole = {}
-        for tensor, data in read_tensors(checkpoint, wanted):
-            whole[tensor] = selection.convert(data)
-            progress(data.numel() * data.element_size())
-        shard: dict[str, Tensor] = {}
-        used: set[TensorId] = set()
+        by_tensor: dict[TensorId, list[str]] = {}
         for name in names:
-            tensor = selection.names[name]
-            # A tied tensor is copied, because safetensors shares no memory.
-            shard[name] = whole[tensor].clone() if tensor in used else whole[tensor]
-            used.add(tensor)
+            by_tensor.setdefault(selection.names[name], []).append(name)
             where[name] = path.name
-        with errors_of_libraries(path):
-            save_file(shard, path, metadata={"format": "pt"})
+        header = {name: selection.written(table[selection.names[name]]) for name in names}
+        with path.open("xb") as target:
+            shard = SafetensorsFile(target, header)
+            for tensor, data in read_tensors(checkpoint, by_tensor):
+                for name in by_tensor[tensor]:
+                    shard.put(name, selection.convert(data))
+                progress(data.numel() * data.element_size())
+            shard.finish()
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

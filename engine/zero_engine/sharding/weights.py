@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zero_checkpoint.torch_state import persistent_buffers
@@ -22,6 +23,31 @@ def whole_weights(units: Iterable[FlatUnit]) -> Iterator[tuple[str, Tensor]]:
             yield slot.fqn, weights[slot.start : slot.stop].view(slot.shape)
 
 
+def state(
+    module: nn.Module, units: Iterable[FlatUnit], *, highest: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each persistent buffer and parameter; see `module_state_dict`."""
+    yield from persistent_buffers(module)
+    for unit in units:
+        weights = unit.gather_highest()
+        for slot in unit.layout.slots:
+            part = weights[slot.start : slot.stop].view(slot.shape)
+            yield slot.fqn, part if highest else part.to(unit.full.dtype)
+            del part
+        del weights  # else two units would be whole while the next one is gathered
+
+
+def state_table(
+    module: nn.Module, units: Iterable[FlatUnit]
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """By name, the dtype and the shape of what `state` yields. Not collective."""
+    buffers = {name: (buffer.dtype, buffer.shape) for name, buffer in persistent_buffers(module)}
+    params = {
+        slot.fqn: (unit.full.dtype, slot.shape) for unit in units for slot in unit.layout.slots
+    }
+    return buffers | params
+
+
 def module_state_dict(
     module: nn.Module,
     units: Sequence[FlatUnit],
@@ -34,13 +60,9 @@ def module_state_dict(
     Tensors have the dtypes that the module computes in; with `highest` all floating-point tensors
     are fp32, from master weights if they are trained. Collective.
     """
-    whole = {name: buffer.cpu().clone() for name, buffer in persistent_buffers(module)}
-    for unit in units:
-        weights = unit.gather_highest()
-        for slot in unit.layout.slots:
-            part = weights[slot.start : slot.stop].view(slot.shape)
-            dtype = part.dtype if highest else unit.full.dtype
-            whole[slot.fqn] = part.to("cpu", dtype, copy=True)
+    whole = {
+        name: value.to("cpu", copy=True) for name, value in state(module, units, highest=highest)
+    }
     if highest:
         whole = {n: v.float() if v.is_floating_point() else v for n, v in whole.items()}
     return whole | {other: whole[name] for other, name in aliases.items()}
