@@ -6,38 +6,76 @@ or are not sharded, so that one script serves all stages.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from zero_contract.errors import ZeroError
+from zero_engine.config import read_json
 from zero_engine.parameters.access import owner_of
+from zero_engine.parameters.construction import DividedConstruction
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parameters.places import ZeroParamStatus
 from zero_engine.sharding.partition import make_external
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 
-_log = logging.getLogger(__name__)
-
 
 class Init:
-    """The context in which DeepSpeed shards a model while it is made.
+    """A context that divides the parameters of a model while it is made.
 
-    Here a model is whole in each rank's host memory until `initialize` shards it, unit by unit:
-    this context changes nothing, and accepts DeepSpeed's arguments.
+    At most 64 MiB of them in fp32, or two, are whole at a time. The weights are those of an
+    ordinary construction on rank 0. Every rank runs the same constructors.
     """
 
-    def __init__(self, module: nn.Module | None = None, *_: Any, enabled: bool = True, **__: Any):
-        if enabled and module is None:
-            _log.info("zero.Init: the model stays whole in host memory until initialize()")
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *_: Any,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        **__: Any,
+    ) -> None:
+        """Prepare the context, or divide a model that exists.
+
+        Args:
+            module: A model, which is divided at once.
+            config_dict_or_path: A config; at stages 0 to 2 models stay whole.
+            config: Another name for it.
+            enabled: False makes the context do nothing.
+
+        Other arguments of DeepSpeed's are accepted, without effect.
+        """
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        self._divides = enabled and (given is None or _stage(given) == _DIVIDED)
+        self._contexts: list[AbstractContextManager[Any]] = []
+        if module is not None and self._divides:
+            with DividedConstruction(module.parameters()):
+                pass
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Begin to divide."""
+        context: AbstractContextManager[Any]
+        context = DividedConstruction() if self._divides else nullcontext()
+        context.__enter__()
+        self._contexts.append(context)
 
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+    def __exit__(self, *details: Any) -> None:
+        """Divide what is still whole."""
+        self._contexts.pop().__exit__(*details)
+
+
+_DIVIDED = 3
+"""The stage at which parameters are divided."""
+
+
+def _stage(given: Any) -> int:
+    config = given if isinstance(given, Mapping) else read_json(given)
+    zero = config.get("zero_optimization") or {}
+    return int(zero.get("stage") or 0)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -210,6 +210,10 @@ class SchedulerConfig:
     """Its arguments, such as `warmup_num_steps`."""
 
 
+FROM_MODULES, FROM_CHECKPOINT = "modules", "checkpoint"
+"""Values of `elastic.initial_weights`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
     """Keys that DeepSpeed does not have."""
@@ -232,6 +236,11 @@ class Elastic:
     owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
     which sends one sum of each block of `reduction_block` micro-batches. "local" (stages 0 and 1):
     by each rank, which sends its sums once in a step."""
+    initial_weights: str = FROM_MODULES
+    """What parameters on the meta device begin with. "modules": what their modules' initialisers
+    draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because
+    load_checkpoint follows; anything else before it is an error. Another value: the path of a
+    safetensors file, or of a directory of them, that holds the parameters under their names."""
 
     @property
     def is_native(self) -> bool:

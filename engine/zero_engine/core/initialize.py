@@ -48,7 +48,7 @@ from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
 from zero_engine.core.precision import DTYPES, check_dtypes, prepare_buffers
 from zero_engine.core.rewrap import leave_weights, take_over
-from zero_engine.offload_states import MovedStates
+from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import (
@@ -59,9 +59,11 @@ from zero_engine.optim.optimizers import (
     trained_groups,
 )
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.parameters.initial_weights import InitialWeights
+from zero_engine.parameters.initialisers import leave_meta
 from zero_engine.parameters.places import adopt_parameters
 from zero_engine.parts import Core, Run
-from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.flat_unit import FlatUnit, Write
 from zero_engine.sharding.grad_reducer import GradReducer, skip
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
 from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
@@ -74,6 +76,11 @@ _NATIVE_RUN = (
     'elastic.reduction is "native": the backend sums the gradients in an order of its own, so the '
     "result depends on the number of ranks, and a run cannot be repeated to the bit; remove the "
     "key for sums in a fixed order"
+)
+
+_NOT_LOADED = (
+    'elastic.initial_weights is "checkpoint", and no checkpoint has been loaded into the '
+    "parameters that were on the meta device"
 )
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -96,6 +103,7 @@ def initialize(
     Args:
         model: The module to train. The weights of rank 0 are broadcast. A module that another
             engine has trained keeps its weights, and that engine cannot be used any more.
+            Parameters on the meta device get values unit by unit (elastic.initial_weights).
         optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
             `model_parameters`. None: that of the config.
         model_parameters: Parameters or param groups; by default all that require gradients.
@@ -120,8 +128,9 @@ def initialize(
     link.preparing("making the engine")
     with exit_on_peer_loss(link):
         take_over(model)
+        without_values = leave_meta(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
-        core = _make_core(model, chosen, settings, link)
+        core = _make_core(model, chosen, settings, link, without_values)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, core, training_data, collate_fn, num_workers, link)
         _check_room(core, run)
@@ -149,19 +158,27 @@ class _Shared:
 
 
 def _make_core(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, link: AgentLink
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    link: AgentLink,
+    without_values: frozenset[int],
 ) -> Core:
     shared = _meet(config, link)
     dtype = DTYPES[config.compute]
     groups = trained_groups(optimizer, model)
     check_dtypes(model, groups, dtype)
+    source = config.elastic.initial_weights
+    initial = InitialWeights(model, without_values, shared.collectives, source)
+    initial.set_buffers()
     buffers = config.data_types.buffers or (config.compute if config.compute != "fp32" else None)
     prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
     settings = config.zero_optimization
     marks = settings.leaf_module
     mark_configured(model, marks.classes, marks.names, marks.name_suffixes)
     tied = aliases(model)
-    units = _make_units(shared, partition(model, groups, dtype))
+    units = _make_units(shared, partition(model, groups, dtype), initial.write)
+    initial.finish()
     coordinator = ParamCoordinator(
         model,
         units if shared.stage.shards_parameters else (),
@@ -188,6 +205,8 @@ def _make_core(
         guard=shared.guard,
         moved=MovedStates(units, zero),
     )
+    if initial.awaits_checkpoint:
+        core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)
     adopt_parameters(core)
     leave_weights(core)
     mark_divided(model)
@@ -247,7 +266,7 @@ def _accumulate(config: Config, collectives: Collectives) -> Accumulation:
     return chosen
 
 
-def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, ...]:
+def _make_units(shared: _Shared, specs: Sequence[UnitSpec], write: Write) -> tuple[FlatUnit, ...]:
     zero = shared.config.zero_optimization
     node = node_exchanges(zero.zero_hpz_partition_size, shared.interrupt)
     tiers = Tiers(zero, shared.device).choose(unit_sizes(specs, shared.collectives.world))
@@ -262,6 +281,7 @@ def _make_units(shared: _Shared, specs: Sequence[UnitSpec]) -> tuple[FlatUnit, .
             quantized=zero.zero_quantized_weights
             or (zero.zero_quantized_nontrainable_weights and not spec.trained),
             node=node,
+            write=write,
         )
         for spec, resting in zip(specs, tiers, strict=True)
     )

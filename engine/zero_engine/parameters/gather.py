@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from zero_engine.parameters.access import units_of
+from zero_engine.parameters.early_shards import early_shares
 from zero_engine.parameters.places import set_status
 from zero_engine.sharding.flat_unit import FlatUnit
 
@@ -41,8 +42,10 @@ class GatheredParameters:
             several = [params] if isinstance(params, nn.Parameter) else params
         chosen = [param for param in several if param is not None] if enabled else []
         self._units = units_of(chosen)
+        self._early = early_shares(chosen)
         self._modifier = modifier_rank
         self._gathered_here: list[FlatUnit] = []
+        self._early_here: set[nn.Parameter] = set()
 
     def __enter__(self) -> None:
         self._gathered_here = [unit for unit in self._units if not unit.gathered]
@@ -52,6 +55,11 @@ class GatheredParameters:
             set_status(self._units[unit], unit)
         for unit in self._units:
             unit.holders += 1
+        self._early_here = {param for param, share in self._early.items() if not share.gathered}
+        for param, share in self._early.items():
+            if param in self._early_here:
+                share.gather(param)
+            share.holders += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for unit, core in self._units.items():
@@ -64,3 +72,10 @@ class GatheredParameters:
             elif unit in self._gathered_here:
                 unit.let_go()
             set_status(core, unit)
+        source = self._modifier if kind is None else None
+        for param, share in self._early.items():
+            share.holders -= 1
+            if param in self._early_here:
+                share.divide(param, source)
+            elif source is not None:
+                share.spread(param, source)

@@ -10,7 +10,8 @@ import weakref
 from enum import Enum
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.parts import Core
@@ -38,13 +39,27 @@ def adopt_parameters(core: Core) -> None:
         for place, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True)):
             _PLACES[param] = (weakref.ref(core), number, place)
             if core.stage.shards_parameters:
-                vars(param).update(
-                    ds_id=id(param),
-                    ds_shape=slot.shape,
-                    ds_numel=slot.numel,
-                    partition_numel=partial(int, -(-slot.numel // world)),  # can be pickled
-                )
+                show_as_divided(param, slot.shape, world)
+            else:
+                hide_attributes(param)
         set_status(core, unit)
+
+
+def show_as_divided(param: Tensor, shape: torch.Size, world: int) -> None:
+    """Give a parameter the attributes by which scripts see that it must be gathered first."""
+    vars(param).update(
+        ds_id=id(param),
+        ds_shape=shape,
+        ds_numel=shape.numel(),
+        ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        partition_numel=partial(int, -(-shape.numel() // world)),  # can be pickled
+    )
+
+
+def hide_attributes(param: Tensor) -> None:
+    """Take these attributes from a parameter that is whole."""
+    for name in _ATTRIBUTES:
+        vars(param).pop(name, None)
 
 
 def disown_parameters(core: Core) -> None:
@@ -52,8 +67,7 @@ def disown_parameters(core: Core) -> None:
     for unit in core.units:
         for param in unit.params:
             _PLACES.pop(param, None)
-            for name in _ATTRIBUTES:
-                vars(param).pop(name, None)
+            hide_attributes(param)
 
 
 def set_status(core: Core, unit: FlatUnit) -> None:

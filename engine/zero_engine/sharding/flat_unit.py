@@ -19,7 +19,7 @@ Source of the idea: FSDP's FlatParameter (arXiv 2304.11277), with block-aligned 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,10 @@ class UnitTiers:
     """Whether the optimizer state is offloaded, and so stepped by sub-groups."""
 
 
+Write = Callable[[UnitSpec, Sequence[Slot], Tensor], None]
+"""Writes the first weights of a unit to their slots, on all ranks."""
+
+
 class FlatUnit:
     """One unit on one rank.
 
@@ -136,6 +140,7 @@ class FlatUnit:
         master: torch.dtype = torch.float32,
         quantized: bool = False,
         node: Collectives | None = None,
+        write: Write,
     ) -> None:
         self.name = spec.name
         self.label = f"{spec.name} ({spec.members[0].fqn} ... {spec.members[-1].fqn})"
@@ -155,7 +160,7 @@ class FlatUnit:
         self._node = node if stage.shards_parameters else None
         self.secondary: Tensor | None = None
         self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
-        self._build(spec, device, master if spec.trained else spec.dtype)
+        self._build(spec, device, master if spec.trained else spec.dtype, write)
         starts = [slot.start for slot in self.layout.slots]
         self._views = ParameterViews(self.params, starts, self.full)
         self._views.show()
@@ -165,11 +170,11 @@ class FlatUnit:
         if stage.shards_parameters:
             self.release()
 
-    def _build(self, spec: UnitSpec, device: torch.device, highest: torch.dtype) -> None:
+    def _build(
+        self, spec: UnitSpec, device: torch.device, highest: torch.dtype, write: Write
+    ) -> None:
         source = torch.zeros(self.padded, dtype=highest, device=device)
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            source[slot.start : slot.stop].copy_(param.data.flatten())
-        self._collectives.broadcast(source, f"initial weights of {self.name}")
+        write(spec, self.layout.slots, source)
         self.full = source.to(spec.dtype)
         # `source` stays if it is the buffer itself or if every rank keeps all master weights. The
         # buffer serves as master weights only where the optimizer steps.

@@ -9,6 +9,7 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DummyOptim, DummyScheduler, InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 
 def train(accelerator, model, optimizer, scheduler, loader):
@@ -74,6 +75,7 @@ def main():
     )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        unset_hf_deepspeed_config()  # else it would be divided, which all ranks take part in
         back = GPT2LMHeadModel.from_pretrained(os.path.join(args.output_dir, "final"))
         same = all(torch.equal(weights[name], value) for name, value in back.state_dict().items())
         print(json.dumps({"first": first, "again": again, "same": same}))

@@ -20,6 +20,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_utils import get_last_checkpoint
 
 
@@ -116,6 +117,7 @@ def main():
     eval_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(os.path.join(args.output_dir, "final"))
     if training_args.process_index == 0:
+        unset_hf_deepspeed_config()  # else it would be divided, which all ranks take part in
         LlamaForCausalLM.from_pretrained(os.path.join(args.output_dir, "final"))
         logs = trainer.state.log_history
         keys = ("loss", "grad_norm", "learning_rate")

@@ -1,0 +1,152 @@
+"""The construction of a model that no rank can hold: its parameters are divided meanwhile.
+
+Owns which parameters are whole while constructors run. Must always hold: code in the context, and
+only there, sees every parameter as if it were whole, so that the model has the values of an
+ordinary construction; ranks divide and gather in the same order, that of their constructors; at
+most `OPEN_ELEMENTS` elements, or two parameters, are whole at once.
+
+Registering a parameter with a module opens it. When too many elements are open, the parameter that
+has not been used for the longest time is divided. A use of it, such as a write by the constructor
+of an outer module, gathers it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from zero_comm.agent_link import agent_link, exit_on_peer_loss
+from zero_comm.collectives import Collectives
+from zero_comm.distributed import init_distributed, local_device
+from zero_engine.parameters.early_shards import EarlyGroup, divide, share_of
+
+OPEN_ELEMENTS = 1 << 24
+"""Elements of parameters that are whole at once: 64 MiB in fp32."""
+_USED_TOGETHER = 2
+"""Parameters that stay whole in any case: `a.weight.data.copy_(b.weight.data)` shows both first."""
+_NO_VALUES = {
+    *("numel", "nelement", "size", "dim", "ndimension", "stride", "storage_offset", "element_size"),
+    *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "__len__", "__hash__"),
+    *("is_shared", "get_device", "register_hook", "register_post_accumulate_grad_hook"),
+}
+"""Methods of a tensor that ask for no values: any rank may call them alone."""
+_WITH_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that show values."""
+
+
+class DividedConstruction(TorchFunctionMode):
+    """A context in which models are made; afterwards each rank has shares of their parameters."""
+
+    def __init__(self, params: Iterable[nn.Parameter] = ()) -> None:
+        """Divide what is made in the context.
+
+        Args:
+            params: Parameters that exist already, to be divided as well.
+        """
+        super().__init__()
+        self._open: dict[Tensor, None] = {}
+        """The parameters that are whole; the one that was used last is at the end."""
+        self._given = tuple(params)
+        self._group: EarlyGroup | None = None
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> DividedConstruction:
+        with exit_on_peer_loss():
+            init_distributed()
+        link = agent_link(dist.get_rank())
+        with exit_on_peer_loss(link):
+            collectives = Collectives(interrupt=link.interrupt, name="construction")
+            for device in {torch.device("cpu"), local_device()}:
+                collectives.meet(device)
+            self._group = EarlyGroup(collectives)
+        with ExitStack() as stack:
+            stack.enter_context(exit_on_peer_loss(link))
+            stack.callback(register_module_parameter_registration_hook(self._register).remove)
+            stack.callback(register_module_module_registration_hook(self._register_all).remove)
+            super().__enter__()
+            stack.push(super().__exit__)
+            stack.push(self._divide_all)
+            self._hold(self._given)
+            self._leaving = stack.pop_all()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self._leaving.__exit__(*details)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make the parameters whole that a function of torch is called with."""
+        kwargs = kwargs or {}
+        if not _asks_for_no_values(func):
+            given = (each for each in tree_iter((args, dict(kwargs))) if isinstance(each, Tensor))
+            self._hold([each for each in given if each in self._open or share_of(each)])
+        return func(*args, **kwargs)
+
+    def _register(self, _module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            self._hold([param])
+
+    def _register_all(self, _module: nn.Module, _name: str, added: nn.Module | None) -> None:
+        """Take up the parameters of a copied module, which have never been registered."""
+        for param in added.parameters() if added is not None else ():
+            if param not in self._open and share_of(param) is None:
+                self._register(_module, _name, param)
+
+    def _hold(self, params: Sequence[Tensor]) -> None:
+        """Make some parameters whole, and divide others if too many are."""
+        with torch._C.DisableTorchFunction():
+            for param in params:
+                share = share_of(param)
+                if share is not None and not share.gathered:
+                    share.gather(param)
+                self._open.pop(param, None)
+                self._open[param] = None
+            if params:
+                self._shrink(OPEN_ELEMENTS, keep=max(len(params), _USED_TOGETHER))
+
+    def _divide_all(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            with torch._C.DisableTorchFunction():
+                self._shrink(0)
+
+    def _shrink(self, elements: int, keep: int = 0) -> None:
+        """Divide open parameters, the oldest first, until at most so many elements are open.
+
+        Args:
+            elements: The number of elements.
+            keep: How many of those that were used last stay open all the same.
+        """
+        assert self._group is not None
+        count = sum(param.numel() for param in self._open)
+        for param in list(self._open)[: len(self._open) - keep]:
+            if count <= elements and elements:
+                break
+            count -= param.numel()
+            del self._open[param]
+            share = share_of(param)
+            if share is None or (share.gathered and not share.holders):
+                divide(param, self._group)
+
+
+def _asks_for_no_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):  # an attribute
+        of = getattr(getattr(func, "__self__", None), "__name__", "")
+        return name != "__get__" or of not in _WITH_VALUES
+    return name in _NO_VALUES

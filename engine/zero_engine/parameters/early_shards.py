@@ -1,0 +1,171 @@
+"""Parameters that are divided before there is an engine: those of a model that no rank can hold.
+
+Owns this rank's shares of them. Must always hold: a parameter is whole, or shows NaN in its own
+shape, and torch refuses to write to it then; a share is kept until an engine takes it; all ranks
+have the values of one rank. Everything here is collective unless its docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_comm.agent_link import agent_link, exit_on_peer_loss
+from zero_comm.collectives import Collectives, wait
+from zero_comm.distributed import group_store
+from zero_engine.parameters.places import ZeroParamStatus, show_as_divided
+from zero_engine.sharding.flat_unit import round_up
+
+_SHARES = WeakTensorKeyDictionary()
+"""Parameter -> its `EarlyShare`, from its first division until an engine takes it."""
+_COPY = "__deepcopy__"
+"""The attribute of a divided parameter by which `copy.deepcopy` copies its share."""
+
+
+class EarlyGroup:
+    """The ranks that parameters are divided among, and the numbers of these parameters."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        """All ranks make their groups in the same order."""
+        self.collectives = collectives
+        self.numbers = itertools.count()
+        self.name = group_store("divided parameters").path
+
+
+class EarlyShare:
+    """This rank's share of one parameter that belongs to no engine yet.
+
+    Attributes:
+        gathered: Whether the parameter is whole.
+        holders: The number of open contexts of a script that keep it whole.
+    """
+
+    def __init__(self, param: Tensor, group: EarlyGroup) -> None:
+        """Take a parameter that is whole; `divide` is to follow. Not collective."""
+        self.number = group.name, next(group.numbers)
+        """The same on all ranks."""
+        self._group = group
+        self._collectives = group.collectives
+        self._shape = param.shape
+        self._own = param.new_empty(0)
+        self._guard = partial(exit_on_peer_loss, agent_link(group.collectives.rank))
+        shape = tuple(param.shape)
+        self._what = f"parameter {self.number[1]}, of shape {shape}, before initialize()"
+        self.gathered = True
+        self.holders = 0
+
+    def divide(self, param: Tensor, source: int | None = 0) -> None:
+        """Keep the share alone.
+
+        Args:
+            param: The parameter.
+            source: The rank whose values are kept; None: the values before it was gathered.
+        """
+        if source is not None:
+            world, numel = self._collectives.world, self._shape.numel()
+            whole = param.new_zeros(round_up(numel, world), requires_grad=False)
+            if self._collectives.rank == source:
+                whole[:numel].copy_(param.detach().flatten())
+            with self._guard():
+                self._collectives.broadcast(whole, self._what, source)
+            self._own = self._collectives.own(whole).clone()
+        self._hide(param)
+
+    def _hide(self, param: Tensor) -> None:
+        hide(param)
+        self.gathered = False
+        show_as_divided(param, self._shape, self._collectives.world)
+        vars(param)[_COPY] = partial(_divided_copy, weakref.ref(param))
+
+    def copy(self, param: Tensor) -> nn.Parameter:
+        """Another parameter with the same values, divided too. Not collective."""
+        other = nn.Parameter(param.detach(), param.requires_grad)
+        share = _SHARES[other] = EarlyShare(other, self._group)
+        share._own = self._own.clone()
+        share._hide(other)
+        return other
+
+    def gather(self, param: Tensor) -> None:
+        """Make the parameter whole."""
+        param.data = self.whole(param)
+        self.gathered = True
+        vars(param).pop(_COPY, None)
+        vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
+
+    def spread(self, param: Tensor, source: int) -> None:
+        """Give all ranks the values that rank `source` has written; the parameter stays whole."""
+        values = param.detach().contiguous()
+        with self._guard():
+            self._collectives.broadcast(values, self._what, source)
+        param.data = values
+
+    def whole(self, param: Tensor) -> Tensor:
+        """The values of all shares, in the dtype and on the device that the parameter has now."""
+        if self.gathered or _has_other_values(param):
+            return param.detach()
+        flat = self._own.new_empty(self._own.numel() * self._collectives.world)
+        self._collectives.own(flat).copy_(self._own)
+        with self._guard():
+            wait(self._collectives.all_gather(flat, self._what))
+        return flat[: self._shape.numel()].view(self._shape).to(param.device, param.dtype)
+
+
+def _divided_copy(source: weakref.ref[Tensor], memo: dict[int, object]) -> nn.Parameter:
+    param = source()
+    assert param is not None, "its attribute is called"
+    share = share_of(param)
+    assert share is not None, "the attribute goes with the share"
+    memo[id(param)] = copied = share.copy(param)
+    return copied
+
+
+def _has_other_values(param: Tensor) -> bool:
+    """Whether a script has given a hidden parameter values since. NaN may be converted NaN."""
+    filled = param.untyped_storage().nbytes() > param.element_size()
+    return filled and not bool(param.detach().isnan().all())
+
+
+def hide(param: Tensor) -> None:
+    """Free a parameter's memory: it shows NaN in its shape. Not collective."""
+    blank = param.new_empty((), requires_grad=False)
+    blank.fill_(float("nan") if param.is_floating_point() or param.is_complex() else 0)
+    param.data = blank.expand(param.shape)
+
+
+def share_of(param: Tensor) -> EarlyShare | None:
+    """The share of a parameter that is divided and belongs to no engine. Not collective."""
+    found: EarlyShare | None = _SHARES.get(param)
+    return found
+
+
+def divide(param: Tensor, group: EarlyGroup) -> None:
+    """Divide a parameter: the values of rank 0."""
+    share = share_of(param)
+    if share is None:
+        share = _SHARES[param] = EarlyShare(param, group)
+    share.divide(param)
+
+
+def early_shares(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, EarlyShare]:
+    """Those of the parameters that are divided and belong to no engine. Not collective.
+
+    Their order is the same on all ranks, whatever that of the parameters is.
+    """
+    found = [(param, share) for param in params if (share := share_of(param)) is not None]
+    return dict(sorted(found, key=lambda each: each[1].number))
+
+
+def take(param: Tensor) -> Tensor | None:
+    """The values of a parameter, whose share is given up; None if it has none."""
+    share = share_of(param)
+    if share is None:
+        return None
+    whole = share.whole(param)
+    del _SHARES[param]
+    vars(param).pop(_COPY, None)
+    return whole

@@ -1,0 +1,54 @@
+"""A rank holds its shard and one unit at most, while a model is made and while it is exported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.fresh import run_module
+
+_STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+"""Every tensor is mapped by itself, so that freed memory is given back at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the ranks took, and the sizes it is to be compared with, all in bytes."""
+
+    ranks: list[dict[str, int]]
+    shard: int
+    """Of the weights and of the sums of gradients, which an engine holds from the beginning."""
+    unit: int
+
+
+def measured(how: str, width: int, layers: int, save: str, world: int = 4) -> Measured:
+    unit = 4 * width * (width + 1)
+    whole = layers * unit
+    given: dict[str, Any] = {
+        **{"how": how, "width": width, "layers": layers, "world": world, "save": save},
+        "limit_bytes": 3 * whole // 4 + (64 << 20),
+    }
+    found = run_module("tests.numerics.peak_initial", given, _STEADY_MALLOC)
+    assert found["codes"] == [0] * world
+    return Measured(ranks=found["ranks"], shard=2 * whole // world, unit=unit)
+
+
+@pytest.mark.corners(how=["meta"], save=["model.safetensors"])
+@pytest.mark.parametrize("save", ["model.safetensors", "model.bin"])
+@pytest.mark.parametrize("how", ["meta", "init"])
+def test_no_rank_holds_more_than_its_shard_and_one_unit(how: str, save: str) -> None:
+    found = measured(how, 1024, 19, save)
+    assert max(rank["made"] for rank in found.ranks) <= 1.1 * (found.shard + found.unit)
+    assert max(rank["saved"] for rank in found.ranks) <= 1.25 * found.unit
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["meta", "init"])
+def test_a_model_of_a_billion_parameters_is_made_and_exported_by_ranks_that_cannot_hold_it(
+    how: str,
+) -> None:
+    found = measured(how, 4096, 60, "model.safetensors")
+    assert max(rank["made"] for rank in found.ranks) <= 1.1 * (found.shard + found.unit)
+    assert max(rank["saved"] for rank in found.ranks) <= 1.1 * found.unit
