@@ -16,6 +16,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -140,16 +141,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def read_config(args: argparse.Namespace) -> dict[str, object]:
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """The config file of the engine, with the changes of the command line."""
     try:
-        config: dict[str, object] = json.loads(args.config.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(args.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SystemExit(f"--config {args.config}: {error}") from None
     if args.stage is not None:
-        config["zero_optimization"] = {"stage": args.stage}
+        config.setdefault("zero_optimization", {})["stage"] = args.stage
     if args.ledger is not None:
-        config["elastic"] = {"sample_ledger": str(args.ledger)}
+        config.setdefault("elastic", {})["sample_ledger"] = str(args.ledger)
     return config
 
 
