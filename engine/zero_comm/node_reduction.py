@@ -12,9 +12,8 @@ the number of micro-batches and the topology, so every rank knows what it is sen
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -57,9 +56,9 @@ def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) 
 class _Held:
     """What one rank keeps of one gradient between micro-steps; nothing without a plan."""
 
-    own: HeldPieces = field(default_factory=HeldPieces)
+    own: HeldPieces
     """Of its own micro-batches: all elements."""
-    of_node: HeldPieces = field(default_factory=HeldPieces)
+    of_node: HeldPieces
     """Of those of its node: its slice."""
 
 
@@ -92,12 +91,14 @@ class NodeReduction:
         self.pool = pool
         topology = inside.topology
         self.nodes = [topology.ranks(node) for node in range(len(topology.nodes))]
-        self._held: defaultdict[OrderedSum, _Held] = defaultdict(_Held)
+        self._held: dict[OrderedSum, _Held] = {}
         self._schedule: tuple[Turn, int, int, _Schedule] | None = None
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
         """As `OrderedReduction.start`; nothing is pending if nothing travels in this micro-step."""
-        held = self._held[into]
+        held = self._held.get(into)
+        if held is None:
+            held = self._held[into] = _Held(HeldPieces(into.spill), HeldPieces(into.spill))
         if turn.first:
             held.own.clear()
             held.of_node.clear()
@@ -110,11 +111,6 @@ class NodeReduction:
             found = _Schedule.of(turn, begin, into.block, self.nodes)
             self._schedule = known = turn, begin, into.block, found
         return known[3]
-
-    def kept(self) -> Iterator[Tensor]:
-        """The pieces that this rank has not sent to their owners yet."""
-        for held in self._held.values():
-            yield from (*held.own, *held.of_node)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from torch import Tensor
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.quantization import unpack
 from zero_comm.reduction_plan import Piece
+from zero_comm.spill import Kept, Spill
 
 _PIECE = 1 << 18
 """Elements whose fp32 copy is still in a CPU's cache when it is added."""
@@ -226,14 +227,16 @@ class OrderedSum:
     Attributes:
         total: [n] fp32; the sum once it is settled.
         block: B; it may change between two steps.
+        spill: Keeps what is pending or early between two calls.
     """
 
-    def __init__(self, total: Tensor, block: int) -> None:
+    def __init__(self, total: Tensor, block: int, spill: Spill | None = None) -> None:
         self.total = total
         self.block = block
+        self.spill = spill or Spill(total.device)
         self._progress = Progress()
-        self._kept: dict[Memory, Tensor] = {}
-        self._early: dict[int, tuple[Piece, Tensor]] = {}
+        self._kept: dict[Memory, Kept] = {}
+        self._early: dict[int, Kept] = {}
 
     def add_pieces(
         self,
@@ -252,31 +255,46 @@ class OrderedSum:
             last: They are the last of their step; so nothing is kept.
         """
         if first:
-            self._early.clear()
+            self._forget_early()
         come = {piece.start: (piece, each) for piece, each in given}
         at, ready = 0 if first else self._progress.count, list[tuple[Piece, Tensor]]()
-        while (found := come.pop(at, None) or self._early.pop(at, None)) is not None:
+        while (found := come.pop(at, None) or self._take_early(at, pool)) is not None:
             ready.append(found)
             at += 1 << found[0].level
         for piece, each in come.values():  # early ones; their memory is somebody else's
-            self._keep_early(piece, each.to(self.total.dtype, copy=True))
+            self._keep_early(piece, each.to(self.total.dtype, copy=True), pool)
+        self.spill.balance(self._early.values(), pool)
         if ready:
             levels = [piece.level for piece, _ in ready]
             self.add([each for _, each in ready], pool, first=first, last=last, levels=levels)
         elif first:
             self._progress = Progress()
-            self._kept.clear()
+            self._forget_kept()
 
-    def _keep_early(self, piece: Piece, number: Tensor) -> None:
+    def _take_early(self, start: int, pool: BufferPool) -> tuple[Piece, Tensor] | None:
+        """The piece that begins there, kept no longer; None if none is kept."""
+        kept = self._early.pop(start, None)
+        return None if kept is None else (kept.piece, self.spill.take(kept, pool))
+
+    def _keep_early(self, piece: Piece, number: Tensor, pool: BufferPool) -> None:
         """Keep a piece, added to its siblings as far as they are there."""
         while 1 << piece.level < self.block:
-            sibling = self._early.get(piece.start ^ 1 << piece.level)
-            if sibling is None or sibling[0].level != piece.level:
+            start = piece.start ^ 1 << piece.level
+            if start not in self._early or self._early[start].piece.level != piece.level:
                 break
-            del self._early[sibling[0].start]
+            sibling = self._take_early(start, pool)
+            assert sibling is not None
             (left, one), (_, other) = sorted([(piece, number), sibling], key=lambda each: each[0])
             piece, number = Piece(left.start, left.level + 1), one.add_(other)
-        self._early[piece.start] = piece, number
+        self._early[piece.start] = self.spill.keep(piece, number)
+
+    def _forget_early(self) -> None:
+        while self._early:
+            self.spill.drop(self._early.popitem()[1])
+
+    def _forget_kept(self) -> None:
+        while self._kept:
+            self.spill.drop(self._kept.popitem()[1])
 
     def add(
         self,
@@ -300,19 +318,24 @@ class OrderedSum:
         """
         before = Progress() if first else self._progress
         if first:
-            self._kept.clear()
+            self._forget_kept()
         additions, self._progress = next_sums(
             before, tuple(levels or [0] * len(given)), self.block, last=last
         )
-        memory = {TOTAL: self.total, **self._kept}
-        for _, home in self._progress.pending:
-            if home not in memory:
+        memory = {TOTAL: self.total}
+        for home in [home for home in self._kept if any(home in each for each in additions)]:
+            memory[home] = self.spill.take(self._kept.pop(home), pool)
+        pending = [(piece, home) for piece, home in self._progress.pending if home != TOTAL]
+        for _, home in pending:
+            if home not in memory and home not in self._kept:
                 memory[home] = torch.empty_like(self.total)
-        pending = {home for _, home in self._progress.pending} - {TOTAL}
-        self._kept = {home: memory[home] for home in pending}
         for index, each in enumerate(given):
             memory[Memory("given", index)] = each
         run_additions(additions, memory, self.total.dtype, pool, packed=packed)
+        for piece, home in pending:
+            if home in memory:
+                self._kept[home] = self.spill.keep(piece, memory[home])
+        self.spill.balance(self._kept.values(), pool)
 
     @property
     def count(self) -> int:
@@ -328,7 +351,7 @@ class OrderedSum:
         value = self.value()
         if value is not self.total:
             self.total.copy_(value)
-        self._kept.clear()
+        self._forget_kept()
         self._progress = Progress(self._progress.count, chain=TOTAL)
 
     def value(self) -> Tensor:
@@ -338,7 +361,8 @@ class OrderedSum:
         """
         value: Tensor | None = None
         for _, memory in reversed(self._progress.pending):
-            piece = self.total if memory == TOTAL else self._kept[memory]
+            piece = self.total if memory == TOTAL else self._kept[memory].tensor
+            piece = piece.to(self.total.device)
             value = piece if value is None else piece + value
         if value is None:
             return self.total
@@ -346,8 +370,7 @@ class OrderedSum:
 
     def kept(self) -> Iterator[Tensor]:
         """The pieces that are pending or early, beside the total."""
-        yield from self._kept.values()
-        yield from (number for _, number in self._early.values())
+        return (kept.tensor for kept in (*self._kept.values(), *self._early.values()))
 
 
 class _Worker:

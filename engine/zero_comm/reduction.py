@@ -54,6 +54,13 @@ class Turn:
     of several micro-steps are added by owners."""
     micro_step: int = 0
     """Its number in the plan."""
+    accumulates: bool = False
+    """Ranks add up what they have, and the backend makes one sum in the last micro-step."""
+
+    @property
+    def withholds(self) -> bool:
+        """Whether ranks hold, after it, what has not come to the owners of the sum."""
+        return (self.accumulates or self.plan is not None) and not self.last
 
 
 class Reducing(ABC):

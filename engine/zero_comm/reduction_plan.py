@@ -27,8 +27,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import lcm
+from typing import TypeVar
 
 from zero_comm.topology import Slices, Topology, rail_order
+
+_Size = TypeVar("_Size", int, float)
 
 SUM_BYTES = 4
 """Of an element of a sum: fp32."""
@@ -264,7 +267,7 @@ class Plan:
         )
         return parts * elements * SUM_BYTES // self.parts
 
-    def most_under_way(self, gradient_bytes: int) -> float:
+    def most_under_way(self, gradient_bytes: float) -> float:
         """The most bytes on a rank, for each element of a gradient, while it is on its way.
 
         One gradient is in the exchange inside of nodes, with what has come of others; the pieces of
@@ -322,7 +325,7 @@ class Plan:
                     near += stop - start
         return near, far
 
-    def _bytes(self, pieces: Iterable[Piece], gradient_bytes: int) -> int:
+    def _bytes(self, pieces: Iterable[Piece], gradient_bytes: _Size) -> _Size:
         """Of one element of each piece."""
         single = self.expression.is_single
         return sum(gradient_bytes if single(piece) else SUM_BYTES for piece in pieces)

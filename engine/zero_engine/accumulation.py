@@ -1,4 +1,4 @@
-"""Where the sums of several micro-steps are formed: `elastic.accumulate`, in one round of a run.
+"""Where sums are formed: inside of nodes or not, and `elastic.accumulate`, in one round of a run.
 
 Owns the choice, and what follows from it: who runs which micro-batch, and the plan of each step.
 Must always hold: the choice changes no bit; all ranks choose the same.
@@ -6,10 +6,10 @@ Must always hold: the choice changes no bit; all ranks choose the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from zero_comm.quantization import PACKED_BYTES
 from zero_comm.reduction_plan import (
     DEFAULT_BLOCK,
     SUM_BYTES,
@@ -17,11 +17,13 @@ from zero_comm.reduction_plan import (
     Where,
     most_pending,
     plan_reduction,
+    sums_are_smaller,
 )
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided
 from zero_engine.config import Config
+from zero_engine.stages import STAGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,20 +36,29 @@ class Accumulation:
     """B, by which nodes take turns."""
     reason: str = ""
     """Why it is not what the config asks for."""
+    native_bytes: int | None = None
+    """Of each element, what "local" keeps beside the sums if the backend makes them; None: they are
+    made in order, of pieces."""
+    device_bytes: int | None = None
+    """Of what a rank keeps, the most that is on the device; None: all."""
 
     @property
     def assignment(self) -> Assignment:
         """Who runs which micro-batch."""
+        world = self.topology.world
+        if self.where is Where.OWNER or self.native_bytes is not None:
+            return strided(world)
         if self.where is Where.NODE:
             return node_turns(self.topology.nodes, self.block)
-        world = self.topology.world
-        return contiguous(world) if self.where is Where.LOCAL else strided(world)
+        return contiguous(world)
 
     def plan(self, micro_batches: int) -> Plan | None:
-        """That of a step; None if owners add what comes in every micro-step."""
-        return None if self.where is Where.OWNER else _plan(self, micro_batches)
+        """That of a step; None if owners add what comes in every micro-step, or the backend."""
+        if self.where is Where.OWNER or self.native_bytes is not None:
+            return None
+        return _plan(self, micro_batches)
 
-    def most_under_way(self, micro_batches: int, gradient_bytes: int) -> float | None:
+    def most_under_way(self, micro_batches: int, gradient_bytes: float) -> float | None:
         """As `Plan.most_under_way`; None if gradients are sent to their owners directly."""
         if self.where is Where.OWNER and not self.topology.divides:
             return None
@@ -60,6 +71,8 @@ class Accumulation:
 
     def most_kept_bytes(self, micro_batches: int, rank: int, elements: int) -> int:
         """The most that a rank keeps between the micro-steps of a step, beside the sums it owns."""
+        if self.native_bytes is not None and self.where is Where.LOCAL:
+            return self.native_bytes * elements if micro_batches > self.topology.world else 0
         plan = self.plan(micro_batches)
         if plan is None:
             return self.kept_by_owner_bytes(micro_batches, elements)
@@ -68,9 +81,15 @@ class Accumulation:
 
     def kept_by_owner_bytes(self, micro_batches: int, elements: int) -> int:
         """The same of each rank, if owners add what comes in every micro-step."""
+        if self.native_bytes is not None:
+            return 0
         world = self.topology.world
         pending = most_pending(self.block, world, micro_batches)
         return pending * -(-elements // world) * SUM_BYTES
+
+    def here_bytes(self, kept_bytes: int) -> int:
+        """Of what a rank keeps, what is on a device with memory of its own."""
+        return kept_bytes if self.device_bytes is None else min(kept_bytes, self.device_bytes)
 
 
 @lru_cache(maxsize=8)  # a full step and the last one of an epoch, of a few engines
@@ -81,6 +100,23 @@ def _plan(accumulation: Accumulation, micro_batches: int) -> Plan:
         nodes=accumulation.topology.nodes,
         where=accumulation.where,
     )
+
+
+def adds_inside(config: Config, topology: Topology) -> bool:
+    """Whether gradients are added inside of these nodes before they travel to others.
+
+    Args:
+        config: The run's.
+        topology: The nodes of this round.
+    """
+    if config.elastic.is_native:
+        return False
+    if not config.zero_optimization.zero_quantized_gradients:
+        return True
+    # int8 of every micro-batch to its owner may be less than the sums of nodes in fp32.
+    block = config.elastic.reduction_block or DEFAULT_BLOCK
+    equal = len(set(topology.nodes)) == 1
+    return equal and sums_are_smaller(topology.nodes, block, PACKED_BYTES)
 
 
 def choose(config: Config, topology: Topology) -> Accumulation:
@@ -104,34 +140,16 @@ def choose(config: Config, topology: Topology) -> Accumulation:
         topology=topology,
         block=config.elastic.reduction_block or DEFAULT_BLOCK,
         reason=reason,
+        native_bytes=_native_bytes(config),
+        device_bytes=config.elastic.accumulate_device_bytes,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """The memory of one rank, before anything is kept between micro-steps."""
-
-    kept_bytes: int
-    """The most that it is going to keep."""
-    by_owner_bytes: int
-    """The most that it would keep if owners added what comes in every micro-step."""
-    free_bytes: int
-
-
-def check_room(where: Where, ranks: Sequence[Room]) -> None:
-    """Check that what is kept between micro-steps fits on every rank.
-
-    Raises:
-        ConfigError: It does not fit on some rank.
-    """
-    for rank, room in enumerate(ranks):
-        if room.kept_bytes > room.free_bytes:
-            raise ConfigError(
-                f'elastic.accumulate: "{where}" keeps {room.kept_bytes >> 20} MiB of sums on rank '
-                f"{rank} between micro-steps, and {room.free_bytes >> 20} MiB are left there; use "
-                f'"owner", which keeps {room.by_owner_bytes >> 20} MiB and sends more, or give the '
-                "rank more memory"
-            )
+def _native_bytes(config: Config) -> int | None:
+    """As `Accumulation.native_bytes`: at stage 0 every rank adds where the whole sum is made."""
+    if not config.elastic.is_native:
+        return None
+    return SUM_BYTES if STAGES[config.zero_optimization.stage].shards_optimizer else 0
 
 
 def check_block(accumulation: Accumulation, block: int) -> None:
@@ -140,7 +158,8 @@ def check_block(accumulation: Accumulation, block: int) -> None:
     Raises:
         ConfigError: Micro-batches are divided among the ranks by another one.
     """
-    if accumulation.where is not Where.OWNER and accumulation.block != block:
+    divides = accumulation.where is not Where.OWNER and accumulation.native_bytes is None
+    if divides and accumulation.block != block:
         raise ConfigError(
             f'elastic.accumulate: "{accumulation.where}" divides micro-batches by blocks of '
             f"{accumulation.block}, and the run of this checkpoint sums gradients in blocks of "

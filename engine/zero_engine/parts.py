@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zero_comm.collectives import Collectives
-from zero_comm.reduction_plan import Plan
+from zero_comm.reduction_plan import Plan, Where
 from zero_data.elastic_loader import Feed
 from zero_data.global_batch import (
     Assignment,
@@ -103,6 +103,14 @@ class Run:
     def reduction_plan(self) -> Plan | None:
         """The plan of the current step's sums; None if owners add what comes."""
         return self.accumulation.plan(self.plan().microbatches) if self._is_planned else None
+
+    @property
+    def withholds(self) -> bool:
+        """Whether ranks send sums of several micro-steps, whose end must be known then."""
+        chosen = self.accumulation
+        if chosen.native_bytes is not None:
+            return self.managed and chosen.where is not Where.OWNER
+        return self.reduction_plan() is not None
 
     @property
     def _is_planned(self) -> bool:

@@ -225,6 +225,13 @@ def state_in_host_memory_trains_as_on_the_device() -> str:
 
 
 @check
+def sums_in_host_memory_between_micro_steps_have_the_same_bits() -> str:
+    """World 1 keeps up to three pieces of each gradient: none of them on the device."""
+    cases = {budget: {"elastic": {"accumulate_device_bytes": budget}} for budget in (None, 0)}
+    return equal({budget: trained(2, "bf16", **more) for budget, more in cases.items()})
+
+
+@check
 @on_a_gpu
 def nothing_reads_or_writes_outside_its_memory() -> str:
     """A short run under compute-sanitizer, if the machine has it."""

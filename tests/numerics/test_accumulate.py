@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,25 @@ from zero_checkpoint.staging_memory import available_bytes
 from zero_comm.cpu.same_host import SWITCH
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.reduction_plan import Where, plan_reduction
-from zero_comm.topology import ENV_NODE_RANKS
-from zero_contract.errors import ZeroError
+from zero_comm.topology import ENV_NODE_RANKS, Topology
+from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import contiguous, node_turns
 from zero_deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+from zero_engine.accumulation import Accumulation
 from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
 from zero_engine.observe.memory import estimate_for
+from zero_engine.room import Room, compare
 
 Case = tuple[str, int, str, int]
 """Where, stage, dtype and block."""
 
 
-def make_at(where: str, stage: int, dtype: str, block: int | None, **more: Any) -> Engine:
+def make_at(
+    where: str, stage: int, dtype: str, block: int | None, budget: int | None = None, **more: Any
+) -> Engine:
     elastic = {"shuffle": False, "reduction_block": block, "accumulate": where}
+    elastic["accumulate_device_bytes"] = budget
     return make(stage, dtype, elastic=elastic, **more)
 
 
@@ -149,8 +155,7 @@ def cost(nodes: str, where: str, block: int) -> tuple[int, int, list[int]]:
     assert core.reducer is not None
     for batch in engine.training_dataloader or ():
         engine.backward(engine(batch))
-        beside = [each for sum_ in core.zero.sums for each in sum_.kept()]
-        kept.append(sum(each.nbytes for each in (*core.reducer.kept(), *beside)))
+        kept.append(sum(each.nbytes for each in core.zero.spill.here()))
         engine.step()
         if engine.global_steps:
             break
@@ -177,6 +182,109 @@ def test_what_travels_and_what_is_kept_is_what_the_plan_says(
         assert all(real <= planned for real, planned in zip(kept, most, strict=True))
         assert max(kept) > 0
         assert kept[-1] == 0
+
+
+# ---- what is kept beyond a budget ----
+
+
+def spilled(budget: int, cases: Sequence[Case]) -> list[tuple[str, int]]:
+    """The weights of each case, and the most bytes that were in host memory after a micro-step."""
+    found = []
+    for case in cases:
+        (engine,) = on_nodes("2,2", lambda case=case: [make_at(*case, budget)])
+        zero, most = engine._core.zero, 0
+        assert zero is not None
+        while engine.global_steps < 2:
+            for batch in engine.training_dataloader or ():
+                engine.backward(engine(batch))
+                assert zero.spill.here_bytes <= budget
+                most = max(most, sum(each.nbytes for each in zero.spill.away()))
+                engine.step()
+        assert not zero.spill.here_bytes
+        found.append((digest(train(engine)), most))
+    return found
+
+
+def test_what_is_kept_beyond_the_budget_is_in_host_memory_and_the_bits_are_the_same(
+    worlds: WorldPool,
+) -> None:
+    """At owners, in nodes, on ranks; a budget is for none or for some of the pieces."""
+    cases = [("owner", 2, "fp32", 16), ("node", 1, "bf16", 8), ("local", 0, "bf16", 4)]
+    right = [digest(expected(dtype, block)) for _, _, dtype, block in cases]
+    for budget, sent_away in ((0, [True, True, True]), (1 << 12, [False, True, True])):
+        for rank in worlds.run(4, spilled, budget, cases):
+            assert [weights for weights, _ in rank] == right
+            assert [bytes_ > 0 for _, bytes_ in rank] == sent_away
+
+
+def move_in_the_middle() -> str:
+    """After each micro-step everything that can be moved to the host is, and comes back."""
+    (engine,) = on_nodes("1,1", lambda: [make_at("node", 1, "fp32", 8)])
+    zero, moved = engine._core.zero, 0
+    assert zero is not None
+    while engine.global_steps < 2:
+        for batch in engine.training_dataloader or ():
+            engine.backward(engine(batch))
+            held = list(zero.spill.here())
+            engine.offload_states()
+            assert not any(each.untyped_storage().nbytes() for each in held)
+            engine.reload_states()
+            moved += len(held)
+            engine.step()
+    assert moved
+    return digest(train(engine))
+
+
+def test_pieces_that_senders_hold_are_moved_with_the_other_states(worlds: WorldPool) -> None:
+    assert worlds.run(2, move_in_the_middle) == [digest(expected("fp32", 8))] * 2
+
+
+def test_a_run_is_refused_with_figures_where_neither_device_nor_host_holds_the_sums() -> None:
+    gib = 1 << 30
+    turns = Accumulation(where=Where.NODE, topology=Topology(nodes=(2, 2)), block=16)
+    fits = Room(2 * gib, 30 * gib, 0, 3 * gib, 40 * gib)
+    compare(turns, [fits, fits])
+    with pytest.raises(ConfigError) as device:
+        compare(turns, [fits, replace(fits, free_bytes=gib)])
+    assert str(device.value) == (
+        'elastic.accumulate: "node" keeps 2048 MiB of sums on rank 1 between micro-steps, and 1024 '
+        'MiB are left there; use "owner", which keeps 0 MiB and sends more, or lower '
+        "elastic.accumulate_device_bytes, beyond which sums are on the host, or give the rank more "
+        "memory"
+    )
+    owner = replace(turns, where=Where.OWNER)
+    with pytest.raises(ConfigError) as host:
+        compare(owner, [replace(fits, host_free_bytes=gib), fits])
+    assert str(host.value) == (
+        'elastic.accumulate: "owner" keeps 30720 MiB of sums of rank 0 in host memory between '
+        "micro-steps, beyond elastic.accumulate_device_bytes, and 1024 MiB are left there for each "
+        "rank of its node; train on a multiple of 16 ranks, which keep nothing, or raise "
+        "elastic.accumulate_device_bytes, beyond which sums are on the host, or give the rank more "
+        "memory"
+    )
+
+
+def continue_larger(root: str) -> None:
+    """The checkpoint brings its 3000 micro-batches."""
+    engines = []
+    for micro_steps, where in ((1500, "owner"), (1, "local")):
+        settings = too_large(where) | {"gradient_accumulation_steps": micro_steps}
+        del settings["train_batch_size"]
+        engines.append(start(settings))
+    first, then = engines
+    first.save_checkpoint(root)
+    then.load_checkpoint(root)
+    begin_step(then)
+
+
+@pytest.mark.full
+def test_sums_that_do_not_fit_with_the_batch_of_a_checkpoint_are_refused(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    if available_bytes() > 160 << 30:
+        pytest.skip(f"this machine has {available_bytes() >> 30} GiB")
+    with pytest.raises(WorldError, match=r'"local" keeps \d+ MiB of sums on rank 0'):
+        worlds.run(2, continue_larger, str(tmp_path))
 
 
 # ---- what cannot be done ----
@@ -227,17 +335,33 @@ def test_what_needs_the_sum_in_the_middle_of_a_step_is_refused(worlds: WorldPool
     assert "no_sync() around the last micro-step of the batch with elastic.accumulate" in end
 
 
-def make_too_large() -> None:
+def too_large(where: str) -> dict[str, Any]:
     """Each rank would keep all of its 1500 micro-batches: 70 GB."""
-    model = nn.Linear(3400, 3400)
-    settings = {
+    return {
         "train_batch_size": 3000,
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "SGD"},
-        "elastic": {"accumulate": "local", "reduction_block": 1},
+        "elastic": {"accumulate": where, "reduction_block": 1},
     }
-    zero_deepspeed.initialize(model=model, config=settings)
+
+
+def train_too_large() -> None:
+    begin_step(start(too_large("local")))
+
+
+def start(settings: dict[str, Any]) -> Engine:
+    data: Any = [torch.ones(3400)] * 3000
+    engine, *_ = zero_deepspeed.initialize(
+        model=nn.Linear(3400, 3400), training_data=data, config=settings
+    )
+    return engine
+
+
+def begin_step(engine: Engine) -> None:
+    for batch in engine.training_dataloader or ():
+        engine.backward(engine(batch).sum())
+        break
 
 
 def test_sums_that_do_not_fit_are_refused_with_figures_before_the_first_step(
@@ -252,22 +376,27 @@ def test_sums_that_do_not_fit_are_refused_with_figures_before_the_first_step(
         r'\d+ MiB are left there; use "owner", which keeps 0 MiB and sends more'
     )
     with pytest.raises(WorldError, match=message):
-        worlds.run(2, make_too_large)
+        worlds.run(2, train_too_large)
 
 
-def test_the_estimate_counts_what_nodes_keep() -> None:
-    """70 billion parameters on 8 x 8 GPUs: a piece of 4N/8 bytes, beside the shard of 4N/64."""
-    kept = {}
-    for where in ("owner", "node"):
+def test_the_estimate_counts_what_nodes_keep_on_the_device_and_on_the_host() -> None:
+    """70 billion parameters on 8 x 8 GPUs: a piece of 4N/8 bytes, beside the shard of 4N/64; of
+    them a part in host memory."""
+    estimates = []
+    for where, budget in (("owner", None), ("node", None), ("node", 10 * 10**9)):
+        elastic = {"accumulate": where, "reduction_block": 16, "accumulate_device_bytes": budget}
         settings = {
             "train_batch_size": 512,
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 2},
-            "elastic": {"accumulate": where, "reduction_block": 16},
+            "elastic": elastic,
         }
         config = load_config(settings)
-        kept[where] = estimate_for(config, 70 * 10**9, 64, node_ranks=8).gradients
-    assert kept["node"] - kept["owner"] == 35 * 10**9
+        estimates.append(estimate_for(config, 70 * 10**9, 64, node_ranks=8))
+    owner, node, limited = estimates
+    assert node.gradients - owner.gradients == 35 * 10**9
+    assert limited.gradients - owner.gradients == 10 * 10**9
+    assert limited.host - node.host == 25 * 10**9
 
 
 def resumed(root: str) -> None:

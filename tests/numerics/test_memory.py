@@ -21,7 +21,7 @@ from zero_engine.accumulation import choose
 from zero_engine.config import load_config
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
-from zero_engine.observe.memory import estimate
+from zero_engine.observe.memory import estimate, estimate_for, travelling_bytes
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
@@ -165,14 +165,17 @@ class Counted(BufferPool):
         self.now_bytes -= size_bytes
 
 
-def most_under_way(nodes: str, where: str, compute: str, micro_steps: int) -> tuple[int, int]:
+def most_under_way(
+    nodes: str, where: str, compute: str, micro_steps: int, zero: dict[str, Any] | None = None
+) -> tuple[int, int]:
     """The memory of gradients under way and held in one step, and the elements of a unit."""
     os.environ[ENV_NODE_RANKS] = nodes
-    count, dtype = 4 * micro_steps, torch.float32 if compute == "fp32" else torch.bfloat16
+    count = sum(map(int, nodes.split(","))) * micro_steps
+    dtype = torch.float32 if compute == "fp32" else torch.bfloat16
     settings = {
         "train_batch_size": count,
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1 if where == "local" else 2},
+        "zero_optimization": {"stage": 1 if where == "local" else 2} | (zero or {}),
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "bf16": {"enabled": compute == "bf16"},
         "elastic": {"accumulate": where},
@@ -223,6 +226,37 @@ def test_the_estimate_counts_the_gradients_that_are_added_inside_of_nodes(
     assert most <= expected
     if where is Where.OWNER:
         assert most == pytest.approx(expected, rel=0.15)
+
+
+INT8 = {"zero_quantized_gradients": True}
+
+
+def test_the_estimate_counts_int8_gradients_that_are_added_inside_of_nodes() -> None:
+    """Nodes of eight in bf16: being filled and being packed, codes sent and received, a rank's
+    slices of all in fp32, its sum of them, and what comes to an owner of the one before."""
+    settings = {
+        "train_batch_size": 512,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2} | INT8,
+        "bf16": {"enabled": True},
+    }
+    codes, unit = 1 + 4 / 256, 1 << 20
+    size = estimate_for(load_config(settings), 64 * unit, 64, unit, node_ranks=8).in_flight
+    assert size == round((2 + 2 + codes * (1 + 7 / 8) + 4 + 4 / 8 + 8 * 4 / 64) * unit)
+
+
+@pytest.mark.full
+def test_int8_gradients_that_are_added_inside_of_nodes_take_no_more_than_that() -> None:
+    pool = WorldPool(8)
+    try:
+        found = pool.run(8, most_under_way, "4,4", "owner", "bf16", 1, INT8, deadline_s=200)
+    finally:
+        pool.close()
+    config = load_config({"zero_optimization": INT8, "bf16": {"enabled": True}})
+    chosen, unit = choose(config, Topology(nodes=(4, 4))), found[0][1]
+    travelling = travelling_bytes(config, chosen, 8, 8)
+    assert travelling is not None
+    assert max(bytes_ for bytes_, _ in found) <= (2 + travelling) * unit
 
 
 def secondary_shards() -> int:

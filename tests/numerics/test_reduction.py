@@ -19,6 +19,7 @@ from zero_comm.ordered_sum import OrderedSum, form_pieces
 from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, squared_norm
 from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
+from zero_comm.spill import Spill
 from zero_data.global_batch import contiguous, node_turns
 
 CPU = torch.device("cpu")
@@ -63,7 +64,8 @@ def test_a_sum_is_that_of_the_expression_at_every_world_size(
 
 
 def test_a_sum_has_the_same_bits_however_many_micro_batches_come_at_once() -> None:
-    """In every dtype; told of the last ones or not; what is pending stays within its bound."""
+    """In every dtype; told of the last ones or not; what is pending stays within its bound, and
+    within its budget."""
     draw, pool = random.Random(0), BufferPool(CPU)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
         for _ in range(60):
@@ -73,16 +75,19 @@ def test_a_sum_has_the_same_bits_however_many_micro_batches_come_at_once() -> No
             given = [packed(each) for each in gradients] if wide else [*map(torch.clone, gradients)]
             if wide:
                 gradients = [unpacked(each) for each in given]
-            sums, at = OrderedSum(torch.full((256,), torch.nan), block), 0
+            spill, budget = spilling(draw)
+            sums, at = OrderedSum(torch.full((256,), torch.nan), block, spill), 0
             while at < count:
                 some, begin = given[at : at + draw.randint(1, 9)], at
                 at += len(some)
                 last = at == count and draw.random() < 0.5
                 sums.add(some, pool, first=begin == 0, last=last, packed=wide)
                 assert len(list(sums.kept())) <= math.log2(block)
+                assert spill.here_bytes <= budget
                 assert torch.equal(sums.value(), summed(gradients[:at], block))
             sums.settle()
             assert not list(sums.kept())
+            assert not spill.here_bytes
             assert torch.equal(sums.total, summed(gradients, block))
 
 
@@ -118,7 +123,8 @@ def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() ->
             rows = node_turns(nodes, block).rows(count)
             plan = plan_reduction(rows, block=block, nodes=nodes, where=Where.NODE)
             gradients = [gradient(i)[:256] for i in range(count)]
-            sums = OrderedSum(torch.full((256,), torch.nan), block)
+            spill, budget = spilling(draw)
+            sums = OrderedSum(torch.full((256,), torch.nan), block, spill)
             for number, step in enumerate(plan.micro_steps):
                 given = [
                     (piece, form(gradients, piece, block, pool))
@@ -129,6 +135,7 @@ def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() ->
                 sums.add_pieces(given, pool, first=number == 0, last=last)
                 beside = sum(piece.start > 0 for piece in step.owner.keeps)
                 assert len(list(sums.kept())) <= beside
+                assert spill.here_bytes <= budget
             sums.settle()
             assert torch.equal(sums.total, summed(gradients, block))
 
@@ -138,7 +145,8 @@ def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() ->
 def test_senders_hold_and_pass_on_what_the_plan_says_with_the_same_bits(
     where: Where, dtype: torch.dtype
 ) -> None:
-    """Ranks, nodes and owners of random plans; what is given is used up, what is held is not."""
+    """Ranks, nodes and owners of random plans; what is given is used up, what is held is not: it is
+    on the device up to a budget, or in host memory."""
     draw, pool = random.Random(3), BufferPool(CPU)
     for nodes, block in itertools.product(((2, 2), (3, 1), (1, 2, 2)), (1, 4, 8)):
         for count in draw.sample(range(1, 40), 5):
@@ -147,14 +155,18 @@ def test_senders_hold_and_pass_on_what_the_plan_says_with_the_same_bits(
             rows = turns.rows(count)
             plan = plan_reduction(rows, block=block, nodes=nodes, where=where)
             gradients = [gradient(i, dtype)[:64] for i in range(count)]
-            ranks, of_nodes = ([HeldPieces() for _ in range(size)] for size in (world, len(nodes)))
-            sums = OrderedSum(torch.full((64,), torch.nan), block)
+            spill, budget = spilling(draw)
+            ranks, of_nodes = (
+                [HeldPieces(spill) for _ in range(size)] for size in (world, len(nodes))
+            )
+            sums = OrderedSum(torch.full((64,), torch.nan), block, spill)
             for row, step in zip(rows, plan.micro_steps, strict=True):
                 passed = []
                 for held, formed, number in zip(ranks, step.ranks, row, strict=True):
                     own = [] if number is None else [gradients[number].clone()]
                     passed.append(held.add(own, formed, pool))
                     assert len(list(held)) == len(formed.keeps)
+                    assert spill.here_bytes <= budget
                     for used in own:
                         if all(each is not used for _, each in passed[-1]):
                             used.fill_(torch.nan)
@@ -164,6 +176,7 @@ def test_senders_hold_and_pass_on_what_the_plan_says_with_the_same_bits(
                     taken = [each for _, each in sorted(inside, key=lambda pair: pair[0])]
                     arrived += held.add(taken, formed, pool)
                     assert len(list(held)) == len(formed.keeps)
+                    assert spill.here_bytes <= budget
                 assert all(
                     each.dtype == (dtype if plan.expression.is_single(piece) else torch.float32)
                     for piece, each in arrived
@@ -172,6 +185,12 @@ def test_senders_hold_and_pass_on_what_the_plan_says_with_the_same_bits(
                 sums.add_pieces(arrived, pool, first=first, last=last)
             sums.settle()
             assert torch.equal(sums.total, summed(gradients, block))
+
+
+def spilling(draw: random.Random) -> tuple[Spill, float]:
+    """A place for what is kept, and how many bytes of it stay on the device."""
+    budget = draw.choice([None, 0, 256, 1024, 2048])
+    return Spill(CPU, budget), math.inf if budget is None else budget
 
 
 def form(gradients: list[Tensor], piece: Piece, block: int, pool: BufferPool) -> Tensor:

@@ -201,6 +201,10 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             'which elastic.reduction "native" leaves to others; remove one of the two',
         ),
         (
+            {"elastic": {"accumulate_device_bytes": 0, "reduction": "native"}},
+            'elastic.accumulate_device_bytes: not with elastic.reduction "native"',
+        ),
+        (
             {
                 "elastic": {"accumulate": "node"},
                 "zero_optimization": {"stage": 1, "zero_quantized_gradients": True},

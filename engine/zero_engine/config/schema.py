@@ -236,6 +236,10 @@ class Elastic:
     owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
     which sends one sum of each block of `reduction_block` micro-batches. "local" (stages 0 and 1):
     by each rank, which sends its sums once in a step."""
+    accumulate_device_bytes: int | None = None
+    """The most bytes of each rank's device memory for sums that are kept between the micro-steps of
+    a step, beside the gradient sums themselves. What is kept beyond them is in host memory, and
+    each use of it copies it. null: everything is on the device."""
     initial_weights: str = FROM_MODULES
     """What parameters on the meta device begin with. "modules": what their modules' initialisers
     draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because
@@ -248,8 +252,13 @@ class Elastic:
         return self.reduction == NATIVE
 
     def __post_init__(self) -> None:
-        check_least("elastic", self, {"max_skipped_steps": 1})
+        check_least("elastic", self, {"max_skipped_steps": 1, "accumulate_device_bytes": 0})
         check_mode(self.reduction, self.reduction_block)
+        if self.is_native and self.accumulate_device_bytes is not None:
+            raise ConfigError(
+                'elastic.accumulate_device_bytes: not with elastic.reduction "native", which keeps '
+                "no pieces; remove one of the two"
+            )
         if self.accumulate not in list(Where):
             raise ConfigError(
                 f'elastic.accumulate: {self.accumulate!r} is not "owner", "node" or "local"'
@@ -423,10 +432,11 @@ class Config:
         where, zero = Where(self.elastic.accumulate), self.zero_optimization
         if where is Where.OWNER:
             return
-        if self.elastic.is_native or zero.zero_quantized_gradients:
+        native = self.elastic.is_native and where is Where.NODE
+        if native or zero.zero_quantized_gradients:
             other = (
                 'elastic.reduction "native"'
-                if self.elastic.is_native
+                if native
                 else "zero_optimization.zero_quantized_gradients"
             )
             raise ConfigError(

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero_checkpoint.staging_memory import available_bytes
 from zero_comm.agent_link import (
     BEFORE_FIRST_STEP,
     AgentLink,
@@ -35,13 +34,12 @@ from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
 from zero_comm.node_reduction import apart
-from zero_comm.quantization import PACKED_BYTES
-from zero_comm.reduction_plan import DEFAULT_BLOCK, Where, sums_are_smaller
+from zero_comm.reduction_plan import DEFAULT_BLOCK, Where
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger
-from zero_engine.accumulation import Accumulation, Room, check_room, choose
+from zero_engine.accumulation import Accumulation, adds_inside, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
 from zero_engine.core.engine import Engine
@@ -133,7 +131,6 @@ def initialize(
         core = _make_core(model, chosen, settings, link, without_values)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, core, training_data, collate_fn, num_workers, link)
-        _check_room(core, run)
         engine = engine_class(settings, core, run, scheduler, link, keys)
     link.preparing(BEFORE_FIRST_STEP)
     if core.device.type == "cpu":
@@ -239,11 +236,8 @@ def _find_nodes(config: Config, collectives: Collectives) -> None:
             _log.warning("%s", _NATIVE_RUN)
         return
     topology = collectives.find_nodes(os.environ)
-    if config.zero_optimization.zero_quantized_gradients:
-        block = config.elastic.reduction_block or DEFAULT_BLOCK
-        equal = len(set(topology.nodes)) == 1
-        if not equal or not sums_are_smaller(topology.nodes, block, PACKED_BYTES):
-            return  # int8 of every micro-batch to its owner is less
+    if not adds_inside(config, topology):
+        return
     collectives.lay_out(topology)
     collectives.divide(local_device())
     if collectives.topology.divides and dist.get_rank() == 0:
@@ -318,6 +312,7 @@ def _make_stepper(
         whole=whole,
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
+    zero.spill.budget_bytes = config.elastic.accumulate_device_bytes
     reducer = GradReducer(
         trained,
         zero.sums,
@@ -341,10 +336,11 @@ def _apart(shared: _Shared) -> list[Collectives]:
     stage 3 also those of weights and of gradients.
     """
     collectives, device = shared.collectives, shared.device
-    any_order = collectives.any_order(device)
-    alone = shared.config.elastic.is_native or (shared.stage.shards_parameters and not any_order)
+    any_order, native = collectives.any_order(device), shared.config.elastic.is_native
+    alone = native or (shared.stage.shards_parameters and not any_order)
     count = int(alone and collectives.world > 1)
-    two = collectives.topology.divides or shared.accumulation.where is not Where.OWNER
+    by_plan = shared.accumulation.where is not Where.OWNER and not native
+    two = collectives.topology.divides or by_plan
     if two:
         count = 1 if any_order else 2
     groups = [apart(collectives, device, shared.interrupt) for _ in range(count)]
@@ -374,31 +370,6 @@ def _make_scheduler(
 
 
 # ---- the run ----
-
-
-def _check_room(core: Core, run: Run) -> None:
-    """Check on all ranks that what they keep of the sums between micro-steps fits. Collective.
-
-    Raises:
-        ConfigError: It does not fit on some rank.
-    """
-    if run.accumulation.where is Where.OWNER or core.zero is None:
-        return
-    topology = core.collectives.topology
-    if core.device.type == "cuda":
-        free = torch.cuda.mem_get_info(core.device)[0]
-    else:  # shared by the ranks of a node
-        free = available_bytes() // topology.nodes[topology.place(run.rank)[0]]
-    elements = sum(unit.padded for unit in core.zero.units)
-    micro_batches, chosen = run.plan().microbatches, run.accumulation
-    own = (
-        chosen.most_kept_bytes(micro_batches, run.rank, elements),
-        chosen.kept_by_owner_bytes(micro_batches, elements),
-        free,
-    )
-    rows = core.collectives.everybodys(torch.tensor(own), "memory that is left").tolist()
-    names = ("kept_bytes", "by_owner_bytes", "free_bytes")
-    check_room(chosen.where, [Room(**dict(zip(names, row, strict=True))) for row in rows])
 
 
 def _make_run(

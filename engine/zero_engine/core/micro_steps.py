@@ -23,9 +23,10 @@ from zero_comm.reduction import Turn
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
 from zero_data.elastic_loader import PAST_THE_EPOCH, Ticket
-from zero_data.global_batch import StepPlan
+from zero_data.global_batch import BatchShape, StepPlan
 from zero_data.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, in_order, nominal
 from zero_engine.parts import Core, Run
+from zero_engine.room import check_room
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class MicroSteps:
         self._tokens: list[float] = []
         self._ticket: Ticket | None = None
         """The ticket of the batch that the current micro-step has consumed."""
+        self._checked: tuple[BatchShape, int] | None = None
         self._warned = False
         self._warned_of_more = False
         self._warned_of_loss = False
@@ -214,6 +216,7 @@ class MicroSteps:
         live = run.plan().live(run.cursor.micro, run.world)
         if live < 1:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
+        self._check_room()
         core.coordinator.begin_backward()
         turn = Turn(
             live=live,
@@ -221,8 +224,18 @@ class MicroSteps:
             last=self.at_boundary,
             plan=run.reduction_plan(),
             micro_step=run.cursor.micro,
+            accumulates=run.accumulation.native_bytes is not None and run.withholds,
         )
         core.reducer.begin(turn, weight=weight)
+
+    def _check_room(self) -> None:
+        """Check that the sums of a step fit, if it is the first of its kind. Collective."""
+        assert self._core.zero is not None
+        kind = self._run.batch, self._core.zero.reduction_block
+        if kind != self._checked:
+            with self._core.guard():
+                check_room(self._core, self._run)
+            self._checked = kind
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core
@@ -250,7 +263,7 @@ class MicroSteps:
                     "order; for each sample exactly once give initialize() the training_data, or "
                     "your DataLoader batch_sampler=engine.batch_sampler(dataset)"
                 )
-                if run.accumulation.where is not Where.OWNER:
+                if run.accumulation.where is not Where.OWNER and not run.withholds:
                     _log.warning(
                         'elastic.accumulate: "%s" acts as "owner", because the engine does not '
                         "choose the samples of each rank",
@@ -380,7 +393,7 @@ class MicroSteps:
         """
         run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
         where = run.accumulation.where
-        if run.reduction_plan() is not None:
+        if run.withholds:
             raise ZeroError(
                 "no_sync() around the last micro-step of the batch with elastic.accumulate "
                 f'"{where}", which adds up the micro-batches of a step whose end is known; set '

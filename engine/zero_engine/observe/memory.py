@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_comm.quantization import PACKED_BYTES
 from zero_comm.topology import Topology, alone, described
-from zero_engine.accumulation import choose
+from zero_engine.accumulation import Accumulation, adds_inside, choose
 from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
@@ -101,6 +102,7 @@ def estimate(  # noqa: PLR0913 - a fact each
     gpu: bool = True,
     whole: bool = False,
     kept: int = 0,
+    kept_away: int = 0,
     travelling: float | None = None,
 ) -> Estimate:
     """The bytes on one rank for the state of training.
@@ -120,6 +122,7 @@ def estimate(  # noqa: PLR0913 - a fact each
         whole: Whether the optimizer is given whole parameters.
         kept: Bytes of gradient sums that are kept between micro-steps, beside the sums themselves;
             see `Accumulation.most_kept_bytes`.
+        kept_away: Of these, the bytes in host memory.
         travelling: Bytes for each element of a gradient on its way, where sums begin inside of
             nodes, see `Accumulation.most_under_way`; None: gradients are sent to their owners.
 
@@ -148,11 +151,11 @@ def estimate(  # noqa: PLR0913 - a fact each
         + (0 if policy.shards_parameters else size * parameters),
         master=plan.at(NONE, plan.master()),
         moments=plan.at(NONE, plan.moments(states)),
-        gradients=_FP32_BYTES * stepped + kept,
-        host=plan.at(CPU, places) + buffers,
+        gradients=_FP32_BYTES * stepped + kept - kept_away,
+        host=plan.at(CPU, places) + buffers + kept_away,
         disk=plan.at(NVME, places),
         in_flight=max(
-            round(size * under_way),
+            round(size * under_way) + kept_away * unit // parameters,
             plan.at(NONE, plan.widened(states, part)),
             _FP32_BYTES * _WHOLES * shard if whole else 0,
         ),
@@ -273,10 +276,22 @@ def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
 
 def _nodes(config: Config, world: int, node_ranks: int) -> Topology:
     """The nodes inside of which gradients are added, on GPUs."""
-    zero, elastic = config.zero_optimization, config.elastic
-    if elastic.is_native or zero.zero_quantized_gradients:
-        return alone(world)
-    return described(str(node_ranks), world)
+    topology = described(str(node_ranks), world)
+    return topology if adds_inside(config, topology) else alone(world)
+
+
+def travelling_bytes(
+    config: Config, accumulation: Accumulation, micro_batches: int, world: int
+) -> float | None:
+    """Bytes for each element of a gradient on its way, as `estimate` takes them."""
+    size = _BYTES[config.compute]
+    if config.elastic.is_native:
+        return handed_over(config.compute, config.travelling, world)
+    if not config.zero_optimization.zero_quantized_gradients:
+        return accumulation.most_under_way(micro_batches, size)
+    packed = accumulation.most_under_way(micro_batches, PACKED_BYTES)
+    # Beside what is sent: the gradient that it is made of, and a rank's slices of all in fp32.
+    return None if packed is None else size + packed + _FP32_BYTES
 
 
 def handed_over(compute: str, summed: str, world: int) -> float:
@@ -317,15 +332,10 @@ def estimate_for(
         micro_batches = -(-batch // micro_batch)  # of a step
     else:
         micro_batches = (config.gradient_accumulation_steps or 1) * world
-    travelling: float | None
-    if config.elastic.is_native:
-        kept, travelling = 0, handed_over(config.compute, config.travelling, world)
-    else:
-        kept = max(
-            accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
-            for node in range(len(topology.nodes))
-        )
-        travelling = accumulation.most_under_way(micro_batches, _BYTES[config.compute])
+    kept = max(
+        accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
+        for node in range(len(topology.nodes))
+    )
     return estimate(
         parameters,
         stage=config.zero_optimization.stage,
@@ -336,6 +346,7 @@ def estimate_for(
         zero=config.zero_optimization,
         largest=largest,
         whole=is_stepped_whole(config.optimizer),
-        travelling=travelling,
+        travelling=travelling_bytes(config, accumulation, micro_batches, world),
         kept=kept,
+        kept_away=kept - accumulation.here_bytes(kept),
     )

@@ -29,6 +29,7 @@ from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, squared_norm
 from zero_comm.reduction_order import CHAIN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
+from zero_comm.spill import Spill
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.muon import stepped
 from zero_engine.optim.owner_steps import StepByOwners
@@ -110,7 +111,9 @@ class ZeroOptimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
         self._everywhere = block is None and not stage.shards_optimizer
         summed = self._gradients if self._everywhere else self.totals
-        self.sums = tuple(OrderedSum(total, block or CHAIN) for total in summed)
+        self.spill = Spill(device)
+        """What is kept between micro-steps beside the sums, here and by senders."""
+        self.sums = tuple(OrderedSum(total, block or CHAIN, self.spill) for total in summed)
         lengths = [unit.layout.numel for unit in units]
         self._norm = BlockNorm(lengths, sizes, collectives.owners, device)
         self.segments: tuple[Segment, ...] = () if whole else self._attach()
@@ -157,10 +160,9 @@ class ZeroOptimizer:
             each.block = block
 
     def gradient_sums(self) -> Iterator[Tensor]:
-        """The tensors that hold gradients between micro-steps."""
+        """The tensors on the device that hold gradients between micro-steps."""
         yield from self._gradients
-        for each in self.sums:
-            yield from each.kept()
+        yield from self.spill.here()
 
     def _attach(self) -> tuple[Segment, ...]:
         """Put segments in the place of the groups' parameters."""

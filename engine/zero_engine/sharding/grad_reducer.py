@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -193,12 +193,7 @@ class GradReducer:
     @property
     def withholds(self) -> bool:
         """Whether ranks hold pieces of this step that have not come to their owners."""
-        return self._turn.plan is not None and not self._turn.last
-
-    def kept(self) -> Iterator[Tensor]:
-        """The pieces that this rank has not sent to their owners yet."""
-        if isinstance(self._reduction, NodeReduction):
-            yield from self._reduction.kept()
+        return self._turn.withholds
 
     def begin(self, turn: Turn, *, weight: float = 1.0) -> None:
         """Announce one backward pass.
