@@ -1,8 +1,9 @@
 """The reduction of the backend: its own reduce-scatter or all-reduce, for speed and no promise.
 
-Owns what is handed to the backend, and in which dtype. Must always hold: what padding micro-batches
-give does not count; nothing else is exchanged in the group, so all ranks begin the same sums in the
-same order. The bits depend on the backend, on the number of ranks and on how they are connected.
+Owns the sums that a rank makes on its own, what is handed to the backend, and in which dtype. Must
+always hold: what padding micro-batches give does not count; nothing else is exchanged in the group,
+so all ranks begin the same sums in the same order. The bits depend on the backend, on the number of
+ranks and on how they are connected.
 
 `reduction` is the ordered one, and the interface of both.
 """
@@ -37,9 +38,13 @@ class NativeReduction:
         self.collectives = collectives
         self.pool = pool
         self.dtype = dtype
+        self.own: dict[OrderedSum, Tensor] = {}
+        """What this rank has added up in the step so far, [world * n] in fp32."""
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
         """As `OrderedReduction.start`; if `into` is as long as the gradient, every rank gets all.
+
+        Nothing is pending if nothing travels in this micro-step.
 
         Args:
             gradient: [world * n].
@@ -47,26 +52,58 @@ class NativeReduction:
             into: The sum of the step, of n elements or of all.
             turn: Which micro-step it is.
         """
-        return _Handed(self, gradient, what, into, turn)
+        if self.collectives.rank >= turn.live:
+            gradient.zero_()
+        if turn.first:
+            self.own.pop(into, None)
+        if turn.withholds and turn.first:
+            # Where every rank gets the whole sum, it is made where the sum is going to be.
+            whole = into.total.numel() == gradient.numel()
+            self.own[into] = (
+                into.total if whole else torch.empty_like(gradient, dtype=torch.float32)
+            )
+            if self.own[into].data_ptr() != gradient.data_ptr():
+                self.own[into].copy_(gradient)
+        elif into in self.own:
+            self.own[into].add_(gradient)
+        if turn.withholds:
+            return _Withheld()
+        return _Handed(self, self.own.pop(into, None), gradient, what, into, turn)
+
+
+class _Withheld(Reducing):
+    """The gradients of a micro-step after which nothing travels."""
+
+    pending = ()
+
+    def advance(self) -> bool:
+        """As in `Reducing`."""
+        return False
 
 
 class _Handed(Reducing):
-    """The gradients of one micro-step, in the hands of the backend."""
+    """The gradients of one micro-step, or of all so far, in the hands of the backend."""
 
     def __init__(
-        self, via: NativeReduction, gradient: Tensor, what: str, into: OrderedSum, turn: Turn
+        self,
+        via: NativeReduction,
+        own: Tensor | None,
+        gradient: Tensor,
+        what: str,
+        into: OrderedSum,
+        turn: Turn,
     ) -> None:
         self._via = via
         self._into = into
-        self._turn = turn
+        self._last = turn.last
+        self._first = turn.first or own is not None
+        """Whether nothing has been handed over in this step."""
         self._taken: list[Tensor] = []
-        group = via.collectives
-        if group.rank >= turn.live:
-            gradient.zero_()
-        everywhere = into.total.numel() == gradient.numel()
-        sent = gradient
-        if gradient.dtype != via.dtype:
-            sent = self._memory(gradient.numel(), fits=everywhere).copy_(gradient)
+        group, value = via.collectives, gradient if own is None else own
+        everywhere = into.total.numel() == value.numel()
+        sent = value
+        if value.dtype != via.dtype:
+            sent = self._memory(value.numel(), fits=everywhere).copy_(value)
         if group.world == 1:
             self._sum, pending = sent, Pending(what)
         elif everywhere:
@@ -79,7 +116,7 @@ class _Handed(Reducing):
     def advance(self) -> bool:
         """As in `Reducing`."""
         wait(self.pending[0])
-        self._into.add([self._sum], self._via.pool, first=self._turn.first, last=self._turn.last)
+        self._into.add([self._sum], self._via.pool, first=self._first, last=self._last)
         while self._taken:
             self._via.pool.give(self._taken.pop())
         return False
@@ -87,7 +124,7 @@ class _Handed(Reducing):
     def _memory(self, numel: int, *, fits: bool) -> Tensor:
         """Memory for a sum; where it is going to be, if it `fits` and nothing is there yet."""
         total = self._into.total
-        if fits and self._turn.first and total.dtype == self._via.dtype:
+        if fits and self._first and total.dtype == self._via.dtype:
             return total
         self._taken.append(self._via.pool.take(numel, self._via.dtype))
         return self._taken[-1]

@@ -24,10 +24,18 @@ ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "summed in bf16": 0.1}
 """Of weights up to 50."""
 
 
-def native(stage: int, dtype: str, **more: Any) -> Engine:
+def native(stage: int, dtype: str, elastic: dict[str, Any] = NATIVE, **more: Any) -> Engine:
     if dtype == "summed in bf16":
         dtype, more = "bf16", {"communication_data_type": "bf16", **more}
-    return make(stage, dtype, elastic=NATIVE, **more)
+    return make(stage, dtype, elastic=elastic, **more)
+
+
+def counted(stage: int, dtype: str, accumulate: str) -> tuple[list[Tensor], int]:
+    """The weights, and the bytes that this rank has sent of gradients."""
+    engine = native(stage, dtype, elastic=NATIVE | {"accumulate": accumulate})
+    weights, reducer = train(engine), engine._core.reducer
+    assert reducer is not None
+    return weights, reducer._reduction.collectives.bytes_sent["reduce"]
 
 
 def trained(cases: list[tuple[int, str]]) -> list[list[Tensor]]:
@@ -62,6 +70,24 @@ def test_the_backends_sums_train_the_same_weights_in_every_case(
     worlds: WorldPool, world: int
 ) -> None:
     check(worlds, world, list(itertools.product(STAGES, ROUNDING)))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.corners(stage=[0, 1], dtype=["bf16"])
+def test_at_stages_0_and_1_gradients_may_be_exchanged_once_in_a_step(
+    worlds: WorldPool, stage: int, dtype: str
+) -> None:
+    """Steps of 13 and of 6 micro-batches: five and two micro-steps of three ranks."""
+    wanted = expected(dtype.rpartition(" ")[2], 8)
+    found = worlds.run(3, counted, stage, dtype, "local")
+    for weights, sent in found:
+        for ours, theirs in zip(weights, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDING[dtype] * 50)
+        assert digest(weights) == digest(found[0][0])
+        assert sent == found[0][1]
+    (_, in_every), *_ = worlds.run(3, counted, stage, dtype, "owner")
+    assert in_every * 2 == found[0][1] * (5 + 2)
 
 
 def replace() -> tuple[list[float], str]:
