@@ -139,6 +139,22 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("rank", "host", "step", "slow", "bytes_per_s", "usual_bytes_per_s"),
             story=True,
         ),
+        "slow link": Event(
+            when="The network from one node to another one is slower than that between others, or "
+            "(`slow` is false) no longer is. `host` is the node whose links are all slow, if any.",
+            facts=(
+                "source",
+                "target",
+                "host",
+                "step",
+                "slow",
+                "bytes_per_s",
+                "usual_bytes_per_s",
+                "latency_s",
+                "usual_latency_s",
+            ),
+            story=True,
+        ),
         "straggler": Event(
             when="A rank computes longer than the others, which wait for it, or (`slow` is false) "
             "no longer does.",

@@ -104,10 +104,10 @@ class Machines:
 
 
 @contextlib.contextmanager
-def on_machines(directory, make_job):
-    """Etcd on a machine of its own, and the job that is made for its endpoint."""
+def on_machines(directory, make_job, names="ab"):
+    """Etcd on a machine of its own, others of those names, and the job made for its endpoint."""
     with contextlib.ExitStack() as stack:
-        net = stack.enter_context(network("store", "a", "b"))
+        net = stack.enter_context(network("store", *names))
         everywhere = f"--listen-client-urls=http://0.0.0.0:{PORT}"
         member = Member(data=directory / "data", client_port=PORT, options=(everywhere,))
         etcd = EtcdServer(directory, member)

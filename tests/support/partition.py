@@ -104,6 +104,17 @@ class Network:
             for here, there in ((one, other), (other, one)):
                 _ip("-n", self._namespace(here), "route", "del", f"{self.address(there)}/32")
 
+    def slow_down(self, name: str, how: str) -> None:
+        """From now on what a machine sends is slower: `rate 40mbit` or `delay 30ms`, as of tc."""
+        if shutil.which("tc") is None:
+            pytest.skip("a slow link needs tc, of iproute2")
+        shaper = "tbf burst 32kb latency 200ms" if how.startswith("rate") else "netem"
+        words = f"qdisc replace dev eth0 root {shaper} {how}".split()
+        command = ["tc", "-n", self._namespace(name), *words]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"the kernel has no {shaper.split(maxsplit=1)[0]}: {done.stderr.strip()}")
+
     def close(self) -> None:
         for name in (*self._names, "hub"):
             subprocess.run(

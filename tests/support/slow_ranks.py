@@ -1,8 +1,8 @@
 """A training whose ranks are as slow as a test says.
 
-python slow_ranks.py DIRECTORY: trains until there is a file DIRECTORY/enough. Each step of three
-ranks takes `STEP_S`, and on rank R so many seconds longer as the file DIRECTORY/slow-R says; if it
-says "stuck", for ever.
+python slow_ranks.py DIRECTORY [WIDTH]: trains until there is a file DIRECTORY/enough. Each step of
+three ranks takes `STEP_S`, and on rank R so many seconds longer as the file DIRECTORY/slow-R says;
+if it says "stuck", for ever.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import zero_engine
 STEP_S = 0.1
 STEPS = 5
 """After so many steps there is a file DIRECTORY/stepped."""
+MANY_STEPS = 50
+"""After each so many steps there is a file DIRECTORY/stepped-STEP."""
 
 
 def compute(directory: Path, rank: int) -> None:
@@ -36,7 +38,7 @@ def stick() -> None:
     time.sleep(3600)
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, width: int = 4) -> None:
     torch.manual_seed(0)
     config = {
         "train_batch_size": 12,
@@ -45,7 +47,9 @@ def main(directory: Path) -> None:
         "zero_optimization": {"stage": 1},
     }
     engine = zero_engine.initialize(
-        nn.Linear(4, 1), config=config, training_data=TensorDataset(torch.ones(1200, 4))
+        nn.Linear(width, width),
+        config=config,
+        training_data=TensorDataset(torch.ones(1200, width)),
     )
     engine.load_checkpoint(directory / "checkpoints")
     while not (directory / "enough").exists():
@@ -55,6 +59,8 @@ def main(directory: Path) -> None:
             engine.step()
             if engine.global_steps == STEPS:
                 (directory / "stepped").touch()
+            if engine.global_steps % MANY_STEPS == 0:
+                (directory / f"stepped-{engine.global_steps}").touch()
             if engine.checkpoint_due(every_steps=100):
                 engine.save_checkpoint(directory / "checkpoints")
                 if (directory / "enough").exists():
@@ -62,4 +68,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -56,6 +56,7 @@ def store() -> Iterator[MemoryStore]:
         "stack": lambda query: {"host": "h", "ranks": RANKS},
         "logs": lambda query: {"agent": "1", "chunks": [CHUNK], "number": 1, "lost": False},
     }
+        "probe": lambda query: {"latency_s": 0.001, "bytes_per_s": 1e9},
     agents = [Answers(made, "gpt", node, kinds) for node in "abc"]
     yield made
     for agent in agents:
@@ -84,6 +85,7 @@ def test_every_command_that_prints_json_is_on_the_page():
         ("logs gpt", 6),
         ("stack gpt", 4),
         ("metrics gpt", None),
+        ("probe gpt", 2),
         ("drain a gpt", 1),
         ("drain b gpt --wait=0.1", 2),
         ("exclude c gpt", 1),

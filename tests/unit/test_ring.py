@@ -202,4 +202,4 @@ def test_who_does_not_know_the_secret_is_neither_answered_nor_believed(ring):
         a.dead.get(timeout=0.5)
     assert not watching(a)
     with pytest.raises(ConnectionAbortedError):
-        a._dial(stranger.node)
+        a.dial(stranger.node)

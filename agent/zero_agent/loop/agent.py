@@ -25,12 +25,13 @@ from functools import partial
 from types import MappingProxyType
 
 from zero_agent.errors import AgentFailed
-from zero_agent.loop.answers import Answers, kinds_of, last_output
+from zero_agent.loop.answers import Answers, kinds_of, last_output, prober
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.job_history import JobHistory
 from zero_agent.loop.job_time import await_ledgers, in_a_sentence
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
+from zero_agent.loop.network_watch import NetworkWatch, probe_through
 from zero_agent.loop.node_time import NodeTime
 from zero_agent.loop.node_workers import SOCKET, NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
@@ -126,7 +127,8 @@ class Agent:
             on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
         )
         ask = partial(ask_for_stacks, telemetry, job)
-        self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask)
+        network = NetworkWatch(clock, self._post, partial(probe_through, telemetry, job))
+        self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)
         self._node_workers.why_stuck = lambda: self._verdicts.why_stuck
         self._node_workers.on_times = self._verdicts.times
         self._strain = Strain(clock)
@@ -159,6 +161,7 @@ class Agent:
             works=lambda: clock.now() - self._turned_s < STALLED_S,
         )
         kinds = kinds_of(self._node_workers, incarnation)
+        kinds["probe"] = prober(self._ring, lambda: self._rdzv.snapshot.nodes)
         self._answers = Answers(telemetry, job, config.node_id, kinds)
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
         self._health_checks = HealthChecks(

@@ -20,10 +20,13 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.node import probe
+from zero_agent.node.ring import Ring
 from zero_agent.workers import stacks
 from zero_agent.workers.recent_output import Page, RecentOutput
 from zero_orchestrator.ctl.queries import Answer, Query, answers_prefix, pack, queries_prefix
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore
 
@@ -162,6 +165,29 @@ def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
         return output_record(page, agent)
 
     return {"stack": stack, "logs": logs}
+
+
+def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
+    """What an agent answers about the network to another node.
+
+    Args:
+        ring: Connects to the ring of the other agent.
+        nodes: Returns the nodes of the job.
+    """
+
+    def probe_to(query: Query) -> dict[str, Any]:
+        name = query.arguments.get("to")
+        target = next((node for node in nodes() if node.id == name and node.ring), None)
+        if target is None:
+            return {"problem": f"node {name} does not take part any more"}
+        try:
+            with ring.dial(target) as connection:
+                latency_s, bytes_per_s = probe.measure(connection)
+        except OSError as error:
+            return {"problem": f"{target.ring} cannot be probed: {error}"}
+        return {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
+
+    return probe_to
 
 
 def output_record(page: Page, agent: str) -> dict[str, Any]:

@@ -16,11 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from zero_agent.loop.network_watch import NetworkWatch
 from zero_contract.journal import Journal
 from zero_contract.worker import RankTimes
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.hang import RankState, judge, states
+from zero_orchestrator.ctl.links import rate_in_words
 from zero_orchestrator.ctl.queries import ask_once
+from zero_orchestrator.ctl.slow_link import SlowLink
 from zero_orchestrator.ctl.slow_storage import Storage
 from zero_orchestrator.ctl.straggler import Straggler, Stragglers
 from zero_orchestrator.ctl.strain import cause
@@ -48,7 +51,9 @@ LISTEN_S = 5.0
 class Verdicts:
     """The verdicts of the round; used on the agent's thread alone."""
 
-    def __init__(self, publisher: Publisher, journal: Journal, post: Post, ask: Ask) -> None:
+    def __init__(
+        self, publisher: Publisher, journal: Journal, post: Post, ask: Ask, network: NetworkWatch
+    ) -> None:
         """No verdict yet.
 
         Args:
@@ -56,6 +61,7 @@ class Verdicts:
             journal: Receives the events.
             post: Wraps handlers so that they run on the agent's thread.
             ask: Called on a thread of its own.
+            network: Finds slow links; nobody else uses it.
         """
         self._ask = ask
         self._publisher = publisher
@@ -69,6 +75,11 @@ class Verdicts:
         self._slow: dict[int, Verdict] = {}
         self._storage = Storage()
         self._slow_storage: Verdict | None = None
+        self._network = network
+        self._network.on_change = self._judge_link
+        self._slow_link: Verdict | None = None
+        self._step = 0
+        """The last step that rank 0 has reported."""
         self._stuck: Verdict | None = None
         self._heard: Verdict | None = None
         """The same on another node than that of rank 0, as far as it has been read."""
@@ -83,6 +94,8 @@ class Verdicts:
             self._round, self._members = job.n, job.members
             self._stragglers, self._asked, self._slow = Stragglers(), set(), {}
             self._storage, self._slow_storage = Storage(), None
+            self._slow_link, self._step = None, 0
+            self._network.begin(job.n, [node.id for node in job.members.nodes])
             self._stuck = self._heard = self._asks_again_s = None
         if holds and (over or lease != before):
             self._write()
@@ -91,7 +104,9 @@ class Verdicts:
         """Judge the times of all ranks, as rank 0 has reported them."""
         if len(report.compute_s) != self._members.world_size:
             return
+        self._step = report.step
         self._judge_storage(report)
+        self._network.times(report)
         self._stragglers = self._stragglers.add(report)
         found = {one.rank: one for one in self._stragglers.verdicts}
         self._asked &= found.keys()
@@ -236,8 +251,8 @@ class Verdicts:
             if found.rank is not None:
                 who, usual = f"rank {found.rank} on {node} writes", "the other ranks"
             text = (
-                f"{who} checkpoints at {found.bytes_per_s / 1e6:,.3g} MB/s; {usual}: "
-                f"{found.usual_bytes_per_s / 1e6:,.3g} MB/s"
+                f"{who} checkpoints at {rate_in_words(found.bytes_per_s)}; {usual}: "
+                f"{rate_in_words(found.usual_bytes_per_s)}"
             )
             self._slow_storage = Verdict(
                 kind=Kind.SLOW_STORAGE,
@@ -260,10 +275,40 @@ class Verdicts:
             )
         self._write()
 
+    def _judge_link(self, found: SlowLink, holds: bool) -> None:
+        """Make the verdict about a link, or withdraw it."""
+        link, text = found.link, found.text
+        if not holds:
+            text = f"the link from {link.source} to {link.target} is as fast as usual again"
+        self._slow_link = None
+        if holds:
+            self._slow_link = Verdict(
+                kind=Kind.SLOW_LINK,
+                text=text,
+                node=found.node,
+                since_step=self._step,
+                factor=round(found.factor, 3),
+            )
+        self._journal.tell(
+            "slow link",
+            text,
+            level=logging.WARNING if holds else logging.INFO,
+            source=link.source,
+            target=link.target,
+            host=found.node,
+            step=self._step,
+            slow=holds,
+            bytes_per_s=link.bytes_per_s,
+            usual_bytes_per_s=found.usual_bytes_per_s,
+            latency_s=link.latency_s,
+            usual_latency_s=found.usual_latency_s,
+        )
+        self._write()
+
     @property
     def _held(self) -> list[Verdict]:
         """The verdicts that hold now."""
-        others = (self._slow_storage, self._stuck)
+        others = (self._slow_storage, self._slow_link, self._stuck)
         return [*self._slow.values(), *(one for one in others if one is not None)]
 
     def _write(self) -> None:

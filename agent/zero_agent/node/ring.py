@@ -10,7 +10,7 @@ a *suspicion*: a firewall that rejects looks the same, and the lease is the coun
 
 Must always hold: only a process that this agent has completed a handshake with, at that address, is
 reported, and only once until the next handshake with it. Both ends prove that they know the job's
-secret (`handshake`); nothing else is ever sent.
+secret (`handshake`); after that, nothing is sent but the frames of a `probe`.
 
 Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
 notice, with a confirmation, is ours.
@@ -27,7 +27,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Sequence
 
-from zero_agent.node import identity
+from zero_agent.node import identity, probe
 from zero_agent.node.handshake import TIMEOUT_S, answer, digest, read_line
 from zero_agent.node.network import ANY_PORT, PatientServer, first_free
 from zero_orchestrator.addresses import host_port, split_host_port
@@ -131,7 +131,7 @@ class Ring:
                     return
             refused, by = False, ""
             try:
-                with self._dial(target) as connection:
+                with self.dial(target) as connection:
                     self._met, self._misses = _key(target), 0
                     self._stay_on(connection, target)
                 continue
@@ -179,13 +179,16 @@ class Ring:
             with self._changed:
                 self._connection = None
 
-    def _dial(self, target: Node) -> socket.socket:
-        """Connect to exactly the process that `target` describes.
+    def dial(self, target: Node) -> socket.socket:
+        """Connect to exactly the process that `target` describes; on any thread.
 
         Raises:
-            _AnotherProcess: Another process of this job answers.
-            OSError: The address cannot be reached, or its process does not know the secret.
+            _AnotherProcess: Another process of this job answers, an `OSError` as well.
+            OSError: The address cannot be reached, or its process does not know the secret; or this
+                ring has not started.
         """
+        if not hasattr(self, "_secret"):
+            raise ConnectionAbortedError("this agent has not joined the job yet")
         where = split_host_port(target.ring)
         connection = socket.create_connection(where, TIMEOUT_S)
         try:
@@ -229,16 +232,14 @@ class _Server(PatientServer):
 
 
 class _Answer(socketserver.BaseRequestHandler):
-    """One watcher: prove this agent's identity to it, then keep the connection open."""
+    """One watcher or prober: prove this agent's identity to it, then answer its frames, if any."""
 
     def handle(self) -> None:
         server: _Server = self.server  # type: ignore[assignment]
         if not server.answer(self.request):
             log.warning("ring: %s does not know the job's secret", self.client_address)
             return
-        self.request.settimeout(None)
-        while self.request.recv(64):
-            pass
+        probe.serve(self.request)
 
 
 def _key(node: Node | None) -> tuple[str, str] | None:

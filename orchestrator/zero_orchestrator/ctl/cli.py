@@ -36,6 +36,7 @@ from zero_orchestrator.ctl import (
     events,
     events_command,
     logs_command,
+    probe_command,
     report_command,
     requests,
     stack_command,
@@ -81,6 +82,7 @@ _MODULES: Mapping[str, tuple[Any, str]] = {
     "events": (events_command, "show the events of a job, each with its cause"),
     "logs": (logs_command, "show what the workers of a job print, on all nodes"),
     "stack": (stack_command, "show the stacks of all workers of a job, equal ones once"),
+    "probe": (probe_command, "measure the network between the nodes of a job, and name slow links"),
     "report": (
         report_command,
         "write what happened in a job into one HTML file, with charts",

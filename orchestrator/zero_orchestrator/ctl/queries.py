@@ -200,7 +200,23 @@ def ask_once(
     *,
     within_s: float,
 ) -> dict[str, Answer]:
-    """Ask some nodes one question; a node that does not answer has a problem as its answer.
+    """Ask some nodes the same question, as `ask_each`.
+
+    Raises:
+        StoreError: etcd does not answer, or does not allow it.
+    """
+    return ask_each(store, job, kind, dict.fromkeys(nodes, arguments), within_s=within_s)
+
+
+def ask_each(
+    store: KeyValueStore,
+    job: str,
+    kind: str,
+    arguments: Mapping[str, Mapping[str, Any]],
+    *,
+    within_s: float,
+) -> dict[str, Answer]:
+    """Ask each of some nodes one question; one that does not answer has a problem as its answer.
 
     Raises:
         StoreError: etcd does not answer, or does not allow it.
@@ -209,10 +225,10 @@ def ask_once(
         f"no answer within {within_s:g} s: the agent hangs, is torchrun or of an older version, or "
         f"may not read {queries_prefix(job, '')} in etcd"
     )
-    found = {node: Answer(node=node, number=1, problem=text) for node in nodes}
-    missing = set(nodes)
+    found = {node: Answer(node=node, number=1, problem=text) for node in arguments}
+    missing = set(arguments)
     with Asker(store, job) as asker:
-        asker.ask(kind, dict.fromkeys(nodes, arguments), within_s=within_s)
+        asker.ask(kind, arguments, within_s=within_s)
         for answer in asker.answers(within_s):
             found[answer.node] = answer
             missing.discard(answer.node)

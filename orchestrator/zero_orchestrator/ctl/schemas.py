@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from zero_orchestrator.ctl.links import Link
 from zero_orchestrator.ctl.logs_command import Line
 from zero_orchestrator.ctl.metrics import Sample
 from zero_orchestrator.ctl.requests import Outcome
@@ -68,13 +69,6 @@ def _object(kind: type[Any], docs: Callable[[type[Any]], Mapping[str, str]]) -> 
 
 def outputs(docs: Callable[[type[Any]], Mapping[str, str]]) -> Mapping[str, tuple[str, Schema]]:
     """Each kind of output: the commands that print it, its meaning and its schema."""
-    stack = schema_of(RankStack, docs)
-    stack["properties"] = {
-        "job": {"description": "Name of the job.", "type": "string"},
-        "round": {"description": "Round of the job.", "type": "integer"},
-        **stack["properties"],
-    }
-    stack["required"] = list(stack["properties"])
     return {
         "status, jobs": (
             "one object for each job, and a new one after each change with `--watch`.",
@@ -86,7 +80,11 @@ def outputs(docs: Callable[[type[Any]], Mapping[str, str]]) -> Mapping[str, tupl
             _EVENT,
         ),
         "logs": ("one object for each line.", schema_of(Line, docs)),
-        "stack": ("one object for each worker.", stack),
+        "stack": ("one object for each worker.", _with(schema_of(RankStack, docs), "job", "round")),
+        "probe": (
+            "one object for each link between two nodes, in each direction.",
+            _with(schema_of(Link, docs), "job"),
+        ),
         "metrics": (
             "one object for each sample. [Metrics](reference-metrics.md) lists the metrics.",
             schema_of(Sample, docs),
@@ -96,6 +94,18 @@ def outputs(docs: Callable[[type[Any]], Mapping[str, str]]) -> Mapping[str, tupl
             schema_of(Outcome, docs),
         ),
     }
+
+
+_ADDED: Mapping[str, Schema] = {
+    "job": {"description": "Name of the job.", "type": "string"},
+    "round": {"description": "Round of the job.", "type": "integer"},
+}
+"""What a command adds to a record of the code."""
+
+
+def _with(schema: Schema, *names: str) -> Schema:
+    properties = {**{name: _ADDED[name] for name in names}, **schema["properties"]}
+    return {**schema, "required": list(properties), "properties": properties}
 
 
 _EVENT: Schema = {

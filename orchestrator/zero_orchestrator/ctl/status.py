@@ -156,7 +156,7 @@ class JobStatus:
     time_ns: dict[str, int] = dataclasses.field(default_factory=dict)
     """Use -> time of all nodes, in nanoseconds; the keys are the names of `goodput.Use`."""
     verdicts: tuple[Verdict, ...] = ()
-    """What holds about the ranks now: stragglers, a hang, slow storage."""
+    """What holds about the ranks now: stragglers, a hang, slow storage, a slow link."""
     speed: Speed | None = None
     """Over the last minute of the round; None: it is not known."""
     step_times: Quantiles | None = None

@@ -23,6 +23,8 @@ class Kind(StrEnum):
     """No rank takes a step: some ranks wait for others."""
     SLOW_STORAGE = "slow storage"
     """A rank, or all of them, write checkpoints slower than others, or than before."""
+    SLOW_LINK = "slow link"
+    """The network between two nodes is slower than that between others, or than before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Verdict:
     since_step: int | None = None
     """The last step before it began."""
     factor: float | None = None
-    """How many times as long as others the rank computes."""
+    """How many times as long as others, or as usual, the rank, the write or the link takes."""
 
 
 def to_value(verdicts: Iterable[Verdict]) -> str:

@@ -1,0 +1,89 @@
+"""The speed of the network between two agents: some round trips, and transfers of a bounded size.
+
+The prober sends *frames* over a connection to the ring of another agent, after the handshake: eight
+bytes of length, then so many bytes of nothing. The other end drops each frame and answers it with
+one byte. A frame is four times as large as the one before until its transfer takes long enough to
+be measured. Of several equal frames the fastest counts: other load makes some of them slower, and
+none faster.
+
+Must always hold: a probe sends at most `MOST_BYTES`, and ends within `LIMIT_S`; what is received is
+never kept.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+PINGS = 20
+FIRST_BYTES = 64 << 10
+GROWTH = 4
+LARGEST_BYTES = 4 << 20
+TRIES = 3
+"""The number of frames of the size that is measured."""
+MOST_BYTES = (TRIES + 1) * LARGEST_BYTES
+LONG_S = 0.03
+"""A transfer of this length is measured, or one of so many round trips:"""
+ROUND_TRIPS = 4
+LIMIT_S = 8.0
+FRAME_S = 8.0
+"""The longest time that the other end waits for the rest of a frame."""
+
+_LENGTH = struct.Struct("!Q")
+_ANSWER = b"."
+_NOTHING = bytes(LARGEST_BYTES)
+_CHUNK_BYTES = 256 << 10
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer the frames of a client, which may as well send none, until it hangs up.
+
+    Raises:
+        OSError: The connection has broken, or stands still in the middle of a frame.
+    """
+    chunk = memoryview(bytearray(_LENGTH.size))
+    while True:
+        connection.settimeout(None)
+        head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
+        if len(head) < _LENGTH.size:
+            return
+        (left,) = _LENGTH.unpack(head)
+        if left > LARGEST_BYTES:
+            return
+        connection.settimeout(FRAME_S)
+        if left > len(chunk):
+            chunk = memoryview(bytearray(_CHUNK_BYTES))
+        while left:
+            received = connection.recv_into(chunk, min(left, len(chunk)))
+            if not received:
+                return
+            left -= received
+        connection.sendall(_ANSWER)
+
+
+def measure(connection: socket.socket) -> tuple[float, float]:
+    """The shortest round trip in seconds, and the bytes per second, towards the other end.
+
+    Raises:
+        OSError: The other end hung up, or `LIMIT_S` have passed.
+    """
+    until_s = time.monotonic() + LIMIT_S
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    round_trip_s = min(_transfer(connection, 0, until_s) for _ in range(PINGS))
+    size, long_s = FIRST_BYTES, max(LONG_S, ROUND_TRIPS * round_trip_s)
+    while (took_s := _transfer(connection, size, until_s)) < long_s and size < LARGEST_BYTES:
+        size = min(size * GROWTH, LARGEST_BYTES)
+    took_s = min(took_s, *(_transfer(connection, size, until_s) for _ in range(TRIES - 1)))
+    return round_trip_s, size / max(took_s - round_trip_s, 1e-6)
+
+
+def _transfer(connection: socket.socket, size: int, until_s: float) -> float:
+    """The seconds from the first byte of a frame to its answer."""
+    begin_s = time.perf_counter()
+    connection.settimeout(max(until_s - time.monotonic(), 1e-3))
+    connection.sendall(_LENGTH.pack(size) + _NOTHING[:size])
+    connection.settimeout(max(until_s - time.monotonic(), 1e-3))
+    if connection.recv(1) != _ANSWER:
+        raise ConnectionAbortedError("the other end hung up during a probe")
+    return time.perf_counter() - begin_s

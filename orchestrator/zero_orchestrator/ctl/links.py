@@ -1,0 +1,90 @@
+"""The links between the nodes of a job: which are probed when, and what the agents have measured.
+
+All nodes probe at the same time, in turns. In one turn each node sends to one other node, and
+receives from one: so no probe competes with another one for the network of its node. In a small job
+every node probes every other one; in a large job `TURNS` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_orchestrator.ctl.queries import Answer, ask_each
+from zero_orchestrator.store.kv import KeyValueStore
+
+TURNS = 4
+TURN_S = 12.0
+"""How long the answers of one turn are waited for: longer than an agent may take for a probe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The network from one node to another one, as the agent of the first has measured it."""
+
+    source: str
+    """The node that has sent."""
+    target: str
+    """The node that has received."""
+    latency_s: float = 0.0
+    """The shortest round trip; 0: not measured."""
+    bytes_per_s: float = 0.0
+    """The rate of one connection; 0: not measured."""
+    problem: str = ""
+    """Why nothing was measured; empty if it was."""
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """The nodes that send and receive."""
+        return self.source, self.target
+
+    @property
+    def figures(self) -> str:
+        """Rate and latency in words."""
+        return in_figures(self.bytes_per_s, self.latency_s)
+
+
+def in_figures(bytes_per_s: float, latency_s: float) -> str:
+    """A rate and a latency in words."""
+    return f"{rate_in_words(bytes_per_s)}, {1e3 * latency_s:.3g} ms"
+
+
+def rate_in_words(bytes_per_s: float) -> str:
+    """A rate in MB/s."""
+    rate = bytes_per_s / 1e6
+    return f"{rate:,.0f} MB/s" if rate >= 100 else f"{rate:.3g} MB/s"
+
+
+def turns(nodes: Sequence[str]) -> list[dict[str, str]]:
+    """Whom each node probes, turn by turn."""
+    others = len(nodes) - 1
+    count = min(TURNS, others)
+    strides = [1 + turn * others // count for turn in range(count)]
+    return [
+        {node: nodes[(at + stride) % len(nodes)] for at, node in enumerate(nodes)}
+        for stride in strides
+    ]
+
+
+def probe(store: KeyValueStore, job: str, nodes: Sequence[str]) -> list[Link]:
+    """Let the agents of some nodes probe each other.
+
+    Raises:
+        StoreError: etcd does not answer, or does not allow it.
+    """
+    found = []
+    for turn in turns(nodes):
+        arguments = {source: {"to": target} for source, target in turn.items()}
+        answers = ask_each(store, job, "probe", arguments, within_s=TURN_S)
+        found += [link_of(source, target, answers[source]) for source, target in turn.items()]
+    return found
+
+
+def link_of(source: str, target: str, answer: Answer) -> Link:
+    """What an agent has measured."""
+    record: Mapping[str, object] = answer.record
+    latency_s, rate = record.get("latency_s"), record.get("bytes_per_s")
+    if not isinstance(latency_s, float) or not isinstance(rate, float):
+        problem = answer.problem or str(record.get("problem", "")) or "an answer without figures"
+        return Link(source=source, target=target, problem=problem)
+    return Link(source=source, target=target, latency_s=latency_s, bytes_per_s=rate)

@@ -1,0 +1,125 @@
+"""The verdict about a slow link: the network between two nodes is slower than that of the others.
+
+Pure. A probe measures the links of a job (`links`). A link is compared with those that its nodes
+have no part in, one node at a time: a node whose network is slow makes all of its links slow, which
+are most links of a small job. It is compared with its own rate in earlier probes as well, as two
+nodes have no other link. A verdict needs two probes in a row.
+
+Must always hold: a link of at least `FAST_BYTES_PER_S` is not slow by its rate. So much a single
+connection of an agent reaches also on a busy machine, and more it does not measure reliably.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from zero_orchestrator.ctl.links import Link, in_figures
+
+SLOWER = 3.0
+"""A slow link has at most this fraction of the usual rate, or so many times the usual latency."""
+FAST_BYTES_PER_S = 125e6
+LATER_S = 0.005
+"""The latency of a slow link is longer than usual by so much, at least."""
+IN_A_ROW = 2
+"""The number of probes in a row that are a verdict."""
+
+Way = tuple[str, str]
+"""The nodes that send and receive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLink:
+    """A slow link."""
+
+    link: Link
+    usual_latency_s: float
+    usual_bytes_per_s: float
+    """Of the links that it was compared with."""
+    node: str = ""
+    """The node whose links are all slow in this direction; empty: it is this link alone."""
+
+    @property
+    def factor(self) -> float:
+        """How many times slower than usual it is."""
+        by_rate = self.usual_bytes_per_s / self.link.bytes_per_s
+        return max(by_rate, self.link.latency_s / max(self.usual_latency_s, 1e-6))
+
+    @property
+    def where(self) -> frozenset[str]:
+        """The node, or the two nodes, between which it is slow."""
+        return frozenset([self.node] if self.node else self.link.way)
+
+    @property
+    def text(self) -> str:
+        """The verdict in words."""
+        link, way = self.link, "from" if self.node == self.link.source else "to"
+        whole = f"; all links {way} {self.node} are slow: look at its network" if self.node else ""
+        return (
+            f"the link from {link.source} to {link.target} is slow: {link.figures}; usual: "
+            f"{in_figures(self.usual_bytes_per_s, self.usual_latency_s)}{whole}"
+        )
+
+
+def slow_links(links: Iterable[Link], earlier: Mapping[Way, float]) -> list[SlowLink]:
+    """The slow links of one probe, the slowest first.
+
+    Args:
+        links: What was measured.
+        earlier: The highest rate of each link in earlier probes.
+    """
+    measured = [link for link in links if link.bytes_per_s]
+    judged = {link.way: _judge(link, measured, earlier) for link in measured}
+    slow = {way: one for way, one in judged.items() if one is not None}
+    for place in (0, 1):
+        for node in {way[place] for way in slow}:
+            own = [link.way for link in measured if link.way[place] == node]
+            if len(own) > 1 and slow.keys() >= set(own):
+                slow |= {way: replace(slow[way], node=node) for way in own}
+    return sorted(slow.values(), key=lambda one: (-one.factor, one.link.way))
+
+
+def _judge(link: Link, measured: Sequence[Link], earlier: Mapping[Way, float]) -> SlowLink | None:
+    groups = [
+        [other for other in measured if link.source not in other.way],
+        [other for other in measured if link.target not in other.way],
+        [other for other in measured if other is not link],
+    ]
+    rates = [median(other.bytes_per_s for other in group) for group in groups if group]
+    latencies_s = [median(other.latency_s for other in group) for group in groups if group]
+    usual = max([*rates, earlier.get(link.way, 0.0), link.bytes_per_s])
+    usual_s = min([*latencies_s, link.latency_s])
+    slow = link.bytes_per_s * SLOWER <= usual and link.bytes_per_s < FAST_BYTES_PER_S
+    late = link.latency_s >= max(SLOWER * usual_s, usual_s + LATER_S)
+    if not slow and not late:
+        return None
+    return SlowLink(link=link, usual_latency_s=usual_s, usual_bytes_per_s=usual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What is known of the links of a round."""
+
+    earlier: Mapping[Way, float] = field(default_factory=dict)
+    """The highest rate of each link."""
+    slow: SlowLink | None = None
+    """The slowest link of the last probe, if it was slow."""
+    in_a_row: int = 0
+
+    @property
+    def verdict(self) -> SlowLink | None:
+        """The slow link, if it is a verdict now."""
+        return self.slow if self.in_a_row >= IN_A_ROW else None
+
+    def add(self, links: Sequence[Link]) -> Network:
+        """What is known after one more probe; the same as before if it has measured nothing."""
+        if not any(link.bytes_per_s for link in links):
+            return self
+        rates = {link.way: max(link.bytes_per_s, self.earlier.get(link.way, 0.0)) for link in links}
+        earlier = {**self.earlier, **rates}
+        found = slow_links(links, self.earlier)
+        if not found:
+            return Network(earlier=earlier)
+        again = self.slow is not None and bool(self.slow.where & found[0].where)
+        return Network(earlier=earlier, slow=found[0], in_a_row=self.in_a_row + 1 if again else 1)

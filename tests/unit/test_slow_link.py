@@ -1,0 +1,165 @@
+"""Which link is called slow, and when the network is probed at all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.manual_clock import ManualClock
+from tests.support.waiting import wait_for
+from zero_agent.loop.network_watch import CONFIRM_S, FIRST_S, RECHECK_S, NetworkWatch
+from zero_contract.worker import RankTimes
+from zero_orchestrator.ctl.links import TURNS, Link, turns
+from zero_orchestrator.ctl.slow_link import FAST_BYTES_PER_S, Network, slow_links
+from zero_orchestrator.ctl.slowdown import Slowdown
+
+MB = 1e6
+
+
+def probed(nodes, slow=None, latencies_s=None, usual=1000 * MB):
+    """The links between some nodes, named by two letters; `slow` has the rates of slow ones."""
+    slow, latencies_s = slow or {}, latencies_s or {}
+    return [
+        Link(
+            source=one,
+            target=other,
+            latency_s=latencies_s.get(one + other, 0.0002),
+            bytes_per_s=slow.get(one + other, usual),
+        )
+        for one in nodes
+        for other in nodes
+        if one != other
+    ]
+
+
+def named(links, earlier=None):
+    """The slow links and the nodes that are named."""
+    return [("".join(one.link.way), one.node) for one in slow_links(links, earlier or {})]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "slow", "expected"),
+    [
+        ("abc", {"ca": 5 * MB, "cb": 6 * MB}, [("ca", "c"), ("cb", "c")]),
+        ("abc", {"ac": 5 * MB, "bc": 6 * MB}, [("ac", "c"), ("bc", "c")]),
+        ("abcd", {"ab": 5 * MB, "ba": 6 * MB}, [("ab", ""), ("ba", "")]),
+        ("abc", {"ab": 5 * MB}, [("ab", "")]),
+        ("ab", {"ba": 5 * MB}, [("ba", "")]),
+        ("ab", {"ab": 5 * MB, "ba": 5 * MB}, []),  # two slow links look like a slow network
+        ("abcd", {}, []),
+        ("abcd", {"ab": FAST_BYTES_PER_S}, []),
+    ],
+)
+def test_the_slow_links_are_named_and_the_node_whose_network_it_is(nodes, slow, expected):
+    assert named(probed(nodes, slow)) == expected
+
+
+def test_a_node_whose_network_is_slow_both_ways_is_named_and_no_other():
+    ways = dict.fromkeys(("ac", "bc", "dc", "ca", "cb", "cd"), 5 * MB)
+    assert {node for _, node in named(probed("abcd", ways))} == {"c"}
+
+
+def test_the_link_of_two_nodes_is_compared_with_its_earlier_rate():
+    slow = probed("ab", {"ab": 5 * MB, "ba": 5 * MB})
+    network = Network().add(probed("ab")).add(slow)
+    assert network.verdict is None
+    found = network.add(slow).verdict
+    assert found is not None
+    assert found.text == ("the link from a to b is slow: 5 MB/s, 0.2 ms; usual: 1,000 MB/s, 0.2 ms")
+
+
+def test_a_link_with_a_long_latency_is_slow_and_one_of_a_few_milliseconds_is_not():
+    assert named(probed("abc", latencies_s={"ab": 0.030})) == [("ab", "")]
+    assert named(probed("abc", latencies_s={"ab": 0.005})) == []
+
+
+def test_a_verdict_needs_two_probes_in_a_row_and_holds_until_one_that_finds_nothing():
+    slow = probed("abc", {"ca": 5 * MB, "cb": 6 * MB})
+    network = Network().add(slow)
+    assert network.verdict is None
+    network = network.add(slow).add([]).add([Link(source="a", target="b", problem="no answer")])
+    assert network.verdict is not None
+    assert network.verdict.text.endswith("; all links from c are slow: look at its network")
+    assert network.add(probed("abc")).verdict is None
+
+
+@given(st.lists(st.floats(FAST_BYTES_PER_S, 100e9), min_size=12, max_size=12))
+def test_no_link_is_slow_in_the_noise_of_a_fast_network(rates):
+    ways = (link.source + link.target for link in probed("abcd"))
+    assert named(probed("abcd", dict(zip(ways, rates, strict=True)))) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 1000])
+def test_in_a_turn_each_node_sends_to_one_other_and_receives_from_one(count):
+    nodes = [f"n{number}" for number in range(count)]
+    found = turns(nodes)
+    for turn in found:
+        assert set(turn) == set(turn.values()) == set(nodes)
+    pairs = {pair for turn in found for pair in turn.items()}
+    assert len(pairs) == count * min(TURNS, count - 1)
+    assert all(one != other for one, other in pairs)
+
+
+def reports(*phases, ranks=3):
+    """A report a second of a job; each phase has its seconds, and computing and wait in a step."""
+    compute_s, wait_s, steps = [0.0] * ranks, [0.0] * ranks, 0
+    for seconds, own_s, waits_s in phases:
+        for _ in range(seconds):
+            times = 1 / (own_s[0] + waits_s[0])
+            steps += max(1, round(times))
+            for rank in range(ranks):
+                compute_s[rank] += own_s[rank] * times
+                wait_s[rank] += waits_s[rank] * times
+            yield RankTimes(
+                step=steps, steps=steps, compute_s=tuple(compute_s), wait_s=tuple(wait_s)
+            )
+
+
+EVEN = (40, [0.1] * 3, [0.02] * 3)
+
+
+@pytest.mark.parametrize(
+    ("then", "slower"),
+    [
+        ((40, [0.1] * 3, [0.2] * 3), True),
+        ((40, [0.1, 0.1, 0.3], [0.22, 0.22, 0.02]), False),  # the others wait for a slow rank
+        ((40, [0.3] * 3, [0.02] * 3), False),
+        (EVEN, False),
+    ],
+)
+def test_a_job_is_slower_if_all_of_its_ranks_wait_longer(then, slower):
+    found = Slowdown()
+    for report in reports(EVEN, then):
+        found = found.add(report)
+    assert found.is_slower is slower
+
+
+def test_the_network_is_probed_once_after_a_minute_and_again_when_all_ranks_wait():
+    clock, results, probes, told = ManualClock(), [probed("abc")], [], []
+
+    def probe(nodes):
+        probes.append(clock.now())
+        return results[-1]
+
+    watch = NetworkWatch(clock, lambda handler: handler, probe)
+    watch.on_change = lambda found, holds: told.append((found.link.way, holds))
+    watch.begin(1, list("abc"))
+    steps = reports((230, *EVEN[1:]), (200, [0.1] * 3, [0.2] * 3))
+
+    def train(seconds):
+        for _, report in zip(range(seconds), steps, strict=False):
+            clock.advance(1)
+            watch.times(report)
+            wait_for(lambda: not watch._probing, 10, "the end of a probe")
+
+    train(230)
+    assert probes == [FIRST_S + 1]
+    results.append(probed("abc", {"ca": 5 * MB, "cb": 6 * MB}))
+    train(40)
+    assert told == [(("c", "a"), True)]
+    assert probes[1] - 230 <= 25, "seconds until a slower job is probed"
+    assert probes[2:] == [probes[1] + CONFIRM_S]
+    results.append(probed("abc"))
+    train(int(RECHECK_S))
+    assert told[1:] == [(("c", "a"), False)]
