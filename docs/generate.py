@@ -146,7 +146,7 @@ def flags() -> str:
     """The flags of all commands, from their parsers."""
     from zero_agent.command import command_line
     from zero_agent.launch import arguments as launch
-    from zero_checkpoint.tools import cli as ckpt
+    from zero_checkpoint.tools import parser as ckpt
     from zero_orchestrator.ctl import cli as ctl
     from zero_orchestrator.store import join_token
 

@@ -1,4 +1,4 @@
-"""`zero-ckpt`: the commands, their flags and exit codes.
+"""`zero-ckpt`: the commands and their exit codes; `parser` has their flags.
 
 Must always hold: a user never sees a traceback; nothing is changed by a command that only looks,
 nor with `--dry-run`.
@@ -12,15 +12,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Why, find
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.tools import arguments, convert, locate, output, upkeep
+from zero_checkpoint.tools import convert, locate, output, upkeep
 from zero_checkpoint.tools.compare import Relation, compare
 from zero_checkpoint.tools.describe import describe
 from zero_checkpoint.tools.listing import Status, list_roots
+from zero_checkpoint.tools.parser import make_parser
 from zero_checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_contract.exit_codes import CkptExit
 
@@ -55,9 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """The command's exit code. Nothing but KeyboardInterrupt is raised."""
-    command: Callable[[argparse.Namespace], int | None] = options.run
     try:
-        code = command(options)
+        code = _COMMANDS[options.command](options)
         sys.stdout.flush()
         return code or CkptExit.OK
     except CheckpointError as error:
@@ -85,77 +85,6 @@ def _fail(options: argparse.Namespace, message: str, code: int = CkptExit.TROUBL
 def _give_up_stdout() -> None:
     """Point stdout at /dev/null: the interpreter flushes stdout again when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line of `zero-ckpt`."""
-    parser = argparse.ArgumentParser(
-        prog="zero-ckpt",
-        description="Look into checkpoints; check, compare, convert and prune them.",
-        epilog="DIR is a directory of checkpoints, which stands for the newest of them, or one "
-        "checkpoint in it, or DIR@TAG. Exit codes: 0 done, 1 damage or differences found, 2 not "
-        "done.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[..., int | None], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text)
-        made.set_defaults(run=run)
-        made.add_argument(
-            "--json", action="store_true", help="print one JSON document instead of text"
-        )
-        return made
-
-    ls = command("ls", _ls, "List the checkpoints of a directory, newest first.")
-    ls.add_argument("dir", metavar="DIR", help="directory of checkpoints")
-    ls.add_argument("--verify", action="store_true", help="read every block of all checkpoints")
-    show = command("show", _show, "Show what is in a checkpoint.")
-    show.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
-    show.add_argument(
-        "--norms", action="store_true", help="read all tensors and show their L2 norms"
-    )
-    verify = command("verify", _verify, "Read every block and name all damage.")
-    verify.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
-    verify.add_argument(
-        "--all", action="store_true", help="verify all checkpoints of the directory"
-    )
-    verify.add_argument(
-        "--threads",
-        type=arguments.positive,
-        help="number of threads that read (default: one for each CPU, at most 8)",
-    )
-    diff = command("diff", _diff, "Compare two checkpoints tensor by tensor.")
-    diff.add_argument("left", metavar="A[@TAG]", help="checkpoint to compare")
-    diff.add_argument("right", metavar="B[@TAG]", help="checkpoint to compare it with")
-    convert.add_export(
-        command(
-            "export", convert.run_export, "Write the model of a checkpoint for other libraries."
-        )
-    )
-    convert.add_import(
-        command("import", convert.run_import, "Make a checkpoint from one of another library.")
-    )
-    _add_prune(
-        command("prune", _prune, "Delete old checkpoints, except those that the flags keep.")
-    )
-    repair = command(
-        "repair",
-        _repair,
-        "Delete what interrupted saves left, and rebuild the hint to the newest checkpoint.",
-    )
-    repair.add_argument("dir", metavar="DIR", help="directory of checkpoints")
-    repair.add_argument(
-        "--older-than",
-        type=arguments.duration_s,
-        default="1h",
-        metavar="AGE",
-        help="delete unfinished saves that nothing was written to for this long: 90s, 30m, 1h, 2d "
-        "(default 1h)",
-    )
-    repair.add_argument(
-        "--dry-run", action="store_true", help="print what would be done, and do nothing"
-    )
-    return parser
 
 
 # ---- looking ----
@@ -234,33 +163,6 @@ def _diff(options: argparse.Namespace) -> int:
 # ---- tidying ----
 
 
-def _add_prune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
-    parser.add_argument(
-        "--keep-last",
-        type=arguments.positive,
-        required=True,
-        metavar="N",
-        help="keep the N newest checkpoints, at least 2",
-    )
-    parser.add_argument(
-        "--keep-every",
-        type=arguments.positive,
-        metavar="M",
-        help="keep the checkpoints whose step is a multiple of M as well",
-    )
-    parser.add_argument(
-        "--keep-best",
-        type=arguments.best,
-        metavar="METRIC:min[:N]",
-        help="keep the N checkpoints with the smallest METRIC of the client_state as well "
-        "(default of N: 1); METRIC:max[:N] keeps those with the largest",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
-    )
-
-
 def _prune(options: argparse.Namespace) -> int:
     plan = upkeep.plan_prune(
         locate.root(options.dir),
@@ -288,6 +190,18 @@ def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
         record = {"done": not options.dry_run, "actions": actions, "notes": plan.notes}
         output.print_json(record)
     return CkptExit.OK
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int | None]] = {
+    "ls": _ls,
+    "show": _show,
+    "verify": _verify,
+    "diff": _diff,
+    "export": convert.run_export,
+    "import": convert.run_import,
+    "prune": _prune,
+    "repair": _repair,
+}
 
 
 if __name__ == "__main__":

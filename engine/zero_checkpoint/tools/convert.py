@@ -1,4 +1,4 @@
-"""`zero-ckpt export` and `zero-ckpt import`: flags, and which reader or writer each one runs."""
+"""`zero-ckpt export` and `zero-ckpt import`: which reader or writer each one runs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ import torch
 from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
-from zero_checkpoint.tools import adopt, arguments, export, locate, output
+from zero_checkpoint.tools import adopt, export, locate, output
 from zero_checkpoint.tools.deepspeed import read_deepspeed
 from zero_checkpoint.tools.export_dcp import export_dcp
 from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
+from zero_checkpoint.tools.parser import DTYPES
 
-_DTYPES = ("float32", "float16", "bfloat16", "float64")
-_DTYPE = (
-    "dtype of the trained parameters (default float32, in which the engine trains whatever it "
-    "computes in; keep: as stored)"
-)
-_COMPUTE_DTYPE = (
-    "dtype of buffers and frozen parameters (default: the dtype that SOURCE computed in, else as "
-    "stored)"
-)
 _UNEXPLAINED = (
     "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
     "frozen, pass --buffer NAME, --tie NAME=OTHER or --frozen NAME"
@@ -44,43 +36,6 @@ _FLAGS = {
 }
 """Flags that only some formats of SOURCE use."""
 _log = logging.getLogger(__name__)
-
-
-def add_export(parser: argparse.ArgumentParser) -> None:
-    """The flags of `export`."""
-    parser.add_argument("checkpoint", metavar="DIR[@TAG]", help=arguments.CHECKPOINT)
-    parser.add_argument(
-        "out",
-        type=arguments.local_path,
-        metavar="OUT",
-        help="file to make; with --to hf and --to dcp the directory to make",
-    )
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("torch", "hf", "dcp"),
-        help="torch: a file for torch.load; hf: a directory for from_pretrained; dcp: one for "
-        "torch.distributed.checkpoint, with the optimizer",
-    )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, help="dtype of floats in OUT (default: as stored)"
-    )
-    parser.add_argument(
-        "--strip-prefix", default="", metavar="P", help="remove the prefix P from all names"
-    )
-    parser.add_argument(
-        "--hf-config",
-        type=arguments.local_path,
-        metavar="DIR",
-        help="with --to hf: directory to copy config.json and tokenizer from (default: the one "
-        "beside the checkpoint, which the Trainer writes)",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=arguments.size,
-        metavar="SIZE",
-        help="with --to hf: largest size of a file (default 5GB)",
-    )
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -139,65 +94,6 @@ def _show(
 ) -> None:
     record = {"checkpoint": checkpoint.path, "tensors": count, "files": files}
     output.show(options.json, record, f"{checkpoint.path}: {count} tensors to {options.out}")
-
-
-def add_import(parser: argparse.ArgumentParser) -> None:
-    """The flags of `import`."""
-    parser.add_argument(
-        "source", type=arguments.local_path, metavar="SOURCE", help="file or directory to read"
-    )
-    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints to write into")
-    parser.add_argument(
-        "--from", dest="kind", required=True, choices=tuple(_READERS), help="format of SOURCE"
-    )
-    parser.add_argument(
-        "--tag", default="imported", help="name of the new checkpoint (default imported)"
-    )
-    parser.add_argument(
-        "--step",
-        type=arguments.not_negative,
-        help="step of the new checkpoint (default: the step that SOURCE names, else 0)",
-    )
-    parser.add_argument("--dtype", choices=(*_DTYPES, "keep"), default="float32", help=_DTYPE)
-    parser.add_argument("--compute-dtype", choices=_DTYPES, help=_COMPUTE_DTYPE)
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="allow SOURCE to run code while it is read; only for files that you trust",
-    )
-    parser.add_argument(
-        "--buffer",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="names of tensors that are buffers, not parameters; may be repeated",
-    )
-    parser.add_argument(
-        "--frozen",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="names of parameters that are not trained; may be repeated",
-    )
-    parser.add_argument(
-        "--tie",
-        action="append",
-        default=[],
-        type=arguments.pair,
-        metavar="OTHER=NAME",
-        help="OTHER is a second name of the tied parameter NAME; may be repeated",
-    )
-    parser.add_argument(
-        "--key", default="", help="with --from torch: key of the model in the file, such as model"
-    )
-    parser.add_argument(
-        "--model-key",
-        help="with --from dcp: key of the model, such as app.model (default: found by its shape)",
-    )
-    parser.add_argument(
-        "--optimizer-key",
-        help="with --from dcp: key of the optimizer (default: found by its shape)",
-    )
 
 
 def _read_dcp(options: argparse.Namespace) -> Foreign:
@@ -270,7 +166,7 @@ def run_import(options: argparse.Namespace) -> None:
     computed = options.compute_dtype or str(foreign.run.get("dtype")).removeprefix("torch.")
     dtypes = adopt.Dtypes(
         trained=None if options.dtype == "keep" else getattr(torch, options.dtype),
-        computed=getattr(torch, computed) if computed in _DTYPES else None,
+        computed=getattr(torch, computed) if computed in DTYPES else None,
     )
     source = f"{options.kind}: {options.source}"
     text = f"saving {len(foreign.params)} parameters in {root}"

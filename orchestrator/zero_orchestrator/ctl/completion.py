@@ -1,8 +1,7 @@
-"""Shell completion of `zero-ctl` and `zero-agent`: flags, commands, and the names of what runs.
+"""Shell completion of the programs: flags, commands, and the names of what runs.
 
 `zero-ctl completion SHELL` prints what the shell must load. On a TAB the shell runs the program
-itself, which answers and ends (argcomplete). `zero-ckpt` is left out: it imports torch, which
-takes seconds.
+itself, which answers and ends (argcomplete); `zero-ckpt` without torch (`zero_orchestrator.start`).
 
 Must always hold: a TAB prints no error, and takes no longer than `WAIT_S` when etcd is away.
 """
@@ -20,7 +19,7 @@ from zero_orchestrator.ctl.status import JobStatus
 from zero_orchestrator.store.kv import KeyValueStore
 
 WAIT_S = 1.0
-_PROGRAMS = ("zero-ctl", "zero-agent")
+_PROGRAMS = ("zero-ctl", "zero-agent", "zero-ckpt")
 _LOADS = {
     "bash": 'eval "$(zero-ctl completion bash)" in ~/.bashrc',
     "zsh": 'eval "$(zero-ctl completion zsh)" in ~/.zshrc',
@@ -30,7 +29,10 @@ _LOADS = {
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser of `zero-ctl`."""
-    text = "print what a shell needs to complete the flags and names of zero-ctl and zero-agent"
+    text = (
+        "print what a shell needs to complete the flags and names of zero-ctl, zero-agent and "
+        "zero-ckpt"
+    )
     parser = commands.add_parser(
         "completion",
         help=text,
