@@ -555,7 +555,7 @@ _JSON = """# JSON output
 With `--json`, `zero-ctl` prints JSON for other programs: one object a line on stdout. Sentences
 for people go to stderr. A later version may add keys, and values to an `enum`: a program must
 ignore what it does not know. An error is a message on stderr and an
-[exit code](exit-codes.md#zero-ctl). `top`, `report` and `dashboard` print no JSON.
+[exit code](exit-codes.md#zero-ctl). `top` and `metrics --port` print no JSON.
 """
 
 

@@ -30,7 +30,7 @@ from zero_agent.etcd.local_etcd import private_server
 from zero_agent.node.process_control import children
 from zero_contract.errors import ZeroError
 from zero_data.ledger import Report, read_ledger, verify
-from zero_orchestrator.ctl import report_command
+from zero_orchestrator.ctl import picture, report_command
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 HERE = Path(__file__).resolve().parent
@@ -282,7 +282,7 @@ def write_report(endpoint: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(EtcdStore(endpoint)) as store:
-            report_command.write(store, JOB, path)
+            report_command.write(picture.read(store, JOB), path)
     except (OSError, ZeroError) as error:
         console.print(f"there is no report: {error}", soft_wrap=True)
     else:

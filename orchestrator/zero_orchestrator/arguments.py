@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,19 @@ from zero_contract.values import argument_type, parse_seconds
 from zero_orchestrator.errors import SpecError
 
 seconds = argument_type(parse_seconds)
+
+
+def port(text: str) -> int:
+    """A port to listen on; 0: a free one.
+
+    Raises:
+        ArgumentTypeError: The text is no port.
+    """
+    if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text}: write a port, 1 to 65535, or 0 for a free one")
+    return int(text)
+
+
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
 
 

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import urllib.parse
+import urllib.request
 
+import jsonschema
 import pytest
 
 from tests.support.browser import CHROMIUM, browser
 from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
+from tests.unit.test_json_output import SCHEMAS, closed
 from zero_orchestrator.ctl import status
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
@@ -66,6 +69,24 @@ def dashboard(endpoint: str, job: str):
         url = process.stdout.readline().split()[2]
         token = process.stdout.readline().split()[-1]
         yield Dashboard(url, token, process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_with_json_the_address_and_the_token_are_a_record(etcd, etcd_store):
+    spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=7, command=("t.py",))
+    etcd_store.put(Keys("told").spec, spec.to_json())
+    command = [sys.executable, "-m", "zero_orchestrator", "dashboard", "told", "--port=0", "--json"]
+    env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        jsonschema.validate(told, closed(SCHEMAS["dashboard"]))
+        assert (told["job"], len(told["token"])) == ("told", 32)
+        with urllib.request.urlopen(told["url"], timeout=60) as answer:
+            assert answer.status == http.client.OK
     finally:
         process.kill()
         process.communicate()

@@ -19,6 +19,7 @@ from zero_agent.loop.answers import Answers
 from zero_orchestrator.ctl import cli
 from zero_orchestrator.ctl.events import events_prefix, progress_prefix
 from zero_orchestrator.ctl.views import JsonView
+from zero_orchestrator.errors import SpecError
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference-json.md"
 BLOCKS = re.findall(r"^## (.*?)\n.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
@@ -55,8 +56,8 @@ def store() -> Iterator[MemoryStore]:
     kinds = {
         "stack": lambda query: {"host": "h", "ranks": RANKS},
         "logs": lambda query: {"agent": "1", "chunks": [CHUNK], "number": 1, "lost": False},
-    }
         "probe": lambda query: {"latency_s": 0.001, "bytes_per_s": 1e9},
+    }
     agents = [Answers(made, "gpt", node, kinds) for node in "abc"]
     yield made
     for agent in agents:
@@ -71,7 +72,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_every_command_that_prints_json_is_on_the_page():
-    assert set(SCHEMAS) == set(commands()) - {"top", "report", "dashboard"}
+    assert set(SCHEMAS) == set(commands()) - {"top"}
     for schema in SCHEMAS.values():
         jsonschema.Draft202012Validator.check_schema(schema)
 
@@ -84,8 +85,8 @@ def test_every_command_that_prints_json_is_on_the_page():
         ("events gpt", 1),
         ("logs gpt", 6),
         ("stack gpt", 4),
-        ("metrics gpt", None),
         ("probe gpt", 2),
+        ("metrics gpt", None),
         ("drain a gpt", 1),
         ("drain b gpt --wait=0.1", 2),
         ("exclude c gpt", 1),
@@ -111,3 +112,18 @@ def test_what_gc_deletes_is_a_record(capsys):
     (record,) = map(json.loads, capsys.readouterr().out.splitlines())
     jsonschema.validate(record, closed(SCHEMAS["gc"]), cls=jsonschema.Draft202012Validator)
     assert (record["job"], record["done"]) == ("gpt", False)
+
+
+def test_a_report_is_a_record(store, capsys, tmp_path):
+    line = f"report gpt --json -o {tmp_path}/r.html"
+    args = cli.make_parser().parse_args(line.split())
+    cli._COMMANDS["report"](args, store, JsonView())
+    (record,) = map(json.loads, capsys.readouterr().out.splitlines())
+    jsonschema.validate(record, closed(SCHEMAS["report"]), cls=jsonschema.Draft202012Validator)
+    assert record["target"] == f"{tmp_path}/r.html"
+
+
+def test_served_metrics_are_no_json(store, capsys):
+    args = cli.make_parser().parse_args(["metrics", "--json", "--port=0"])
+    with pytest.raises(SpecError, match="leave out one of the two"):
+        cli._COMMANDS["metrics"](args, store, JsonView())

@@ -266,6 +266,71 @@ def test_unreadable_records_leave_out_only_what_they_hold(tmp_path):
     assert '"node":"node-a"' not in text
 
 
+# ---- zero-ctl report, from files alone ----
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The event files of three nodes; the last line of one was cut when its power was lost."""
+    told = [
+        (1.0, "a", "open", 0, "the job begins", {"nodes": ["a", "b", "c"], "revision": 4}),
+        (2.0, "b", "activate", 1, "round 1 begins", {"nodes": ["a", "b", "c"], "revision": 5}),
+        (2.5, "a", "start", 1, "this node runs", {"world_size": 3}),
+        (9.0, "a", "interrupt", 1, "lost node c; restart 1 of 3", {"nodes": ["a", "b"]}),
+        (9.5, "a", "activate", 2, "round 2 begins", {"nodes": ["a", "b"]}),
+        (9.6, "b", "start", 2, "this node runs", {"world_size": 2}),
+        (20.0, "a", "straggler", 2, "rank 1 is slow", {"rank": 1, "host": "b", "slow": True}),
+        (30.0, "b", "finish", 2, "all workers have ended", {"nodes": ["a", "b"]}),
+        (
+            31.0,
+            "a",
+            "job time",
+            2,
+            "x",
+            {"ns": {"useful_steps": 6, "starting_and_ending": 2}, "missing": []},
+        ),
+    ]
+    directory = tmp_path / "logs" / "demo"
+    directory.mkdir(parents=True)
+    for time_s, node, event, n, text, facts in told:
+        record = {"time": T0 + time_s, "node": node, "round": n, "event": event, "text": text}
+        with (directory / f"events-{node}.jsonl").open("a") as file:
+            file.write(json.dumps({**record, **facts}) + "\n")
+    (directory / "events-c.jsonl").write_text('{"time": 12, "no')
+    return directory.parent
+
+
+def test_a_report_from_files_alone_shows_the_story_and_says_what_is_absent(files, capsys):
+    path = files / "report.html"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", f"--log-dir={files}", "-o", str(path), "--json"])
+    assert ended.value.code == CtlExit.OK
+    assert json.loads(capsys.readouterr().out)["target"] == str(path)
+    found = json.loads(path.read_text().partition('id="picture">')[2].partition("</script>")[0])
+    assert (found["job"]["state"], found["job"]["round"]) == ("DONE", 2)
+    assert found["job"]["note"] == (
+        f"Made from the event files in {files}/demo alone, without etcd. Loss, throughput, lanes "
+        "and the list of checkpoints are absent, because only etcd keeps them. Lines that are no "
+        "events: 1"
+    )
+    assert [event[3] for event in found["events"]][:3] == ["open", "activate", "start"]
+    assert [one["cause"] for one in found["recoveries"]] == ["lost node c; restart 1 of 3"]
+    assert [one["text"] for one in found["verdicts"]] == ["rank 1 is slow"]
+    values = {tile["label"]: tile["value"] for tile in found["tiles"]}
+    assert (values["Nodes"], values["Restarts"], values["Goodput"]) == ("2", "1", "75.0 %")
+    assert (values["Step"], values["Loss"]) == ("-", "-")
+
+
+def test_files_of_no_job_or_of_several_are_refused_with_their_names(files, capsys):
+    (files / "other").mkdir()
+    (files / "other" / "events-a.jsonl").touch()
+    for words in ([], ["third"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["report", *words, f"--log-dir={files}"])
+        assert ended.value.code == CtlExit.USAGE
+        assert "there are those of demo, other; name the directory" in capsys.readouterr().err
+
+
 # ---- what the dashboard sends ----
 
 

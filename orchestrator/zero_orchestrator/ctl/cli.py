@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.arguments import named_as_set, seconds, variable_of, with_dashes
+from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
     completion,
     dashboard_command,
@@ -138,8 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if (act := getattr(args, "act", None)) is not None:  # a command that needs no etcd
-        return int(act(args))
+    act = getattr(args, "act", None)
+    if act is not None and (code := act(args)) is not None:  # a command that needs no etcd
+        return int(code)
     view = JsonView() if args.json else TableView()
     with contextlib.closing(_open(args)) as store:
         code = _COMMANDS[args.command](args, store, view)
@@ -191,8 +192,8 @@ def make_parser() -> argparse.ArgumentParser:
         "metrics", "print the metrics of the jobs of this etcd for Prometheus, or serve them"
     )
     numbers.add_argument("job", nargs="?", help="name of the job (default: all jobs)")
-    text = "port that serves /metrics until Ctrl-C (default: print the metrics once)"
-    numbers.add_argument("--port", type=_port, metavar="PORT", help=text)
+    text = "port that serves /metrics until Ctrl-C, 0: a free one (default: print the metrics once)"
+    numbers.add_argument("--port", type=port, metavar="PORT", help=text)
     text = "address on which --port listens (default: the loopback)"
     numbers.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
     drain = command(
@@ -242,12 +243,6 @@ def make_parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: write a number of jobs, such as 50")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text}: write a port, 1 to 65535")
     return int(text)
 
 
@@ -342,7 +337,12 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         told = {job.job: recoveries(events.read(store, job.job)) for job in jobs}
         return metrics.of_jobs(jobs, told)
 
-    if args.port is None and args.json:
+    if args.port is not None and args.json:
+        raise SpecError(
+            "--json prints the metrics once, and --port serves them as Prometheus reads them: "
+            "leave out one of the two"
+        )
+    if args.json:
         for sample in metrics.samples(now()):
             view.record(dataclasses.asdict(sample))
         return CtlExit.OK
@@ -357,7 +357,7 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
             f"--port={args.port}: cannot listen on {args.host} ({error.strerror}); choose another "
             "port, or another --host"
         ) from error
-    view.report(f"http://{host_port(args.host, args.port)}/metrics is served until Ctrl-C")
+    view.report(f"http://{host_port(args.host, server.server_port)}/metrics is served until Ctrl-C")
     with contextlib.closing(server.socket):
         signal.pause()
     return CtlExit.OK

@@ -8,9 +8,11 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero_contract.exit_codes import CtlExit
+from zero_orchestrator import arguments
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.ctl import picture as pictures
 from zero_orchestrator.ctl import requests, status
@@ -24,13 +26,25 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 """Names of this machine alone, under which a browser may ask in any case."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The page of a job, which is served until the command ends."""
+
+    job: str
+    """Name of the job."""
+    url: str
+    """Address of the page."""
+    token: str | None
+    """The token for drain and stop; None: it is that of `--token-file`."""
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument(
         "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
     )
     text = f"port of the page (default {PORT}; 0: a free one)"
-    parser.add_argument("--port", type=int, default=PORT, metavar="PORT", help=text)
+    parser.add_argument("--port", type=arguments.port, default=PORT, metavar="PORT", help=text)
     text = (
         "address on which the page is served (default: the loopback); whoever reaches another one "
         "may read the page without a token"
@@ -84,9 +98,11 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         timeout_graceful_shutdown=1,  # a stream ends only when its reader leaves
     )
     with contextlib.closing(_listen(args.host, args.port)) as listener:
-        port = listener.getsockname()[1]
-        view.report(f"job {job}: http://{host_port(args.host, port)}/ until Ctrl-C")
-        if args.token_file is None:
+        url = f"http://{host_port(args.host, listener.getsockname()[1])}/"
+        new = token if args.token_file is None else None
+        view.record(asdict(Served(job=job, url=url, token=new)))
+        view.report(f"job {job}: {url} until Ctrl-C")
+        if new is not None:
             view.report(f"the token for drain and stop is {token}")
         uvicorn.Server(config).run(sockets=[listener])
     return CtlExit.OK
@@ -96,7 +112,7 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise SpecError(
             f"--port={port}: cannot listen on {host} ({error}); choose another port, or another "
             "--host"

@@ -72,6 +72,8 @@ class Records:
     history: History
     lanes: Mapping[str, Lane]
     """Node -> its lane."""
+    note: str = ""
+    """What the records lack, and why."""
 
 
 def read(store: KeyValueStore, job: str) -> Records:
@@ -106,7 +108,7 @@ def picture(records: Records, *, now_s: float) -> Json:
     )
     recovered = [_recovery(one, first_steps_s, end_s) for one in recoveries(records.events)]
     sections = {
-        "job": _job(job, now_s),
+        "job": {**_job(job, now_s), "note": records.note},
         "tiles": _tiles(records, end_s),
         "range": [_start_s(records, end_s), end_s],
         "curve": _curve(history),
@@ -175,8 +177,10 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
     step, loss = _last_step(job, points)
     rates, unit = _rates(points)
     rate = next((value for value in reversed(rates) if value is not None), None)
-    nodes = len(records.lanes) if job.ended else len(job.members)
-    wanted = f"{job.min_nodes} to {job.max_nodes} wanted, {_count(job.world_size, 'worker')}"
+    nodes = len(records.lanes) if job.ended and records.lanes else len(job.members)
+    wanted = _count(job.world_size, "worker")
+    if job.max_nodes:
+        wanted = f"{job.min_nodes} to {job.max_nodes} wanted, {wanted}"
     return [
         _tile("Step", NOTHING if step is None else f"{step:,}", f"round {job.round}"),
         _tile("Loss", _loss(loss), "mean of the last step"),
@@ -184,7 +188,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
         *_tokens_tile(points),
         _tile("Goodput", _percent(job.goodput), "of all nodes' time"),
         _tile("Nodes", str(nodes), wanted),
-        _tile("Restarts", f"{job.restarts_spent} of {job.max_restarts}", "of the budget spent"),
+        _tile("Restarts", *_restarts(records)),
         _checkpoint_tile(job, end_s),
     ]
 
@@ -197,6 +201,13 @@ def _tokens_tile(points: Sequence[Point]) -> list[Json]:
     rates = _rates_of([float(point.tokens) for point in points], points)
     rate = next((value for value in reversed(rates) if value is not None), None)
     return [_tile("Tokens per second", _short(rate), f"{total:,} in all")]
+
+
+def _restarts(records: Records) -> tuple[str, str]:
+    job = records.status
+    if records.note:
+        return str(job.restarts), "in all"
+    return f"{job.restarts_spent} of {job.max_restarts}", "of the budget spent"
 
 
 def _last_step(job: JobStatus, points: Sequence[Point]) -> tuple[int | None, float | None]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.ctl import event_files, status
 from zero_orchestrator.ctl import picture as pictures
-from zero_orchestrator.ctl import status
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.views import View
+from zero_orchestrator.ctl.picture import Records
+from zero_orchestrator.ctl.requests import Outcome
+from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -23,6 +26,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     text = "file that receives the report, replaced if it exists (default: JOB.html)"
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help=text)
+    text = (
+        "read the event files that agents wrote with this --log-dir, and not etcd, which may be "
+        "gone; the report then lacks what only etcd keeps, and says so"
+    )
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help=text)
+    parser.set_defaults(act=_run_without_etcd)
 
 
 def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -34,20 +43,44 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     """
     job = args.job or status.newest_job(status.read_all(store)).job
     status.find(store, job)  # raises NoSuchJob, which names the jobs there are
-    path = args.output or Path(f"{job}.html")
-    write(store, job, path)
-    view.report(f"the report of job {job} is {path}; any browser shows it, without a network")
+    return _write(pictures.read(store, job), args.output, view)
+
+
+def _run_without_etcd(args: argparse.Namespace) -> int | None:
+    """Write the report from files; None: it is to be made from etcd.
+
+    Raises:
+        NoSuchJob: There are no files of such a job.
+        SpecError: A file cannot be read or written.
+    """
+    if args.log_dir is None:
+        return None
+    try:
+        records = event_files.read(args.log_dir, event_files.choose(args.log_dir, args.job))
+    except OSError as error:
+        raise SpecError(
+            f"--log-dir={args.log_dir}: {error.filename} cannot be read ({error.strerror})"
+        ) from error
+    return _write(records, args.output, JsonView() if args.json else TableView())
+
+
+def _write(records: Records, output: Path | None, view: View) -> int:
+    job = records.status.job
+    path = output or Path(f"{job}.html")
+    write(records, path)
+    text = f"the report of job {job} is {path}; any browser shows it, without a network"
+    view.record(asdict(Outcome(command="report", job=job, target=str(path), done=True, text=text)))
+    view.report(text)
     return CtlExit.OK
 
 
-def write(store: KeyValueStore, job: str, path: Path) -> None:
+def write(records: Records, path: Path) -> None:
     """Write the report of a job; a reader sees the old file or the whole new one.
 
     Raises:
-        NoSuchJob: The job has no keys.
         SpecError: The file cannot be written.
     """
-    picture = pictures.picture(pictures.read(store, job), now_s=time.time())
+    picture = pictures.picture(records, now_s=time.time())
     part = path.with_name(f"{path.name}.part{os.getpid()}")
     try:
         part.write_text(document.page(picture, live=False), encoding="utf-8")

@@ -28,11 +28,11 @@ class Outcome:
     """What has become of a request."""
 
     command: str
-    """The command of `zero-ctl`: drain, stop, exclude, include or gc."""
+    """The command of `zero-ctl`: drain, stop, exclude, include, gc or report."""
     job: str
     """Name of the job; empty if there is none."""
     target: str | None = None
-    """The node or the host; None: the whole job."""
+    """The node, the host or the file; None: the whole job."""
     done: bool
     """Whether it is complete. False: the agents of the job carry it out, or it was not done."""
     text: str

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from zero_orchestrator.ctl.dashboard_command import Served
 from zero_orchestrator.ctl.links import Link
 from zero_orchestrator.ctl.logs_command import Line
 from zero_orchestrator.ctl.metrics import Sample
@@ -85,11 +86,12 @@ def outputs(docs: Callable[[type[Any]], Mapping[str, str]]) -> Mapping[str, tupl
             "one object for each link between two nodes, in each direction.",
             _with(schema_of(Link, docs), "job"),
         ),
+        "dashboard": ("one object when it begins to listen.", schema_of(Served, docs)),
         "metrics": (
             "one object for each sample. [Metrics](reference-metrics.md) lists the metrics.",
             schema_of(Sample, docs),
         ),
-        "drain, stop, exclude, include, gc": (
+        "drain, stop, exclude, include, gc, report": (
             "one object for each sentence, which stderr has as well.",
             schema_of(Outcome, docs),
         ),

@@ -391,7 +391,7 @@ function drawJob() {
   setText("state", job.state);
   const tone = { ACTIVE: "good", DONE: "good", FORMING: "warn", STOPPED: "warn" }[job.state] || "bad";
   $("state").className = `badge ${job.state === "not begun" ? "" : tone}`;
-  setText("now", [job.ended ? job.cause || job.now : job.now, job.stop].filter(Boolean).join("; "));
+  setText("now", [job.ended ? job.cause || job.now : job.now, job.stop, job.note].filter(Boolean).join("; "));
   if (live) return age();
   const made = new Date(1000 * job.made_s);
   setText("made", `report of ${made.getFullYear()}-${pad(made.getMonth() + 1)}-${pad(made.getDate())} ${pad(made.getHours())}:${pad(made.getMinutes())}`);
