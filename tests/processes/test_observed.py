@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -169,6 +170,61 @@ def test_the_time_of_nodes_that_are_killed_spare_or_started_again_adds_up(
     assert total_ns(from_record(now.time_ns)) == sum(map(total_ns, nodes.values()))
 
 
+SAYS = """
+import os, pathlib, socket, sys, time
+from zero_contract import worker
+from zero_contract.worker import Hello, Preparing, Progress
+
+def wait_for(name):
+    while not (pathlib.Path(sys.argv[1]) / name).exists():
+        time.sleep(0.05)
+
+with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as agent:
+    agent.connect(os.environ[worker.ENV_SOCKET])
+    agent.sendall(worker.encode(Hello(rank=0, pid=os.getpid())))
+    agent.sendall(worker.encode(Preparing(what="loading x", part=0.4)))
+    wait_for("loaded")
+    for step in range(1, 12):
+        time.sleep(0.25)
+        one = Progress(step=step, samples=8 * step, tokens=1000 * step)
+        agent.sendall(worker.encode(one))
+    wait_for("seen")
+"""
+
+
+def test_what_a_worker_does_before_its_first_step_and_then_its_speed_reach_zero_ctl(
+    cluster, etcd_store, tmp_path
+):
+    script = tmp_path / "says.py"
+    script.write_text(SAYS)
+    job = cluster(flags=("--nnodes=1", COLD), script=[str(script), str(tmp_path)])
+    job.start("a")
+
+    def now() -> status.JobStatus | None:
+        job.check_agents()
+        with contextlib.suppress(status.NoSuchJob):
+            return status.read(etcd_store, job.job)
+        return None
+
+    def row() -> status.NodeRow | None:
+        known = now()
+        return known.members[0] if known and known.members else None
+
+    wait_for(lambda: row() and row().preparing == "loading x: 40%", 60, "what the worker does")
+    assert row().step is None
+    (tmp_path / "loaded").touch()
+    wait_for(lambda: now().tokens == 11_000, 60, "the tokens of all steps")
+    found = now()
+    assert (found.samples, found.members[0].preparing) == (88, "")
+    assert found.speed.tokens == pytest.approx(1000 * found.speed.steps, rel=0.01)
+    assert 1 < found.speed.steps < 4
+    assert found.members[0].ranks.keys() == {"0"}
+    assert found.step_times.count == 10
+    assert found.step_times.p50_s >= 0.24
+    (tmp_path / "seen").touch()
+    job.wait_for_end()
+
+
 @pytest.mark.full
 def test_the_saves_of_an_engine_are_in_the_ledger_and_in_the_metrics(cluster, etcd_store, tmp_path):
     script, port = str(Path(__file__).parents[1] / "support" / "slow_ranks.py"), free_port()
@@ -211,3 +267,29 @@ def test_the_saves_of_an_engine_are_in_the_ledger_and_in_the_metrics(cluster, et
     assert saved.size_bytes > 0
     assert 0 < saved.write_s <= saved.stall_s + 5
     assert saved.publish_s > 0
+
+
+@pytest.mark.full
+def test_the_traces_of_an_engine_have_the_load_of_a_recovery_and_the_parts_of_a_save(
+    cluster, tmp_path
+):
+    script = str(Path(__file__).parents[1] / "support" / "slow_ranks.py")
+    job = cluster(flags=("--nnodes=1", "--max-restarts=1"), script=[script, str(tmp_path)])
+    with collector() as received:
+        job.start("a", OTEL_EXPORTER_OTLP_ENDPOINT=received.url)
+        wait_for(lambda: "save" in received.tree() or job.check_agents(), 120, "a save")
+        os.kill(job.worker_of("a"), signal.SIGKILL)
+        wait_for(lambda: "recovery" in received.tree() or job.check_agents(), 120, "the recovery")
+        found = received.tree()
+        (tmp_path / "enough").touch()
+        job.wait_for_end()
+    parts = {name: (from_s, took_s) for name, from_s, took_s in found["save"]}
+    assert parts.keys() == {"", "stall", "write", "publish"}
+    whole_s = parts[""][1]
+    assert 0 < parts["write"][0] + parts["write"][1] <= parts["publish"][0] + 0.01
+    assert parts["publish"][0] + parts["publish"][1] <= whole_s + 0.01
+    assert 0 < parts["stall"][1] <= whole_s + 0.01
+    names = [name for name, _, _ in found["recovery"]]
+    assert names == ["", "detection", "meeting", "starting", "loading", "first step"]
+    loading_s = {name: took_s for name, _, took_s in found["recovery"]}["loading"]
+    assert 0 < loading_s < found["recovery"][0][2]

@@ -46,10 +46,10 @@ function length(seconds) {
   if (s < 172800) return `${(s / 3600).toFixed(1)} h`;
   return `${(s / 86400).toFixed(1)} days`;
 }
-const brief = (seconds) => seconds < 0.995 ? `${Math.round(1000 * seconds)} ms` : length(seconds);
+const brief = (seconds) => seconds < 0.995 ? `${Math.round(1000 * seconds)}\u00a0ms` : length(seconds).replace(" ", "\u00a0");
 function size(bytes) {
   const power = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(bytes, 1)) / 10)));
-  return `${Number((bytes / 1024 ** power).toPrecision(3))} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+  return `${Number((bytes / 1024 ** power).toPrecision(3))}\u00a0${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
 }
 function since(seconds) { // of a tick
   const s = Math.round(10 * seconds) / 10;
@@ -457,14 +457,14 @@ function drawCheckpoints() {
   const count = saved ? (saved > rows.length ? `newest ${rows.length} of ${saved}` : `${saved}`) : "";
   setText("checkpoints-count", kept ? `${count || "0"} on disk, ${kept.toLocaleString("en")} in memory` : count);
   fill("checkpoints", rows.length, "No checkpoint on disk is recorded.", () => table(
-    ["step", "committed", "samples", "size", "stall", "write", "publish", "checkpoint", "read and verified", "digest"],
+    ["step", "committed", "read and verified", "size", "stall", "write", "publish", "samples", "checkpoint", "digest"],
     [...rows].reverse().map(([step, time_s, samples, tag, digest, read, written]) => [
-      step.toLocaleString("en"), tight(clock(time_s)), samples.toLocaleString("en"),
-      ...(written ? [size(written[0]), ...written.slice(1).map(brief)] : ["-", "-", "-", "-"]),
-      el("td", { class: "tight" }, el("code", {}, tag)),
+      step.toLocaleString("en"), tight(clock(time_s)),
       read ? el("td", { class: "tight tone good", title: clock(read[1]) }, `by round ${read[0]}${read[2] ? ` in ${brief(read[2])}` : ""}`) : el("td", { class: "tight muted" }, "not read"),
+      ...(written ? [size(written[0]), ...written.slice(1).map(brief)] : ["-", "-", "-", "-"]),
+      samples.toLocaleString("en"), el("td", { class: "tight" }, el("code", {}, tag)),
       el("td", { class: "tight" }, el("code", { title: digest }, digest.slice(0, 8))),
-    ]), [0, 2, 3, 4, 5, 6]));
+    ]), [0, 3, 4, 5, 6, 7]));
 }
 function drawVerdicts() {
   $("verdicts-panel").hidden = !picture.verdicts.length;
