@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zero_comm.collectives import Collectives
+from zero_comm.determinism import Hardware
 from zero_comm.reduction_plan import Plan, Where
 from zero_data.elastic_loader import Feed
 from zero_data.global_batch import (
@@ -51,6 +52,8 @@ class Core:
     accumulation: Accumulation
     guard: Callable[[], AbstractContextManager[None]]
     """A context around collectives that the script calls, for a peer that is lost."""
+    hardware: Hardware
+    """What computes in this round."""
     moved: MovedStates
     """The states that the script has moved off the device."""
 
@@ -79,6 +82,8 @@ class Run:
 
     loaded_samples: int | None = None
     """The samples per step in the run of the loaded checkpoint; None if none was loaded."""
+    hardware_changed: bool = False
+    """Whether the loaded checkpoint was made on other hardware."""
 
     def plan(self) -> StepPlan:
         """The current or next step; the largest that it can be, if the script ends it."""

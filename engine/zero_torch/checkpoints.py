@@ -28,6 +28,7 @@ from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
+from zero_comm.determinism import meet, mode_of
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_torch import settings
@@ -54,6 +55,9 @@ class Checkpoints:
         scheduler: As given to `protect`; so is `scaler`.
     """
 
+    _in_order = False
+    """Whether gradients are summed in a fixed order."""
+
     def __init__(
         self,
         wrapped: Wrapped,
@@ -79,6 +83,8 @@ class Checkpoints:
         self._link.preparing(BEFORE_FIRST_STEP)
         self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
         self._collectives.meet(self._device)
+        mode = mode_of(chosen.elastic.deterministic, ordered=self._in_order)
+        self._hardware = meet(mode, self._device, self._collectives.everybodys, self._rank)
         self._in_step = False
         """Whether the optimizer has acted, and the step has not ended."""
         self._unsaved = False
@@ -104,6 +110,7 @@ class Checkpoints:
             ),
             cursor=self._cursor,
             collectives=self._collectives,
+            hardware=self._hardware,
             ordered=ordered,
             optimizer=self._optimizer,
             scheduler=self.scheduler,

@@ -151,6 +151,8 @@ class Run(Checkpoints):
         loader: The script's loader, in order: iterate over it for the rest of the epoch.
     """
 
+    _in_order = True
+
     def __init__(
         self,
         wrapped: Wrapped,

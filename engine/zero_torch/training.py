@@ -20,6 +20,7 @@ from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
 from zero_comm.collectives import Collectives
+from zero_comm.determinism import Hardware
 from zero_comm.reduction_order import NATIVE, ORDERED, order_of, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
 from zero_torch.ordered_gradients import OrderedGradients
@@ -32,6 +33,9 @@ _ANEW = "begin a new run in another directory"
 _NO_POSITION = (
     "the checkpoint does not say which samples its steps have consumed, as it was made without a "
     "loader: the samples begin anew"
+)
+_THEN = (
+    " when the checkpoint was made: from here on the results are not those of the uninterrupted run"
 )
 _SAME_RESULT = {
     "leaves": "the number of micro-batches of a step",
@@ -86,6 +90,7 @@ class Training:
     state: TrainingState
     cursor: Cursor
     collectives: Collectives
+    hardware: Hardware
     ordered: Ordered | None
     """None: data and gradients are the script's own."""
     optimizer: torch.optim.Optimizer
@@ -175,6 +180,7 @@ class Training:
             "optimizer": type(self.optimizer).__name__,
             "torch": str(torch.__version__),
             "threads": torch.get_num_threads(),
+            "hardware": [dict(each) for each in self.hardware.records],
         }
 
     def weight_hash(self) -> str:
@@ -193,10 +199,12 @@ class Training:
         """Resume where a checkpoint was made; warn of what changes the result.
 
         Raises:
-            ConfigError: The script asks for another order of the gradients' sums.
+            ConfigError: The script asks for another order of the gradients' sums, or for the
+                hardware of the checkpoint.
         """
-        changes = self._adopt_order(run)
-        for line in (*changes, *differences(self.record(), run)) if self.rank == 0 else ():
+        lines = [each + _THEN for each in self.hardware.resume(run)]
+        lines += [*self._adopt_order(run), *differences(self.record(), run)]
+        for line in lines if self.rank == 0 else ():
             _log.warning("%s", line)
         self.state.adopt(run["groups"])
         absent = self.state.statefuls.restore()
@@ -226,8 +234,7 @@ class Training:
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """What makes a resumed run another one: a sentence each. A saved None is unknown."""
     return [
-        f"{what} is {ours[key]} and was {saved[key]} when the checkpoint was made: from here on "
-        "the results are not those of the uninterrupted run"
+        f"{what} is {ours[key]} and was {saved[key]}{_THEN}"
         for key, what in _SAME_RESULT.items()
         if saved.get(key) not in (None, ours.get(key)) and key in ours
     ]

@@ -15,6 +15,8 @@ from typing import Any
 
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
+from zero_comm.determinism import Deterministic, mode_of
+from zero_comm.determinism import check as check_deterministic
 from zero_comm.reduction_order import NATIVE, check_mode
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ConfigError
@@ -245,6 +247,11 @@ class Elastic:
     draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because
     load_checkpoint follows; anything else before it is an error. Another value: the path of a
     safetensors file, or of a directory of them, that holds the parameters under their names."""
+    deterministic: str | None = None
+    """Whether kernels must repeat themselves and hardware must stay the same. "error": what breaks
+    that is an error: an operator without such a kernel, unequal ranks, a resume on other hardware.
+    "warn": it is logged. "off": torch chooses kernels as the script lets it. null: "warn"; with
+    elastic.reduction "native" "off"."""
 
     @property
     def is_native(self) -> bool:
@@ -259,6 +266,7 @@ class Elastic:
                 'elastic.accumulate_device_bytes: not with elastic.reduction "native", which keeps '
                 "no pieces; remove one of the two"
             )
+        check_deterministic(self.deterministic)
         if self.accumulate not in list(Where):
             raise ConfigError(
                 f'elastic.accumulate: {self.accumulate!r} is not "owner", "node" or "local"'
@@ -408,6 +416,11 @@ class Config:
     def compute(self) -> str:
         """The dtype that the model computes in: "fp32", "bf16" or "fp16"."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def deterministic(self) -> Deterministic:
+        """Whether kernels must repeat themselves, and ranks be equal."""
+        return mode_of(self.elastic.deterministic, ordered=not self.elastic.is_native)
 
     @property
     def travelling(self) -> str:

@@ -15,6 +15,7 @@ import logging
 import math
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
 from zero_engine.core.precision import Precision
+from zero_engine.core.self_test import SelfTest
 from zero_engine.core.wrapping_module import WrappingModule
 from zero_engine.observe.flops_profiler import Profile
 from zero_engine.observe.reporting import Reporter, Stopwatch
@@ -90,6 +92,7 @@ class Engine(WrappingModule):
         self._config = config
         self._core = core
         self._precision = Precision.of(config, core.device)
+        self._self_test = SelfTest(core, run)
         self._run = run
         self._link = link
         self._last: StepOutcome | None = None
@@ -121,12 +124,18 @@ class Engine(WrappingModule):
         )
         training = self.module.training
         part = "forward" if training else "evaluation"
-        with exit_on_peer_loss(self._link), self._stopwatch.measure(part):
+        call = partial(self._precision.call, self.module)
+        with exit_on_peer_loss(self._link), self._core.hardware.mode.refusals():
             if training:
                 microbatch = self._run.microbatch()
-                torch.manual_seed(mix(self._config.seed, self._run.cursor.step, microbatch.index))
-            with self._profile.measure(part, self._run.cursor.step):
-                output = self._precision.call(self.module, args, kwargs)
+                seed = mix(self._config.seed, self._run.cursor.step, microbatch.index)
+                self._self_test.run_if_due(call, args, kwargs, seed)
+                torch.manual_seed(seed)
+            with (
+                self._stopwatch.measure(part),
+                self._profile.measure(part, self._run.cursor.step),
+            ):
+                output = call(args, kwargs)
         self._plain_backward.watch(output)
         return output
 
@@ -158,6 +167,7 @@ class Engine(WrappingModule):
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
         with (
             exit_on_peer_loss(self._link),
+            self._core.hardware.mode.refusals(),
             self._stopwatch.measure("backward"),
             self._profile.measure("backward", self._run.cursor.step),
         ):

@@ -31,6 +31,7 @@ from zero_comm.agent_link import (
 from zero_comm.collectives import Collectives
 from zero_comm.comms_log import LOG
 from zero_comm.cpu.malloc import keep_freed_memory
+from zero_comm.determinism import Hardware, meet
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
 from zero_comm.node_reduction import apart
@@ -152,6 +153,7 @@ class _Shared:
     guard: Callable[[], AbstractContextManager[None]]
     interrupt: Interrupt
     accumulation: Accumulation
+    hardware: Hardware
 
 
 def _make_core(
@@ -200,6 +202,7 @@ def _make_core(
         coordinator=coordinator,
         accumulation=shared.accumulation,
         guard=shared.guard,
+        hardware=shared.hardware,
         moved=MovedStates(units, zero),
     )
     if initial.awaits_checkpoint:
@@ -217,6 +220,7 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
     stage, device = STAGES[config.zero_optimization.stage], local_device()
     collectives = Collectives(interrupt=link.interrupt)
     collectives.meet(device)
+    hardware = meet(config.deterministic, device, collectives.everybodys, collectives.rank)
     _find_nodes(config, collectives)
     return _Shared(
         config=config,
@@ -226,6 +230,7 @@ def _meet(config: Config, link: AgentLink) -> _Shared:
         guard=partial(exit_on_peer_loss, link),
         interrupt=link.interrupt,
         accumulation=_accumulate(config, collectives),
+        hardware=hardware,
     )
 
 

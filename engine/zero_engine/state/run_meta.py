@@ -81,6 +81,7 @@ def describe(config: Config, core: Core, run: Run) -> dict[str, Any]:
         "optimizer": type(core.zero.optimizer).__name__ if core.zero is not None else None,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
+        "hardware": [dict(each) for each in core.hardware.records],
     }
 
 
@@ -97,8 +98,11 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
     """Resume at the position in `saved`, the `describe` of the checkpoint; warn of differences.
 
     Raises:
-        ConfigError: The config asks for another order of the gradients' sums.
+        ConfigError: The config asks for another order of the gradients' sums, or for the hardware
+            that the checkpoint was made on.
     """
+    changed = core.hardware.resume(saved) if core.zero is not None else []
+    run.hardware_changed = bool(changed)
     if core.zero is not None:
         elastic = config.elastic
         core.zero.reduction_block, change = order_of(
@@ -116,6 +120,7 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
         run.loader.expect(saved["dataset_size"])
     if core.zero is not None:
         lines = differences(describe(config, core, run), saved)
+        lines += [f"{each} when the checkpoint was made: {_BY_ROUNDING}" for each in changed]
         for line in lines if run.rank == 0 else ():
             _log.warning("%s", line)
     cursor = run.cursor

@@ -1,0 +1,296 @@
+"""Kernels that repeat themselves, and the hardware that the bits of a run depend on.
+
+Owns `elastic.deterministic`: torch's switches, and the record of what computes. Must always hold:
+what a script has switched on by itself stays on; ranks whose bits may differ are named before they
+train together, or refused; a record has everything of the hardware, and only what decides the bits
+is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from zero_comm.objects import gather_objects
+from zero_contract.errors import ConfigError, ZeroError
+
+_log = logging.getLogger(__name__)
+
+Record = Mapping[str, str | int | None]
+"""The hardware and the libraries of one rank, as JSON."""
+
+_REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""With more than one workspace, cuBLAS may add in another order in each run."""
+_LIBRARIES = ("Intel(R)", "CUDA Runtime", "CuDNN", "HIP", "MIOpen")
+"""The beginnings of the lines in which torch describes the libraries that compute."""
+_ON_CPU = {
+    "processor": "the processor",
+    "instructions": "the vector instructions",
+    "libraries": "the libraries of torch",
+    "kernels": "the choice of kernels",
+}
+_ON_DEVICE = {
+    "device": "the device",
+    "libraries": "the libraries of torch",
+    "kernels": "the choice of kernels",
+}
+"""What decides the bits, as far as it is not under a key of its own in the record of a run: key ->
+its name for a user. Where a device computes, the processor decides nothing."""
+_OF_RUN = {"torch": "the version of torch", "threads": "torch's number of threads"}
+"""What the record of a run has under keys of its own."""
+
+
+class Deterministic(StrEnum):
+    """The values of elastic.deterministic."""
+
+    ERROR = "error"
+    WARN = "warn"
+    OFF = "off"
+
+    def replays(self, device: torch.device) -> bool:
+        """Whether a run begins with a replay. On a CPU all kernels that are chosen repeat."""
+        warns_on_device = self is Deterministic.WARN and device.type != "cpu"
+        return self is Deterministic.ERROR or warns_on_device
+
+    def refusals(self) -> AbstractContextManager[None]:
+        """A context of operators that torch may refuse, which names them and this setting."""
+        return _refusals() if self is Deterministic.ERROR else nullcontext()
+
+
+def check(value: str | None) -> None:
+    """Check elastic.deterministic of a config.
+
+    Raises:
+        ConfigError: It is no such value.
+    """
+    if value is not None and value not in list(Deterministic):
+        raise ConfigError(f'elastic.deterministic: {value!r} is not "error", "warn" or "off"')
+
+
+def mode_of(value: str | None, *, ordered: bool) -> Deterministic:
+    """What a config comes to.
+
+    Args:
+        value: elastic.deterministic.
+        ordered: Whether gradients are summed in a fixed order: else the bits vary in any case.
+    """
+    if value is not None:
+        return Deterministic(value)
+    return Deterministic.WARN if ordered else Deterministic.OFF
+
+
+# ---- torch's switches ----
+
+
+def choose_kernels(mode: Deterministic) -> None:
+    """Let torch use kernels that repeat themselves, in this process, from now on."""
+    if mode is Deterministic.OFF:
+        return
+    if torch.cuda.is_available():
+        os.environ.setdefault(*_WORKSPACE)
+    torch.backends.cudnn.benchmark = False  # it chooses by time, and so differently in each run
+    if not torch.are_deterministic_algorithms_enabled():
+        # Else torch fills all memory that it allocates, to show reads of what nobody has written.
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    elif not torch.is_deterministic_algorithms_warn_only_enabled():
+        return  # the script refuses the others
+    torch.use_deterministic_algorithms(True, warn_only=mode is Deterministic.WARN)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        found = _REFUSAL.search(str(error))
+        if found is None:
+            raise
+        raise ZeroError(
+            f'elastic.deterministic is "error", and {found[1]} has no kernel that repeats itself '
+            'here; use another operator, or set elastic.deterministic to "warn", and the bits may '
+            "differ from run to run"
+        ) from error
+
+
+# ---- what computes ----
+
+
+def hardware(device: torch.device) -> dict[str, str | int | None]:
+    """The hardware and the libraries of this rank, which computes on `device`."""
+    on_device = device.type == "cuda"
+    return {
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if on_device else None,
+        "libraries": _libraries(),
+        "kernels": _kernels(on_device=on_device),
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@cache
+def _processor() -> str:
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            fields = (line.partition(":") for line in islice(lines, 32))
+            names = [value.strip() for key, _, value in fields if key.strip() == "model name"]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@cache
+def _libraries() -> str:
+    lines = (line.strip(" -\n") for line in torch.__config__.show().splitlines())
+    return "; ".join(line for line in lines if line.startswith(_LIBRARIES))
+
+
+def _kernels(*, on_device: bool) -> str:
+    repeat = torch.are_deterministic_algorithms_enabled()
+    chosen = ["deterministic" if repeat else "any"]
+    chosen.append(f"matmul precision {torch.get_float32_matmul_precision()}")
+    if on_device:
+        cuda = torch.backends.cuda
+        enabled = {
+            "cudnn": cuda.cudnn_sdp_enabled(),
+            "flash": cuda.flash_sdp_enabled(),
+            "math": cuda.math_sdp_enabled(),
+            "memory-efficient": cuda.mem_efficient_sdp_enabled(),
+        }
+        chosen.append(f"attention {' '.join(name for name, on in enabled.items() if on)}")
+    return ", ".join(chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What computes in this round."""
+
+    mode: Deterministic
+    records: tuple[Record, ...]
+    """Of all ranks, each one once, in the order of ranks."""
+
+    def resume(self, saved: Mapping[str, Any]) -> list[str]:
+        """How a checkpoint was made on something else: the beginning of a sentence for each.
+
+        Args:
+            saved: The checkpoint's record of its run; what it does not have is unknown.
+
+        Raises:
+            ConfigError: There is one, and elastic.deterministic is "error".
+        """
+        lines = changes(self.records, saved.get("hardware") or ())
+        if self.mode is not Deterministic.ERROR:
+            return lines
+        for key, name in _OF_RUN.items():
+            ours = self.records[0][key]
+            if saved.get(key) not in (None, ours):
+                lines.append(f"{name} is {ours} and was {saved[key]}")
+        if lines:
+            raise ConfigError(
+                'elastic.deterministic is "error", and the checkpoint was made on something else: '
+                f"{'; '.join(lines)}. Results would differ by rounding from those of the "
+                "uninterrupted run: resume on what it was made on, or set elastic.deterministic "
+                'to "warn"'
+            )
+        return lines
+
+
+def meet(
+    mode: Deterministic,
+    device: torch.device,
+    everybodys: Callable[[Tensor, str], Tensor],
+    rank: int,
+) -> Hardware:
+    """Choose kernels, and compare what the ranks compute on. Collective, unless "off".
+
+    Args:
+        mode: elastic.deterministic.
+        device: What this rank computes on.
+        everybodys: `Collectives.everybodys`.
+        rank: This rank; rank 0 logs what differs.
+
+    Raises:
+        ConfigError: It is not the same on all ranks, and elastic.deterministic is "error".
+    """
+    choose_kernels(mode)
+    own = hardware(device)
+    if mode is Deterministic.OFF:
+        return Hardware(mode=mode, records=(own,))
+    what = "the hardware of the ranks"
+    decisive = {key: own[key] for key in (*_names(own), *_OF_RUN)}
+    digest = torch.tensor([zlib.crc32(json.dumps(decisive, sort_keys=True).encode())])
+    seen = everybodys(digest, what)
+    if bool((seen == seen[0]).all()):
+        return Hardware(mode=mode, records=(own,))
+    by_rank = gather_objects(own, what, everybodys)
+    problem = f"the ranks do not compute on the same: {mixture(by_rank)}"
+    if mode is Deterministic.ERROR:
+        raise ConfigError(
+            f'elastic.deterministic is "error", and {problem}. Results would depend on which rank '
+            'runs which micro-batch: use equal nodes, or set elastic.deterministic to "warn"'
+        )
+    if rank == 0:
+        _log.warning(
+            "%s; results differ by rounding from those of equal ranks, and depend on which rank "
+            "runs which micro-batch",
+            problem,
+        )
+    once = {json.dumps(each, sort_keys=True): each for each in by_rank}
+    return Hardware(mode=mode, records=tuple(once.values()))
+
+
+def _names(record: Record) -> Mapping[str, str]:
+    return _ON_CPU if record.get("device") is None else _ON_DEVICE
+
+
+def mixture(by_rank: Sequence[Record]) -> str:
+    """What differs among the ranks, and on which of them it is what."""
+    found = []
+    for key, name in {**_ON_CPU, **_ON_DEVICE, **_OF_RUN}.items():
+        if not any(key in (*_names(each), *_OF_RUN) for each in by_rank):
+            continue
+        ranks: dict[Any, list[str]] = {}
+        for rank, each in enumerate(by_rank):
+            ranks.setdefault(each.get(key), []).append(str(rank))
+        if len(ranks) > 1:
+            where = (f"{value} on {_listed(numbers)}" for value, numbers in ranks.items())
+            found.append(f"{name} is {', '.join(where)}")
+    return "; ".join(found)
+
+
+def _listed(ranks: Sequence[str], most: int = 4) -> str:
+    """Some ranks by number; of many the first ones."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    rest = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"ranks {', '.join(ranks[:most])}{rest}"
+
+
+def changes(ours: Sequence[Record], saved: Sequence[Record]) -> list[str]:
+    """What decides the bits and is not as it was; without a record nothing is known to be."""
+    if not ours or not saved:
+        return []
+    found = []
+    for key, name in {**_names(ours[0]), **_names(saved[0])}.items():
+        now, then = (sorted({str(each.get(key)) for each in side}) for side in (ours, saved))
+        if now != then:
+            found.append(f"{name} is {' or '.join(now)} and was {' or '.join(then)}")
+    return found

@@ -1,0 +1,207 @@
+"""`elastic.deterministic`: what does not repeat itself is named or refused; nothing changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.numerics.test_stock_torch import protected
+from tests.support.models import TinyGPT
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldError, WorldPool, one_result
+
+STAGES = (0, 1, 2, 3)
+
+
+@contextmanager
+def strict(mode: str = "error", **more: Any) -> Iterator[dict[str, Any]]:
+    """A config that asks for it; afterwards torch is as it was: ranks serve other tests, too."""
+    try:
+        yield {"elastic": {"deterministic": mode, **more}}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- the self-test ----
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.corners(stage=[3])
+def test_a_run_that_replays_its_first_micro_batch_has_the_bits_of_one_that_does_not(
+    worlds: WorldPool, stage: int
+) -> None:
+    (plain,) = worlds.run(1, train_model, stage, "off")
+    assert one_result(worlds, train_model, stage, "error", sizes=(1, 3)) == plain
+
+
+def train_model(stage: int, mode: str) -> tuple[str, int]:
+    """The weights, and how often the first block has run forward in a step of this rank."""
+    calls: list[None] = []
+    with strict(mode) as settings:
+        engine = make_engine(config(stage, **settings))
+        engine.module.blocks[0].register_forward_hook(lambda *_: calls.append(None))
+        train(engine, 2)
+    micro_steps = {1: 5, 3: 2}[engine.world_size]
+    replays = 2 if mode == "error" else 0
+    assert len(calls) == 2 * micro_steps + replays
+    return engine.weight_hash(), engine.global_samples
+
+
+class Drifting(nn.Module):
+    """Keeps state that is no buffer; so it does not repeat itself, forward or backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.where == "forward":
+            return x + self.calls / 64
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(lambda gradient: gradient * (1 + self.calls / 64))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("where", "stage", "says"),
+    [
+        ("forward", 0, "the output of module 'blocks.1.drop' differs first, on rank 0"),
+        ("backward", 3, "in the order of backward first that of 'blocks.1."),
+    ],
+)
+def test_what_does_not_repeat_itself_is_named_before_weights_change(
+    worlds: WorldPool, where: str, stage: int, says: str
+) -> None:
+    with pytest.raises(WorldError) as raised:
+        worlds.run(2, train_drifting, where, stage, "error")
+    assert says in str(raised.value)
+    assert "ZeroError: the first micro-batch has other bits when it is run again" in str(
+        raised.value
+    )
+    assert worlds.run(2, train_drifting, where, stage, "warn") == [1, 1]
+
+
+def train_drifting(where: str, stage: int, mode: str) -> int:
+    torch.manual_seed(0)
+    model = TinyGPT()
+    model.blocks[1].drop = Drifting(where)  # type: ignore[union-attr]
+    with strict(mode) as settings:
+        engine = make_engine(config(stage, **settings), model=model)
+        train(engine, 1)
+    return engine.global_steps
+
+
+# ---- kernels ----
+
+
+class Putting(TinyGPT):
+    """Uses an operator that torch has no deterministic kernel for."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.put_(torch.tensor([0]), torch.tensor([1]))
+        return super().forward(tokens)
+
+
+def test_an_operator_without_a_deterministic_kernel_is_named_with_the_remedy(
+    worlds: WorldPool,
+) -> None:
+    (text,) = worlds.run(1, put)
+    assert text == (
+        'elastic.deterministic is "error", and put_ has no kernel that repeats itself here; use '
+        'another operator, or set elastic.deterministic to "warn", and the bits may differ from '
+        "run to run"
+    )
+
+
+def put() -> str:
+    from zero_contract.errors import ZeroError
+
+    with strict() as settings:
+        engine = make_engine(config(0, **settings), model=Putting())
+        try:
+            train(engine, 1)
+        except ZeroError as error:
+            return str(error)
+    return "no error"
+
+
+# ---- hardware ----
+
+
+def test_a_mix_of_hardware_is_named_or_refused(worlds: WorldPool) -> None:
+    mixed = "the ranks do not compute on the same: torch's number of threads is 1 on rank 0, 2 on "
+    (lines, none) = worlds.run(2, mix, "warn")
+    assert [line[: len(mixed)] for line in lines] == [mixed]
+    assert none == []
+    assert worlds.run(2, mix, "off") == [[], []]
+    assert worlds.run(2, mix, "warn", True) == [lines, []]
+    with pytest.raises(
+        WorldError, match=r'ConfigError: elastic\.deterministic is "error", and the '
+    ):
+        worlds.run(2, mix, "error")
+
+
+def mix(mode: str, stock: bool = False) -> list[str]:
+    """The warnings of a rank, each of which has another number of threads."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zero_comm.determinism")
+    logger.addHandler(handler)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 + int(torch.distributed.get_rank()))
+    try:
+        with strict(mode) as settings:
+            if stock:
+                protected("ddp", config=settings)
+            else:
+                make_engine(config(0, **settings))
+    finally:
+        torch.set_num_threads(threads)
+        logger.removeHandler(handler)
+    return lines
+
+
+def test_a_resume_on_other_hardware_is_refused_and_the_manifest_says_what_it_was(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    worlds.run(1, save, str(tmp_path))
+    (manifest,) = tmp_path.glob("step-*/MANIFEST.json")
+    (record,) = json.loads(manifest.read_text())["meta"]["engine"]["hardware"]
+    assert record["threads"] == 1
+    assert record["torch"] == torch.__version__
+    assert record["kernels"] == "deterministic, matmul precision highest"
+    assert record["processor"]
+    assert worlds.run(1, resume, str(tmp_path), "error", 1) == [1]
+    assert worlds.run(1, resume, str(tmp_path), "warn", 2) == [1]
+    with pytest.raises(WorldError, match=r"number of threads is 2 and was 1\. Results would"):
+        worlds.run(1, resume, str(tmp_path), "error", 2)
+
+
+def save(directory: str) -> None:
+    with strict("warn") as settings:
+        engine = make_engine(config(0, **settings))
+        train(engine, 1)
+        engine.save_checkpoint(directory)
+
+
+def resume(directory: str, mode: str, threads: int) -> int:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with strict(mode) as settings:
+            engine = make_engine(config(0, **settings))
+            engine.load_checkpoint(directory)
+            return engine.global_steps
+    finally:
+        torch.set_num_threads(before)
