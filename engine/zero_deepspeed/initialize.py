@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError
+from zero_deepspeed import checkpointing
 from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from zero_engine.core import initialize as core
@@ -97,6 +98,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if stepped is None and isinstance(optimizer, torch.optim.Optimizer):
         stepped = optimizer  # it has frozen parameters only, which the engine does not step
     made = cast(DeepSpeedEngine, engine)
+    if "activation_checkpointing" in engine.config:
+        checkpointing.use(made._config.activation_checkpointing)
     if made.optimizer is not None and made.zero_optimization_stage() == 3:
         vars(made.optimizer)["parameter_offload"] = DeepSpeedZeRoOffload()
     return made, stepped, engine.training_dataloader, engine.lr_scheduler

@@ -21,7 +21,15 @@ _CHECKED = "the result is checked by other means"
 _ALWAYS = "always so here"
 
 WITHOUT_EFFECT: dict[str, str] = {
-    "activation_checkpointing": "call torch.utils.checkpoint in the model; it passes through",
+    "activation_checkpointing.contiguous_memory_optimization": (
+        "torch's allocator keeps memory in large blocks"
+    ),
+    "activation_checkpointing.number_checkpoints": "memory is allocated as it is needed",
+    "activation_checkpointing.partition_activations": "there is no model parallelism",
+    "activation_checkpointing.profile": "torch.profiler shows what is recomputed",
+    "activation_checkpointing.synchronize_checkpoint_boundary": (
+        "a wait for the device at each boundary only takes time"
+    ),
     "aio": _WHOLE,
     "bf16.check_grad_overflow": "a norm that is not finite always skips the step",
     "bf16.immediate_grad_update": _ALWAYS,
@@ -85,10 +93,6 @@ COMMENT = ("_", "//", "#")
 INSIDE: dict[str, frozenset[str]] = {
     section: frozenset(names.split())
     for section, names in {
-        "activation_checkpointing": (
-            "contiguous_memory_optimization cpu_checkpointing number_checkpoints "
-            "partition_activations profile synchronize_checkpoint_boundary"
-        ),
         "aio": (
             "block_size intra_op_parallelism overlap_events queue_depth single_submit "
             "thread_count use_gds"

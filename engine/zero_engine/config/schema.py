@@ -21,6 +21,7 @@ from zero_comm.reduction_order import NATIVE, check_mode
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
+from zero_engine.config.activations import ActivationCheckpointing
 from zero_engine.config.elasticity import Elasticity
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.stages import STAGES
@@ -368,6 +369,7 @@ class Config:
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()  # noqa: RUF009
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     checkpoint: Checkpoint = Checkpoint()  # noqa: RUF009, it is frozen
@@ -490,8 +492,9 @@ _AT_LEAST_ONE = (
 
 _SECTIONS: tuple[type[Any], ...] = (
     Bf16, Fp16, TorchAutocast, DataTypes, LeafModule, OffloadOptimizer, OffloadParam,
-    ZeroOptimization, OptimizerConfig, SchedulerConfig, Checkpoint, KeepBest, NodeMemory, Elastic,
-    Elasticity, FileMonitor, WandbMonitor, CommsLogger, FlopsProfiler,
+    ZeroOptimization, ActivationCheckpointing, OptimizerConfig, SchedulerConfig, Checkpoint,
+    KeepBest, NodeMemory, Elastic, Elasticity, FileMonitor, WandbMonitor, CommsLogger,
+    FlopsProfiler,
 )  # fmt: skip
 SECTIONS = {section.__name__: section for section in _SECTIONS}
 """The sections by the name of their class, as the annotations above spell it."""

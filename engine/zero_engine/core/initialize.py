@@ -42,6 +42,7 @@ from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger
 from zero_engine.accumulation import Accumulation, adds_inside, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
+from zero_engine.core import activations
 from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
@@ -172,6 +173,7 @@ def _make_core(
     initial.set_buffers()
     buffers = config.data_types.buffers or (config.compute if config.compute != "fp32" else None)
     prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
+    activations.apply(model, config.activation_checkpointing)
     settings = config.zero_optimization
     marks = settings.leaf_module
     mark_configured(model, marks.classes, marks.names, marks.name_suffixes)

@@ -1,0 +1,160 @@
+"""What is kept between forward and backward: inputs, the results of some operators, or everything.
+
+Owns `policy` and `cpu_checkpointing` of the config, for modules that it names and for functions of
+the script. Must always hold: no bit changes, since a forward that runs again draws the same random
+numbers; parameters are never copied, since at stage 3 their memory is given back between uses.
+
+Source: DeepSpeed's activation checkpointing, torch.utils.checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from zero_contract.errors import ConfigError
+from zero_engine.config.activations import ActivationCheckpointing, Policy
+
+_FORWARD = "forward"
+_ATEN = torch.ops.aten
+_KEPT = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN.bmm.default,
+        _ATEN.baddbmm.default,
+        _ATEN.convolution.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""The operators whose results "selective" keeps: they cost the most to compute."""
+
+
+def run(
+    settings: ActivationCheckpointing, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function, and keep of it what the settings say."""
+    if settings.policy == Policy.OFFLOAD:
+        with _in_host_memory():
+            return function(*args, **kwargs)
+    selective = settings.policy == Policy.SELECTIVE
+    contexts = partial(create_selective_checkpoint_contexts, _choose)
+    with _in_host_memory() if settings.cpu_checkpointing else nullcontext():
+        return checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=contexts if selective else noop_context_fn,
+            **kwargs,
+        )
+
+
+def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _in_host_memory() -> AbstractContextManager[None]:
+    """A context in which what autograd keeps rests in host memory."""
+    return saved_tensors_hooks(_to_host, _from_host)
+
+
+def goes_to_host(tensor: Tensor) -> bool:
+    """Whether autograd's copy of a tensor is moved: parameters and views of them stay."""
+    owner = tensor if tensor._base is None else tensor._base
+    return tensor.device.type != "cpu" and not isinstance(owner, nn.Parameter)
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    if not goes_to_host(tensor):
+        return tensor.device, tensor
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = kept
+    return tensor.to(device, non_blocking=True)
+
+
+# ---- modules that the config names ----
+
+
+class _Forward:
+    """A module's forward, in its place; it stays that of the module when it is copied."""
+
+    def __init__(self, settings: ActivationCheckpointing, forward: Callable[..., Any]) -> None:
+        self.settings = settings
+        self.forward = forward
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run(self.settings, self.forward, *args, **kwargs)
+
+
+def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
+    """Treat the activations of the modules that the settings name; an engine before is undone.
+
+    Raises:
+        ConfigError: No module has such a class or name.
+    """
+    for module in model.modules():
+        if isinstance(vars(module).get(_FORWARD), _Forward):
+            del module.forward
+    for module in chosen(model, settings.modules):
+        module.forward = _Forward(settings, module.forward)
+
+
+def chosen(model: nn.Module, rules: tuple[str, ...]) -> list[nn.Module]:
+    """The modules that some rules name, without those inside of others.
+
+    Args:
+        model: The module that has them.
+        rules: Names of classes, or patterns of names of modules.
+
+    Raises:
+        ConfigError: A rule names none.
+    """
+    named = dict(model.named_modules())
+    found: set[str] = set()
+    for rule in rules:
+        fitting = {name for name, each in named.items() if _fits(rule, name, each)}
+        if not fitting:
+            classes = ", ".join(sorted({type(each).__name__ for each in named.values()}))
+            raise ConfigError(
+                f"activation_checkpointing.modules: no module of the model has the class or the "
+                f"name {rule!r}; its classes are {classes}"
+            )
+        found |= fitting
+    return [each for name, each in named.items() if name in found and not found & _around(name)]
+
+
+def _fits(rule: str, name: str, module: nn.Module) -> bool:
+    return type(module).__name__ == rule or fnmatchcase(name, rule)
+
+
+def _around(name: str) -> set[str]:
+    """The names of the modules around the one of a name."""
+    return set(_outer(name)) if name else set()
+
+
+def _outer(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+    yield ""
