@@ -12,6 +12,9 @@ every world size (huggingface/accelerate issue 3780).
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from zero_contract.errors import ZeroError
@@ -28,8 +31,8 @@ BY_SCRIPT = -2.0
 _LARGEST = 1 << 24  # counts are sent as fp32
 
 
-def checked(tokens: int | Tensor) -> int:
-    """A number of tokens as an integer.
+def checked(tokens: int | Tensor) -> float:
+    """A number of tokens that the host knows.
 
     Raises:
         ZeroError: The number is negative, not whole, or too large.
@@ -40,7 +43,17 @@ def checked(tokens: int | Tensor) -> int:
             f"backward(): {float(tokens):g} is not a number of tokens; give a whole number from 0 "
             f"to {_LARGEST}"
         )
-    return count
+    return float(count)
+
+
+def unread(tokens: Tensor) -> Tensor:
+    """A number of tokens that a device knows, in fp64: to read it here, the host would wait.
+
+    One that is negative, not whole, or too large becomes NaN, which `correction` refuses.
+    """
+    count = tokens.detach().reshape(()).double()
+    is_count = (count >= 0) & (count <= _LARGEST) & (count == count.floor())
+    return torch.where(is_count, count, math.nan)
 
 
 def in_order(notes: Tensor, plan: StepPlan, assignment: Assignment) -> Tensor:
@@ -65,9 +78,14 @@ def correction(counts: Tensor, plan: StepPlan, assignment: Assignment) -> float:
         assignment: Who has run which.
 
     Raises:
-        ZeroError: Not all micro-batches are weighted in the same way.
+        ZeroError: Not all micro-batches are weighted in the same way, or a number is none.
     """
     microbatches = in_order(counts, plan, assignment).tolist()
+    if any(map(math.isnan, microbatches)):
+        raise ZeroError(
+            "backward(): a tensor of tokens= in this step is not a number of tokens; give a whole "
+            f"number from 0 to {_LARGEST}"
+        )
     without = sum(count < 0 for count in microbatches)
     if without == len(microbatches):
         if len(set(microbatches)) > 1:

@@ -179,7 +179,7 @@ def no_step_waits_inside_the_driver() -> str:
         batches = [batch.to(engine.device) for batch in engine.training_dataloader]
         for number, batch in enumerate(batches[:12]):
             torch.cuda.set_sync_debug_mode("error" if number >= 8 else "default")
-            engine.backward(engine(batch))
+            engine.backward(engine(batch), tokens=(batch >= 0).sum())
             engine.step()
         torch.cuda.set_sync_debug_mode("default")
     return "one step of 4 micro-batches at each stage"

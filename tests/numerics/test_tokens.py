@@ -178,6 +178,23 @@ def test_what_is_no_number_of_tokens_is_named(worlds: WorldPool, tokens: float) 
         worlds.run(1, give, tokens)
 
 
+def test_a_tensor_that_is_no_number_of_tokens_is_named_before_weights_change(
+    worlds: WorldPool,
+) -> None:
+    with pytest.raises(
+        WorldError, match="a tensor of tokens= in this step is not a number of"
+    ) as e:
+        worlds.run(2, give_a_tensor)
+    assert str(e.value).count("errors.ZeroError: backward(): a tensor of tokens= in this step") == 2
+
+
+def give_a_tensor() -> None:
+    engine, *_ = zero_deepspeed.initialize(model=net(), config=settings(0))
+    for _ in range(3):  # 5 micro-batches on two ranks
+        engine.backward(engine(torch.ones(2, 1)).sum(), tokens=torch.tensor(2.5))
+        engine.step()
+
+
 def give(tokens: float) -> None:
     engine, *_ = zero_deepspeed.initialize(model=net(), config=settings(0))
     engine.backward(engine(torch.ones(2, 1)).sum(), tokens=tokens)

@@ -24,7 +24,15 @@ from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
 from zero_data.elastic_loader import PAST_THE_EPOCH, Ticket
 from zero_data.global_batch import BatchShape, StepPlan
-from zero_data.token_weights import BY_SCRIPT, NOT_GIVEN, checked, correction, in_order, nominal
+from zero_data.token_weights import (
+    BY_SCRIPT,
+    NOT_GIVEN,
+    checked,
+    correction,
+    in_order,
+    nominal,
+    unread,
+)
 from zero_engine.parts import Core, Run
 from zero_engine.room import check_room
 
@@ -32,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 Loss = Tensor | tuple[Tensor, int | Tensor]
 """A mean, or a sum and the number of its tokens."""
+Count = float | Tensor
+"""A number of tokens, or NOT_GIVEN, or BY_SCRIPT; a tensor if the host does not know it yet."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +52,8 @@ class Weighted:
     """The loss times its share of the global batch."""
     scaled: Tensor
     """That times the loss scale, and the ranks if gradients are sums; it is differentiated."""
-    tokens: float
-    """The number of its tokens, or NOT_GIVEN, or BY_SCRIPT."""
+    tokens: Count
+    """The number of its tokens."""
 
 
 class MicroSteps:
@@ -67,7 +77,7 @@ class MicroSteps:
         self._core = core
         self._run = run
         self._losses: list[Tensor] = []
-        self._tokens: list[float] = []
+        self._tokens: list[Count] = []
         self._ticket: Ticket | None = None
         """The ticket of the batch that the current micro-step has consumed."""
         self._checked: tuple[BatchShape, int] | None = None
@@ -103,22 +113,31 @@ class MicroSteps:
                 f"{value.requires_grad}; give one number that depends on trained parameters"
             )
         uncounted = NOT_GIVEN if by_share else BY_SCRIPT
-        count = uncounted if tokens is None else float(checked(tokens))
+        count: Count = uncounted
+        if isinstance(tokens, Tensor) and tokens.device == value.device:
+            count = unread(tokens)
+        elif tokens is not None:
+            count = checked(tokens)
         weight = self._weight(count, is_sum=isinstance(loss, tuple))
         # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold.
         scale = zero.scale * (self._run.summed_over or 1)
         wide = value if scale == 1 else value.float()
-        share = wide * weight
+        share = _times(wide, weight)
         return Weighted(share, share if scale == 1 else share * scale, count)
 
-    def _weight(self, count: float, *, is_sum: bool) -> float:
+    def _weight(self, count: Count, *, is_sum: bool) -> Count:
         """The weight of a loss in the global batch."""
         run = self._run
-        if count == NOT_GIVEN:
-            return run.plan().weight(run.microbatch())
-        if count == BY_SCRIPT:  # averaged over its micro-steps; here over the ranks
-            return run.microbatch().size / (run.batch.micro_batch * run.world)
+        if not isinstance(count, Tensor):
+            if count == NOT_GIVEN:
+                return self._share()
+            if count == BY_SCRIPT:  # averaged over its micro-steps; here over the ranks
+                return run.microbatch().size / (run.batch.micro_batch * run.world)
         return (1.0 if is_sum else count) / nominal(run.plan())
+
+    def _share(self) -> float:
+        """The weight of the mean of this micro-batch's samples."""
+        return self._run.plan().weight(self._run.microbatch())
 
     # ---- backward ----
 
@@ -148,7 +167,7 @@ class MicroSteps:
         run = self._run
         if self.without_step and self.at_boundary:
             self._go_beyond_the_batch()
-        weight = self._weight(NOT_GIVEN, is_sum=False)
+        weight = self._share()
         self._begin(NOT_GIVEN, weight=weight * (run.summed_over or 1))
 
     def finish_unweighted(self, loss: Tensor | None, *, shared: bool) -> None:
@@ -167,7 +186,7 @@ class MicroSteps:
                 )
             self._warned_of_loss = True
             loss = torch.full((), float("nan"), device=self._core.device)
-        share = loss * self._weight(NOT_GIVEN, is_sum=False)
+        share = loss * self._share()
         self._finish(Weighted(share, share, NOT_GIVEN))
         self._shared = shared
 
@@ -192,7 +211,7 @@ class MicroSteps:
         self._losses.clear()
         self._tokens.clear()
 
-    def _begin(self, tokens: float, weight: float = 1.0) -> None:
+    def _begin(self, tokens: Count, weight: float = 1.0) -> None:
         if self._shared:
             raise ZeroError(
                 "a loss.backward() went through several engines, and this one has neither made a "
@@ -307,7 +326,7 @@ class MicroSteps:
         self.ended += 1
         self._run.cursor.micro += 1
 
-    def _check_further_loss(self, tokens: float) -> None:
+    def _check_further_loss(self, tokens: Count) -> None:
         """Check a backward before the step() of the last one: a further loss of one micro-batch.
 
         Raises:
@@ -420,8 +439,13 @@ class MicroSteps:
 
     def notes(self) -> Tensor:
         """[2 * micro-steps] fp32: the weighted losses, then the numbers of tokens."""
-        counts = self._core.collectives.numbers(self._tokens, self._core.device)
-        return torch.cat([torch.stack(self._losses), counts])
+        device = self._core.device
+        known = self._core.collectives.numbers([_known(each) for each in self._tokens], device)
+        counts = [
+            number.float() if isinstance(number, Tensor) else known[index]
+            for index, number in enumerate(self._tokens)
+        ]
+        return torch.stack([*self._losses, *counts])
 
     def correction(self, notes: Tensor, plan: StepPlan) -> float:
         """The factor of the gradient sums, from the notes of all ranks [world, 2 * micro-steps]."""
@@ -443,3 +467,15 @@ class MicroSteps:
         self._tokens.clear()
         self.ended += self.awaits_step  # a script that ends steps has ended its micro-steps
         self.awaits_step = self._shared = False
+
+
+def _times(loss: Tensor, weight: Count) -> Tensor:
+    """A loss times its weight, with the same bits whether the host knows the weight or not."""
+    if not isinstance(weight, Tensor):
+        return loss * weight
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    return (loss.to(wide) * weight.to(wide)).to(loss.dtype)
+
+
+def _known(count: Count) -> float:
+    return NOT_GIVEN if isinstance(count, Tensor) else count
