@@ -46,7 +46,7 @@ UNKNOWN_RUN: Mapping[str, Any] = {
     "reduction": None,
 }
 """The engine's record of its run in a checkpoint; None for values that only the engine knows."""
-_STATE = "state"
+STRUCTURE = "state"
 """The key of the structure in `meta`."""
 
 
@@ -129,7 +129,7 @@ def save(
         meta={
             "engine": {**UNKNOWN_RUN, "step": step, "groups": []},
             "client": {},
-            _STATE: agreed["state"],
+            STRUCTURE: agreed["state"],
         },
     )
     path = commit.save(
@@ -199,7 +199,7 @@ def load(
         if isinstance(value, Tensor) and not value.is_contiguous():
             value.detach().copy_(filled[name].data.view(value.shape))
     manifest = loaded.manifest
-    skeleton = manifest.meta.get(_STATE, {name: pack(Stored(name)) for name in filled})
+    skeleton = manifest.meta.get(STRUCTURE, {name: pack(Stored(name)) for name in filled})
     state = mapped(unpack(skeleton), "", lambda v, _: values.get(v) if type(v) is Stored else v)
     return Restored(state=state, step=manifest.step, tag=manifest.tag, path=loaded.path)
 
@@ -288,11 +288,18 @@ def _whole(tensor: Tensor) -> Part:
     return Part(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape))
 
 
-def group_consensus(part: str) -> StoreConsensus:
-    """The votes of the default process group, of which `part` is one use; or of this process."""
+def group_consensus(part: str, group: dist.ProcessGroup | None = None) -> StoreConsensus:
+    """The votes of a process group, of which `part` is one use; or of this process.
+
+    Args:
+        part: What is voted on.
+        group: None: the default process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return StoreConsensus.alone()
+    if group is not None:  # its ranks count their calls apart from those of other groups
+        part = f"{part}/{','.join(map(str, dist.get_process_group_ranks(group)))}"
     store = group_store(part)
     key = os.environ.get(contract.ENV_VOTE_KEY, "")
     key = key and contract.derived_key(key, store.path)
-    return StoreConsensus(store, dist.get_rank(), dist.get_world_size(), key=key)
+    return StoreConsensus(store, dist.get_rank(group), dist.get_world_size(group), key=key)

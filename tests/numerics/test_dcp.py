@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -221,3 +222,55 @@ def test_the_engine_loads_what_dcp_has_saved_and_back(worlds: WorldPool, tmp_pat
     newest = zero_checkpoint.find(Path(directory)).candidates[0]
     assert hashes == {newest.manifest.meta["engine"]["weight_hash"]}
     assert set(worlds.run(3, by_dcp_nested, "fsdp2", directory)) == {ended}
+
+
+def structure(seed: int) -> dict[str, Any]:
+    """What a plain script saves, and each rank has alike."""
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epochs": [seed, {"last": torch.full((2,), float(seed))}],
+    }
+
+
+def saved_plainly(directory: str) -> None:
+    extra = {"pair": (torch.zeros(1), 2)}  # DCP does not look into a tuple
+    zero_checkpoint.save(directory, {**structure(1), **extra}, step=1)
+
+
+def loaded_by_dcp(directory: str) -> str:
+    state = structure(2)
+    dcp.load(state, storage_reader=Reader(directory))
+    return repr(state)
+
+
+def test_dcp_loads_what_a_plain_script_has_saved(worlds: WorldPool, tmp_path: Path) -> None:
+    worlds.run(2, saved_plainly, str(tmp_path))
+    assert worlds.run(3, loaded_by_dcp, str(tmp_path)) == [repr(structure(1))] * 3
+
+
+def saved_by_some(directory: str) -> list[float]:
+    """Ranks 1 and 2 save and load together, rank 0 by itself."""
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    whose: Any
+    how: Any
+    root, whose, how = f"{directory}/together", {"process_group": group}, {"process_group": group}
+    if rank == 0:
+        root = f"{directory}/alone"
+        whose, how = {"consensus": zero_checkpoint.StoreConsensus.alone()}, {"no_dist": True}
+    state, blank = {"w": torch.full((3,), float(rank > 0))}, {"w": torch.full((3,), 9.0)}
+    dcp.save(state, storage_writer=Writer(root, step=1, **whose), **how)
+    dcp.load(blank, storage_reader=Reader(root, **whose), **how)
+    found: list[float] = blank["w"].tolist()
+    return found
+
+
+@pytest.mark.full
+def test_some_of_the_ranks_save_and_load_together(worlds: WorldPool, tmp_path: Path) -> None:
+    found = worlds.run(3, saved_by_some, str(tmp_path))
+    assert found == [[0.0] * 3, [1.0] * 3, [1.0] * 3]

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from zero_checkpoint import client_state
 from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.dcp.layout import GROUPS, STATE, find_layout
 from zero_checkpoint.dcp.optimizer import Optimizer
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, TensorId, TensorInfo
+from zero_checkpoint.plain import STRUCTURE, mapped
 from zero_checkpoint.torch_state import is_buffer, number_from_json
 
 _log = logging.getLogger(__name__)
@@ -117,11 +120,13 @@ def keys_of(manifest: Manifest, model: str, optimizer: str) -> Stored:
 
     Args:
         manifest: Its manifest.
-        model: The key of the model's state_dict, if DCP has not saved it; "": the model's names
-            are keys.
+        model: The key of the model's state_dict, if `zero_engine` or `zero_torch` has saved it;
+            "": the model's names are keys.
         optimizer: The same of the optimizer.
     """
     meta = manifest.meta.get(META)
+    if meta is None and STRUCTURE in manifest.meta:
+        return _of_structure(manifest)
     if meta is None:
         of_model, of_optimizer = (f"{key}." if key else "" for key in (model, optimizer))
         values = _values(manifest.meta["engine"].get("groups", ()), of_optimizer)
@@ -142,6 +147,28 @@ def keys_of(manifest: Manifest, model: str, optimizer: str) -> Stored:
         if of_model + name in tensors:
             tensors[of_model + other] = tensors[of_model + name]
     return Stored(tensors=tensors, values=values)
+
+
+def _of_structure(manifest: Manifest) -> Stored:
+    """The keys of what `zero_checkpoint.save` has stored: DCP's names of the same structure."""
+    placeholder = torch.empty(0, device="meta")
+    structure = mapped(
+        unpack(manifest.meta[STRUCTURE]),
+        "",
+        lambda value, _: placeholder if type(value) is client_state.Stored else value,
+    )
+    flat, _ = flatten_state_dict(structure)
+    tensors = {tensor.fqn: tensor for tensor in manifest.tensors}
+
+    def has_tensor(value: Any) -> bool:  # in a tuple, which DCP does not look into
+        found: list[bool] = []
+        mapped(value, "", lambda inner, _: found.append(inner is placeholder))
+        return any(found)
+
+    return Stored(
+        tensors={key: tensors[key] for key, value in flat.items() if value is placeholder},
+        values={key: value for key, value in flat.items() if not has_tensor(value)},
+    )
 
 
 def _values(groups: Collection[Mapping[str, Any]], prefix: str) -> dict[str, Any]:

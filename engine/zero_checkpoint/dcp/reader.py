@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -48,6 +49,7 @@ class Reader(StorageReader):
         tag: str | None = None,
         model: str = "model",
         optimizer: str = "optimizer",
+        process_group: dist.ProcessGroup | None = None,
         consensus: StoreConsensus | None = None,
     ) -> None:
         """Read below a root.
@@ -56,16 +58,19 @@ class Reader(StorageReader):
             root: As given to `Writer`, `zero_torch`, `zero_engine` or `zero_checkpoint.save`;
                 None: the parent of the `checkpoint_id` that `dcp.load` is given.
             tag: Only a checkpoint of this name; None: the newest one that is whole.
-            model: The key of the model's state_dict in the state, for a checkpoint that DCP has
-                not saved; "": the state is the model's.
+            model: The key of the model's state_dict in the state, for a checkpoint of
+                `zero_engine` or `zero_torch`; "": the state is the model's.
             optimizer: The same of the optimizer's state_dict.
-            consensus: The votes of the ranks that load; None: of the default process group.
+            process_group: As given to `dcp.load`; None: the default one.
+            consensus: The votes of the ranks that load; None: of the process group. For
+                `dcp.load(no_dist=True)` of one rank of several, `StoreConsensus.alone()`.
         """
         self.path: Place | None = None
         """The directory of the checkpoint that was loaded last."""
         self._root = place(root) if root is not None else None
         self._tag = tag
         self._keys = (model, optimizer)
+        self._group = process_group
         self._given = consensus
         self._consensus: StoreConsensus | None = None
 
@@ -88,7 +93,7 @@ class Reader(StorageReader):
         del args, kwargs
         if self._root is None:
             raise CheckpointError("there is no directory; give Reader(root) or checkpoint_id")
-        self._consensus = self._given or group_consensus("dcp")
+        self._consensus = self._given or group_consensus("dcp", self._group)
         manifest = self._restore(_nothing).manifest
         stored = keys_of(manifest, *self._keys)
         records: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {

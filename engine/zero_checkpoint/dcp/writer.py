@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -52,6 +53,7 @@ class Writer(StorageWriter):
         step: int | None = None,
         tag: str | None = None,
         keep_last: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
         consensus: StoreConsensus | None = None,
     ) -> None:
         """Write below a root.
@@ -63,7 +65,9 @@ class Writer(StorageWriter):
                 the end of the tag.
             tag: A name to load it by; by default global_step<N>.
             keep_last: The number of newest checkpoints that stay, at least 2; None: all.
-            consensus: The votes of the ranks that save; None: of the default process group.
+            process_group: As given to `dcp.save`; None: the default one.
+            consensus: The votes of the ranks that save; None: of the process group. For
+                `dcp.save(no_dist=True)` of one rank of several, `StoreConsensus.alone()`.
         """
         self.path: Place | None = None
         """The directory of the checkpoint that was saved last."""
@@ -71,6 +75,7 @@ class Writer(StorageWriter):
         self._step = step
         self._tag = tag
         self._keep = Keep(last=keep_last)
+        self._group = process_group
         self._consensus = consensus
 
     # ---- the interface of DCP ----
@@ -109,7 +114,7 @@ class Writer(StorageWriter):
                 On every rank.
             PeerLost: A rank is lost.
         """
-        consensus = self._consensus or group_consensus("dcp")
+        consensus = self._consensus or group_consensus("dcp", self._group)
         boxes, vote = _own(plan, planner)
         agreed = consensus.ask(vote, agree)
         root = self._root
