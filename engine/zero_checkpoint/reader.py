@@ -80,8 +80,9 @@ def fill(
         wants = given._replace(tensor=stored_at[given.tensor])
         reads = plan(wants, manifest.fragments, len(manifest.tensors), manifest.block_bytes)
         # A part may extend into the targets that follow its own, but only in the same allocation.
-        of_weights = np.array([piece.id.kind == PARAM for piece in state.pieces], dtype=bool)
-        held = np.isin(wants.memory, wants.memory[of_weights]).tolist()
+        memory = wants.memory.tolist()
+        of_weights = {m for m, p in zip(memory, state.pieces, strict=True) if p.id.kind == PARAM}
+        held = [each in of_weights for each in memory]
         first = [any(held[part.want] for part in read.parts) for read in reads]
         weights, others = list(compress(reads, first)), list(compress(reads, map(not_, first)))
     with closing(Fetches()) as ahead:

@@ -6,12 +6,12 @@ writes, so DDP, FSDP2, one process and the engine load each other's checkpoints 
 what is loaded is bit-equal to what was saved.
 
 A rank has a box of a DTensor, whatever its placements. Under DDP every rank has all of a tensor: it
-saves an interval, and loads the whole.
+saves an interval. A load reads what several ranks have alike once, see `shared_reads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
-from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.torch_state import (
@@ -32,8 +31,17 @@ from zero_checkpoint.torch_state import (
     set_option,
 )
 from zero_torch.gradient_norm import row_bounds
+from zero_torch.shared_reads import Box, SharedReads, clip
 from zero_torch.stateful import Statefuls
-from zero_torch.wrapped import Wrapped, is_first_replica, local, offsets_of, own_name
+from zero_torch.wrapped import (
+    Wrapped,
+    elements_of,
+    is_first_replica,
+    like,
+    offsets_of,
+    own_name,
+    replicas_of,
+)
 
 _HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer that choose a kernel: a load leaves them as they are."""
@@ -56,6 +64,8 @@ class TrainingState:
         self._optimizer = optimizer
         self._rank = rank
         self._world = world
+        self._places: dict[Any, tuple[Sequence[int], tuple[int, ...]]] = {}
+        """Where this rank's box of a DTensor begins, and who has the same, by how it lies."""
 
     # ---- saving ----
 
@@ -89,8 +99,11 @@ class TrainingState:
 
     # ---- loading ----
 
-    def wanted(self, manifest: Manifest) -> State:
-        """What is to be filled from a checkpoint, in fresh optimizer state.
+    def wanted(self, manifest: Manifest) -> tuple[State, SharedReads]:
+        """What this rank fills from a checkpoint, in fresh optimizer state.
+
+        Returns:
+            What it reads; and the reads of all ranks, whose `exchange` fills the rest.
 
         Raises:
             ModelMismatch: The checkpoint has its parameters in other param groups.
@@ -98,8 +111,9 @@ class TrainingState:
         self._check_groups(manifest)
         self._make_optimizer_state(manifest)
         self.statefuls.make(manifest)
-        held = (piece for each, tensor in self._live() for piece in _held(each, tensor))
-        return State(self.tensors(), tuple(held), self.aliases())
+        boxes = (self._box(each, tensor) for each, tensor in self._live())
+        reads = SharedReads(boxes, self._rank, self._world)
+        return State(self.tensors(), reads.pieces, self.aliases()), reads
 
     def adopt(self, groups: list[Mapping[str, Any]]) -> None:
         """Take over the saved `groups`, after the tensors have been filled."""
@@ -138,8 +152,9 @@ class TrainingState:
         for each, info in manifest.tensors.items():
             parameter = parameters.get(each.fqn)
             if parameter is not None and each.kind not in (PARAM, BUFFER, OTHER):
-                made = torch.zeros_like(parameter.detach(), dtype=info.dtype)
-                self._optimizer.state[parameter][each.kind] = made
+                # On local elements: the dispatch of DTensor takes longer than a small load.
+                elements = torch.empty_like(elements_of(parameter), dtype=info.dtype)
+                self._optimizer.state[parameter][each.kind] = like(parameter, elements)
 
     # ---- what there is ----
 
@@ -147,7 +162,7 @@ class TrainingState:
         """Every tensor, in the same order on all ranks."""
         parameters = self._wrapped.parameters()
         for name, parameter in parameters.items():
-            yield TensorId(PARAM, name), parameter.detach()
+            yield TensorId(PARAM, name), parameter
         for name, parameter in parameters.items():
             state = self._optimizer.state.get(parameter, {})
             for key in sorted(elementwise(parameter, state)):
@@ -158,18 +173,34 @@ class TrainingState:
 
     def _owned(self, each: TensorId, tensor: Tensor) -> Iterator[Piece]:
         """What this rank saves of a tensor: of replicas that all ranks have, an interval."""
+        box = self._box(each, tensor)
         if isinstance(tensor, DTensor):
             if is_first_replica(tensor):
-                yield from _held(each, tensor)
+                yield from box.pieces()
             return
         if each.kind == BUFFER:  # rank 0's
             bounds = [0, *[tensor.numel()] * self._world]
         else:
             bounds = row_bounds((tensor.numel(),), self._world)
-        start, stop = bounds[self._rank], bounds[self._rank + 1]
-        for _, begin, data in _held(each, tensor):
-            if start < stop:
-                yield Piece(each, start, data[start - begin : stop - begin])
+        yield from clip(box.pieces(), bounds[self._rank], bounds[self._rank + 1])
+
+    def _box(self, each: TensorId, tensor: Tensor) -> Box:
+        """What this rank has of a tensor."""
+        data = elements_of(tensor)
+        if not data.is_contiguous():
+            raise CheckpointError(
+                f"{each.kind} {each.fqn} is not contiguous in memory, as after "
+                "to(memory_format=torch.channels_last); checkpoints need .contiguous() tensors"
+            )
+        if isinstance(tensor, DTensor):
+            where = tensor.shape, tensor.device_mesh, tensor.placements
+            if where not in self._places:
+                self._places[where] = offsets_of(tensor), replicas_of(tensor, self._rank)
+            offsets, ranks = self._places[where]
+        else:
+            offsets, ranks = [0] * data.dim(), tuple(range(self._world))
+        shape = tuple(tensor.shape)
+        return Box(id=each, shape=shape, offsets=offsets, data=data, ranks=ranks)
 
     def _groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """The names of the trained parameters of each group, and the group."""
@@ -196,18 +227,6 @@ class TrainingState:
                         "parameters of its param group; put it into a group of its own"
                     )
         return found
-
-
-def _held(each: TensorId, tensor: Tensor) -> Iterator[Piece]:
-    """What this rank has of a tensor."""
-    data = local(tensor)
-    if not data.is_contiguous():
-        raise CheckpointError(
-            f"{each.kind} {each.fqn} is not contiguous in memory, as after "
-            "to(memory_format=torch.channels_last); checkpoints need .contiguous() tensors"
-        )
-    offsets = offsets_of(tensor) if isinstance(tensor, DTensor) else [0] * data.dim()
-    return cut(each, tensor.shape, offsets, data)
 
 
 def info_of(tensor: Tensor) -> TensorInfo:

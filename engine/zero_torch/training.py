@@ -24,6 +24,7 @@ from zero_comm.determinism import Hardware
 from zero_comm.reduction_order import NATIVE, ORDERED, order_of, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
 from zero_torch.ordered_gradients import OrderedGradients
+from zero_torch.shared_reads import SharedReads
 from zero_torch.state import TrainingState
 from zero_torch.stateful import META
 
@@ -241,25 +242,33 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
 
 
 class Loading:
-    """One load: `zero_checkpoint.persistence.Loading`, implemented."""
+    """One load: `zero_checkpoint.persistence.Loading`, implemented.
+
+    What several ranks have alike, one reads and gives to the others after all ranks have agreed
+    that what they have read is good.
+    """
 
     def __init__(self, training: Training) -> None:
         """Prepare a load of everything."""
         self.resumes = True
         self.takes_position = True
         self.filled = State({}, ())
+        self._reads: SharedReads | None = None
         self._training = training
 
     def read(
         self, root: Place, consensus: StoreConsensus, tag: str | None, ram: MemorySearch | None
     ) -> Loaded | None:
         """Fill this rank's share of the state. Collective; see `restore.load`."""
-        meet = self._training.meet
-        self._training.last.pieces = ()  # of memory that is about to be replaced
-        return restore.load(root, consensus, self._wanted, meet=meet, tag=tag, ram=ram)
+        training = self._training
+        training.last.pieces = ()  # of memory that is about to be replaced
+        loaded = restore.load(root, consensus, self._wanted, meet=training.meet, tag=tag, ram=ram)
+        if loaded is not None and self._reads is not None:
+            self._reads.exchange(training.collectives)
+        return loaded
 
     def _wanted(self, manifest: Manifest) -> State:
-        self.filled = self._training.state.wanted(manifest)
+        self.filled, self._reads = self._training.state.wanted(manifest)
         return self.filled
 
     def adopt(self, run: Mapping[str, Any]) -> None:

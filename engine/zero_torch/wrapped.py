@@ -75,12 +75,47 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def elements_of(tensor: Tensor) -> Tensor:
+    """The same without gradients: a view of the memory, made without the dispatch of DTensor."""
+    with torch.no_grad():
+        return local(tensor).detach()
+
+
+def like(parameter: Tensor, elements: Tensor) -> Tensor:
+    """A tensor that lies as a parameter does, from the elements of it that this rank has."""
+    if not isinstance(parameter, DTensor):
+        return elements
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    made: Tensor = DTensor.from_local(
+        elements, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return made
+
+
 def offsets_of(tensor: DTensor) -> Sequence[int]:
     """Where this rank's box of a tensor begins in each dimension."""
     mesh, placements = tensor.device_mesh, tensor.placements
     offsets: Sequence[int]
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return offsets
+
+
+def replicas_of(tensor: DTensor, rank: int) -> tuple[int, ...]:
+    """The ranks that have the same box of a tensor as `rank`, which is this one.
+
+    Of several equal meshes, such as those of tensor parallelism beside data parallelism, each has
+    its own.
+    """
+    mesh = tensor.device_mesh
+    own = mesh.get_coordinate()
+    if own is None or not any(each.is_replicate() for each in tensor.placements):
+        return (rank,)
+    box = [
+        slice(None) if placement.is_replicate() else at
+        for placement, at in zip(tensor.placements, own, strict=True)
+    ]
+    return tuple(sorted(mesh.mesh[tuple(box)].flatten().tolist()))
 
 
 def is_first_replica(tensor: DTensor) -> bool:
@@ -148,14 +183,16 @@ def shard_problem(parameter: Tensor, world: int) -> str | None:
         return (
             f"lies on a mesh of shape {tuple(mesh.shape)}, and there are {world} ranks: gradients "
             "are summed in order over a mesh that has all ranks in their order; make it with "
-            "torch.distributed.device_mesh.init_device_mesh"
+            "torch.distributed.device_mesh.init_device_mesh. Under tensor parallelism call "
+            "protect() without a loader, for checkpoints alone"
         )
     *outer, last = placements
     if not (isinstance(last, Shard) and outer in ([], [Replicate()])):
         placed = ", ".join(map(str, placements))
         return (
             f"is placed as ({placed}); only (Shard) and (Replicate, Shard), those of fully_shard "
-            "on one or two mesh dimensions, are supported: tensor parallelism is not"
+            "on one or two mesh dimensions, are supported. Under tensor parallelism call protect() "
+            "without a loader, for checkpoints alone"
         )
     if outer and mesh.size(-1) == 1 < world:
         return (
