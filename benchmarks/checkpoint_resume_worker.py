@@ -164,7 +164,7 @@ SYSTEMS: dict[str, Callable[[Shape, Path, int], System]] = {
 }
 IMPORTS: dict[str, tuple[str, ...]] = {
     "ours": ("zero_deepspeed",),
-    "protected": ("zero_torch", "torch.distributed.fsdp"),
+    "protected": ("zero_torch", "torch.distributed.fsdp", "stock_systems"),
     "DCP": ("torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"),
     "DeepSpeed": ("deepspeed", "deepspeed.runtime.zero.stage3"),
 }

@@ -16,6 +16,7 @@ Annotations are evaluated here: DDP compares those of its hook with its own type
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,8 @@ class _Buckets:
         if whole:
             divided = gradient[:whole]
             own = self._collectives.own(divided)
-            self.gradients.reduce(name, divided, own, gather=True, now=self._at_once)
+            share = partial(self._collectives.all_gather, divided, f"sums of {name}")
+            self.gradients.reduce(name, divided, own, then=share, now=self._at_once)
 
     def _end_backward(self) -> None:
         self._reduce_rests()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives, wait
+from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Turn
@@ -154,7 +154,13 @@ class OrderedGradients:
         self.now = None
 
     def reduce(
-        self, name: str, gradient: Tensor, out: Tensor, *, gather: bool = False, now: bool = False
+        self,
+        name: str,
+        gradient: Tensor,
+        out: Tensor,
+        *,
+        then: Callable[[], Pending] | None = None,
+        now: bool = False,
     ) -> None:
         """Begin to add the gradients of the micro-batches of all ranks. Collective.
 
@@ -163,8 +169,9 @@ class OrderedGradients:
             gradient: [world * n], n elements for each rank; used up.
             out: [n]; in the last micro-step it is filled with the sums, until the end of the
                 backward. It may be this rank's part of `gradient`.
-            gather: In the last micro-step `gradient` is filled with the sums of all ranks, too.
-            now: Fill `out` at once.
+            then: Begins an exchange of the sums; called in the last micro-step, when `out` is
+                filled. The exchange has ended at the end of the backward, too.
+            now: Do all of it at once.
 
         Raises:
             ZeroError: There is no micro-step, or a gradient of one comes a second time.
@@ -172,7 +179,7 @@ class OrderedGradients:
         """
         micro_step = self._expect(name)
         self._advance()
-        steps = self._steps(name, gradient, out, micro_step, gather=gather)
+        steps = self._steps(name, gradient, out, micro_step, then)
         next(steps)
         self._in_flight.append(steps)
         while self._in_flight and (now or self._waits_at_once or self._collectives.world == 1):
@@ -201,7 +208,12 @@ class OrderedGradients:
         self._announce_end()
 
     def _steps(
-        self, name: str, gradient: Tensor, out: Tensor, now: MicroStep, *, gather: bool
+        self,
+        name: str,
+        gradient: Tensor,
+        out: Tensor,
+        now: MicroStep,
+        then: Callable[[], Pending] | None,
     ) -> Iterator[None]:
         """One reduction: each step but the first one waits for what the one before has begun."""
         if not self.loss_is_weighted:
@@ -216,8 +228,8 @@ class OrderedGradients:
         ordered.settle()
         if ordered.total.data_ptr() != out.data_ptr():
             out.copy_(ordered.total)
-        if gather:
-            pending = self._collectives.all_gather(gradient, f"sums of {name}")
+        if then is not None:
+            pending = then()
             yield
             wait(pending)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, cast, overload
 
 import torch
@@ -26,6 +26,7 @@ from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.distributed import init_distributed
 from zero_comm.node_reduction import apart
 from zero_comm.reduction_plan import DEFAULT_BLOCK
+from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
@@ -33,6 +34,7 @@ from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
+from zero_torch.local_step import local_tensors
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
@@ -190,7 +192,6 @@ class Run(Checkpoints):
         """Whether this step left the weights as they were: the gradients were not finite."""
         self._rates: list[float] = []
         """The learning rates with which the step has begun."""
-        self._norm = self._make_norm()
         self._ledger: Ledger | None = None
         if directory := options.sample_ledger:
             who = {"round": self._link.round, "rank": self._rank, "world": self._world}
@@ -227,7 +228,8 @@ class Run(Checkpoints):
     def _attach(self) -> None:
         match self._wrapped.wrapper:
             case Wrapper.FSDP2:
-                hooks_fsdp2.attach(self._wrapped.module, self._gradients, self._world)
+                module, guard = self._wrapped.module, partial(exit_on_peer_loss, self._link)
+                hooks_fsdp2.attach(module, self._gradients, self._collectives, guard)
             case Wrapper.DDP:
                 ddp = cast(DistributedDataParallel, self._wrapped.model)
                 trained = self._wrapped.trained()
@@ -235,7 +237,8 @@ class Run(Checkpoints):
             case Wrapper.PLAIN:
                 hooks_plain.attach(self._wrapped.trained(), self._gradients)
 
-    def _make_norm(self) -> Norm:
+    @cached_property
+    def _norm(self) -> Norm:  # a script need not clip
         trained, device = self._wrapped.trained().values(), self._device
         if self._wrapped.wrapper is not Wrapper.FSDP2:
             return WholeNorm([p.numel() for p in trained], self._collectives, device)
@@ -263,7 +266,7 @@ class Run(Checkpoints):
             loss = self.scaler.scale(loss)
         self._gradients.loss_is_weighted = True
         try:
-            with exit_on_peer_loss(self._link):
+            with exit_on_peer_loss(self._link), transport_failures("the backward"):
                 loss.backward()
         finally:
             self._gradients.loss_is_weighted = False
@@ -437,7 +440,8 @@ class Run(Checkpoints):
             )
         if not self._may_act():
             return None
-        result = call()
+        with local_tensors(self._optimizer):
+            result = call()
         self._count_step(skipped=False)
         return result
 

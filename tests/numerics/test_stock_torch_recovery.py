@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -30,17 +31,20 @@ def train(model: Any, run: zero_torch.Run, until: int) -> None:
 # ---- a lost peer ----
 
 
-def lose_a_peer(root: str, wrapper: str) -> None:
-    """Rank 2 is killed in the second step's backward(), which is the script's own."""
+def lose_a_peer(root: str, wrapper: str, where: str) -> None:
+    """Rank 2 is killed in the second step, whose calls are the script's own."""
     with under_agent(root):
         model, optimizer, run = protected(wrapper)
     rank = dist.get_rank()
 
     def loop() -> None:
         for tokens in batches(run, 3):
+            lost = rank == 2 and run.global_step == 1
+            if lost and where == "forward":
+                die()
             loss = model(tokens)
-            if rank == 2 and run.global_step == 1:
-                next(model.parameters()).register_hook(die)
+            if lost:
+                loss.register_hook(die)
             loss.backward()
             optimizer.step()
 
@@ -63,13 +67,24 @@ def exit_code(run: zero_torch.Run, loop: Any) -> int | str | None:
     return None
 
 
-def test_survivors_of_a_peer_that_is_killed_in_the_scripts_own_backward_say_so(
-    worlds: WorldPool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("wrapper", "world", "where"),
+    [
+        ("ddp", 3, "backward"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in itertools.product(("fsdp2", "hsdp"), (4,), ("forward", "backward"))
+        ),
+    ],
+)
+def test_survivors_of_a_peer_that_is_killed_in_a_call_of_the_script_say_so(
+    worlds: WorldPool, tmp_path: Path, wrapper: str, world: int, where: str
 ) -> None:
     with pytest.raises(WorldError, match="rank 2 died, exit -9"):
-        worlds.run(3, lose_a_peer, str(tmp_path), "ddp")
-    codes = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
-    assert codes == [str(int(ExitCode.PEER_LOST))] * 2
+        worlds.run(world, lose_a_peer, str(tmp_path), wrapper, where)
+    survivors = [rank for rank in range(world) if rank != 2]
+    codes = {(tmp_path / f"rank{rank}").read_text() for rank in survivors}
+    assert codes == {str(int(ExitCode.PEER_LOST))}
 
 
 # ---- leaving ----

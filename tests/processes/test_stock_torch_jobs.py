@@ -19,21 +19,23 @@ JOB = ROOT / "tests" / "support" / "stock_job.py"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("wrapper", "world"), [("ddp", 2), ("fsdp2", 4), ("hsdp", 4)])
 def test_a_killed_node_and_a_late_one_change_neither_weights_nor_samples(
-    cluster, tmp_path: Path, wrapper: str
+    cluster, tmp_path: Path, wrapper: str, world: int
 ) -> None:
+    """Under HSDP the mesh changes, too: two replicas, one, and two again."""
     job = cluster(
-        flags=("--nnodes=1:2", "--max-restarts=2", TOGETHER),
+        flags=(f"--nnodes=1:{world}", "--max-restarts=1", TOGETHER),
         script=(str(JOB), wrapper, str(tmp_path)),
         pause_s=0.3,
     )
-    job.start("a", "b", PYTHONPATH=PATH)
-    job.wait_for_step(7, world=2)
-    job.agents["b"].kill_node()
-    job.wait_for_step(8, world=1)
-    job.start("c", PYTHONPATH=PATH)
-    job.wait_for_step(12, world=2)
+    nodes = "abcd"[:world]
+    job.start(*nodes, PYTHONPATH=PATH)
+    job.wait_for_step(7, world=world)
+    job.agents[nodes[-1]].kill_node()
+    job.wait_for_step(8, world=world - 1)
+    job.start("e", PYTHONPATH=PATH)
+    job.wait_for_step(12, world=world)
     job.wait_for_end()
     report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
     assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
