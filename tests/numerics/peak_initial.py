@@ -12,6 +12,8 @@ import os
 import resource
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +84,32 @@ def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, int]:
     return peaks
 
 
-def rank_of(given: dict[str, Any], rank: int, store: str, out: int) -> None:
+def run_ranks(job: Callable[..., dict[str, Any]], given: dict[str, Any], store: str) -> Any:
+    """Run `job(given, rank, store)` in a fork for each rank: exit codes, and what each has told."""
+    reads, writes = os.pipe()
+    children = []
+    for rank in range(given["world"]):
+        if not (child := os.fork()):
+            _run_rank(job, given, rank, store, writes)
+        children.append(child)
+    os.close(writes)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    with os.fdopen(reads) as pipe:
+        found = [json.loads(line) for line in pipe]
+    return {"codes": codes, "ranks": sorted(found, key=lambda each: each["rank"])}
+
+
+def _run_rank(
+    job: Callable[..., dict[str, Any]], given: dict[str, Any], rank: int, store: str, out: int
+) -> None:
     """One rank, to its end: the process ends here."""
     code = 1
     try:
-        found = measure(given, rank, store)
+        found = job(given, rank, store)
         os.write(out, (json.dumps({"rank": rank, **found}) + "\n").encode())
         code = 0
-    except BaseException as error:
-        print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    except BaseException:
+        print(f"rank {rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     os._exit(code)
 
 
@@ -98,19 +117,9 @@ def main() -> None:
     """What to make on standard input, the peaks of all ranks on standard output."""
     given = json.load(sys.stdin)
     torch.set_num_threads(1)
-    reads, writes = os.pipe()
     with tempfile.TemporaryDirectory() as directory:
         given["directory"] = directory
-        children = []
-        for rank in range(given["world"]):
-            if not (child := os.fork()):
-                rank_of(given, rank, os.path.join(directory, "store"), writes)
-            children.append(child)
-        os.close(writes)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    with os.fdopen(reads) as pipe:
-        found = [json.loads(line) for line in pipe]
-    print(json.dumps({"codes": codes, "ranks": sorted(found, key=lambda each: each["rank"])}))
+        print(json.dumps(run_ranks(measure, given, os.path.join(directory, "store"))))
 
 
 if __name__ == "__main__":

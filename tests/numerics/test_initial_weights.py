@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def trained_hashes(under_init: bool) -> tuple[list[str], bool]:
 def test_constructors_copy_and_change_parameters_that_are_divided_already(
     worlds: WorldPool,
 ) -> None:
-    assert one_result(worlds, made_of_copies, sizes=(1, 2)) == [True, True, True]
+    assert one_result(worlds, made_of_copies, sizes=(1, 2)) == [True] * 5
 
 
 class Copies(nn.Module):
@@ -126,7 +127,12 @@ def made_of_copies() -> list[bool]:
             model.first.bias.data.fill_(3)
     with GatheredParameters(model.first.bias):
         changed = model.first.bias.tolist() == [3.0] * 7
-    return [divided, same, changed]
+    other = copy.deepcopy(model).bfloat16()
+    same_later = share_of(other.first.weight) is not None
+    with GatheredParameters(other), GatheredParameters(model):
+        pairs = zip(other.parameters(), model.parameters(), strict=True)
+        copied = all(torch.equal(ours, theirs.bfloat16()) for ours, theirs in pairs)
+    return [divided, same, changed, same_later, copied]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -23,14 +23,15 @@ class Measured:
     unit: int
 
 
-def measured(how: str, width: int, layers: int, save: str, world: int = 4) -> Measured:
+def measured(how: str, width: int, layers: int, save: str, timeout_s: float = 120) -> Measured:
+    world = 4
     unit = 4 * width * (width + 1)
     whole = layers * unit
     given: dict[str, Any] = {
         **{"how": how, "width": width, "layers": layers, "world": world, "save": save},
         "limit_bytes": 3 * whole // 4 + (64 << 20),
     }
-    found = run_module("tests.numerics.peak_initial", given, _STEADY_MALLOC)
+    found = run_module("tests.numerics.peak_initial", given, _STEADY_MALLOC, timeout_s)
     assert found["codes"] == [0] * world
     return Measured(ranks=found["ranks"], shard=2 * whole // world, unit=unit)
 
@@ -45,10 +46,24 @@ def test_no_rank_holds_more_than_its_shard_and_one_unit(how: str, save: str) -> 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("how", ["meta", "init"])
 def test_a_model_of_a_billion_parameters_is_made_and_exported_by_ranks_that_cannot_hold_it(
     how: str,
 ) -> None:
-    found = measured(how, 4096, 60, "model.safetensors")
+    found = measured(how, 4096, 60, "model.safetensors", timeout_s=900)
     assert max(rank["made"] for rank in found.ranks) <= 1.1 * (found.shard + found.unit)
     assert max(rank["saved"] for rank in found.ranks) <= 1.1 * found.unit
+
+
+@pytest.mark.full
+def test_from_pretrained_at_stage_3_reads_the_files_once_and_holds_a_shard_and_a_unit() -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    found = run_module("tests.numerics.peak_pretrained", {"world": 4}, _STEADY_MALLOC)
+    assert found["codes"] == [0] * 4
+    shard, unit = 80 << 20 >> 2, 4 * 3_163_136
+    for rank in found["ranks"]:
+        assert (rank["divided"], rank["same"], rank["missing"]) == (True, True, [])
+        assert rank["spread"] == 0.02
+        assert rank["loaded"] <= 1.1 * (shard + unit)
+        assert rank["made"] <= 1.1 * (shard + unit)

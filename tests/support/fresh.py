@@ -13,13 +13,19 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_module(name: str, given: Any = None, environment: Mapping[str, str] | None = None) -> Any:
+def run_module(
+    name: str,
+    given: Any = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 120,
+) -> Any:
     """Run `python -m name` to its end, which must be exit code 0.
 
     Args:
         name: The module.
         given: Its standard input, as JSON.
         environment: Variables beside those of this process.
+        timeout_s: The most that it may take.
 
     Returns:
         The last line of its standard output, which must be JSON.
@@ -29,7 +35,7 @@ def run_module(name: str, given: Any = None, environment: Mapping[str, str] | No
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
         check=False,
         env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=_ROOT,

@@ -57,6 +57,8 @@ class DividedConstruction(TorchFunctionMode):
         super().__init__()
         self._open: dict[Tensor, None] = {}
         """The parameters that are whole; the one that was used last is at the end."""
+        self._count = 0
+        """Their elements."""
         self._given = tuple(params)
         self._group: EarlyGroup | None = None
         self._leaving = ExitStack()
@@ -67,7 +69,7 @@ class DividedConstruction(TorchFunctionMode):
         link = agent_link(dist.get_rank())
         with exit_on_peer_loss(link):
             collectives = Collectives(interrupt=link.interrupt, name="construction")
-            for device in {torch.device("cpu"), local_device()}:
+            for device in dict.fromkeys((torch.device("cpu"), local_device())):
                 collectives.meet(device)
             self._group = EarlyGroup(collectives)
         with ExitStack() as stack:
@@ -77,7 +79,7 @@ class DividedConstruction(TorchFunctionMode):
             super().__enter__()
             stack.push(super().__exit__)
             stack.push(self._divide_all)
-            self._hold(self._given)
+            self._hold([param for param in self._given if not param.is_meta])
             self._leaving = stack.pop_all()
         return self
 
@@ -115,6 +117,7 @@ class DividedConstruction(TorchFunctionMode):
                 share = share_of(param)
                 if share is not None and not share.gathered:
                     share.gather(param)
+                self._count += 0 if param in self._open else param.numel()
                 self._open.pop(param, None)
                 self._open[param] = None
             if params:
@@ -133,11 +136,9 @@ class DividedConstruction(TorchFunctionMode):
             keep: How many of those that were used last stay open all the same.
         """
         assert self._group is not None
-        count = sum(param.numel() for param in self._open)
-        for param in list(self._open)[: len(self._open) - keep]:
-            if count <= elements and elements:
-                break
-            count -= param.numel()
+        while len(self._open) > keep and (self._count > elements or not elements):
+            param = next(iter(self._open))
+            self._count -= param.numel()
             del self._open[param]
             share = share_of(param)
             if share is None or (share.gathered and not share.holders):
