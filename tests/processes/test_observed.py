@@ -33,7 +33,7 @@ import zero_agent
 fails = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 for step in range(1, 5 if fails else 7):
     time.sleep(0.3)
-    zero_agent.heartbeat(step)
+    zero_agent.heartbeat(step, loss=1 / step, tokens=100 * step)
 time.sleep(0.3)
 if not fails:
     with urllib.request.urlopen(sys.argv[1], timeout=60) as answer:
@@ -71,6 +71,10 @@ def test_the_time_of_a_job_with_a_failure_is_accounted_for(etcd, etcd_store, tmp
     used_ns = from_record(now.time_ns)
     assert {Use.STARTING, Use.USEFUL, Use.REPEATED, Use.REFORMING} <= used_ns.keys()
     assert Use.UNREPORTED not in used_ns
+    assert now.tokens == 600
+    points = read_history(etcd_store.get(history_key("goodput"))).points
+    assert points[-1].step == 6
+    assert all(point.loss == pytest.approx(1 / point.step, rel=1e-5) for point in points)
     sleeps_s = (5 + 7) * 0.3
     assert sleeps_s < total_ns(used_ns) / 1e9 < wall_s
     lines = (logs / "goodput" / "events-a.jsonl").read_text().splitlines()

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import zero_agent
-from zero_agent.node.heartbeat import ENV_FILE, Heartbeats
+from zero_agent.node.heartbeat import ENV_FILE, Beat, Heartbeats, parse
 from zero_contract.worker import ENV_HEARTBEAT
 
 
 def felt(heartbeats: Heartbeats) -> list[tuple[int, int | None]]:
-    return list(heartbeats.beats())
+    return [(rank, beat and beat.step) for rank, beat in heartbeats.beats()]
 
 
 def test_each_beat_is_felt_once_with_its_step(tmp_path, monkeypatch):
@@ -24,6 +24,24 @@ def test_each_beat_is_felt_once_with_its_step(tmp_path, monkeypatch):
         assert felt(heartbeats) == []
     zero_agent.heartbeat()
     assert felt(heartbeats) == [(3, None)]
+
+
+def test_a_beat_says_the_loss_the_samples_and_the_tokens_that_are_given(tmp_path, monkeypatch):
+    file = tmp_path / "pulse"
+    heartbeats = Heartbeats({0: file})
+    monkeypatch.setenv(ENV_FILE, str(file))
+    zero_agent.heartbeat(12, loss=0.53125, samples=96, tokens=98304)
+    assert list(heartbeats.beats()) == [(0, Beat(12, 0.53125, 96, 98304))]
+    zero_agent.heartbeat(13)
+    assert list(heartbeats.beats()) == [(0, Beat(13))], "what the step before has said is gone"
+    zero_agent.heartbeat(10**19, loss=-1.23456789e-300, samples=10**18, tokens=10**20)
+    assert list(heartbeats.beats()) == [(0, Beat(10**19, -1.23456789e-300, 10**18, 10**20))]
+
+
+def test_words_that_are_not_known_spoil_nothing():
+    assert parse(b"7 loss=x samples=2.5 tokens=9 colour=red \n") == Beat(7, tokens=9)
+    assert parse(b"seven loss=1") is None
+    assert parse(b"  ") is None
 
 
 def test_a_shell_may_touch_the_file(tmp_path):
@@ -46,6 +64,8 @@ def test_a_heartbeat_never_disturbs_the_script(tmp_path, monkeypatch):
     zero_agent.heartbeat(1)
     monkeypatch.setenv(ENV_FILE, str(tmp_path / "pulse"))
     zero_agent.heartbeat("no number")
+    zero_agent.heartbeat(1, loss="no number")
+    zero_agent.heartbeat(1, samples=None)
     assert not (tmp_path / "pulse").exists()
 
 

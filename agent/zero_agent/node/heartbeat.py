@@ -2,8 +2,9 @@
 
 The environment of a worker names its heartbeat file, ZERO_HEARTBEAT_FILE. Each change of the file's
 modification time is a heartbeat, whatever made it (`touch` in a shell script will do). The file may
-contain the number of the last finished step. The agent looks at the files of its workers at each
-turn of its loop.
+contain the number of the last finished step, and after it what else is known of it:
+`12 loss=0.53 samples=96 tokens=98304`. The agent looks at the files of its workers at each turn of
+its loop.
 
 Must always hold: `heartbeat` costs microseconds, raises nothing, and does nothing outside of an
 agent.
@@ -15,30 +16,82 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ENV_FILE = "ZERO_HEARTBEAT_FILE"
 """As `zero_contract.worker.ENV_HEARTBEAT`; a script's heartbeat imports nothing for it."""
-_LONGEST_NUMBER = 20
+_LENGTH = 128
+"""The length of what `heartbeat` writes: padded, so that it replaces what was there."""
 
 
-def heartbeat(step: int | None = None) -> None:
+class Beat(NamedTuple):
+    """What a heartbeat says of the step that has ended."""
+
+    step: int
+    loss: float | None = None
+    samples: int = 0
+    tokens: int = 0
+
+
+def heartbeat(
+    step: int | None = None,
+    *,
+    loss: float | None = None,
+    samples: int = 0,
+    tokens: int = 0,
+) -> None:
     """Send a heartbeat: this worker makes progress. Call it once per step.
+
+    `zero-ctl status`, the metrics and the curves of `zero-ctl report` show what is given beside the
+    step.
 
     Args:
         step: The number of the step that has just ended, if steps have numbers. `zero-ctl status`
             shows it, and it distinguishes a job that makes progress from one in a crash loop.
+        loss: The loss of the step; the mean over all ranks, if the script knows it.
+        samples: The samples that all ranks have consumed since the run began.
+        tokens: The tokens that they have consumed.
     """
     path = os.environ.get(ENV_FILE)
     if path is None:
         return
-    with contextlib.suppress(OSError, ValueError):
-        text = b"" if step is None else str(int(step)).encode()
+    with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
+        text = b"" if step is None else _line(int(step), loss, int(samples), int(tokens))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # One write of a fixed length: a reader sees the old number or the new one.
-            os.pwrite(descriptor, text.ljust(_LONGEST_NUMBER), 0)
+            # One write of a fixed length: a reader sees the old line or the new one.
+            os.pwrite(descriptor, text.ljust(_LENGTH), 0)
         finally:
             os.close(descriptor)
+
+
+def _line(step: int, loss: float | None, samples: int, tokens: int) -> bytes:
+    words = [str(step)]
+    words += [f"loss={float(loss):.9g}"] if loss is not None else []
+    words += [f"samples={samples}"] if samples else []
+    words += [f"tokens={tokens}"] if tokens else []
+    return " ".join(words).encode()
+
+
+def parse(text: bytes) -> Beat | None:
+    """What the content of a heartbeat file says; None if it begins with no number.
+
+    Words that this version does not know, and values that are none, are left out.
+    """
+    step, *words = text.split() or [b""]
+    if not step.isdigit():
+        return None
+    beat = Beat(int(step))
+    for word in words:
+        name, _, value = word.partition(b"=")
+        with contextlib.suppress(ValueError):
+            if name == b"loss":
+                beat = beat._replace(loss=float(value))
+            elif name == b"samples":
+                beat = beat._replace(samples=int(value))
+            elif name == b"tokens":
+                beat = beat._replace(tokens=int(value))
+    return beat
 
 
 class Heartbeats:
@@ -53,15 +106,15 @@ class Heartbeats:
         self._files = files
         self._seen_ns: dict[int, int] = {}
 
-    def beats(self) -> Iterator[tuple[int, int | None]]:
-        """The ranks with a heartbeat since the last call, with the step that the file contains."""
+    def beats(self) -> Iterator[tuple[int, Beat | None]]:
+        """The ranks with a heartbeat since the last call, with what the file says of the step."""
         for rank, file in self._files.items():
             try:
                 at_ns = file.stat().st_mtime_ns
                 if at_ns != self._seen_ns.get(rank):
                     self._seen_ns[rank] = at_ns
                     with file.open("rb") as content:
-                        text = content.read(_LONGEST_NUMBER + 1).strip()
-                    yield rank, (int(text) if text.isdigit() else None)
+                        text = content.read(_LENGTH)
+                    yield rank, parse(text)
             except OSError:
                 continue  # this worker has not sent a heartbeat yet

@@ -210,8 +210,8 @@ class Steps:
 
     def too_slow(self) -> tuple[int, str] | None:
         """The first worker that counts as hung, and why, after a look at every heartbeat file."""
-        for rank, step in self._heartbeats.beats():
-            self.beat(rank, None if step is None else Progress(step=step))
+        for rank, beat in self._heartbeats.beats():
+            self.beat(rank, None if beat is None else Progress(**beat._asdict()))
         for rank, clock in self._clocks.items():
             if verdict := clock.verdict(self._clock.now()):
                 return rank, verdict
