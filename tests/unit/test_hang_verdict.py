@@ -7,6 +7,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
+from zero_agent.loop.network_watch import NetworkWatch
 from zero_agent.loop.verdicts import Verdicts
 from zero_contract.journal import Journal
 from zero_orchestrator.ctl.events import Publisher, verdicts_key
@@ -104,6 +105,11 @@ def test_the_answers_of_the_nodes_say_what_each_rank_does():
     ]
 
 
+def post(handler):
+    """Runs a handler at once."""
+    return handler
+
+
 def test_the_agents_of_all_nodes_learn_who_is_waited_for_until_steps_are_taken_again(tmp_path):
     store = MemoryStore(ManualClock())
     nodes = tuple(Node(id=f"n{rank}", incarnation="1", address="x", slots=1) for rank in range(2))
@@ -117,7 +123,8 @@ def test_the_agents_of_all_nodes_learn_who_is_waited_for_until_steps_are_taken_a
     for node in nodes:
         publisher = Publisher(store, "gpt", node.id, "1", ManualClock())
         journal = Journal(node.id, None)
-        one = Verdicts(publisher, journal, lambda handler: handler, lambda asked: answers)
+        network = NetworkWatch(ManualClock(), post, lambda asked: [])
+        one = Verdicts(publisher, journal, post, lambda asked: answers, network)
         one.follow(round_1, store.grant(60))
         made.append((one, publisher))
     first, second = (one for one, _ in made)
