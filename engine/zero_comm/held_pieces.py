@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero_comm.additions import Addition, Memory, lead
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.ordered_sum import Addition, Memory, lead, run_additions
+from zero_comm.fold import run_additions
 from zero_comm.reduction_plan import Formed, Piece
 from zero_comm.spill import Kept, Spill
 

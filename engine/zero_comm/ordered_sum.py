@@ -5,50 +5,26 @@ hold: only siblings are added to each other and only whole blocks to the chain, 
 micro-batches comes at once, so the sum depends on their numbers alone; what is pending is
 log2(block) pieces at most, and the piece that begins the sum lies where the sum is going to be.
 
-What is to be added is decided before (`next_sums`, a pure function), then done piece of memory by
-piece of memory, while that is in a CPU's cache. `reduction` receives what is added here;
-`zero_optimizer` has one sum for each unit.
+What is to be added is decided before (`next_sums`, a pure function), then done by `fold`.
+`reduction` receives what is added here; `zero_optimizer` has one sum for each unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero_comm.additions import TOTAL, Addition, Memory, lead
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.quantization import unpack
+from zero_comm.fold import run_additions
 from zero_comm.reduction_plan import Piece
 from zero_comm.spill import Kept, Spill
 
-_PIECE = 1 << 18
-"""Elements whose fp32 copy is still in a CPU's cache when it is added."""
-
-
 # ---- what is added to what ----
-
-
-class Memory(NamedTuple):
-    """Where a number lies."""
-
-    kind: str
-    """"total", "kept" or "given"."""
-    number: int = 0
-
-
-TOTAL = Memory("total")
-
-
-class Addition(NamedTuple):
-    """target = left + right, or a copy of left; the target is left's memory, or nobody's."""
-
-    target: Memory
-    left: Memory
-    right: Memory | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +117,6 @@ def next_sums(
     return tuple(stack.additions), done
 
 
-def lead(additions: list[Addition], source: Memory, home: Memory) -> None:
-    """Let the last addition that writes `source` write `home` instead; none does: copy it."""
-    for index in reversed(range(len(additions))):
-        if additions[index].target == source:
-            additions[index] = additions[index]._replace(target=home)
-            return
-    additions.append(Addition(home, source, None))
-
-
 @lru_cache(maxsize=1024)
 def next_pieces(
     start: int, count: int, block: int
@@ -202,23 +169,6 @@ def form_pieces(
     if additions:
         run_additions(additions, memory, torch.float32, pool)
     return [(piece, memory[home]) for piece, home in pieces]
-
-
-def run_additions(
-    additions: Sequence[Addition],
-    memory: Mapping[Memory, Tensor],
-    dtype: torch.dtype,
-    pool: BufferPool,
-    *,
-    packed: bool = False,
-) -> None:
-    """Do some additions, at least one; on a CPU piece of memory after piece of memory."""
-    pieces: Iterable[Mapping[Memory, Tensor]] = (memory,)
-    if not packed and not next(iter(memory.values())).is_cuda:  # packed ones only as a whole
-        columns = [tensor.split(_PIECE) for tensor in memory.values()]
-        pieces = (dict(zip(memory, row, strict=True)) for row in zip(*columns, strict=True))
-    for piece in pieces:
-        _Worker(piece, dtype, pool, packed=packed).run(additions)
 
 
 class OrderedSum:
@@ -371,43 +321,3 @@ class OrderedSum:
     def kept(self) -> Iterator[Tensor]:
         """The pieces that are pending or early, beside the total."""
         return (kept.tensor for kept in (*self._kept.values(), *self._early.values()))
-
-
-class _Worker:
-    """The additions on one piece of memory; what is narrower than fp32 is widened first."""
-
-    def __init__(
-        self, memory: Mapping[Memory, Tensor], dtype: torch.dtype, pool: BufferPool, *, packed: bool
-    ) -> None:
-        self._memory = memory
-        self._dtype = dtype
-        self._pool = pool
-        self._packed = packed
-        self._wide: dict[Memory, Tensor] = {}
-
-    def run(self, additions: Sequence[Addition]) -> None:
-        """Do them in their order."""
-        for target, left, right in additions:
-            if right is None:
-                self._widen(self._memory[left], self._memory[target])
-                continue
-            one, other = self._number(left), self._number(right)
-            torch.add(one, other, out=one if target == left else self._memory[target])
-            for read in {left, right} - {target}:
-                if read in self._wide:
-                    self._pool.give(self._wide.pop(read))
-
-    def _number(self, memory: Memory) -> Tensor:
-        """In fp32. Copying first is several times faster than adding bf16 to fp32 directly."""
-        tensor = self._memory[memory]
-        if memory.kind != "given" or (tensor.dtype == self._dtype and not self._packed):
-            return tensor
-        if memory not in self._wide:
-            numel = self._memory[TOTAL].numel() if self._packed else tensor.numel()
-            self._wide[memory] = self._widen(tensor, self._pool.take(numel, self._dtype))
-        return self._wide[memory]
-
-    def _widen(self, gradient: Tensor, into: Tensor) -> Tensor:
-        if self._packed and gradient.dtype == torch.uint8:
-            return unpack(gradient.view(1, -1), into.view(1, -1)).view(-1)
-        return into.copy_(gradient)

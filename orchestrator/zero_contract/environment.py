@@ -96,6 +96,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ENGINE: {
             "ZERO_NEIGHBOURS": "0 makes ranks on one host exchange through sockets, not by "
             "reading each other's memory.",
+            "ZERO_FOLD": "0 adds gradients on a GPU one by one, without a kernel that "
+            "torch.compile makes of their additions; the result is the same.",
             "ZERO_NODE_RANKS": "Ranks of each node, in the order of ranks, such as 4,4,2; one "
             "number is that of every node (default: what the launcher says). Gradients are added "
             "inside a node before they travel to other nodes; the result is the same.",

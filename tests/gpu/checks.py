@@ -25,6 +25,7 @@ import torch.distributed as dist
 import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.ports import free_port
+from zero_comm import fold
 from zero_comm.collectives import Collectives
 from zero_comm.distributed import leave_group, local_device
 from zero_comm.errors import LeavingNow
@@ -229,6 +230,21 @@ def sums_in_host_memory_between_micro_steps_have_the_same_bits() -> str:
     """World 1 keeps up to three pieces of each gradient: none of them on the device."""
     cases = {budget: {"elastic": {"accumulate_device_bytes": budget}} for budget in (None, 0)}
     return equal({budget: trained(2, "bf16", **more) for budget, more in cases.items()})
+
+
+@check
+@on_a_gpu
+def additions_are_one_kernel_with_the_bits_of_doing_them_one_by_one() -> str:
+    """In bf16 and fp32, with the compiler and without."""
+    told = []
+    for dtype in ("bf16", "fp32"):
+        found = {}
+        for switch in ("0", "1"):
+            os.environ[fold.SWITCH] = switch
+            found[switch] = trained(2, dtype)
+        told.append(f"{dtype}: {equal(found)}")
+    assert fold.ON_GPU.kernels, "additions could not be compiled; the log says why"
+    return f"{len(fold.ON_GPU.kernels)} kernels; {'; '.join(told)}"
 
 
 @check

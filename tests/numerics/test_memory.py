@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
-from zero_comm import ordered_sum
+from zero_comm import additions
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.reduction_plan import Where
 from zero_comm.topology import ENV_NODE_RANKS, Topology
@@ -191,7 +191,7 @@ def most_under_way(
     reducer = engine._core.reducer
     reducer._pool = reducer._reduction.pool = pool = Counted(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ordered_sum, "_PIECE", 1 << 12)  # as little beside units as of real ones
+        patch.setattr(additions, "_PIECE", 1 << 12)  # as little beside units as of real ones
         for batch in engine.training_dataloader or ():
             engine.backward(engine(batch))
             engine.step()
