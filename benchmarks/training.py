@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -154,6 +155,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    # Whoever ends this early, such as timeout, leaves no ranks and no namespaces behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     args = _arguments()
     if args.table:
         found = [Run(**json.loads(line)) for line in args.table.read_text().splitlines()]

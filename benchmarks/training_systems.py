@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training_model import GPT, Shape
+from torch.utils.data import DataLoader, Dataset
+from training_model import GPT, Shape, batch
 
 Tokens = tuple[Tensor, Tensor]
 Step = Callable[[Sequence[Tokens]], float]
@@ -173,11 +175,34 @@ def fsdp2(
 # ---- ours and DeepSpeed: one API ----
 
 
+class _Samples(Dataset[Tokens]):
+    """The sequences of all ranks, in the order of the micro-batches of each step."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._shape = setting.shape
+        self._world = setting.world
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> Tokens:
+        microbatch, sequence = divmod(index, self._shape.micro)
+        turn, rank = divmod(microbatch, self._world)
+        tokens, targets = batch(self._shape, turn, rank)
+        return tokens[sequence], targets[sequence]
+
+
 def ours(model: GPT, setting: Setting, *, stage: int, elastic: dict[str, Any]) -> Step:
+    """If gradients are added before they travel, the engine says which rank has which samples."""
     import zero_deepspeed
 
-    config = {"optimizer": {"type": "AdamW", "params": _ADAMW}, "elastic": elastic}
-    return _engine_step(zero_deepspeed, model, setting, {"stage": stage}, config=config)
+    config = {
+        "optimizer": {"type": "AdamW", "params": _ADAMW},
+        "elastic": {"shuffle": False, **elastic},
+    }
+    samples = _Samples(setting) if "accumulate" in elastic else None
+    zero = {"stage": stage}
+    return _engine_step(zero_deepspeed, model, setting, zero, config=config, samples=samples)
 
 
 def deepspeed(model: GPT, setting: Setting, *, stage: int, offload: bool = False) -> Step:
@@ -203,7 +228,9 @@ def _engine_step(
     *,
     config: dict[str, Any],
     optimizer: Any = None,
+    samples: Dataset[Tokens] | None = None,
 ) -> Step:
+    """`samples`: trained in place of the micro-batches of a step, divided by the engine."""
     config = {
         "train_batch_size": setting.shape.micro * setting.world * setting.accumulation,
         "train_micro_batch_size_per_gpu": setting.shape.micro,
@@ -216,9 +243,13 @@ def _engine_step(
         model=model, optimizer=optimizer, model_parameters=model.parameters(), config=config
     )
 
+    loader = None
+    if samples is not None:
+        loader = iter(DataLoader(samples, batch_sampler=engine.batch_sampler(samples)))
+
     def step(microbatches: Sequence[Tokens]) -> float:
         sum_ = torch.zeros(())
-        for tokens in microbatches:
+        for tokens in islice(loader, len(microbatches)) if loader else microbatches:
             loss = engine(*tokens)
             engine.backward(loss)
             engine.step()
