@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_deepspeed
+from tests.support import queued
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool, one_result
@@ -68,6 +69,7 @@ def test_a_model_made_under_zero_init_has_the_bits_of_an_ordinary_one(worlds: Wo
     made, divided = one_result(worlds, trained_hashes, True, sizes=(1, 3))
     assert made == ordinary
     assert divided
+    assert worlds.run(2, trained_hashes, True, backend=queued.BACKEND) == [(ordinary, True)] * 2
 
 
 def trained_hashes(under_init: bool) -> tuple[list[str], bool]:
