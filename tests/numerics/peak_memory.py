@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,29 @@ def resident(line: str) -> int:
     """Bytes: VmRSS is what there is, VmHWM the peak."""
     words = Path("/proc/self/status").read_text(encoding="ascii").split()
     return int(words[words.index(f"{line}:") + 1]) * 1024
+
+
+class AnonymousPeak:
+    """The largest anonymous memory of a process, looked at every millisecond.
+
+    What is mapped from files is not in it: the kernel may drop that.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = self.before = resident("RssAnon")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.001):
+            self.most_bytes = max(self.most_bytes, resident("RssAnon"))
+
+    def end(self) -> int:
+        """Bytes above what there was before."""
+        self._ended.set()
+        self._thread.join()
+        return self.most_bytes - self.before
 
 
 def peak(settings: dict[str, Any]) -> int:

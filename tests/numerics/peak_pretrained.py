@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from tests.numerics.peak_initial import run_ranks
-from tests.numerics.peak_memory import resident
+from tests.numerics.peak_memory import AnonymousPeak
 from zero_engine.parameters import construction
 from zero_engine.parameters.early_shards import share_of
 
@@ -49,26 +48,6 @@ def shape(layers: int = LAYERS) -> LlamaConfig:
     )
 
 
-class Peak:
-    """The largest anonymous memory of a process, looked at every millisecond."""
-
-    def __init__(self) -> None:
-        self.most_bytes = self.before = resident("RssAnon")
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        while not self._ended.wait(0.001):
-            self.most_bytes = max(self.most_bytes, resident("RssAnon"))
-
-    def end(self) -> int:
-        """Bytes above what there was before."""
-        self._ended.set()
-        self._thread.join()
-        return self.most_bytes - self.before
-
-
 def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, Any]:
     """One rank: the peaks, and whether the weights are those of the files."""
     world = given["world"]
@@ -77,11 +56,11 @@ def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, Any]:
     construction.OPEN_ELEMENTS = UNIT
     directory = given["directory"]
     LlamaForCausalLM.from_pretrained(f"{directory}/small")  # libraries, threads
-    peak = Peak()
+    peak = AnonymousPeak()
     model = LlamaForCausalLM.from_pretrained(f"{directory}/model")
     loaded = peak.end()
     divided = all(share_of(param) is not None for param in model.parameters())
-    peak = Peak()
+    peak = AnonymousPeak()
     engine = zero_deepspeed.initialize(model=model, config=SETTINGS)[0]
     made = peak.end()
     whole = engine.module_state_dict()

@@ -38,10 +38,12 @@ def measured(how: str, width: int, layers: int, save: str, timeout_s: float = 12
 
 @pytest.mark.corners(how=["meta"], save=["model.safetensors"])
 @pytest.mark.parametrize("save", ["model.safetensors", "model.bin"])
-@pytest.mark.parametrize("how", ["meta", "init"])
+@pytest.mark.parametrize("how", ["meta", "init", "load"])
 def test_no_rank_holds_more_than_its_shard_and_one_unit(how: str, save: str) -> None:
     found = measured(how, 1024, 19, save)
-    assert max(rank["made"] for rank in found.ranks) <= 1.1 * (found.shard + found.unit)
+    buffers = 8 << 20 if how == "load" else 0  # of the reader of checkpoints, for any model
+    most = 1.1 * (found.shard + found.unit) + buffers
+    assert max(rank["made"] for rank in found.ranks) <= most
     assert max(rank["saved"] for rank in found.ranks) <= 1.25 * found.unit
 
 
