@@ -120,6 +120,44 @@ def test_the_bits_are_the_same_in_every_case_of_every_grouping(
     assert worlds.run(4, hashes, nodes, "1", cases, deadline_s=300) == [right] * 4
 
 
+WORLDS = [
+    "1,1",
+    "2",
+    "2,1",
+    "1,2",
+    "3,2",
+    "2,3",
+    "2,2,2",
+    "4,2",
+    "3,4",
+    "4,4",
+    "2,2,2,2",
+    "5,3",
+    "1,7",
+]
+PLACES = [("owner", stage) for stage in (0, 1, 2, 3)]
+PLACES += [("node", stage) for stage in (0, 1, 2, 3)] + [("local", 0), ("local", 1)]
+
+
+@pytest.mark.full
+def test_two_to_eight_ranks_have_one_result_in_every_grouping_stage_and_mode() -> None:
+    """A fifth of all cases for each grouping, so that most pairs occur."""
+    every = list(itertools.product(PLACES, ("fp32", "bf16", "fp16"), (1, 4, 8)))
+    right = {each: digest(expected(*each)) for each in {(dtype, b) for _, dtype, b in every}}
+    pool = WorldPool(8)
+    try:
+        for number, nodes in enumerate(WORLDS):
+            cases = [(*place, dtype, block) for place, dtype, block in every[number % 5 :: 5]]
+            if "," not in nodes:  # there "node" acts as "owner"
+                cases = [case for case in cases if case[0] != "node"]
+            world = sum(map(int, nodes.split(",")))
+            found = pool.run(world, hashes, nodes, "1", cases, deadline_s=300)
+            wanted = [right[dtype, block] for _, _, dtype, block in cases]
+            assert [[weights for weights, _ in rank] for rank in found] == [wanted] * world
+    finally:
+        pool.close()
+
+
 def train_on_own_data(where: str) -> str:
     """The script divides its samples among the ranks, one after the other."""
     elastic = {"reduction_block": 4, "accumulate": where}
