@@ -127,10 +127,13 @@ class Transports:
         group = self._group or dist.group.WORLD
         assert group is not None
         if group not in _CONTROL:
+            ranks = dist.get_process_group_ranks(group)
             _CONTROL[group] = dist.new_group(
-                dist.get_process_group_ranks(group),
+                ranks,
                 backend="gloo",
                 timeout=timedelta(seconds=timeout_of(group)),
-                use_local_synchronization=True,
+                # Names a group by how many this rank is in, which differs if a script has made one
+                # of some ranks. So only where other ranks do not take part.
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
             )
         return _CONTROL[group]

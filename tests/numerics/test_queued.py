@@ -205,7 +205,7 @@ def mixed_up() -> str:
 def test_a_script_s_group_without_the_cpu_is_given_one_for_small_exchanges(
     worlds: WorldPool,
 ) -> None:
-    """As `init_process_group("nccl")` leaves it."""
+    """As `init_process_group("nccl")` leaves it, after the script has made a group of one rank."""
     (alone,) = worlds.run(1, train_at_every_stage, False, 2)
     assert worlds.run(2, without_cpu, backend="cuda:queued") == [alone[:1]] * 2
 
@@ -213,6 +213,7 @@ def test_a_script_s_group_without_the_cpu_is_given_one_for_small_exchanges(
 def without_cpu() -> Any:
     import tests.numerics.test_stages as stages
 
+    dist.new_group([0])
     kept, stages.STAGES = stages.STAGES, (0,)
     try:
         return train_at_every_stage(False, 2)
