@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
 
+from zero_comm import flight
 from zero_comm.distributed import leave_group
 from zero_comm.errors import LeavingNow
 from zero_comm.rank_times import WAITS, EveryonesTimes, StepTimer
@@ -385,7 +386,12 @@ class AgentLink:
 
 def _wait_reply(request: int) -> WaitReply:
     """What this process waits for."""
-    reply = WaitReply(request=request, begun=WAITS.begun, last=WAITS.last)
+    reply = WaitReply(
+        request=request,
+        begun=WAITS.begun,
+        last=WAITS.last,
+        collectives=tuple(flight.recorded()),
+    )
     longest = WAITS.longest()
     if longest is None:
         return reply

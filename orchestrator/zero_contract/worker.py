@@ -17,7 +17,7 @@ import dataclasses
 import hmac
 import json
 from enum import IntEnum, StrEnum
-from typing import get_args
+from typing import Any, get_args
 
 # Environment of a worker under zero-agent, beside torchrun's.
 ENV_JOB = "ZERO_JOB"
@@ -248,6 +248,8 @@ class WaitReply:
     """The number of exchanges that it has begun."""
     last: str = ""
     """The name of the exchange that it has begun last."""
+    collectives: tuple[dict[str, Any], ...] = ()
+    """The last collectives that torch has recorded, as `zero_comm.flight.recorded`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

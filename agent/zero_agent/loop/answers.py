@@ -36,7 +36,7 @@ Reply = Callable[[Query], dict[str, Any]]
 """Makes the record that answers a question."""
 PAGE_BYTES = 256 << 10
 """Output in one answer, before compression."""
-WAITS_S = 1.0
+WAITS_S = 3.0
 """How long a worker may take to say what it waits for."""
 _CLOSE_S = 1.0
 

@@ -13,6 +13,8 @@ from pathlib import PurePath
 from typing import Any
 
 from zero_contract.own_files import is_own
+from zero_orchestrator.ctl import flight
+from zero_orchestrator.ctl.flight import Collective
 from zero_orchestrator.ctl.stacks import Frame, from_answer
 
 SHOWN = 4
@@ -35,6 +37,8 @@ class RankState:
     """The exchange that it has begun last."""
     frames: tuple[Frame, ...] = ()
     """The stack of its main thread, the most recent call first."""
+    collectives: tuple[Collective, ...] = ()
+    """The last collectives that torch has recorded."""
     problem: str = ""
     """Why it does not say where it is."""
 
@@ -64,6 +68,7 @@ def states(answers: Mapping[str, Mapping[str, Any]]) -> list[RankState]:
                     turn=wait.get("turn", 0),
                     begun=wait.get("begun"),
                     last=wait.get("last", ""),
+                    collectives=flight.from_answer(wait.get("collectives", ())),
                     frames=stack.threads[0].frames if stack.threads else (),
                     problem=stack.problem,
                 )
@@ -110,6 +115,26 @@ def _waits_for_another(ranks: Sequence[RankState]) -> Hang | None:
     return Hang(ranks=tuple(one.rank for one in odd), text=f"the collectives differ: {text}")
 
 
+def _collectives_differ(ranks: Sequence[RankState]) -> Hang | None:
+    """The collectives that torch has recorded are not the same on all ranks."""
+    found = flight.compare({one.rank: one.collectives for one in ranks if one.collectives})
+    if found is None:
+        return None
+    named = f"{found.usual.text} (number {found.usual.number} of group {found.usual.group})"
+    others = f"{found.others} rank{'s have' if found.others > 1 else ' has'} issued {named}"
+    states = {one.rank: one for one in ranks}
+    words = [
+        f"{_who(states[rank])} {'has issued ' + issued.text if issued else _lacks(states[rank])}"
+        for rank, issued in [*found.odd.items()][:SHOWN]
+    ]
+    text = f"the collectives differ: {'; '.join(words)}; {others}"
+    return Hang(ranks=tuple(found.odd), text=text)
+
+
+def _lacks(one: RankState) -> str:
+    return f"has not issued it, and is in {one.place}"
+
+
 def _has_begun_fewer(ranks: Sequence[RankState]) -> Hang | None:
     """The exchanges are a GPU's, which no thread waits for: who has begun fewer of them."""
     known = [one for one in ranks if one.begun]
@@ -134,6 +159,7 @@ def _is_elsewhere(ranks: Sequence[RankState]) -> Hang | None:
 _RULES: Sequence[Callable[[Sequence[RankState]], Hang | None]] = (
     _does_not_wait,
     _waits_for_another,
+    _collectives_differ,
     _has_begun_fewer,
     _is_elsewhere,
 )
