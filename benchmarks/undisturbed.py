@@ -118,7 +118,7 @@ def fail(text: str) -> None:
 @contextlib.contextmanager
 def running(directory: Path, etcd: str, nodes: int, arguments: list[str]) -> Iterator[Job]:
     """A job of so many nodes that trains; it is killed at the end."""
-    flags = [f"--nnodes={nodes}", f"--rdzv-endpoint={etcd}", "--rdzv-id=undisturbed"]
+    flags = [f"--nnodes={nodes}", f"--rdzv-endpoint={etcd}", f"--rdzv-id={directory.name}"]
     flags += [f"--log-dir={directory}/logs", "--rdzv-conf=last_call_timeout=140"]
     worker = [str(Path(__file__).resolve()), f"--directory={directory}", *arguments]
     with (directory / "log").open("wb") as log:
