@@ -20,9 +20,11 @@ READERS = frozenset({"torch.load", "np.load", "numpy.load"})
 ALLOWED = {
     "engine/zero_checkpoint/dcp/writer.py": {"torch.load"},
     "engine/zero_checkpoint/tools/pickles.py": {"pickle", "torch.load"},
+    "engine/zero_comm/flight.py": {"pickle"},
 }
-"""The writer for torch.distributed.checkpoint unpickles what its own process has pickled a moment
-ago. The reader of other people's checkpoints runs nothing in them unless it is told to."""
+"""The writer for torch.distributed.checkpoint, and the reader of torch's flight recorder, unpickle
+what their own process has pickled a moment ago. The reader of other people's checkpoints runs
+nothing in them unless it is told to."""
 
 
 def uses(source: str) -> Iterator[str]:

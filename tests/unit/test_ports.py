@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import socketserver
 from collections.abc import Iterator
 
 import pytest
 
 from zero_agent.node.memory_server import MemoryServer
-from zero_agent.node.network import first_free
+from zero_agent.node.network import PatientServer, first_free
 from zero_agent.node.ring import Ring
 
 HOST = "127.0.0.1"
@@ -40,3 +41,9 @@ def test_a_range_without_a_free_port_is_named():
     ports = range(31_040, 31_044)
     with taken(ports), pytest.raises(OSError, match="31040 to 31043 are taken; name more with"):
         first_free(ports, lambda port: socket.create_server((HOST, port)))
+
+
+def test_a_server_that_is_closed_before_its_thread_begins_ends_without_a_word():
+    server = PatientServer((HOST, 0), socketserver.BaseRequestHandler)
+    server.server_close()
+    assert server.serve_forever() is None

@@ -57,6 +57,14 @@ class PatientServer(socketserver.ThreadingTCPServer):
                 time.sleep(self.exhausted_pause_s)
             raise
 
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """As socketserver; returns at once if the server was closed before its thread began."""
+        try:
+            super().serve_forever(poll_interval)
+        except ValueError:  # of a selector for a closed socket
+            if self.fileno() >= 0:
+                raise
+
 
 def family_of(host: str) -> socket.AddressFamily:
     """The address family of a numeric address or of a host name."""
