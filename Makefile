@@ -16,6 +16,9 @@ GPU_PYTHON ?= python3
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-processes test-deploy
 
+# The tests start hundreds of processes, and each would compile all sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all $(PARTS) test-image gpu-test check dist docs reference install dev locks clean
 
 demo: install
