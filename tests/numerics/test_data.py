@@ -119,7 +119,7 @@ def train_on(kind: str, ledger: str | None = None, workers: int = 0) -> str:
 
 
 @pytest.mark.parametrize("kind", ["stream", "shuffling", "shards"])
-@pytest.mark.corners(kind=["shards"])
+@pytest.mark.full
 def test_iterable_data_gives_one_result_and_is_consumed_exactly_once_at_every_world(
     worlds: WorldPool, tmp_path: Path, kind: str
 ) -> None:

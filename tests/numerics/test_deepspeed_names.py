@@ -153,6 +153,7 @@ class Mixture(nn.Module):
         return self.second(x, int(tokens[0, 1]) % 3).square().mean()
 
 
+@pytest.mark.full
 def test_with_leaf_modules_ranks_may_take_different_ways_at_every_stage(worlds: WorldPool) -> None:
     by_call = one_result(worlds, train_mixture, "call", sizes=(1, 2, 3))
     assert len(set(by_call)) == 1

@@ -172,7 +172,7 @@ def evaluate(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.corners(bf16=[True])
+@pytest.mark.full
 def test_a_change_reaches_the_next_forward_and_the_next_step_at_every_stage(
     worlds: WorldPool, bf16: bool
 ) -> None:

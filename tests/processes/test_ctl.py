@@ -112,6 +112,7 @@ def test_a_drained_node_leaves_for_free_and_the_story_says_who_asked(cluster, ct
     assert revisions == sorted(revisions)
 
 
+@pytest.mark.full
 def test_a_stopped_job_ends_on_every_node_with_its_last_step_saved(cluster, ctl, etcd_store):
     job = cluster(flags=("--nnodes=2",))
     job.start("a", "b")

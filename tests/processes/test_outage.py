@@ -46,7 +46,7 @@ def steps_done(job: Cluster) -> int:
         ),
     ],
 )
-@pytest.mark.corners(outage=["stopped and continued"])
+@pytest.mark.full
 def test_an_outage_of_etcd_costs_no_restart_and_no_step(
     own, outage, pause_s, steps, undisturbed_hash
 ):

@@ -375,6 +375,7 @@ raise SystemExit(1)
 """It leaves a record of its error, as torchelastic's `@record` does."""
 
 
+@pytest.mark.full
 def test_a_run_of_the_same_name_keeps_the_output_and_the_errors_of_the_one_before(tmp_path):
     script, logs = tmp_path / "fails.py", tmp_path / "logs"
     flags = ("--standalone", "--rdzv-id=j", f"--log-dir={tmp_path}/logs", "-r3", COLD, script)
@@ -458,7 +459,7 @@ print("in time")
 
 
 @pytest.mark.parametrize("file", [None, "timers"])
-@pytest.mark.corners(file=["timers"])
+@pytest.mark.full
 def test_torchs_file_timers_end_a_worker_whose_time_is_up(tmp_path, file):
     script = tmp_path / "script.py"
     script.write_text(TIMED)

@@ -33,6 +33,7 @@ SMALL_JOBS = {
 @pytest.mark.parametrize(
     ("nodes", "bounds", "restarts", "faults", "max_round"), SMALL_JOBS.values(), ids=SMALL_JOBS
 )
+@pytest.mark.corners(max_round=[2], nodes=[2, 3])
 def test_no_order_of_events_breaks_an_invariant(nodes, bounds, restarts, faults, max_round):
     spec = JobSpec(min_nodes=bounds[0], max_nodes=bounds[1], max_restarts=restarts)
     assert explore(begin(spec, nodes, faults), max_round) > 500
