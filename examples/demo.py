@@ -233,7 +233,7 @@ def undisturbed_run(directory: Path) -> str:
 
 def final_hash(output: str) -> str:
     """The weight hash that `train_gpt.py` prints at its end."""
-    hashes = re.findall(r"^done: .* weight hash (\w+)$", output, re.MULTILINE)
+    hashes = re.findall(r"^done: .* weight hash (\S+)$", output, re.MULTILINE)
     return hashes[-1] if hashes else "none"
 
 

@@ -25,6 +25,8 @@ import torch.distributed as dist
 import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.ports import free_port
+from zero_checkpoint import weight_hash
+from zero_checkpoint.block_digests import AT_ONCE_BYTES, BLOCK_BYTES
 from zero_comm import fold
 from zero_comm.collectives import Collectives
 from zero_comm.distributed import leave_group, local_device
@@ -200,6 +202,25 @@ def a_norm_s_bits_do_not_depend_on_how_many_blocks_a_rank_has() -> str:
         if not torch.equal(alone, raw[:rows]):
             differing.append(rows)
     return f"without the rows of zeros it would, for {differing or 'no number'} of rows"
+
+
+@check
+@on_a_gpu
+def weights_on_the_device_have_the_hash_that_they_have_on_the_host() -> str:
+    """Of every element size, around a block and beyond what is hashed at once; then the speed."""
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+        for count in (0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, AT_ONCE_BYTES + 3 * BLOCK_BYTES + 5):
+            data = torch.randint(256, (8 * (count // 8 + 2),), dtype=torch.uint8).view(dtype)[1:]
+            here, there = (weight_hash([("w", each)]) for each in (data, data.to(local_device())))
+            assert here == there, f"{count} bytes of {dtype}"
+    big = torch.randn(1 << 28, device=local_device())  # 1 GiB
+    speeds = []
+    for each in (big, big.cpu()):
+        weight_hash([("w", each)])
+        begun = time.monotonic()
+        weight_hash([("w", each)])
+        speeds.append(each.nbytes / 1e9 / (time.monotonic() - begun))
+    return "{:.0f} GB/s on the device, {:.1f} GB/s on the host".format(*speeds)
 
 
 @check

@@ -13,10 +13,13 @@ from torch import nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
+from zero_checkpoint import weight_hash
+from zero_engine.sharding.weights import whole_weights
 
 OLD = Path(__file__).parents[1] / "data" / "checkpoints" / "before_the_libraries"
 """Written when there was one package, `zero_engine`: stage 3, bf16, world size 2, three steps."""
 HASH = "6082c802b4b3a82ac45389aeacd0a7e919dfef44a578e66f4dac0997db9b5723"
+"""Of version 1, as its manifest has it."""
 CONFIG = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
@@ -39,7 +42,8 @@ def load(stage: int, root: str) -> tuple[Any, ...]:
     rate = engine.lr_scheduler.get_last_lr()
     assert engine._core.zero is not None
     block = engine._core.zero.reduction_block
-    return engine.weight_hash(), engine.global_steps, rate, client, model.seen.tolist(), block
+    weights = weight_hash(whole_weights(engine._core.units), version=1)
+    return weights, engine.global_steps, rate, client, model.seen.tolist(), block
 
 
 @pytest.mark.parametrize("world", [1, 3])

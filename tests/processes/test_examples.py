@@ -30,7 +30,7 @@ def check_installed(script: str) -> None:
 
 
 def weights(output: str) -> str:
-    [found] = re.findall(r"^step 48, weights ([0-9a-f]{64})$", output, re.MULTILINE)
+    [found] = re.findall(r"^step 48, weights (v2:[0-9a-f]{64})$", output, re.MULTILINE)
     return str(found)
 
 
@@ -95,7 +95,7 @@ def test_ddp_and_fsdp2_end_with_the_same_weights_and_resume(tmp_path: Path) -> N
     for script, first in itertools.product(("plain_ddp.py", "fsdp2.py"), (0, 100)):
         done = agent(*TWO, str(EXAMPLES / script), str(tmp_path / script))
         assert done.returncode == 0, done.stderr
-        line = rf"step 100, begun after step {first}, weights ([0-9a-f]{{64}})\n"
+        line = rf"step 100, begun after step {first}, weights (v2:[0-9a-f]{{64}})\n"
         ended = re.fullmatch(line, done.stdout)
         assert ended is not None, done.stdout
         found.add(ended[1])

@@ -107,7 +107,7 @@ def run_alone(directory: Path, *more: str) -> str:
 
 def final_hash(output: str) -> str:
     """What the example prints at its end."""
-    found = re.findall(r"^done: .* weight hash (\w+)$", output, re.MULTILINE)
+    found = re.findall(r"^done: .* weight hash (\S+)$", output, re.MULTILINE)
     assert found, f"no final hash in the output:\n{output[-3000:]}"
     assert len(set(found)) == 1, f"more than one final hash: {found}"
     return found[0]
