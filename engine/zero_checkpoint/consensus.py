@@ -82,7 +82,8 @@ class StoreConsensus:
         self.world = world
         self._store = store
         self._timeout_s = timeout_s
-        self._on_wait = on_wait or (lambda: None)
+        self.on_wait = on_wait or (lambda: None)
+        """Raises if the group is lost."""
         self._key = key.encode()
         self._asked = 0
         self._refused: set[str] = set()
@@ -107,7 +108,7 @@ class StoreConsensus:
             return self._await_verdict(question)
         keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]
         votes: dict[str, Record] = {}
-        complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self._on_wait)
+        complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self.on_wait)
         for key in [] if complete else keys:
             self._take_all([key], votes)
         return self._publish(question, judge([vote, *map(votes.get, keys)]))
@@ -164,7 +165,7 @@ class StoreConsensus:
                     verdict[question], _ = self._get(question)
             return question in verdict
 
-        if not self._await(has_arrived, limit_s, self._on_wait):
+        if not self._await(has_arrived, limit_s, self.on_wait):
             raise CheckpointError(
                 f"rank {self.rank}: no verdict from rank {COORDINATOR} within {limit_s:g} s; "
                 "it has died or its storage stalls; raise timeout_s if it is only slow"

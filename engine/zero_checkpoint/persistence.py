@@ -70,13 +70,16 @@ class Persistence:
         self._link = link
         self._lineage = Lineage(link.round)
         votes = self._consensus_of("saves", partial(_check_group, link, "written"))
-        self.saver = Saver(config, votes, self._lineage)
+        before = training.before_change
+        self.saver = Saver(config, votes, self._lineage, before)
         self.schedule = Schedule(config, restarts, training.rank)
         self.ram: InMemoryCheckpoints | None = None
         if config.ram is not None:
             reply = link.request_peer_memory(config.ram.budget_bytes)
             kept = self._consensus_of("ram", partial(_check_group, link, "kept in memory"))
-            self.ram = InMemoryCheckpoints(config.ram, kept, self._lineage, reply, link.ram_bytes)
+            self.ram = InMemoryCheckpoints(
+                config.ram, kept, self._lineage, reply, link.ram_bytes, before
+            )
         self._consensus = self._consensus_of("consensus", partial(link.raise_if_leaving, "loading"))
         self._directory: Place | None = None
         self._memory_root: Place | None = None
@@ -404,6 +407,7 @@ class Persistence:
         if self.training.micro_step:
             raise ZeroError("load_checkpoint() in the middle of a step; call it before training")
         self._take_outcome(self.saver.wait_for_room())
+        self.saver.staging.settle()  # a save may have failed before its copy ended
         if self.ram is not None:
             self.ram.prepare()
         # Memory is for recovery from a failure; a script that loads after steps wants the disk.

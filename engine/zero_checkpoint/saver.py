@@ -17,6 +17,7 @@ from functools import partial
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import PUBLISH, WRITE, Lineage, own_layout, save
 from zero_checkpoint.consensus import StoreConsensus
+from zero_checkpoint.copiers import BeforeChange
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.chunks import gather_buffers
 from zero_checkpoint.files.direct import DirectDisk
@@ -51,16 +52,25 @@ class Request:
 class Saver:
     """Runs the saves of this rank, one after the other."""
 
-    def __init__(self, config: Checkpoint, consensus: StoreConsensus, lineage: Lineage) -> None:
+    def __init__(
+        self,
+        config: Checkpoint,
+        consensus: StoreConsensus,
+        lineage: Lineage,
+        before_change: BeforeChange | None = None,
+    ) -> None:
         """Nothing is saved yet.
 
         Args:
             config: Which of the earlier checkpoints to keep.
             consensus: The votes of these saves alone; its `on_wait` raises when the group is lost.
             lineage: Shared by all savers of this run.
+            before_change: See `StagingBuffer`.
         """
         self.disk: Disk = DirectDisk()
-        self.staging = StagingBuffer(PrivateStaging())
+        self.staging = StagingBuffer(
+            PrivateStaging(), before_change=before_change, on_wait=consensus.on_wait
+        )
         self.last_step = 0
         """The step of the newest checkpoint that this worker knows to be committed."""
         best, wanted = None, config.keep_best

@@ -1,13 +1,15 @@
 """What lets training continue during a save: a snapshot of the state, and a thread that saves it.
 
 A staging buffer is mapped memory, reused from save to save; a frozen image in it is byte for byte
-the file that goes to disk, or that is a checkpoint in memory. `staging_memory` allocates it.
+the file that goes to disk, or that is a checkpoint in memory. `staging_memory` allocates it,
+`copiers` fills it.
 
 Must always hold: a chunk of an image is read only when all of it is copied; a reader that waits
-for one receives an error when the copy is broken off. At most one save of a rank is in flight. Its
-outcome, a path or an error, is returned once, by `wait` or by `finished`, and never lost; a save in
-flight when the interpreter ends is finished first (`concurrent.futures` joins its threads there).
-No thread is killed: a save ends by the deadlines of its votes, or when their `on_wait` raises.
+for one receives an error when the copy is broken off, or fails. At most one save of a rank is in
+flight. Its outcome, a path or an error, is returned once, by `wait` or by `finished`, and never
+lost; a save in flight when the interpreter ends is finished first (`concurrent.futures` joins its
+threads there). No thread is killed: a save ends by the deadlines of its copies and votes, or when
+their `on_wait` raises.
 """
 
 from __future__ import annotations
@@ -19,11 +21,22 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from zero_checkpoint.copiers import (
+    BeforeChange,
+    Begun,
+    Choose,
+    Copier,
+    await_copy,
+    copier_of,
+    device_of,
+)
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.chunks import Copy, chunks_of, copies, halves
+from zero_checkpoint.files.chunks import chunks_of, copies, halves
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.layout import FileLayout
-from zero_checkpoint.staging_memory import StagingMemory
+from zero_checkpoint.staging_memory import NoStagingMemory, StagingMemory
 
 _GRAIN_BYTES = 2 << 20
 """Capacities are multiples of it: a step count that grows by a digit needs no new buffer."""
@@ -36,36 +49,61 @@ class FrozenImage:
     layout: FileLayout
     path: Path | None
     """The file of its memory, if it has one, until the staging buffer is closed."""
-    copied: Sequence[Future[memoryview]]
-    """Its memory in halves, each once it is copied. To read it from the first chunk on would make
-    it durable sooner, but slow the copy, for which training waits, by a fifth."""
+    copied: Sequence[Future[Begun]]
+    """Its memory in halves, each once its copy has begun. To read it from the first chunk on would
+    make it durable sooner, but slow the copy, for which training waits, by a fifth."""
+    on_wait: Callable[[], object] = lambda: None
+    """Called while a device copies; may raise."""
 
     def chunks(self) -> Iterator[memoryview]:
         """All chunks in order, each once it is copied; see `writer.Image.chunks`.
 
         Raises:
-            CheckpointError: The copy was broken off.
+            CheckpointError: The copy was broken off, or failed.
         """
         for part in self.copied:
             try:
-                yield from chunks_of(part.result())
+                copy = part.result()
             except CancelledError:
                 raise CheckpointError("the copy of the state was broken off") from None
+            yield from chunks_of(await_copy(copy, self.on_wait))
 
 
 class StagingBuffer:
     """The staging buffer of one rank. One image at a time: the next `snapshot` overwrites it."""
 
-    def __init__(self, source: StagingMemory) -> None:
-        """No memory is allocated before the first `snapshot`."""
+    def __init__(
+        self,
+        source: StagingMemory,
+        *,
+        before_change: BeforeChange | None = None,
+        on_wait: Callable[[], object] = lambda: None,
+        choose: Choose = copier_of,
+    ) -> None:
+        """No memory is allocated before the first `snapshot`.
+
+        Args:
+            source: Allocates the memory.
+            before_change: Its functions are called before the state changes; gets `hold`. None:
+                the state may change at any time.
+            on_wait: Called while a reader of an image waits for a device; may raise.
+            choose: Returns the copier from a device.
+        """
         self._source = source
         self._memory: mmap.mmap | None = None
         self._plan: _Plan | None = None
+        self._copier: Copier | None = None
+        self._device: torch.device | None = None
+        self._beside = before_change is not None
+        self._on_wait = on_wait
+        self._choose = choose
+        if before_change is not None:
+            before_change.append(self.hold)
 
     def snapshot(
         self, layout: FileLayout, begin: Callable[[FrozenImage], object] = lambda _: None
     ) -> FrozenImage:
-        """Copy the tensors of a layout; when this returns, the tensors may change.
+        """Copy the tensors of a layout; when this returns, they may change after a `hold`.
 
         Args:
             layout: The tensors and their places in the image.
@@ -74,22 +112,47 @@ class StagingBuffer:
         Raises:
             NoStagingMemory: There is too little memory; `begin` was not called.
         """
+        plan = self._prepare(layout)
+        copied: list[Future[Begun]] = [Future() for _ in plan.copies]
+        image = FrozenImage(layout, self._source.path, copied, self._on_wait)
+        try:
+            begin(image)
+            for part, begin_copy in zip(image.copied, plan.copies, strict=True):
+                part.set_result(begin_copy())
+        finally:
+            for part in image.copied:
+                part.cancel()  # does nothing to parts that are done
+        return image
+
+    def _prepare(self, layout: FileLayout) -> _Plan:
+        """The memory and the copies for a layout. Raises as `snapshot`."""
+        if not self.settle():
+            raise NoStagingMemory("a device still copies the state for the save before")
         if self._memory is None or len(self._memory) < layout.size_bytes:
             self.close()
             grains = -(-layout.size_bytes // _GRAIN_BYTES)
             self._memory = self._source.reserve(grains * _GRAIN_BYTES)
         if self._plan is None or self._plan.layout is not layout:
             buffers = halves(memoryview(self._memory)[: layout.size_bytes])
-            self._plan = _Plan(layout, list(copies(layout, buffers)))
-        image = FrozenImage(layout, self._source.path, [Future() for _ in self._plan.copies])
-        try:
-            begin(image)
-            for part, copy in zip(image.copied, self._plan.copies, strict=True):
-                part.set_result(copy.make())
-        finally:
-            for part in image.copied:
-                part.cancel()  # does nothing to parts that are done
-        return image
+            copier = self._copier_from(device_of(layout), self._memory)
+            made = [copier.prepare(copy, layout.changing) for copy in copies(layout, buffers)]
+            self._plan = _Plan(layout, made)
+        return self._plan
+
+    def _copier_from(self, device: torch.device, memory: mmap.mmap) -> Copier:
+        if self._copier is None or self._device != device:
+            self._release()
+            self._copier, self._device = self._choose(device, memory, self._beside), device
+        return self._copier
+
+    def hold(self) -> None:
+        """Let what is done to the tensors from now on come after the copies."""
+        if self._copier is not None:
+            self._copier.hold()
+
+    def settle(self) -> bool:
+        """Wait until nothing is being copied; False: a device has not ended in time."""
+        return self._copier is None or self._copier.settle()
 
     def forget(self) -> None:
         """Drop the references to the tensors of the last image; its memory stays."""
@@ -97,8 +160,14 @@ class StagingBuffer:
 
     def close(self) -> None:
         """Free the memory; an image that is still being read stays until the reader is done."""
+        self._release()
         self._source.release()
         self._memory = self._plan = None
+
+    def _release(self) -> None:
+        copier, self._copier = self._copier, None
+        if copier is not None:
+            copier.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +175,7 @@ class _Plan:
     """The copies of a layout, kept for the next image of the same layout."""
 
     layout: FileLayout
-    copies: Sequence[Copy]
+    copies: Sequence[Callable[[], Begun]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

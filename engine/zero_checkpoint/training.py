@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from zero_checkpoint.consensus import StoreConsensus
+from zero_checkpoint.copiers import BeforeChange
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import MemorySearch
@@ -65,6 +66,13 @@ class Training(Protocol):
 
     def lend(self, until: Callable[[], object]) -> None:
         """A thread reads the state in place; the next change of the state calls `until` first."""
+
+    @property
+    def before_change(self) -> BeforeChange | None:
+        """What is called before weights or optimizer state change; forward may change buffers.
+
+        None: the script changes them by itself, so that nothing can be called.
+        """
 
 
 class Loading(Protocol):

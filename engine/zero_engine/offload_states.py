@@ -80,6 +80,10 @@ class MovedStates:
         """Whether another engine has taken the module."""
         self.inconsistent: Inconsistency | None = None
         self._read_until: Callable[[], object] | None = None
+        self.before_change: list[Callable[[], object]] = []
+        """What is called before a state changes: copies of it may be under way."""
+        if zero is not None:
+            self.before_change = zero.before_change
 
     def offload(
         self,
@@ -97,6 +101,7 @@ class MovedStates:
         if not self._can_go_to(device):
             return
         self._wait_for_reader()
+        self.hold_copies()
         for kind in Kind:
             if include is None or kind in include:
                 for tensor in self.tensors_of(kind):
@@ -170,7 +175,19 @@ class MovedStates:
             self._read_until()
             self._read_until = None
 
-    def need(self, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False) -> None:
+    def hold_copies(self) -> None:
+        """Let what is done to the states from now on come after the copies that are under way."""
+        for hold in self.before_change:
+            hold()
+
+    def need(
+        self,
+        what: str,
+        kinds: Iterable[Kind] = EVERYTHING,
+        *,
+        refills: bool = False,
+        changes: bool = True,
+    ) -> None:
         """Refuse `what` if a state of these kinds is moved or inconsistent.
 
         Args:
@@ -178,11 +195,14 @@ class MovedStates:
             kinds: The states that it needs.
             refills: Whether it replaces weights and optimizer state, so that these may be
                 inconsistent.
+            changes: Whether it may change a state, so that copies must end before.
 
         Raises:
             ZeroError: A state is moved or inconsistent, or another engine has the module.
         """
         self._wait_for_reader()
+        if changes:
+            self.hold_copies()
         if self.inconsistent is not None and not refills:
             raise ZeroError(
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "

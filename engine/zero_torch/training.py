@@ -196,6 +196,10 @@ class Training:
         """Let a thread read the state in place; the next step calls `until` first."""
         self.lend_state(until)
 
+    @property
+    def before_change(self) -> None:
+        """None: a script may write to its parameters at any time."""
+
     def adopt(self, run: Mapping[str, Any]) -> None:
         """Resume where a checkpoint was made; warn of what changes the result.
 

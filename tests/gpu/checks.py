@@ -6,6 +6,7 @@ the claims that do not name one hold on the CPU, which is how these checks are t
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
@@ -237,6 +239,55 @@ def a_checkpoint_of_one_stage_resumes_at_another() -> str:
         assert path is not None
         train(other, 4)
         return equal({"straight on": engine.weight_hash(), "resumed": other.weight_hash()})
+
+
+class Wide(nn.Module):
+    """A model with a state of some size, and with buffers that its forward changes."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.layers(self.norm(batch)).square().mean()
+
+
+@check
+def a_background_save_copies_beside_forward_and_backward() -> str:
+    """A state of 4 GB: how long the script is kept, and the bytes of a save that it waits for."""
+    width, layers = (4096, 20) if HAS_GPU else (16, 2)
+    data = list(torch.randn(64, width, generator=torch.Generator().manual_seed(3)))
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "checkpoint": {"async": True},
+    }
+    engine = zero_engine.initialize(Wide(width, layers), training_data=data, config=config)
+    with tempfile.TemporaryDirectory() as directory:
+        train(engine, 1)
+        assert engine.save_checkpoint(f"{directory}/first")  # it allocates and pins the memory
+        assert engine.wait_for_checkpoint()
+        shutil.rmtree(f"{directory}/first")
+        train(engine, 2)
+        assert engine.save_checkpoint(f"{directory}/waited", blocking=True)
+        begun = time.monotonic()
+        assert engine.save_checkpoint(f"{directory}/beside")
+        kept_ms = (time.monotonic() - begun) * 1e3
+        train(engine, 4)
+        assert engine.wait_for_checkpoint()
+        engine.destroy()
+        files = [
+            next(Path(directory, each).glob("step-*/r00000.safetensors"))
+            for each in ("waited", "beside")
+        ]
+        assert filecmp.cmp(*files, shallow=False), "not the bytes of a save that was waited for"
+        size_gb = files[0].stat().st_size / 1e9
+    if HAS_GPU:
+        assert kept_ms <= 10, f"it kept the script for {kept_ms:.1f} ms, with {size_gb:.1f} GB"
+    return f"{size_gb:.3f} GB: the script was kept for {kept_ms:.1f} ms; the same bytes"
 
 
 @check

@@ -61,6 +61,11 @@ class Copy:
         torch._foreach_copy_(self.targets, self.sources)  # tensors may be many
         return self.memory
 
+    def begin(self) -> None:
+        """The same from devices to pinned memory, on their current streams; nobody waits."""
+        if self.sources:
+            torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
+
 
 def copies(layout: FileLayout, buffers: Iterable[memoryview]) -> Iterator[Copy]:
     """All of a file as copies that fill one buffer each; only the last may be shorter."""

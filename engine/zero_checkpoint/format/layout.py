@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import byte_view, name_of
 from zero_checkpoint.format.fragments import Ints, run_lengths
-from zero_checkpoint.format.pieces import State, TensorId, TensorInfo
+from zero_checkpoint.format.pieces import BUFFER, OTHER, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Extents, extents, table_of, uncollected
 
 PAGE_BYTES = 4096
@@ -45,6 +45,9 @@ class FileLayout:
     columns: Mapping[str, Ints]
     """The fragments of this file by the names in `Fragments`, without the file's own index."""
     size_bytes: int
+    changing: frozenset[int] = frozenset()
+    """The addresses of memory that a forward or the script may write to: of buffers, of tensors
+    that belong to neither a model nor an optimizer, and `State.visible`."""
 
 
 def parts(layout: FileLayout) -> Iterator[Tensor]:
@@ -118,4 +121,6 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
         "length": placed.length,
         "offset": len(head) + begin,
     }
-    return FileLayout(head, data, columns, len(head) + int(size.sum()))
+    passing = [piece.data for piece in pieces if piece.id.kind in (BUFFER, OTHER)]
+    changing = state.visible.union(each.untyped_storage().data_ptr() for each in passing)
+    return FileLayout(head, data, columns, len(head) + int(size.sum()), changing)

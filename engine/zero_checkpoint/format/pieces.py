@@ -69,3 +69,5 @@ class State:
     """JSON: step, counters, param groups by FQN, scheduler, data position, seeds, weight hash."""
     spare: frozenset[TensorId] = frozenset()
     """In a load: tensors that the checkpoint may hold although they are not wanted."""
+    visible: frozenset[int] = frozenset()
+    """The addresses of memory that the script sees, and may write to between steps."""

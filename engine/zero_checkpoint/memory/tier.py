@@ -22,6 +22,7 @@ from pathlib import Path
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
+from zero_checkpoint.copiers import BeforeChange
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.layout import FileLayout
@@ -56,6 +57,7 @@ class InMemoryCheckpoints:
         lineage: Lineage,
         reply: PeerMemoryReply,
         needs: MutableMapping[object, int],
+        before_change: BeforeChange | None = None,
     ) -> None:
         """Nothing is kept yet.
 
@@ -67,6 +69,7 @@ class InMemoryCheckpoints:
             reply: The node's memory, as its agent grants it; or why there is none: then no
                 in-memory checkpoints are made.
             needs: Bytes of it that each engine of this process needs; shared by all of them.
+            before_change: See `StagingBuffer`.
         """
         self._problem = reply.reason
         self._node: MemoryNode | None = None
@@ -82,7 +85,12 @@ class InMemoryCheckpoints:
             job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
             where = self._node.directory
             self._stagings = [
-                StagingBuffer(SharedStaging(job, consensus.rank, where)) for _ in range(STAGINGS)
+                StagingBuffer(
+                    SharedStaging(job, consensus.rank, where),
+                    before_change=before_change,
+                    on_wait=consensus.on_wait,
+                )
+                for _ in range(STAGINGS)
             ]
         self._config = config
         self._rank = consensus.rank
@@ -111,6 +119,8 @@ class InMemoryCheckpoints:
     def prepare(self) -> None:
         """Before a load: wait until nothing is being copied or committed."""
         self._take_outcome()
+        for staging in self._stagings:
+            staging.settle()  # a save may have failed before its copy ended
 
     def forget(self) -> None:
         """Drop the references to the tensors of the last saves; the staging buffers stay."""
@@ -163,7 +173,7 @@ class InMemoryCheckpoints:
         lay_out: Callable[[State], FileLayout],
         fence: Callable[[int, str], Fence | None],
     ) -> None:
-        """Copy the state, and begin to commit it; when this returns, the tensors may change.
+        """Copy the state, and begin to commit it; then the tensors may change, see `snapshot`.
 
         Args:
             root: The directory of the run's checkpoints on disk.

@@ -118,10 +118,8 @@ class Engine(WrappingModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; in training with the random state of this micro-batch."""
-        gathered_from_shards = self._core.stage.shards_parameters
-        self._core.moved.need(
-            "forward", FOR_FORWARD_OF_SHARDS if gathered_from_shards else FOR_FORWARD
-        )
+        kinds = FOR_FORWARD_OF_SHARDS if self._core.stage.shards_parameters else FOR_FORWARD
+        self._core.moved.need("forward", kinds, changes=False)
         training = self.module.training
         part = "forward" if training else "evaluation"
         call = partial(self._precision.call, self.module)
@@ -163,7 +161,7 @@ class Engine(WrappingModule):
         Returns:
             The weighted loss, without the loss scale of fp16 training.
         """
-        self._core.moved.need("backward()")
+        self._core.moved.need("backward()", changes=False)
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
         with (
             exit_on_peer_loss(self._link),
@@ -179,7 +177,7 @@ class Engine(WrappingModule):
 
         `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
         """
-        self._core.moved.need("scale()")
+        self._core.moved.need("scale()", changes=False)
         scaled = self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
         return self._profile.watch_backward(scaled, self._run.cursor.step)
 
@@ -191,7 +189,7 @@ class Engine(WrappingModule):
         Args:
             lr_kwargs: Arguments for the `step` of the script's scheduler.
         """
-        self._core.moved.need("step()")
+        self._core.moved.need("step()", changes=False)
         if self._micro_steps.without_step:
             raise ZeroError("step() inside no_sync(); leave it for the last micro-step")
         if not self._micro_steps.may_end_step:

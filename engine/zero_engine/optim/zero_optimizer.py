@@ -101,6 +101,8 @@ class ZeroOptimizer:
         """Whether there are gradients that no step has applied yet."""
         self.changing = False
         """Whether weights and state are in between two steps: a step has begun to change them."""
+        self.before_change: list[Callable[[], object]] = []
+        """What is called before weights and state change: copies of them may be under way."""
         self._scaling = scaling or LossScaling()
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
@@ -251,6 +253,8 @@ class ZeroOptimizer:
         applied = math.isfinite(norm)
         culprit = "" if applied else self._culprit(ordered)
         if applied:
+            for hold in self.before_change:
+                hold()
             self.changing = True
             clip = self._clip / (norm + _NORM_EPSILON)
             if self._clip > 0 and clip < 1:

@@ -65,6 +65,7 @@ class GatheredParameters:
         for unit, core in self._units.items():
             unit.holders -= 1
             if self._modifier is not None and kind is None:
+                core.moved.hold_copies()
                 with core.guard():
                     unit.adopt_full(self._modifier)
                     if unit not in self._gathered_here:

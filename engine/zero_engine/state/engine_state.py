@@ -156,10 +156,14 @@ class EngineState:
             if self.collectives.rank == 0:
                 for name, buffer in persistent_buffers(self.module):
                     pieces.append(Piece(TensorId(BUFFER, name), 0, buffer.view(-1)))
-            self._kept.update(memory=memory, tensors=tensors, pieces=Pieces(pieces))
+            seen = frozenset(p.untyped_storage().data_ptr() for p in self.module.parameters())
+            self._kept.update(memory=memory, tensors=tensors, pieces=Pieces(pieces), visible=seen)
         if same is not None and self._kept["tensors"].same_as(same):
             self._kept["tensors"] = table_of(same)
-        return State(self._kept["tensors"], self._kept["pieces"], dict(self.aliases), meta)
+        kept = self._kept
+        return State(
+            kept["tensors"], kept["pieces"], dict(self.aliases), meta, visible=kept["visible"]
+        )
 
     def _memory(self) -> tuple[Any, ...]:
         """Identifies the tensors that the pieces are views of."""

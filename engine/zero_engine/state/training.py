@@ -71,6 +71,11 @@ class EngineTraining:
         """Let a thread read the state in place; the next user of the state calls `until` first."""
         self._core.moved.lend(until)
 
+    @property
+    def before_change(self) -> list[Callable[[], object]]:
+        """What is called before weights or optimizer state change."""
+        return self._core.moved.before_change
+
     def loading(self, options: LoadOptions) -> Loading:
         """A load into this engine."""
 
