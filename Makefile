@@ -11,9 +11,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# The tests mostly wait, so there are two of them for each of two cores.
+# The tests mostly wait, so there are three of them for each of two cores.
 GPU_PYTHON ?= python3
-PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n 6 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-processes test-deploy
 
 # The tests start hundreds of processes, and each would compile all sources again.
