@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def test_the_library_alone_saves_on_two_processes_and_loads_on_one_bit_for_bit(
     )
 
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.strip()) == 64
+    assert re.fullmatch(r"v2:[0-9a-f]{64}\n", done.stdout)
 
 
 def state() -> dict[str, Any]:
