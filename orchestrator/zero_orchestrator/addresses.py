@@ -1,10 +1,12 @@
-"""`host:port` as text, in which an IPv6 address stands in brackets.
+"""`host:port` as text, in which an IPv6 address stands in brackets, and the route to such a place.
 
 Who calls it: everything that writes or reads such text.
 Source: RFC 3986, 3.2.2.
 """
 
 from __future__ import annotations
+
+import socket
 
 
 def host_port(host: str, port: int | str) -> str:
@@ -16,3 +18,19 @@ def split_host_port(text: str) -> tuple[str, int]:
     """The parts of `host:port`, the host without brackets. Raises ValueError: no port."""
     host, _, port = text.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The address family of a numeric address or of a host name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def route_towards(endpoint: str) -> str | None:
+    """The local address of the route to `host:port`; None without a route. Sends nothing."""
+    host, port = split_host_port(endpoint)
+    try:
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None

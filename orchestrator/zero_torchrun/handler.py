@@ -40,13 +40,14 @@ from torch.distributed.elastic.rendezvous import (
 
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
-from zero_orchestrator.addresses import host_port, split_host_port
+from zero_orchestrator.addresses import family_of, host_port, route_towards, split_host_port
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, check_job_name
 from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
+from zero_orchestrator.store.etcd.connection import parse_endpoints
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
@@ -74,7 +75,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             for a secure etcd `ca_cert`, `ssl_cert`, `ssl_cert_key`, `user` and `password_file`.
 
     Raises:
-        SpecError: Half of a pair of these is missing, or a file cannot be read.
+        SpecError: The endpoint is malformed, half of a pair of these is missing, or a file cannot
+            be read.
     """
     spec = JobSpec(
         min_nodes=params.min_nodes,
@@ -83,20 +85,11 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         command=("torchrun",),
     )
     name = socket.gethostname()
-    address = params.local_addr
-    if not address:  # the local address of the route to etcd, or this host's name
-        try:
-            host, port = split_host_port(params.endpoint.partition(",")[0])
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, port))
-                address = str(probe.getsockname()[0])
-        except (OSError, ValueError):
-            address = socket.getfqdn()
+    first = parse_endpoints(params.endpoint)[0]
     node = Node(
         id=f"{name}-{secrets.token_hex(2)}",
         incarnation=secrets.token_hex(4),
-        address=address,
+        address=params.local_addr or route_towards(first) or socket.getfqdn(),
         slots=1,
     )
     password = _file(params, "password_file")  # command lines can be read by every user
@@ -298,7 +291,7 @@ def _host_store(address: str) -> TCPStore:
 
     It has no authentication, and torch's own would listen on all addresses.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = family_of(address)
     try:
         ipaddress.ip_address(address)  # a name may resolve to the loopback here, and not elsewhere
         listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)

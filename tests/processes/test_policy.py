@@ -209,7 +209,7 @@ def test_preflight_shows_every_check_and_needs_no_script(etcd, tmp_path):
     assert (sick.returncode, sick.stderr) == (AgentExit.UNHEALTHY, "")
     last = sick.stdout.splitlines()[-1]
     assert last.split("  ")[0] == "health check"
-    assert "NOT FIT" in last
+    assert "FAILED" in last
     assert "ended with 4 and printed: one | two" in last
 
 

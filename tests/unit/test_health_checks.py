@@ -1,4 +1,4 @@
-"""What a node is found to be: fit, or not, with the reason and what to do about it."""
+"""What a node is found to be: healthy, or not, with the reason and what to do about it."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def test_more_workers_than_there_is_memory_or_shared_memory_for_are_too_many():
     assert node["memory"].remedy.endswith("start fewer workers with --nproc-per-node")
     assert "needed" in node["shared memory"].found
     assert "ulimit -n 64000000" in node["open files"].remedy
-    assert node["clock"].fit
+    assert node["clock"].passed
 
 
 def test_a_directory_that_cannot_be_written_is_named_with_its_flag(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     logs = found(replace(NODE, log_dir=file / "logs"))["logs"]
-    assert not logs.fit
+    assert not logs.passed
     assert logs.found == f"{file}/logs: Not a directory"
     assert "--log-dir" in logs.remedy
-    assert found(replace(NODE, log_dir=tmp_path / "new"))["logs"].fit
+    assert found(replace(NODE, log_dir=tmp_path / "new"))["logs"].passed
 
 
 def test_an_address_of_another_machine_is_found_out():
     address = found(replace(NODE, address="192.0.2.1"))["address"]
-    assert not address.fit
+    assert not address.passed
     assert "--local-addr" in address.remedy
 
 
@@ -113,7 +113,7 @@ def test_a_clock_that_is_far_from_etcds_is_a_finding():
     wrong = etcd_clock.complaint(offset_s)
     assert wrong.startswith("this machine's clock is 74 min behind etcd's; set the wrong one")
     clock = found(replace(NODE, ask_clock=lambda: wrong))["clock"]
-    assert (clock.fit, clock.found.endswith(wrong)) == (False, True)
+    assert (clock.passed, clock.found.endswith(wrong)) == (False, True)
     assert etcd_clock.offset_s(access) is None, "nobody tells the time there"
     assert [etcd_clock.complaint(s) for s in (None, 299.0, -299.0)] == [""] * 3
 
@@ -129,7 +129,7 @@ def test_a_clock_that_is_far_from_etcds_is_a_finding():
 )
 def test_a_users_command_decides_by_its_exit_code_and_its_last_lines_are_shown(command, fit, text):
     finding = found(replace(NODE, command=command))["health check"]
-    assert finding.fit is fit
+    assert finding.passed is fit
     assert text in finding.found
 
 
@@ -137,7 +137,7 @@ def test_a_users_command_has_a_deadline_and_leaves_nothing_behind(tmp_path):
     pids = tmp_path / "pids"
     command = f"sleep 60 & echo $! > {pids}; echo waiting; sleep 60"
     finding = found(replace(NODE, command=command, command_timeout_s=3.0))["health check"]
-    assert not finding.fit
+    assert not finding.passed
     assert finding.found.endswith("did not end within 3 s; it printed: waiting")
     assert finding.remedy == "raise --health-check-timeout if it needs longer"
     wait_for(lambda: not _runs(int(pids.read_text())), 60, "the end of what it started")

@@ -68,7 +68,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
         )
     )
     show(findings)
-    return AgentExit.OK if all(finding.fit for finding in findings) else AgentExit.UNHEALTHY
+    return AgentExit.OK if all(finding.passed for finding in findings) else AgentExit.UNHEALTHY
 
 
 def show(findings: Sequence[Finding]) -> None:
@@ -77,7 +77,7 @@ def show(findings: Sequence[Finding]) -> None:
     for column in ("check", "", "found"):
         table.add_column(column)
     for finding in findings:
-        verdict = Text("ok", "green") if finding.fit else Text("NOT FIT", "bold red")
+        verdict = Text("ok", "green") if finding.passed else Text("FAILED", "bold red")
         text = finding.found + (f"; {finding.remedy}" if finding.remedy else "")
         table.add_row(finding.check, verdict, Text(text))
     console = Console(markup=False, emoji=False, highlight=False)

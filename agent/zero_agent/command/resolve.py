@@ -54,23 +54,10 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     """
     program = program_of(args, environ)
     streams = _streams(args, environ)
-    low, high = parse_nnodes(args.nnodes)
-    is_file = Path(args.script).is_file() and not args.module
-    where = str(Path(args.script).resolve()) if is_file else args.script
-    spec = JobSpec(
-        min_nodes=low,
-        max_nodes=high,
-        node_unit=args.node_unit,
-        max_restarts=args.max_restarts,
-        refill_after_steps=args.refill_after_steps,
-        max_restarts_without_progress=args.max_restarts_without_progress,
-        exclude_after=args.exclude_after,
-        exclude_for_s=math.ceil(args.exclude_for),
-        command=(where, *args.arguments),
-    )
+    spec = _spec(args)
     usual = Timing()
     # Each node refreshes its lease three times in that time: a large job needs longer leases.
-    usual_s = min(AgentConfig.lease_ttl_s + high // NODES_PER_LEASE_S, LONGEST_LEASE_S)
+    usual_s = min(AgentConfig.lease_ttl_s + spec.max_nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
     lease_ttl_s = int(args.lease_ttl or conf.lease_ttl_s or usual_s)
     slots = count_slots(args.nproc_per_node)
     if args.virtual_local_rank:
@@ -107,6 +94,24 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
         stop_exit_code=args.stop_exit_code,
         etcd_grace_s=_first(args.etcd_grace, AgentConfig.etcd_grace_s),
+    )
+
+
+def _spec(args: argparse.Namespace) -> JobSpec:
+    """What all agents of the job must agree on."""
+    low, high = parse_nnodes(args.nnodes)
+    is_file = Path(args.script).is_file() and not args.module
+    where = str(Path(args.script).resolve()) if is_file else args.script
+    return JobSpec(
+        min_nodes=low,
+        max_nodes=high,
+        node_unit=args.node_unit,
+        max_restarts=args.max_restarts,
+        refill_after_steps=args.refill_after_steps,
+        max_restarts_without_progress=args.max_restarts_without_progress,
+        exclude_after=args.exclude_after,
+        exclude_for_s=math.ceil(args.exclude_for),
+        command=(where, *args.arguments),
     )
 
 

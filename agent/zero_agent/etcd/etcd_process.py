@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_agent.node.network import family_of, loopback
+from zero_agent.node.network import loopback
 from zero_agent.node.process_control import dying_with_parent
 from zero_agent.node.signals import held
-from zero_orchestrator.addresses import host_port, split_host_port
+from zero_orchestrator.addresses import family_of, host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import TlsFiles
 

@@ -25,9 +25,9 @@ from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
 from zero_agent.etcd.front import WAITING, Front
 from zero_agent.etcd.joining import Joining
-from zero_agent.node.network import address_towards, family_of
+from zero_agent.node.network import address_towards
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.addresses import host_port
+from zero_orchestrator.addresses import family_of, host_port
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import parse_nnodes

@@ -27,11 +27,11 @@ from zero_agent.launch.hosts import Hosts, read_hostfile, select
 from zero_agent.launch.plan import Plan
 from zero_agent.launch.runners import PROGRAMS, RUNNERS, Remote
 from zero_agent.launch.session import Session
-from zero_agent.node.network import is_local, route_towards
+from zero_agent.node.network import is_local
 from zero_agent.node.scratch import Scratch
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.addresses import host_port, split_host_port
+from zero_orchestrator.addresses import host_port, route_towards, split_host_port
 from zero_orchestrator.ctl import cli as zero_ctl
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.membership.runs import command_name

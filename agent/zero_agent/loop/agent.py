@@ -114,18 +114,7 @@ class Agent:
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
-        self._node_workers = NodeWorkers(
-            config,
-            job,
-            self._scratch.path,
-            clock=clock,
-            journal=self._journal,
-            environ=environ,
-            post=self._post,
-            on_port=lambda n, port: self._store_writes.master(n, config.where_store_is(port)),
-            on_commit=self._store_writes.commit,
-            on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
-        )
+        self._node_workers = self._make_workers(environ)
         ask = partial(ask_for_stacks, telemetry, job)
         network = NetworkWatch(clock, self._post, partial(probe_through, telemetry, job))
         self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)
@@ -143,23 +132,10 @@ class Agent:
         self._time = NodeTime(clock, before_ns)
         self._history = JobHistory()
         self._store_writes.on_published = self._history.saved
-        self._node_workers.steps.on_report = self._on_step
-        self._node_workers.steps.on_saved = self._on_saved
         self._traces = Traces(job, config.node_id, telemetry, environ)
         self._ring = _ring(config, self._post(self._suspects.add))
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
-        self._rdzv = Rendezvous(
-            self._store,
-            job,
-            config.spec,
-            config.node(incarnation, self._ring.port),
-            clock=clock,
-            journal=self._journal,
-            timing=config.timing,
-            lease_ttl_s=config.lease_ttl_s,
-            on_change=self._post(lambda: None),
-            works=lambda: clock.now() - self._turned_s < STALLED_S,
-        )
+        self._rdzv = self._make_rendezvous(incarnation)
         kinds = kinds_of(self._node_workers, incarnation)
         kinds["probe"] = prober(self._ring, lambda: self._rdzv.snapshot.nodes)
         self._answers = Answers(telemetry, job, config.node_id, kinds)
@@ -176,6 +152,39 @@ class Agent:
         self._over = 0
         self.took_part = False
         """This agent saw the job before its end."""
+
+    def _make_workers(self, environ: Mapping[str, str]) -> NodeWorkers:
+        """Start the forkserver, and connect its events with the parts that handle them."""
+        made = NodeWorkers(
+            self._config,
+            self._job,
+            self._scratch.path,
+            clock=self._clock,
+            journal=self._journal,
+            environ=environ,
+            post=self._post,
+            on_port=lambda n, port: self._store_writes.master(n, self._config.where_store_is(port)),
+            on_commit=self._store_writes.commit,
+            on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
+        )
+        made.steps.on_report = self._on_step
+        made.steps.on_saved = self._on_saved
+        return made
+
+    def _make_rendezvous(self, incarnation: str) -> Rendezvous:
+        """The connection to the job; this node registers in `run`."""
+        return Rendezvous(
+            self._store,
+            self._job,
+            self._config.spec,
+            self._config.node(incarnation, self._ring.port),
+            clock=self._clock,
+            journal=self._journal,
+            timing=self._config.timing,
+            lease_ttl_s=self._config.lease_ttl_s,
+            on_change=self._post(lambda: None),
+            works=lambda: self._clock.now() - self._turned_s < STALLED_S,
+        )
 
     @property
     def ended(self) -> bool:

@@ -282,7 +282,7 @@ class Finding:
     """The result of one check."""
 
     check: str
-    fit: bool
+    passed: bool
     found: str
     remedy: str = ""
 
@@ -298,7 +298,7 @@ def examine(node: Surroundings) -> tuple[Finding, ...]:
 
 def complaint(findings: Sequence[Finding]) -> str:
     """Why a node is unhealthy, in one line; empty if the node is healthy."""
-    return "; ".join(str(finding) for finding in findings if not finding.fit)
+    return "; ".join(str(finding) for finding in findings if not finding.passed)
 
 
 class _Run:
@@ -328,8 +328,8 @@ class _Run:
         except Exception as error:
             self._result = self._finding(False, str(error))
 
-    def _finding(self, fit: bool, found: str, remedy: str = "") -> Finding:
-        return Finding(check=self._name, fit=fit, found=found, remedy=remedy)
+    def _finding(self, passed: bool, found: str, remedy: str = "") -> Finding:
+        return Finding(check=self._name, passed=passed, found=found, remedy=remedy)
 
 
 # ---- what an agent does about the findings ----

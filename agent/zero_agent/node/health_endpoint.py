@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -164,7 +163,6 @@ class _Server(PatientServer, ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], health: Health) -> None:
         self.health = health
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:

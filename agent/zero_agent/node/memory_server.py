@@ -47,9 +47,7 @@ class MemoryServer:
         Raises:
             OSError: It cannot listen there.
         """
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = type("Server", (_Server,), {"address_family": family})
-        self._server: _Server = first_free(ports, lambda port: server((address, port), _Caller))
+        self._server = first_free(ports, lambda port: _Server((address, port), _Caller))
         self._server.directory, self._server.key = directory, key
         self._server.budget_bytes = budget_bytes
         self.port = int(self._server.server_address[1])
@@ -82,10 +80,12 @@ class _Server(PatientServer):
     key: str
     budget_bytes: int
 
-    def __init__(self, *args: object) -> None:
+    def __init__(
+        self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]
+    ) -> None:
         self.taking = threading.Lock()
         """Held while space is reserved: two clients must not reserve the same bytes."""
-        super().__init__(*args)  # type: ignore[arg-type]
+        super().__init__(address, handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("memory: the connection with %s broke", client_address)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zero_orchestrator.addresses import split_host_port
+from zero_orchestrator.addresses import family_of, route_towards
 
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a process that is out of file descriptors or socket memory."""
@@ -48,6 +48,12 @@ class PatientServer(socketserver.ThreadingTCPServer):
 
     exhausted_pause_s = 0.2
 
+    def __init__(
+        self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]
+    ) -> None:
+        self.address_family = family_of(address[0])
+        super().__init__(address, handler)
+
     def get_request(self) -> Any:
         """As socketserver; a client that could not be accepted waits in the kernel's queue."""
         try:
@@ -66,11 +72,6 @@ class PatientServer(socketserver.ThreadingTCPServer):
                 raise
 
 
-def family_of(host: str) -> socket.AddressFamily:
-    """The address family of a numeric address or of a host name."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def loopback() -> str:
     """127.0.0.1, or ::1 on a machine that has only IPv6."""
     with socket.socket() as probe:
@@ -84,17 +85,6 @@ def loopback() -> str:
 def address_towards(endpoint: str) -> str:
     """The local address that the kernel would use to reach `host:port`, or this host's name."""
     return route_towards(endpoint) or socket.gethostname()
-
-
-def route_towards(endpoint: str) -> str | None:
-    """The local address of the route to `host:port`; None without a route. Sends nothing."""
-    target, port = split_host_port(endpoint)
-    try:
-        with socket.socket(family_of(target), socket.SOCK_DGRAM) as probe:
-            probe.connect((target, port))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def is_local(address: str) -> bool:

@@ -68,9 +68,7 @@ class Ring:
             OSError: It cannot listen there.
         """
         self._on_dead = on_dead
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        server = type("Server", (_Server,), {"address_family": family})
-        self._server: _Server = first_free(ports, lambda port: server((address, port), _Answer))
+        self._server = first_free(ports, lambda port: _Server((address, port), _Answer))
         self.port = int(self._server.server_address[1])
         self.address = host_port(address, self.port)
         self._target: Node | None = None

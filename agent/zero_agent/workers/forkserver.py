@@ -48,6 +48,7 @@ from zero_agent.node.process_control import (
 )
 from zero_agent.workers import worker_main
 from zero_agent.workers.fork_safety import Native, hindrance
+from zero_orchestrator.addresses import family_of
 
 PACKET_BYTES = 1 << 17
 STOP_FORKSERVER = b'{"op": "stop"}'
@@ -199,11 +200,12 @@ def host_store(agent: socket.socket, worker: int, address: str, ports: range) ->
     Raises:
         SystemExit: It cannot listen there.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = first_free(
             ports,
-            lambda port: socket.create_server((address, port), family=family, backlog=WAITING),
+            lambda port: socket.create_server(
+                (address, port), family=family_of(address), backlog=WAITING
+            ),
         )
     except OSError as error:
         raise SystemExit(f"zero-agent: no store for the workers: {error.strerror}") from None

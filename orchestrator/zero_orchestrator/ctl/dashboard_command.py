@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator import arguments
-from zero_orchestrator.addresses import host_port
+from zero_orchestrator.addresses import family_of, host_port
 from zero_orchestrator.ctl import picture as pictures
 from zero_orchestrator.ctl import requests, status
 from zero_orchestrator.ctl.picture import Json
@@ -109,9 +109,8 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family_of(host))
     except OSError as error:
         raise SpecError(
             f"--port={port}: cannot listen on {host} ({error}); choose another port, or another "
