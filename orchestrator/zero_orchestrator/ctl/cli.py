@@ -77,6 +77,8 @@ _HANDED_OVER: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Command -> the module that replaces this process, and its help. Neither reads etcd here."""
+_Command = Callable[[str, str], argparse.ArgumentParser]
+"""Adds a command: its name, and its help."""
 _MODULES: Mapping[str, tuple[Any, str]] = {
     "top": (top_command, "show a job live: its status, speed and last events"),
     "events": (events_command, "show the events of a job, each with its cause"),
@@ -179,6 +181,18 @@ def make_parser() -> argparse.ArgumentParser:
             group.add_argument(f"--{flag}", default=default, metavar=metavar, help=explained)
         return sub
 
+    _add_looks(command)
+    _add_requests(command)
+    _add_gc(command)
+    job_files.add_to(commands)
+    completion.add_to(commands)
+    for name, (_, text) in _HANDED_OVER.items():  # listed here; `main` starts them
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _add_looks(command: _Command) -> None:
+    """The commands that show something."""
     look = command("status", "show the state, nodes, restarts and newest checkpoint of a job")
     look.add_argument(
         "job", nargs="?", help="name of the job (default: the running one; all if several run)"
@@ -196,6 +210,10 @@ def make_parser() -> argparse.ArgumentParser:
     numbers.add_argument("--port", type=port, metavar="PORT", help=text)
     text = "address on which --port listens (default: the loopback)"
     numbers.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
+
+
+def _add_requests(command: _Command) -> None:
+    """The commands that ask a job's agents for something."""
     drain = command(
         "drain", "make a node leave at its next step boundary; the job continues without it"
     )
@@ -216,6 +234,12 @@ def make_parser() -> argparse.ArgumentParser:
     admit.add_argument("node", help="name of the host, or of a node on it")
     for sub in (bar, admit):
         sub.add_argument("job", nargs="?", help="name of the job (default: the running one)")
+    for sub, event in ((drain, "the node has left"), (stop, "the job has ended")):
+        text = f"seconds to wait until {event} (default 0)"
+        sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
+
+
+def _add_gc(command: _Command) -> None:
     gc = command("gc", "delete the records of ended jobs")
     text = "delete the records of jobs that ended longer ago than this (default 7d)"
     gc.add_argument(
@@ -230,14 +254,6 @@ def make_parser() -> argparse.ArgumentParser:
     gc.add_argument(
         "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
     )
-    for sub, event in ((drain, "the node has left"), (stop, "the job has ended")):
-        text = f"seconds to wait until {event} (default 0)"
-        sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
-    job_files.add_to(commands)
-    completion.add_to(commands)
-    for name, (_, text) in _HANDED_OVER.items():  # listed here; `main` starts them
-        commands.add_parser(name, help=text, add_help=False)
-    return parser
 
 
 def _count(text: str) -> int:
