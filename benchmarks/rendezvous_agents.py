@@ -24,7 +24,7 @@ from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.membership.job_state import Node, Snapshot, State
+from zero_orchestrator.membership.job_state import Node, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
@@ -136,7 +136,7 @@ class Hosted:
         index = job.members.index(self.rdzv.node)
         if index is None:
             return
-        if job.state is State.FORMING and self._is_news(job):
+        if job.state is State.FORMING and self.rdzv.node.id not in job.quiet:
             for rank in range(WORKERS):
                 self.journal.tell("exit", f"rank {rank} lost its peers", symptom=True)
             self.journal.tell("stop", job.cause)
@@ -149,9 +149,6 @@ class Hosted:
                     self.journal.tell("worker", f"rank {rank} runs", level=logging.DEBUG)
         elif job.state is State.ACTIVE and index == 0:
             self.rdzv.publish_master(job.n, "node:1")
-
-    def _is_news(self, job: Snapshot) -> bool:
-        return self.rdzv.node.id not in job.quiet
 
 
 class Lane(threading.Thread):

@@ -115,7 +115,8 @@ def _joined(
         _run("ip", "-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire0")
         _run("ip", "-n", name, "link", "set", "wire0", "up")
         if rate:
-            shape = ("rate", rate, "burst", str(_burst_bytes(rate)), "latency", "50ms")
+            burst_bytes = round(bits_per_s(rate) / 8 * _BURST_S)
+            shape = ("rate", rate, "burst", str(burst_bytes), "latency", "50ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", "wire0", "root", "tbf", *shape)
         own = ("ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", _OWN_SHM, str(directory))
         prefixes += [own] * nodes[number - 1]
@@ -139,10 +140,6 @@ def bits_per_s(rate: str) -> float:
     if found is None:
         raise SystemExit(f"a rate of {rate!r}: write it as 500mbit or 10gbit")
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
-
-
-def _burst_bytes(rate: str) -> int:
-    return round(bits_per_s(rate) / 8 * _BURST_S)
 
 
 def _run(*command: str) -> None:

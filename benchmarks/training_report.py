@@ -209,19 +209,16 @@ def ratios(rows: Mapping[str, Row]) -> Iterable[str]:
     for system, row in rows.items():
         for peer in SYSTEMS[system].peers:
             if peer in rows:
-                against = rows[peer]
+                against, bytes_ratio = rows[peer], ""
+                if row.sent is not None and against.sent is not None and against.sent.between:
+                    ratio = row.sent.between / against.sent.between
+                    bytes_ratio = f", {ratio:.2f} x its bytes between nodes"
                 yield (
                     f"{system}: {row.wall_ms / against.wall_ms:.2f} x the step time of {peer} "
                     f"(CPU {row.cpu_ms / against.cpu_ms:.2f}), "
                     f"{row.peak_bytes / against.peak_bytes:.2f} x its memory"
-                    + _of_bytes(row, against)
+                    f"{bytes_ratio}"
                 )
-
-
-def _of_bytes(row: Row, against: Row) -> str:
-    if row.sent is None or against.sent is None or not against.sent.between:
-        return ""
-    return f", {row.sent.between / against.sent.between:.2f} x its bytes between nodes"
 
 
 def _or_dash(value: float | None, form: str) -> str:

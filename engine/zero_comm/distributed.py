@@ -59,7 +59,8 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         PeerLost: A rank, or the host of the store, is lost.
     """
     if torch.cuda.is_available():
-        _use_device()
+        current = torch.cuda.current_device()
+        torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))
     if dist.is_initialized():
         return
     if ENV_SOCKET in os.environ:
@@ -156,8 +157,3 @@ def device_index(local: int, visible: int, current: int) -> int:
             "for each worker"
         )
     return local
-
-
-def _use_device() -> None:
-    current = torch.cuda.current_device()
-    torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))

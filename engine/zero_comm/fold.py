@@ -99,7 +99,13 @@ class Fold:
         if self._is_broken or (key not in self.kernels and len(self.kernels) >= self._most):
             return None
         if key not in self.kernels:
-            kernel = self._compiled(graph_of(key[0], key[1], dtype))
+            kernel = torch.compile(
+                graph_of(key[0], key[1], dtype),
+                backend=self._backend,
+                dynamic=True,
+                fullgraph=True,
+                options=_OPTIONS if self._backend == "inductor" else None,
+            )
             with _beside(key[2]):
                 differs = _differs(kernel, key, dtype)
             if differs:
@@ -114,12 +120,6 @@ class Fold:
             "gradients are added one by one, which gives the same sums in more time, because %s; "
             "%s=0 chooses this without a warning",
             *(reason, SWITCH),
-        )
-
-    def _compiled(self, graph: fx.GraphModule) -> Callable[..., object]:
-        options = _OPTIONS if self._backend == "inductor" else None
-        return torch.compile(
-            graph, backend=self._backend, dynamic=True, fullgraph=True, options=options
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.model_files import ModelFile, SafetensorsFile, Table, TorchFile
+from zero_checkpoint.files.storage import DISK
 
 
 def frozen(module: nn.Module) -> frozenset[str]:
@@ -45,7 +46,7 @@ def write_weights(
             _fill(file, weights, table, ties, path)
             os.fsync(file.fileno())
         partial.replace(path)
-        _make_durable(path.parent)
+        DISK.sync_directory(path.parent)
     except (OSError, RuntimeError, CheckpointError) as error:  # torch.save raises the second
         with suppress(OSError):
             partial.unlink()
@@ -72,11 +73,3 @@ def _fill(
             out.put(each, value)
         del value  # before the next unit is gathered
     out.finish()
-
-
-def _make_durable(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

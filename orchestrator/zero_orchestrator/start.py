@@ -29,7 +29,9 @@ def agent() -> NoReturn:
 def ckpt() -> NoReturn:
     """`zero-ckpt`. A TAB is answered by its parser alone, without torch, which takes seconds."""
     if "_ARGCOMPLETE" in os.environ:
-        _pass_over("zero_checkpoint")
+        # Its modules can then be imported without what its __init__ imports.
+        if (spec := find_spec("zero_checkpoint")) is not None:
+            sys.modules["zero_checkpoint"] = module_from_spec(spec)
         run("zero_checkpoint.tools.parser")
     run("zero_checkpoint.tools.cli")
 
@@ -65,12 +67,6 @@ def run(module: str) -> NoReturn:
             sys.excepthook(type(error), error, error.__traceback__)  # imports nothing
             print(f"internal error in {module}; no verdict on any job", file=sys.stderr)
         sys.exit(CRASHED)
-
-
-def _pass_over(package: str) -> None:
-    """Let the modules of a package be imported without what its `__init__` imports."""
-    if (spec := find_spec(package)) is not None:
-        sys.modules[package] = module_from_spec(spec)
 
 
 @contextlib.contextmanager

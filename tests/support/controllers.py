@@ -81,7 +81,8 @@ class Job:
             return
         running = {pod.index for pod in self.active}
         for index in set(range(self.spec["completions"])) - running:
-            if now_s >= self._again_s.get(index, 0.0) and not self._has_given_up(index):
+            failed_too_often = self._failures.get(index, 0) > int(self.spec["backoffLimitPerIndex"])
+            if now_s >= self._again_s.get(index, 0.0) and not failed_too_often:
                 self._start(index)
 
     def _judge(self, pod: Pod, now_s: float) -> None:
@@ -99,9 +100,6 @@ class Job:
         self._failures[pod.index] = self._failures.get(pod.index, 0) + 1
         if action is Verdict.FAIL_JOB:
             self.state = "failed"
-
-    def _has_given_up(self, index: int) -> bool:
-        return self._failures.get(index, 0) > int(self.spec["backoffLimitPerIndex"])
 
     def _start(self, index: int) -> None:
         labels = {

@@ -64,10 +64,6 @@ def _poison(tensor: Tensor) -> None:
         flat.fill_(0x55)
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.nbytes == b.nbytes
-
-
 class QueuedWork(Work):
     """An operation in the queue of a communicator."""
 
@@ -305,10 +301,8 @@ class QueuedGroup(dist.ProcessGroup):
         for peer in range(self._world_here):
             work.send(peer, own)
         for peer, row in enumerate(rows):
-            if not _same_memory(row, own):
-                work.receive(peer, row)
-            else:
-                work.receive(peer, torch.empty_like(row))
+            is_own = row.data_ptr() == own.data_ptr() and row.nbytes == own.nbytes
+            work.receive(peer, torch.empty_like(row) if is_own else row)
         return self._issue("all_gather", work)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> QueuedWork:

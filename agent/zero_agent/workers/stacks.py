@@ -129,12 +129,10 @@ def _spy(process: Process, within_s: float, *flags: str) -> dict[str, str]:
         return {"problem": f"{what}: {program} cannot be executed: {error.strerror}"}
     if done.returncode != 0:
         words = " ".join(done.stderr.split())
-        return {"problem": f"{what}: py-spy: {words or done.returncode}{_permission(words)}"}
+        problem = f"{what}: py-spy: {words or done.returncode}"
+        if "ermission" in words:
+            problem += (
+                "; the agent needs CAP_SYS_PTRACE (Kubernetes: securityContext.capabilities.add)"
+            )
+        return {"problem": problem}
     return {"spy": done.stdout}
-
-
-def _permission(words: str) -> str:
-    """The remedy if the kernel forbids it."""
-    if "ermission" not in words:
-        return ""
-    return "; the agent needs CAP_SYS_PTRACE (Kubernetes: securityContext.capabilities.add)"

@@ -58,7 +58,8 @@ class SafetensorsFile:
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor. Raises OSError."""
         self._file.seek(self._data + self._places[name])
-        self._file.write(host_bytes(byte_view(_flat(tensor))))
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        self._file.write(host_bytes(byte_view(flat)))
 
     def finish(self) -> None:
         """Write what is buffered. Raises OSError."""
@@ -111,7 +112,3 @@ class TorchFile:
         """Write the file. Raises OSError, and RuntimeError of torch.save."""
         whole = self._tensors | {name: self._tensors[first] for name, first in self._ties.items()}
         torch.save(whole, self._file)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1)

@@ -9,7 +9,7 @@ Source: DeepSpeed's activation checkpointing, torch.utils.checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial, update_wrapper
@@ -133,7 +133,11 @@ def chosen(model: nn.Module, rules: tuple[str, ...]) -> list[nn.Module]:
     named = dict(model.named_modules())
     found: set[str] = set()
     for rule in rules:
-        fitting = {name for name, each in named.items() if _fits(rule, name, each)}
+        fitting = {
+            name
+            for name, each in named.items()
+            if type(each).__name__ == rule or fnmatchcase(name, rule)
+        }
         if not fitting:
             classes = ", ".join(sorted({type(each).__name__ for each in named.values()}))
             raise ConfigError(
@@ -144,17 +148,7 @@ def chosen(model: nn.Module, rules: tuple[str, ...]) -> list[nn.Module]:
     return [each for name, each in named.items() if name in found and not found & _around(name)]
 
 
-def _fits(rule: str, name: str, module: nn.Module) -> bool:
-    return type(module).__name__ == rule or fnmatchcase(name, rule)
-
-
 def _around(name: str) -> set[str]:
     """The names of the modules around the one of a name."""
-    return set(_outer(name)) if name else set()
-
-
-def _outer(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-    yield ""
+    parts = name.split(".")
+    return {".".join(parts[:depth]) for depth in range(len(parts))} if name else set()

@@ -440,7 +440,8 @@ class MicroSteps:
     def notes(self) -> Tensor:
         """[2 * micro-steps] fp32: the weighted losses, then the numbers of tokens."""
         device = self._core.device
-        known = self._core.collectives.numbers([_known(each) for each in self._tokens], device)
+        of_host = [NOT_GIVEN if isinstance(each, Tensor) else each for each in self._tokens]
+        known = self._core.collectives.numbers(of_host, device)
         counts = [
             number.float() if isinstance(number, Tensor) else known[index]
             for index, number in enumerate(self._tokens)
@@ -475,7 +476,3 @@ def _times(loss: Tensor, weight: Count) -> Tensor:
         return loss * weight
     wide = torch.promote_types(loss.dtype, torch.float32)
     return (loss.to(wide) * weight.to(wide)).to(loss.dtype)
-
-
-def _known(count: Count) -> float:
-    return NOT_GIVEN if isinstance(count, Tensor) else count

@@ -104,19 +104,23 @@ def _status(job: str, records: Sequence[Mapping[str, Any]]) -> JobStatus:
         cause=str(last.get("text", "")),
         now="" if state in ENDED else "whether it still runs is not known without etcd",
         world_size=sizes[-1] if sizes else 0,
-        members=tuple(_row(str(node)) for node in members),
+        members=tuple(
+            NodeRow(
+                node=str(node),
+                condition=Condition.GONE,
+                alive=False,
+                first_rank=None,
+                slots=0,
+                address="",
+            )
+            for node in members
+        ),
         restarts=interrupts,
         restarts_spent=interrupts,
         state_time_s=last.get("time"),
         seen_time_s=records[-1]["time"] if records else None,
         goodput=goodput(used_ns),
         time_ns=to_record(used_ns),
-    )
-
-
-def _row(node: str) -> NodeRow:
-    return NodeRow(
-        node=node, condition=Condition.GONE, alive=False, first_rank=None, slots=0, address=""
     )
 
 

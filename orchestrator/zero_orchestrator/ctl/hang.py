@@ -124,15 +124,12 @@ def _collectives_differ(ranks: Sequence[RankState]) -> Hang | None:
     others = f"{found.others} rank{'s have' if found.others > 1 else ' has'} issued {named}"
     states = {one.rank: one for one in ranks}
     words = [
-        f"{_who(states[rank])} {'has issued ' + issued.text if issued else _lacks(states[rank])}"
+        f"{_who(states[rank])} has "
+        + (f"issued {issued.text}" if issued else f"not issued it, and is in {states[rank].place}")
         for rank, issued in [*found.odd.items()][:SHOWN]
     ]
     text = f"the collectives differ: {'; '.join(words)}; {others}"
     return Hang(ranks=tuple(found.odd), text=text)
-
-
-def _lacks(one: RankState) -> str:
-    return f"has not issued it, and is in {one.place}"
 
 
 def _has_begun_fewer(ranks: Sequence[RankState]) -> Hang | None:
