@@ -164,8 +164,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="max-restarts-without-progress",
             kind=_whole,
             default=3,
-            help="restart budget without progress: the job ends when more restarts than this in a "
-            "row finish no new step (default 3; 0: no limit)",
+            help="number of restarts in a row without a new step after which one more failure "
+            "ends the job (default 3; 0: no limit)",
         ),
         Flag(
             name="exclude-after",
@@ -178,8 +178,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="exclude-for",
             kind=_some_seconds,
             default=60.0,
-            help="seconds that an excluded host stays out at first; each exclusion lasts twice as "
-            "long as the one before (default 60)",
+            help="seconds of the first exclusion of a host; each further one lasts twice as long "
+            "(default 60)",
         ),
         Flag(
             name="stop-exit-code",
@@ -192,8 +192,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="grow-every",
             kind=seconds,
             default=None,
-            help="seconds that a round runs before nodes that arrive later join it (default: as "
-            "long as re-forming the group is worth, at most 600)",
+            help="seconds that a round runs before nodes that arrive later may join (default: "
+            "longer, the more a new round costs, at most 600)",
         ),
         Flag(
             name="node-unit",
@@ -251,7 +251,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="rdzv-conf",
             metavar="KEY=VALUE[,...]",
-            help="torchrun's settings of the rendezvous",
+            help="settings of the rendezvous, as with torchrun, such as "
+            "join_timeout=600,last_call_timeout=1",
         ),
         Flag(
             name="standalone",
@@ -261,20 +262,21 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="master-addr",
             metavar="HOST",
-            help="fixed world without an etcd: address of node 0",
+            help="address of node 0, where the nodes meet instead of --rdzv-endpoint; the number "
+            "of nodes is then fixed",
         ),
         Flag(
             name="master-port",
             kind=_port,
             default=None,
-            help="fixed world without an etcd: port of node 0, for its etcd and for the workers' "
-            "store (default 29500)",
+            help="with --master-addr: port of node 0, for its etcd and for the TCPStore of the "
+            "workers (default 29500)",
         ),
         Flag(
             name="node-rank",
             kind=_whole,
             default=None,
-            help="fixed world without an etcd: number of this node, from 0 (default 0)",
+            help="with --master-addr: number of this node, from 0 (default 0)",
         ),
         Flag(
             name="node-id",
@@ -284,14 +286,14 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="machine",
             metavar="NAME",
-            help="name of the machine that an exclusion of this node applies to (default: "
-            "--node-id if given, else the host name)",
+            help="name of this node's machine; an exclusion applies to all nodes of a machine "
+            "(default: --node-id if given, else the host name)",
         ),
         Flag(
             name="local-addr",
             metavar="HOST",
             help="address of this machine on which the agent listens for other nodes (default: "
-            "the one that routes to etcd)",
+            "the local address of the route to etcd)",
         ),
         Flag(
             name="advertise-addr",
@@ -304,7 +306,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="port-range",
             kind=_ports,
             metavar="LOW-HIGH",
-            help="the only ports of this node on which its agent and the workers' store listen for "
+            help="the only ports on which the agent and the TCPStore of the workers listen for "
             "other nodes (default: any)",
         ),
         Flag(
@@ -344,14 +346,15 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             kind=_whole,
             default=None,
             metavar="SECONDS",
-            help="seconds of silence after which a node is lost (default 3, and 1 more for each "
-            "200 nodes of the maximum, up to 15)",
+            help="seconds of silence after which a node is lost (default 3; 1 more for each 200 "
+            "nodes of the maximum of --nnodes, up to 15)",
         ),
         Flag(
             name="etcd-grace",
             kind=seconds,
             default=None,
-            help="seconds that workers continue while etcd does not answer (default 600)",
+            help="seconds that workers continue while etcd does not answer (default 600; with "
+            "--master-addr 30)",
         ),
     ),
     "output": (
@@ -391,8 +394,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             kind=_size_bytes,
             default=1 << 30,
             metavar="SIZE",
-            help="most bytes that are kept in --log-dir of one stream of one worker; older output "
-            "is dropped; 0 for no limit (default 1Gi)",
+            help="largest size of the stdout or stderr of one worker in --log-dir; older output "
+            "is dropped (default 1Gi; 0: no limit)",
         ),
         Flag(
             name="local-ranks-filter",
@@ -426,9 +429,9 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             kind=_hang,
             default="auto",
             metavar="SECONDS|auto|off",
-            help="seconds without a step after which a worker counts as hung and is killed; auto "
-            "learns it from the steps; applies to workers that use zero_engine or "
-            "zero_agent.heartbeat() (default auto)",
+            help="seconds without a step after which a worker counts as hung and is killed; auto: "
+            "ten times its longest step, at least 300; applies to workers that report their steps, "
+            "by zero_engine, zero_torch or zero_agent.heartbeat() (default auto)",
         ),
         Flag(
             name="signals-to-handle",
@@ -465,8 +468,8 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             name="ram-budget",
             kind=_size_bytes,
             default=None,
-            help="largest size of in-memory checkpoints in /dev/shm, such as 16Gi (default: that "
-            "of the config, else half of the free memory)",
+            help="largest size of in-memory checkpoints in /dev/shm, such as 16Gi (default: the "
+            "budget in the training config, else half of the free memory)",
         ),
         Flag(
             name="preflight",

@@ -83,7 +83,10 @@ _MODULES: Mapping[str, tuple[Any, str]] = {
     "top": (top_command, "show a job live: its status, speed and last events"),
     "events": (events_command, "show the events of a job, each with its cause"),
     "logs": (logs_command, "show what the workers of a job print, on all nodes"),
-    "stack": (stack_command, "show the stacks of all workers of a job, equal ones once"),
+    "stack": (
+        stack_command,
+        "show the stacks of all workers of a job; equal stacks are shown once",
+    ),
     "probe": (probe_command, "measure the network between the nodes of a job, and name slow links"),
     "report": (
         report_command,
@@ -224,7 +227,7 @@ def _add_requests(command: _Command) -> None:
     )
     stop.add_argument("job", nargs="?", help="name of the job (default: the running one)")
     stop.add_argument("--reason", default="", help="reason for the stop; every agent logs it")
-    bar = command("exclude", "exclude a host for a while; a spare takes its place")
+    bar = command("exclude", "exclude a host for a while; a spare takes its place, if there is one")
     bar.add_argument("node", help="name of the host, or of a node on it")
     bar.add_argument("--for", dest="for_s", type=seconds, default=0.0, metavar="SECONDS", help=_FOR)
     bar.add_argument(

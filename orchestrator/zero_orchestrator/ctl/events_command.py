@@ -26,13 +26,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow", "-f", action="store_true", help="print new events until the job ends"
     )
-    text = "only events of the last so many seconds, such as 30, 10m or 2h, by the nodes' clocks"
+    text = "only events of the last SECONDS, such as 30, 10m or 2h, by the clocks of the nodes"
     parser.add_argument("--since", type=seconds, metavar="SECONDS", help=text)
-    parser.add_argument("--node", metavar="NODE", help="only events that this node tells")
+    parser.add_argument("--node", metavar="NODE", help="only events of this node")
     text = (
-        "only the events of one recovery, each with the time since the first: from the first sign "
-        "that a round ends to the start of the next one's workers; without a number the last "
-        "recovery, 2 for the one before"
+        "only the events of one recovery, from the first sign that a round ends to the start of "
+        "the next workers, each with the time since the first; 1: the last recovery, 2: the one "
+        "before (default of NUMBER: 1)"
     )
     parser.add_argument("--recovery", type=_place, nargs="?", const=1, metavar="NUMBER", help=text)
 

@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow", "-f", action="store_true", help="print new output until the job ends"
     )
-    text = f"number of lines of each worker to begin with (default {LINES})"
+    text = f"number of last lines of each worker to print first (default {LINES})"
     parser.add_argument("--lines", "-n", type=_lines, default=LINES, metavar="N", help=text)
 
 

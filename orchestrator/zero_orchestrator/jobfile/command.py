@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
         "run", help="start the job of a job file", description="Start the job of a job file."
     )
     run.add_argument("file", type=Path, help="job file (YAML); docs/job-files.md lists its keys")
-    text = "where the job runs (default: the cluster of kubectl's context, else Slurm, else here)"
+    text = "where the job runs (default: kubectl's cluster, else Slurm, else this machine)"
     run.add_argument("--on", choices=PLACES, help=text)
     text = "with --on local: number of agents (default: the minimum that the job needs)"
     run.add_argument("--agents", type=_agents, metavar="N", help=text)
