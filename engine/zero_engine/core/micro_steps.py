@@ -271,7 +271,19 @@ class MicroSteps:
             return
         self._losses.append(share)
         self._tokens.append(loss.tokens)
-        # Write the samples that this micro-step really consumed into the ledger.
+        self._record_samples()
+        awaited = self._run.managed and not self.without_step
+        ends_itself = not awaited or (self.coalescing and not self.at_boundary)
+        self.awaits_step = not ends_itself
+        if ends_itself:
+            self.end()
+
+    def _record_samples(self) -> None:
+        """Write the samples that this micro-step consumed into the ledger; warn of a wrong order.
+
+        Raises:
+            ZeroError: There is a ledger, and the samples are not known.
+        """
         run = self._run
         if run.loader is None:
             if not self._warned and run.rank == 0:
@@ -309,11 +321,6 @@ class MicroSteps:
                     "initialize() the training_data, or your DataLoader engine.batch_sampler()"
                 )
             run.ledger.consume(microbatch.index, ticket.ids)
-        awaited = self._run.managed and not self.without_step
-        ends_itself = not awaited or (self.coalescing and not self.at_boundary)
-        self.awaits_step = not ends_itself
-        if ends_itself:
-            self.end()
 
     def end_if_awaited(self) -> None:
         """End a micro-step that is not the last of its step, if it has not ended by itself."""
