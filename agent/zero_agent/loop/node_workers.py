@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,6 +34,7 @@ from zero_agent.workers.output import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps
 from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.stacks import Process
+from zero_agent.workers.wait_replies import WaitReplies
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
@@ -154,9 +154,7 @@ class NodeWorkers:
         self._asked_s: float | None = None
         self._stop_s: float | None = None
         self._kill_s: float | None = None
-        self._wait_replied = threading.Condition()
-        self._waits: dict[int, WaitReply] = {}
-        self._wait_number = 0
+        self._wait_replies = WaitReplies()
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
         self._listening: set[int] = set()
@@ -230,19 +228,12 @@ class NodeWorkers:
             within_s: Seconds to wait for the replies.
         """
         ranks = {one.rank for one in self.processes}
-        with self._wait_replied:
-            self._waits.clear()
-            self._wait_number += 1
-            number = self._wait_number
 
-        def ask() -> None:
+        def ask(number: int) -> None:
             for rank in ranks:
                 self._channel.send(rank, WaitRequest(request=number))
 
-        self._post(ask)()
-        with self._wait_replied:
-            self._wait_replied.wait_for(lambda: ranks <= self._waits.keys(), within_s)
-            return {rank: one for rank, one in self._waits.items() if one.request == number}
+        return self._wait_replies.collect(ranks, self._post(ask), within_s)
 
     def hosts_store_of(self, n: int) -> bool:
         """Whether the TCPStore of round n is, or is about to be, on this node."""
@@ -501,9 +492,7 @@ class NodeWorkers:
                 self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
             case WaitReply():
-                with self._wait_replied:
-                    self._waits[rank] = message
-                    self._wait_replied.notify_all()
+                self._wait_replies.add(rank, message)
             case Saved():
                 self.steps.saved(rank, message)
             case Preparing():
