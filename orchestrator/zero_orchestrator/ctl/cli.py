@@ -73,7 +73,7 @@ _HANDED_OVER: Mapping[str, tuple[str, str]] = {
     ),
     "certs": (
         "zero_orchestrator.store.join_token",
-        "make certificates for an etcd that only holders of ZERO_JOIN_TOKEN may enter",
+        "make certificates for an etcd that admits only holders of ZERO_JOIN_TOKEN",
     ),
 }
 """Command -> the module that replaces this process, and its help. Neither reads etcd here."""

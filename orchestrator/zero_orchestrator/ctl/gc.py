@@ -74,7 +74,7 @@ def due(
         if not (remains.ended or lost):
             continue
         age_s = now_s - remains.last_s if remains.last_s else 0.0
-        since = f"for {in_words(age_s)}" if remains.last_s else "since nobody knows when"
+        since = f"for {in_words(age_s)}" if remains.last_s else "for an unknown time"
         what = f"{remains.state} {since}" if remains.ended else f"without an agent {since}"
         if age_s >= older_than_s:
             doomed.append(Doomed(remains=remains, reason=what))

@@ -152,9 +152,9 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line of `zero-ctl certs`."""
     made = argparse.ArgumentParser(
         prog="zero-ctl certs",
-        description=f"Make ca.pem, cert.pem and key.pem out of {ENV_JOIN_TOKEN}, for an etcd that "
-        "lets in the processes of one job and nobody else (--trusted-ca-file, --cert-file, "
-        "--key-file, --client-cert-auth).",
+        description=f"Make ca.pem, cert.pem and key.pem from {ENV_JOIN_TOKEN}, for an etcd that "
+        "admits only the processes of one job. Start that etcd with --trusted-ca-file, "
+        "--cert-file, --key-file and --client-cert-auth.",
     )
     made.add_argument("directory", metavar="DIRECTORY", type=Path, help="directory to make")
     made.add_argument(
