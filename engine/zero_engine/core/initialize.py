@@ -73,7 +73,7 @@ from zero_engine.stages import STAGES, Stage
 _log = logging.getLogger(__name__)
 
 _NATIVE_RUN = (
-    'elastic.reduction is "native": the backend sums the gradients in an order of its own, so the '
+    'elastic.reduction is "native": the backend sums the gradients in its own order, so the '
     "result depends on the number of ranks, and a run cannot be repeated to the bit; remove the "
     "key for sums in a fixed order"
 )
