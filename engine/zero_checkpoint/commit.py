@@ -39,16 +39,13 @@ from zero_checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
 from zero_checkpoint.format.manifest import MANIFEST, age, directory_name, file_name
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.publish import Fence, Header, Unsure, assemble, publish, vote_for, withdraw
+from zero_checkpoint.staging import PUBLISH, WRITE, OnPart
 from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
 
 _NONCES = 16
 """Directory names to try: each is taken once in 65536 times, and only within one step."""
-WRITE, PUBLISH = "write", "publish"
-"""The parts of a save: a rank's write, and what rank 0 does with the files of all ranks."""
-OnPart = Callable[[str, int, float], None]
-"""Called with a part of a save that has ended, its bytes and its seconds."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _UNKNOWN = (
     "; it is not known whether this checkpoint was committed, so nothing of it was removed: a load "
@@ -109,7 +106,7 @@ def save(
     try:
         verdict = consensus.ask(
             _write_own(path, state, image, consensus.rank, block_bytes, disk, on_part),
-            lambda votes: _timed(
+            lambda votes: timed(
                 votes, on_part, lambda: _judge(directory, state, header, votes, fence, disk)
             ),
         )
@@ -230,12 +227,12 @@ def _write_own(
         return _problem(f"rank {rank}: {path}", error)
 
 
-def _timed(
+def timed(
     votes: list[Record | None],
     on_part: OnPart | None,
     judge: Callable[[], Record],
 ) -> Record:
-    """The verdict of `judge`, whose time is reported."""
+    """The verdict of `judge` on the votes, whose time is reported as that of the publication."""
     begin_s = time.monotonic()
     verdict = judge()
     if on_part is not None:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -78,7 +79,7 @@ class Persistence:
             reply = link.request_peer_memory(config.ram.budget_bytes)
             kept = self._consensus_of("ram", partial(_check_group, link, "kept in memory"))
             self.ram = InMemoryCheckpoints(
-                config.ram, kept, self._lineage, reply, link.ram_bytes, before
+                config.ram, kept, self._lineage, reply, link.ram_bytes, before, self._note_in_memory
             )
         self._consensus = self._consensus_of("consensus", partial(link.raise_if_leaving, "loading"))
         self._directory: Place | None = None
@@ -91,10 +92,7 @@ class Persistence:
         self._script_has_saved = False
         self._script_asks = False
         self._saved_step: int | None = None
-        self._began = (0.0, 0.0)
-        """When the last save began: wall clock and monotonic clock."""
-        self._stall_s: float | None = None
-        """How long training has waited for it; None: it still waits."""
+        self._began = self._began_in_memory = _Beginning()
         self._moment: Moment | None = None
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
         self._refused = 0
@@ -135,7 +133,7 @@ class Persistence:
         exclude_frozen: bool = False,
     ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
-        (wall_s, begin_s), step = (time.time(), time.monotonic()), self.training.step
+        began, step = _Beginning(), self.training.step
         if micro := self.training.micro_step:
             raise CheckpointError(
                 f"micro-step {micro} of a step: its gradients cannot be saved; call "
@@ -155,7 +153,7 @@ class Persistence:
                 _log.info("no checkpoint of step %d: the one before is still being written", step)
             return False
         self._take_outcome(self.saver.wait_for_room())
-        self._began, self._stall_s = (wall_s, begin_s), None
+        self._began = began
         if not self.leaving:
             self._check_refusals()
         tag = tag or f"global_step{step}"
@@ -170,7 +168,8 @@ class Persistence:
         saved = self._save(request, waits=waits)
         self._saved_step = step
         self._some_rank_busy = not waits
-        stall_s = self._stall_s = time.monotonic() - begin_s
+        stall_s = time.monotonic() - began.begin_s
+        self._began = replace(began, stall_s=stall_s)
         self.schedule.begun(stall_s)
         self._link.saved(stall_s)
         self._link.heartbeat()  # this save may be the last thing that the script does
@@ -348,7 +347,7 @@ class Persistence:
             self.saver.report(outcome)
 
     def _note(self, outcome: Outcome) -> None:
-        self._link.saved_file(_report(outcome, self._began, self._stall_s))
+        self._link.saved_file(_report(outcome, self._began))
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
             self._refused = 0
@@ -379,12 +378,17 @@ class Persistence:
         if self._known_to_script_alone:
             self.ram.give_up(_SCRIPT_ALONE)
         if self.ram.due(self.training.step, some_rank_busy=self._some_memory_busy):
-            begin_s = time.monotonic()
+            began = _Beginning()
             client = pack(self._client_state())
             state = self._capture(client, exclude_frozen=False, hashed=False)
             fence = partial(self._link.fence, samples=self.training.samples, in_memory=True)
             self.ram.begin(root, state, self.saver.lay_out, fence)
-            self._link.saved(time.monotonic() - begin_s)
+            stall_s = time.monotonic() - began.begin_s
+            self._began_in_memory = replace(began, stall_s=stall_s)
+            self._link.saved(stall_s)
+
+    def _note_in_memory(self, outcome: Outcome) -> None:
+        self._link.saved_file(_report(outcome, self._began_in_memory, in_memory=True))
 
     @property
     def _known_to_script_alone(self) -> bool:
@@ -531,24 +535,29 @@ class Persistence:
         self._link.leave(self.saver.last_step)
 
 
-def _report(outcome: Outcome, began: tuple[float, float], stall_s: float | None) -> Saved:
-    """What the agent is told of a save that has ended.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Beginning:
+    """When a save begins: now."""
 
-    Args:
-        outcome: How it ended.
-        began: When it began, by the wall clock and the monotonic clock.
-        stall_s: For how long training waited; None: to its end.
-    """
-    wall_s, begin_s = began
+    wall_s: float = field(default_factory=time.time)
+    begin_s: float = field(default_factory=time.monotonic)
+    stall_s: float | None = None
+    """Seconds for which training has waited for it; None: it waits to its end."""
+
+
+def _report(outcome: Outcome, began: _Beginning, *, in_memory: bool = False) -> Saved:
+    """What the agent is told of a save that has ended."""
+    begin_s, stall_s = began.begin_s, began.stall_s
     own, whole, total_s = outcome.own, outcome.whole, outcome.ended_s - begin_s
     return Saved(
         step=outcome.step,
         committed=outcome.path is not None,
+        in_memory=in_memory,
         size_bytes=own.size_bytes if own is not None else 0,
         write_s=own.took_s if own is not None else 0.0,
         written_s=own.ended_s - begin_s if own is not None else 0.0,
         total_s=total_s,
-        began_s=wall_s,
+        began_s=began.wall_s,
         stall_s=total_s if stall_s is None else stall_s,
         publish_s=whole.took_s if whole is not None else 0.0,
         published_s=whole.ended_s - begin_s if whole is not None else 0.0,

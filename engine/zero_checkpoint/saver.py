@@ -9,13 +9,12 @@ reported once and stops nothing; rank 0 tidies up after each commit.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from zero_checkpoint.candidates import newest_committed
-from zero_checkpoint.commit import PUBLISH, WRITE, Lineage, own_layout, save
+from zero_checkpoint.commit import Lineage, own_layout, save
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.copiers import BeforeChange
 from zero_checkpoint.errors import CheckpointError
@@ -31,7 +30,7 @@ from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.publish import Fence
 from zero_checkpoint.retention import Best
-from zero_checkpoint.staging import Background, Outcome, Part, StagingBuffer
+from zero_checkpoint.staging import Background, OnPart, Outcome, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging
 from zero_contract.errors import CommitRefused
 
@@ -85,8 +84,6 @@ class Saver:
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
         self._has_warned = False
-        self._parts: dict[str, Part] = {}
-        """The parts of the save in flight that have ended."""
         self._buffers = gather_buffers()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
 
@@ -198,15 +195,9 @@ class Saver:
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
-            outcome = replace(outcome, own=self._parts.get(WRITE), whole=self._parts.get(PUBLISH))
-            self._parts = {}
             self._failed = self._in_flight_root if outcome.path is None else None
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
-
-    def _note_part(self, part: str, size_bytes: int, took_s: float) -> None:
-        ended = Part(size_bytes=size_bytes, took_s=took_s, ended_s=time.monotonic())
-        self._parts[part] = ended
 
     def _start(self, request: Request, image: Image | None) -> None:
         self._background.start(request.step, partial(self._save, request, image))
@@ -221,7 +212,7 @@ class Saver:
         """Whether the last layout is that of a state: of the same tensors, in the same memory."""
         return self._layout is not None and self._layout[0] is state.pieces
 
-    def _save(self, request: Request, image: Image | None) -> Place:
+    def _save(self, request: Request, image: Image | None, on_part: OnPart) -> Place:
         """On the thread of the saves."""
         path = save(
             request.root,
@@ -233,7 +224,7 @@ class Saver:
             fence=request.fence,
             disk=disk_of(request.root, self.disk),
             image=image,
-            on_part=self._note_part,
+            on_part=on_part,
         )
         self._lineage.advance_to(path.name)
         if self._rank == 0:

@@ -40,6 +40,10 @@ from zero_checkpoint.staging_memory import NoStagingMemory, StagingMemory
 
 _GRAIN_BYTES = 2 << 20
 """Capacities are multiples of it: a step count that grows by a digit needs no new buffer."""
+WRITE, PUBLISH = "write", "publish"
+"""The parts of a save: a rank's write, and what rank 0 does with the files of all ranks."""
+OnPart = Callable[[str, int, float], None]
+"""Called with a part of a save that has ended, its bytes and its seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +221,15 @@ class Background:
         """Whether a save is in flight."""
         return self._running is not None and not self._running.done()
 
-    def start(self, step: int, save: Callable[[], Place]) -> None:
-        """Begin a save; the outcome of the one before must have been taken."""
+    def start(self, step: int, save: Callable[[OnPart], Place]) -> None:
+        """Begin a save; the outcome of the one before must have been taken.
+
+        Args:
+            step: The step that is saved.
+            save: Called on the thread, with a function to call with each part that has ended.
+        """
         assert self._running is None, "take the outcome of the save before"
-
-        def run() -> Outcome:
-            begin = time.monotonic()
-            try:
-                path = save()
-                end_s = time.monotonic()
-                return Outcome(step=step, path=path, write_s=end_s - begin, ended_s=end_s)
-            except Exception as error:
-                end_s = time.monotonic()
-                return Outcome(step=step, error=error, write_s=end_s - begin, ended_s=end_s)
-
-        self._running = self._threads.submit(run)
+        self._running = self._threads.submit(_outcome_of, step, save)
 
     def wait(self) -> Outcome | None:
         """The outcome of the save that was started last, once it has ended; None after that."""
@@ -246,3 +244,28 @@ class Background:
     def close(self) -> None:
         """End the thread, after the last save; no other may be started."""
         self._threads.shutdown()
+
+
+def _outcome_of(step: int, save: Callable[[OnPart], Place]) -> Outcome:
+    parts: dict[str, Part] = {}
+
+    def note(part: str, size_bytes: int, took_s: float) -> None:
+        parts[part] = Part(size_bytes=size_bytes, took_s=took_s, ended_s=time.monotonic())
+
+    path: Place | None = None
+    error: Exception | None = None
+    begin_s = time.monotonic()
+    try:
+        path = save(note)
+    except Exception as failure:
+        error = failure
+    ended_s = time.monotonic()
+    return Outcome(
+        step=step,
+        write_s=ended_s - begin_s,
+        ended_s=ended_s,
+        own=parts.get(WRITE),
+        whole=parts.get(PUBLISH),
+        path=path,
+        error=error,
+    )

@@ -205,7 +205,7 @@ class AgentLink:
 
     def saved_file(self, saved: contract.Saved) -> None:
         """A save has ended."""
-        if saved.write_s > 0:
+        if saved.write_s > 0 and not saved.in_memory:  # the rate of the storage
             self._written = (saved.size_bytes / saved.write_s, saved.write_s)
         self._send(saved)
 

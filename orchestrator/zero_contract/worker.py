@@ -188,10 +188,12 @@ class Saved:
 
     step: int
     committed: bool
+    in_memory: bool = False
+    """Whether it was an in-memory checkpoint, rather than one on disk."""
     size_bytes: int = 0
     """This rank's part."""
     write_s: float = 0.0
-    """Seconds of its write."""
+    """Seconds of its write; in memory, of its seal, its digests and its copies on other nodes."""
     total_s: float = 0.0
     """Seconds from the beginning of the save to its end, in the background of training."""
     began_s: float = 0.0

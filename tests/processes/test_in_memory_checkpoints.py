@@ -144,7 +144,9 @@ def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd
         assert used <= budget
 
 
-def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_job, undisturbed):
+def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(
+    ram_job, undisturbed, etcd_store
+):
     job = ram_job(("--nnodes=2:3", "--max-restarts=3"))
     job.start("a", "b", "c")
     kept = kept_step(job, least=15, world=3)
@@ -157,6 +159,10 @@ def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(ram_j
     assert loaded_steps(job, "/dev/shm/")[0] >= kept
     assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
     assert not left.exists(), "what the dead agent has left went with its successor"
+    last = status.read(etcd_store, job.job).last_save_in_memory
+    assert last is not None
+    assert last.step > kept
+    assert min(last.size_bytes, last.stall_s, last.write_s, last.publish_s) > 0
 
 
 @pytest.mark.full

@@ -248,12 +248,13 @@ def test_the_saves_of_an_engine_are_in_the_ledger_and_in_the_metrics(cluster, et
         job.check_agents()
         return {}
 
-    labels = f'node="a",{{}}rank="0",zero_job="{job.job}"'
+    labels = f'node="a",{{}}rank="0",tier="disk",zero_job="{job.job}"'
     outcome = labels.format('outcome="committed",')
     committed = f"zero_node_saves_total{{{outcome}}}"
     wait_for(lambda: scraped().get(committed, 0.0) > 0, 120, "a checkpoint in the metrics")
     found = scraped()
     assert found[f"zero_node_saved_bytes_total{{{labels.format('')}}}"] > 0
+    assert found[f"zero_node_save_stall_seconds_total{{{labels.format('')}}}"] > 0
     assert found[f"zero_node_save_write_seconds_total{{{labels.format('')}}}"] > 0
     assert found[f"zero_node_save_publish_seconds_total{{{labels.format('')}}}"] > 0
     published = (
@@ -267,7 +268,9 @@ def test_the_saves_of_an_engine_are_in_the_ledger_and_in_the_metrics(cluster, et
     job.wait_for_end()
     now = status.read(etcd_store, job.job)
     assert from_record(now.time_ns)[Use.SAVING] > 0
-    saved = read_history(etcd_store.get(history_key(job.job))).checkpoints[-1]
+    assert now.run_step_times is not None
+    saved = now.last_save
+    assert saved is not None
     assert saved.size_bytes > 0
     assert 0 < saved.write_s <= saved.stall_s + 5
     assert saved.publish_s > 0

@@ -2,9 +2,10 @@
 
 import contextlib
 import socket
+from dataclasses import replace
 
 from zero_comm.agent_link import AgentLink
-from zero_contract.worker import Hello, Preparing, Progress, decode
+from zero_contract.worker import Hello, Preparing, Progress, Saved, decode
 
 
 def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worker(tmp_path):
@@ -34,3 +35,11 @@ def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worke
         (1, 2.0, 1.25),
         (1, 2.0, 0.0),
     ]
+
+
+def test_a_save_in_memory_says_nothing_of_the_rate_of_the_storage():
+    link = AgentLink(rank=3)
+    on_disk = Saved(step=1, committed=True, size_bytes=100, write_s=2.0)
+    link.saved_file(on_disk)
+    link.saved_file(replace(on_disk, in_memory=True, write_s=0.5))
+    assert link.step_times()[2:] == (50.0, 2.0)

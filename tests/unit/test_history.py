@@ -28,6 +28,7 @@ from zero_orchestrator.ctl.events import (
 from zero_orchestrator.ctl.goodput import Begins, Doing, Stepped, Use
 from zero_orchestrator.ctl.history import CHECKPOINTS, POINTS, History, Saved
 from zero_orchestrator.ctl.lane import SPANS, Lane, Phase
+from zero_orchestrator.ctl.pace import Quantiles, quantiles
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -116,26 +117,56 @@ def test_an_agent_knows_the_steps_of_one_worker_and_the_checkpoints_while_it_has
     assert mine.history.checkpoints == ()  # the record has them
 
 
-def test_a_checkpoint_has_the_times_and_the_size_of_its_save_and_those_in_memory_are_counted():
+def test_a_checkpoint_has_the_times_and_the_size_of_its_save_on_disk_and_in_memory():
     mine = JobHistory()
     mine.look(job(1, ME), ME)
     mine.report(0, Progress(step=2, tokens=900))
     for number in range(3):
-        request = CommitRequest(request=number, step=2, tag="m", digest="d", samples=1)
+        request = CommitRequest(request=number, step=2, tag=f"m{number}", digest="d", samples=1)
         mine.saved(replace(request, in_memory=number > 0))
     ended = worker.Saved(
         step=2, committed=True, whole_bytes=64, stall_s=0.5, write_s=2, publish_s=1
     )
     mine.written(replace(ended, step=1))  # of a round before
+    mine.written(replace(ended, step=1, in_memory=True))
+    mine.written(replace(ended, committed=False, in_memory=True))
+    assert (mine.history.written, mine.history.in_memory) == (None, None)
     mine.written(ended)
+    mine.written(replace(ended, in_memory=True, stall_s=0.125))
     (saved,) = mine.history.checkpoints
     assert (saved.size_bytes, saved.stall_s, saved.write_s, saved.publish_s) == (64, 0.5, 2, 1)
+    assert mine.history.in_memory == replace(
+        saved, tag="m2", stall_s=0.125, time_s=mine.history.in_memory.time_s
+    )
+    newer = mine.history.with_checkpoint(replace(saved, step=3, size_bytes=0))  # not ended
+    assert newer.written == saved
     assert (mine.history.saved, mine.history.kept, mine.published) == (1, 2, {False: 1, True: 2})
     record = json.loads(json.dumps(histories.to_record(mine.history)))
     again = histories.from_record(record)
     assert (again.kept, again.points[-1].tokens) == (2, 900)
     assert again.checkpoints[0].size_bytes == 64
+    assert (again.in_memory.stall_s, again.in_memory.tag) == (0.125, "m2")
     assert again.after(again).kept == 4
+    mine.look(job(2, OTHER, ME), ME)
+    mine.look(job(3, ME), ME)  # rank 0 is here again: the record has what came before
+    assert mine.history.in_memory is None
+    assert mine.history.after(again).in_memory == again.in_memory
+
+
+def test_how_long_steps_take_is_known_of_the_whole_run_though_the_node_of_rank_0_is_lost():
+    lost, mine = JobHistory(), JobHistory()
+    for agent, node, took_s in ((lost, OTHER, 1.0), (mine, ME, 9.0)):
+        agent.look(job(1, OTHER, ME), node)
+        agent.report(0, Progress(step=1))
+        for _ in range(3):  # the agent that does not lead leaves them to the other one
+            agent.report(0, Progress(step=2), took_s)
+            agent.report(1, Progress(step=2), 7.0)  # one rank counts
+    written = histories.from_record(json.loads(json.dumps(histories.to_record(lost.history))))
+    mine.look(job(2, ME), ME)
+    mine.report(0, Progress(step=3), 4.0)
+    assert quantiles(mine.history.after(written).durations) == Quantiles(
+        count=4, p50_s=1.0, p90_s=4.0, p99_s=4.0
+    )
 
 
 def test_a_history_of_an_older_version_is_read():
@@ -143,7 +174,7 @@ def test_a_history_of_an_older_version_is_read():
         Saved(step=3, tag="t", time_s=1.0, samples=1, digest="d")
     )
     record = histories.to_record(history)
-    del record["kept"], record["points"]["tokens"]
+    del record["kept"], record["points"]["tokens"], record["in_memory"], record["durations"]
     record["checkpoints"] = [one[:5] for one in record["checkpoints"]]
     assert histories.from_record(record) == history
 

@@ -12,6 +12,7 @@ from zero_agent.workers.step_times import Histogram, Spent, StepTimes
 from zero_contract.worker import Progress, Restored, Saved
 from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
+from zero_orchestrator.ctl.history import Saved as Checkpoint
 from zero_orchestrator.ctl.metrics import JOB as JOB_LABEL
 from zero_orchestrator.ctl.metrics import JOB_METRICS, exposition, of_jobs
 from zero_orchestrator.ctl.pace import Quantiles, Speed
@@ -32,6 +33,17 @@ JOB = JobStatus(
     checkpoint={"step": 5, "samples": 40, "tag": "t", "time": 1.5},
     goodput=0.75,
     time_ns={"useful_steps": 3 * 10**9, "idle": 10**9},
+)
+
+
+SAVED = Saved(
+    step=2,
+    committed=True,
+    size_bytes=8,
+    stall_s=0.375,
+    write_s=0.25,
+    publish_s=0.125,
+    total_s=0.5,
 )
 
 
@@ -78,12 +90,26 @@ def test_the_metrics_of_a_job_have_its_tokens_and_how_long_its_steps_take():
     assert "zero_job_samples_per_second gpt" not in found
 
 
+def test_the_metrics_of_a_job_have_what_its_last_saves_took_on_disk_and_in_memory():
+    ended = Checkpoint(
+        step=5, tag="t", time_s=1.5, samples=40, digest="d", size_bytes=64, stall_s=0.5, write_s=2
+    )
+    job = replace(JOB, last_save=ended, last_save_in_memory=replace(ended, stall_s=0.125))
+    found = read(exposition(lambda: of_jobs([job])))
+    assert found["zero_job_last_save_stall_seconds gpt disk"] == 0.5
+    assert found["zero_job_last_save_stall_seconds gpt memory"] == 0.125
+    assert found["zero_job_last_save_size_bytes gpt memory"] == 64
+    assert found["zero_job_last_save_write_seconds gpt memory"] == 2
+    assert found["zero_job_last_save_publish_seconds gpt memory"] == 0
+
+
 def test_a_metric_that_is_not_known_is_left_out():
     bare = replace(JOB, checkpoint=None, goodput=None, time_ns={}, members=())
     names = {name.split()[0] for name in read(exposition(lambda: of_jobs([bare])))}
     assert names.isdisjoint(
         {"zero_job_checkpoint_step", "zero_job_goodput_ratio", "zero_job_step", "zero_job_loss"}
         | {"zero_job_tokens", "zero_job_tokens_per_second", "zero_job_step_duration_seconds"}
+        | {"zero_job_last_save_stall_seconds"}
     )
     assert "zero_job_state" in names
 
@@ -128,11 +154,9 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
             5: Spent()
             .with_progress(Progress(step=1, compute_s=2.0, wait_s=1.0))
             .with_progress(Progress(step=2, compute_s=1.0, saving_s=0.5))
-            .with_save(
-                Saved(
-                    step=2, committed=True, size_bytes=8, write_s=0.25, publish_s=0.125, total_s=0.5
-                )
-            )
+            .with_save(SAVED)
+            .with_save(replace(SAVED, in_memory=True, stall_s=0.03125))
+            .with_save(replace(SAVED, in_memory=True, stall_s=0.03125))
             .with_restore(Restored(step=2, tag="t", load_s=0.75, read_bytes=16))
             .with_save(Saved(step=3, committed=False))
         },
@@ -151,12 +175,18 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
     assert found[f"{rank_s} computing a 5"] == 3.0
     assert found[f"{rank_s} waiting a 5"] == 1.0
     assert found[f"{rank_s} saving a 5"] == 0.5
-    assert found["zero_node_saves_total gpt a committed 5"] == 1
-    assert found["zero_node_saves_total gpt a failed 5"] == 1
-    assert found["zero_node_saved_bytes_total gpt a 5"] == 8
-    assert found["zero_node_save_write_seconds_total gpt a 5"] == 0.25
-    assert found["zero_node_last_save_seconds gpt a 5"] == 0.5
-    assert found["zero_node_save_publish_seconds_total gpt a 5"] == 0.125
+    assert found["zero_node_saves_total gpt a committed 5 disk"] == 1
+    assert found["zero_node_saves_total gpt a failed 5 disk"] == 1
+    assert found["zero_node_saved_bytes_total gpt a 5 disk"] == 8
+    assert found["zero_node_save_stall_seconds_total gpt a 5 disk"] == 0.375
+    assert found["zero_node_save_write_seconds_total gpt a 5 disk"] == 0.25
+    assert found["zero_node_last_save_seconds gpt a 5 disk"] == 0.5
+    assert found["zero_node_save_publish_seconds_total gpt a 5 disk"] == 0.125
+    assert found["zero_node_saves_total gpt a committed 5 memory"] == 2
+    assert found["zero_node_saves_total gpt a failed 5 memory"] == 0
+    assert found["zero_node_saved_bytes_total gpt a 5 memory"] == 16
+    assert found["zero_node_save_stall_seconds_total gpt a 5 memory"] == 0.0625
+    assert found["zero_node_save_write_seconds_total gpt a 5 memory"] == 0.5
     assert found["zero_node_restores_total gpt a 5"] == 1
     assert found["zero_node_restore_seconds_total gpt a 5"] == 0.75
     assert found["zero_node_restored_bytes_total gpt a 5"] == 16

@@ -76,7 +76,8 @@ def test_everything_can_be_reached_and_read_with_a_keyboard(page, report):
     for _ in range(40):
         page.press("Tab")
         reached.append(page.run("document.activeElement.id || document.activeElement.textContent"))
-    assert {"charts", "lanes", "nodes", "checkpoints", "find", "matters"} <= set(reached)
+    named = {"charts", "lanes", "nodes", "checkpoints", "paces", "find", "matters"}
+    assert named <= set(reached)
     assert "Loss and throughput as a table" in reached
     page.run("document.getElementById('charts').focus()")
     page.press("Home")
@@ -101,7 +102,12 @@ def test_what_the_charts_show_is_there_in_words_and_tables(page, report):
     page.run("new Promise(done => setTimeout(done))")
     assert page.run(rows.format("curve-table")) == 39
     assert "gone" in page.run("document.getElementById('lane-table').textContent")
-    assert page.run(rows.format("checkpoints")) == 7
+    assert page.run(rows.format("checkpoints")) == 7 + 1  # and one in memory
+    newest = "document.querySelector('#checkpoints tbody tr').textContent"
+    assert page.run(newest).startswith("70memory")
+    assert page.run(rows.format("paces")) == 2 + 4
+    slowest = "document.querySelectorAll('#paces tbody tr')[2].textContent"
+    assert page.run(slowest) == "rank 2 on node-c25350\u00a0ms420\u00a0ms525\u00a0ms"
     assert page.run("document.querySelectorAll('.recovery').length") == 2
 
 

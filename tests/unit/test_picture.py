@@ -17,7 +17,7 @@ from zero_orchestrator.ctl.events import Event, events_prefix, goodput_prefix, h
 from zero_orchestrator.ctl.goodput import to_record
 from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.picture import Records, picture
+from zero_orchestrator.ctl.picture import RANKS, Records, picture
 from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
 from zero_orchestrator.ctl.verdicts import Kind, Verdict
 from zero_orchestrator.ctl.views import TableView
@@ -43,8 +43,9 @@ def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
     values = {tile["label"]: tile["value"] for tile in found["tiles"]}
     assert (values["Step"], values["Nodes"], values["Restarts"]) == ("76", "4", "1 of 3")
     assert values["Checkpoint at step"] == "70"
-    assert [row[0] for row in found["checkpoints"]["rows"]] == [10, 20, 30, 40, 50, 60, 70]
-    read = {row[0]: row[5] for row in found["checkpoints"]["rows"]}
+    on_disk = [row for row in found["checkpoints"]["rows"] if not row[7]]
+    assert [row[0] for row in on_disk] == [10, 20, 30, 40, 50, 60, 70]
+    read = {row[0]: row[5] for row in on_disk}
     assert (read[30][0], read[20], read[40]) == (2, None, None)
     (verdict,) = found["verdicts"]
     assert (verdict["nodes"], verdict["holds"]) == (["node-c"], True)
@@ -136,7 +137,7 @@ def test_tokens_and_what_saves_took_are_shown_where_they_are_known():
     records = disturbed()
     assert "Tokens per second" not in {tile["label"] for tile in shown(records)["tiles"]}
     unknown = dataclasses.replace(records.history.checkpoints[-1], size_bytes=0)
-    bare = dataclasses.replace(records.history, checkpoints=(unknown,))
+    bare = dataclasses.replace(records.history, checkpoints=(unknown,), in_memory=None)
     assert shown(records, history=bare)["checkpoints"]["rows"][0][6] is None
     points = [dataclasses.replace(p, tokens=1000 * p.step) for p in records.history.points]
     history = dataclasses.replace(records.history, points=tuple(points), kept=70)
@@ -145,7 +146,41 @@ def test_tokens_and_what_saves_took_are_shown_where_they_are_known():
     (tile,) = [one for one in found["tiles"] if one["label"] == "Tokens per second"]
     assert (tile["value"], tile["note"]) == ("4,000", "76,000 in all")
     assert found["checkpoints"]["kept"] == 70
-    assert found["checkpoints"]["rows"][-1][6] == [1 << 20, 0.1, 0.4, 0.2]
+    on_disk, in_memory = found["checkpoints"]["rows"][-2:]
+    assert on_disk[6:] == [[1 << 20, 0.1, 0.4, 0.2], False]
+    assert in_memory[:1] + in_memory[3:4] == [70, "global_step70"]
+    assert in_memory[6:] == [[1_498_112_000, 0.025, 0.9, 0.012], True]
+
+
+def test_a_checkpoint_in_memory_is_verified_by_a_load_from_memory_alone():
+    records = disturbed()
+    loaded = {"event": "restore", "tag": "global_step70", "round": 4, "load_s": 0.5}
+    told = [Event(98, {**loaded, "time": T0, "in_memory": True})]
+    found = shown(records, events=told)["checkpoints"]["rows"]
+    assert [row[5] for row in found if row[7]] == [[4, T0, 0.5, None]]
+    told = [Event(98, {**loaded, "time": T0, "in_memory": False})]
+    found = shown(records, events=told)["checkpoints"]["rows"]
+    assert [row[5] for row in found if row[7]] == [None]
+
+
+def test_how_long_steps_take_is_shown_of_the_slowest_ranks_and_after_the_end_of_the_run():
+    records = disturbed()
+    found = shown(records)
+    (tile,) = [one for one in found["tiles"] if one["label"] == "Step time"]
+    assert (tile["value"], tile["note"]) == ("0.25 s", "median; p99 0.375 s")
+    paces = found["paces"]
+    assert [row[0] for row in paces["rows"]] == [
+        *("all ranks, this round", "one rank, all rounds", "rank 2 on node-c"),
+        *("rank 0 on node-a", "rank 1 on node-b", "rank 3 on node-d"),
+    ]
+    assert [paces["rows"][1][1], paces["rows"][2][2]] == [76, 0.35]
+    of_many = shown(disturbed(nodes=200))["paces"]
+    assert (len(of_many["rows"]), of_many["left_out"]) == (2 + RANKS, 200 - RANKS)
+    ended = dataclasses.replace(records.status, state=State.DONE, members=(), step_times=None)
+    found = picture(dataclasses.replace(records, status=ended), now_s=T0)
+    assert [row[0] for row in found["paces"]["rows"]] == ["one rank, all rounds"]
+    (tile,) = [one for one in found["tiles"] if one["label"] == "Step time"]
+    assert tile["value"] == "0.25 s"
 
 
 def test_the_lane_of_a_node_that_is_lost_ends_where_its_round_did():

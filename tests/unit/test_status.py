@@ -10,7 +10,15 @@ from rich.console import Console
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_orchestrator.ctl import cli, events_command, status, views
-from zero_orchestrator.ctl.events import events_prefix, goodput_prefix, progress_prefix, seen_key
+from zero_orchestrator.ctl import history as histories
+from zero_orchestrator.ctl.events import (
+    events_prefix,
+    goodput_prefix,
+    history_key,
+    progress_prefix,
+    seen_key,
+)
+from zero_orchestrator.ctl.history import History, Saved
 from zero_orchestrator.ctl.pace import Pace, Quantiles, Speed, bucket, to_record
 from zero_orchestrator.ctl.requests import (
     TooFewNodes,
@@ -253,6 +261,32 @@ def test_steps_checkpoints_and_states_have_an_age(memory):
     assert "3 hours ago: because" in page
     assert "step 40, 320 samples (t), 10 minutes ago" in page
     assert page.splitlines()[-1].split()[-5:] == ["44", "40", "s", "ago", "1.5000"]
+
+
+def test_what_the_last_saves_took_is_shown_on_disk_and_in_memory_and_how_long_steps_took(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    newest = {"step": 44, "tag": "t", "digest": "d", "samples": 352}
+    for key in (job.keys.latest, job.keys.in_memory):
+        memory.put(key, json.dumps(newest))
+    ended = Saved(
+        step=40, tag="t", time_s=1.0, samples=1, digest="d", size_bytes=3_000_000, stall_s=0.5
+    )
+    history = replace(
+        History().with_checkpoint(ended).with_checkpoint(replace(ended, step=44, size_bytes=0)),
+        in_memory=replace(ended, stall_s=0.0123),
+        kept=7,
+    )
+    for took_s in (0.25, 0.25, 0.5):
+        history = history.with_duration(took_s)
+    memory.put(history_key("gpt"), json.dumps(histories.to_record(history)))
+    now = read(job)
+    assert (now.last_save, now.last_save_in_memory) == (ended, replace(ended, stall_s=0.0123))
+    page = shown(now)
+    assert "step 44, 352 samples (t); 3.0 MB, training waited 0.5 s; 2 in all" in page
+    assert "step 44, 352 samples (t); 3.0 MB, training waited 0.0123 s; 7 in all" in page
+    assert "p50 0.25 s, p90 0.5 s, p99 0.5 s, of one rank in all rounds" in page
 
 
 def test_the_condition_of_every_member_is_its_own(memory):

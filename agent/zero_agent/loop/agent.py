@@ -468,16 +468,17 @@ class Agent:
 
     # ---- the goodput ledger, and the history of the job ----
 
-    def _on_step(self, rank: int, progress: Progress) -> None:
+    def _on_step(self, rank: int, progress: Progress, took_s: float | None) -> None:
         self._time.report(rank, progress)
-        self._history.report(rank, progress)
+        self._history.report(rank, progress, took_s)
         if rank == 0:
             self._traces.stepped(self._node_workers.round, time.time())
 
     def _on_saved(self, rank: int, saved: Saved) -> None:
         if rank == 0:
             self._history.written(saved)
-            self._traces.saved(saved)
+            if not saved.in_memory:  # there may be one in each step
+                self._traces.saved(saved)
 
     def _look_at_time(self) -> None:
         """Mark what this node does, and publish its ledger and the history, for `zero-ctl`."""

@@ -33,6 +33,8 @@ class JobHistory:
         self._workers = 0
         self._round = 0
         self._rank: int | None = None
+        self._in_memory: Saved | None = None
+        """The in-memory checkpoint that was published last, whose save has not ended."""
 
     def look(self, job: Snapshot, node: Node) -> None:
         """Note the round, and whether this node has rank 0."""
@@ -41,13 +43,19 @@ class JobHistory:
         if leads and not self.leads:
             self.reign += 1
             # They are in the record.
-            self.history = replace(self.history, checkpoints=(), saved=0, kept=0)
+            self.history = self.history.points_alone()
         self.leads, self._workers = leads, members.world_size
         if job.n != self._round:
             self._round, self._rank = job.n, None
 
-    def report(self, rank: int, progress: Progress) -> None:
-        """A worker has reported its step; those of one worker count, the first that reports."""
+    def report(self, rank: int, progress: Progress, took_s: float | None = None) -> None:
+        """A worker has reported its step; those of one worker count, the first that reports.
+
+        Args:
+            rank: Its rank.
+            progress: The step.
+            took_s: How long the step took, without saves; None: not known.
+        """
         if self._rank is None:
             self._rank = rank
         if rank == self._rank:
@@ -59,33 +67,42 @@ class JobHistory:
                 loss=progress.loss,
                 tokens=progress.tokens,
             )
+            if took_s is not None and self.leads:
+                self.history = self.history.with_duration(took_s)
 
     def saved(self, request: CommitRequest) -> None:
-        """A checkpoint is published; one in memory, as each step may have, is only counted."""
+        """A checkpoint is published; one in memory, as each step may have, replaces the last."""
         self.published = {
             **self.published,
             request.in_memory: self.published.get(request.in_memory, 0) + 1,
         }
-        if self.leads and request.in_memory:
+        if not self.leads:
+            return
+        made = Saved(
+            step=request.step,
+            tag=request.tag,
+            time_s=time.time(),
+            samples=request.samples,
+            digest=request.digest,
+        )
+        if request.in_memory:
+            self._in_memory = made
             self.history = replace(self.history, kept=self.history.kept + 1)
-        elif self.leads:
-            self.history = self.history.with_checkpoint(
-                Saved(
-                    step=request.step,
-                    tag=request.tag,
-                    time_s=time.time(),
-                    samples=request.samples,
-                    digest=request.digest,
-                )
-            )
+        else:
+            self.history = self.history.with_checkpoint(made)
 
     def written(self, saved: worker.Saved) -> None:
         """The save of the checkpoint that was published last has ended, as rank 0 reports."""
-        if saved.committed:
-            self.history = self.history.with_times(
-                saved.step,
-                size_bytes=saved.whole_bytes,
-                stall_s=saved.stall_s,
-                write_s=saved.write_s,
-                publish_s=saved.publish_s,
-            )
+        times: dict[str, float] = {
+            "size_bytes": saved.whole_bytes,
+            "stall_s": saved.stall_s,
+            "write_s": saved.write_s,
+            "publish_s": saved.publish_s,
+        }
+        if not saved.committed:
+            return
+        if not saved.in_memory:
+            self.history = self.history.with_times(saved.step, **times)
+        elif self._in_memory is not None and self._in_memory.step == saved.step:
+            ended = replace(self._in_memory, **times)  # type: ignore[arg-type]
+            self.history = replace(self.history, in_memory=ended)

@@ -14,11 +14,19 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 
 from zero_agent.node.health_endpoint import Status, healthy, ready
 from zero_agent.node.state import Workers
-from zero_agent.workers.step_times import BOUNDS_S, Histogram, Spent
+from zero_agent.workers.step_times import BOUNDS_S, Histogram, Saves, Spent
 from zero_contract.worker import Progress
 from zero_orchestrator.ctl.events import MemoryUse
 from zero_orchestrator.ctl.goodput import Use
-from zero_orchestrator.ctl.metrics import JOB, TIME, Definition, Values, family, time_values
+from zero_orchestrator.ctl.metrics import (
+    JOB,
+    TIERS,
+    TIME,
+    Definition,
+    Values,
+    family,
+    time_values,
+)
 from zero_orchestrator.ctl.pace import Speed
 
 NODE = "node"
@@ -73,6 +81,22 @@ def _of_ranks(
     return values
 
 
+def _of_saves(
+    reads: Mapping[str, Callable[[Saves], float | None]], label: str | None = None
+) -> Callable[[Readings], Values]:
+    """As `_of_ranks`, of the saves to disk and of those in memory."""
+
+    def values(now: Readings) -> Values:
+        for rank, spent in sorted(now.spent.items()):
+            for in_memory, saves in spent.saves.items():
+                for name, read in reads.items():
+                    labels = {"rank": str(rank), "tier": TIERS[in_memory]}
+                    yield {**labels, **({label: name} if label else {})}, read(saves)
+
+    return values
+
+
+_OF_SAVES = ("rank", "tier")
 NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
     (
         Definition(name="zero_agent_healthy", help="1 if the agent's loop turns, else 0."),
@@ -182,12 +206,12 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
     (
         Definition(
             name="zero_node_saves",
-            help="Saves to disk that have ended, by rank and outcome.",
+            help="Saves to disk and in memory that have ended, by rank and outcome.",
             counts=True,
-            labels=("rank", "outcome"),
+            labels=(*_OF_SAVES, "outcome"),
         ),
-        _of_ranks(
-            {"committed": lambda rank: rank.saves, "failed": lambda rank: rank.failed_saves},
+        _of_saves(
+            {"committed": lambda saves: saves.committed, "failed": lambda saves: saves.failed},
             label="outcome",
         ),
     ),
@@ -196,27 +220,37 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
             name="zero_node_saved_bytes",
             help="Size of a rank's parts of all committed checkpoints.",
             counts=True,
-            labels=("rank",),
+            labels=_OF_SAVES,
         ),
-        _of_ranks({"": lambda rank: rank.saved_bytes}),
+        _of_saves({"": lambda saves: saves.size_bytes}),
+    ),
+    (
+        Definition(
+            name="zero_node_save_stall_seconds",
+            help="Time for which training waited for the committed saves of a rank.",
+            counts=True,
+            labels=_OF_SAVES,
+        ),
+        _of_saves({"": lambda saves: saves.stall_s}),
     ),
     (
         Definition(
             name="zero_node_save_write_seconds",
-            help="Time in which a rank wrote these parts, without waits for other ranks.",
+            help="Time in which a rank wrote its parts of committed checkpoints, without waits for "
+            "other ranks; in memory, the time of their digests and of copies to other nodes.",
             counts=True,
-            labels=("rank",),
+            labels=_OF_SAVES,
         ),
-        _of_ranks({"": lambda rank: rank.write_s}),
+        _of_saves({"": lambda saves: saves.write_s}),
     ),
     (
         Definition(
             name="zero_node_save_publish_seconds",
             help="Time in which rank 0 checked the parts of all ranks and published checkpoints.",
             counts=True,
-            labels=("rank",),
+            labels=_OF_SAVES,
         ),
-        _of_ranks({"": lambda rank: rank.publish_s or None}),
+        _of_saves({"": lambda saves: saves.publish_s or None}),
     ),
     (
         Definition(
@@ -227,8 +261,7 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
             labels=("tier",),
         ),
         lambda now: [
-            ({"tier": "memory" if in_memory else "disk"}, count)
-            for in_memory, count in now.published.items()
+            ({"tier": TIERS[in_memory]}, count) for in_memory, count in now.published.items()
         ],
     ),
     (
@@ -263,9 +296,9 @@ NODE_METRICS: Sequence[tuple[Definition, Callable[[Readings], Values]]] = (
             name="zero_node_last_save_seconds",
             help="Time of the last committed save, from its beginning to its end in the "
             "background of training.",
-            labels=("rank",),
+            labels=_OF_SAVES,
         ),
-        _of_ranks({"": lambda rank: rank.last_save_s}),
+        _of_saves({"": lambda saves: saves.last_s}),
     ),
     (TIME, lambda now: time_values(now.used_ns)),
 )

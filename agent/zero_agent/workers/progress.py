@@ -28,8 +28,8 @@ from zero_orchestrator.ctl.pace import Pace, Speed, add_up, quantiles
 FACTOR = 10.0
 FLOOR_S = 300.0
 """The shortest limit that is learnt from the steps: an evaluation between two steps is no hang."""
-
-
+OnReport = Callable[[int, Progress, float | None], None]
+"""Called with the rank of a worker, the step that it reports, and its time as `StepTimes.add`."""
 STALL_S = 15.0
 """Workers that take no step for so long are asked where they are, and nothing else happens."""
 SECOND_STEP_S = 8.0
@@ -117,8 +117,7 @@ class Steps:
         self.spent: Mapping[int, Spent] = {}
         """By rank, what the workers have done, in all rounds; replaced, and so read on any thread.
         """
-        self.on_report: Callable[[int, Progress], None] = lambda rank, progress: None
-        """Called with the rank of a worker and the step that it reports."""
+        self.on_report: OnReport = lambda rank, progress, took_s: None
         self.on_saved: Callable[[int, Saved], None] = lambda rank, saved: None
         """Called with the rank of a worker and the save that has ended."""
 
@@ -183,14 +182,14 @@ class Steps:
     def beat(self, rank: int, progress: Progress | None = None) -> None:
         """Record that a worker has ended a step; `progress` if it reports which."""
         self._preparing.pop(rank, None)
+        took_s = self.times.add(rank, self._clock.now(), progress)
         if progress is not None:
             self.last = progress
             self._meter.add(progress, self._clock.now())
             self.speed = self._meter.speed
             known = self.spent.get(rank, Spent())
             self.spent = {**self.spent, rank: known.with_progress(progress)}
-            self.on_report(rank, progress)
-        self.times.add(rank, self._clock.now(), progress)
+            self.on_report(rank, progress, took_s)
         self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
 
     def saved(self, rank: int, saved: Saved) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from zero_contract.worker import Progress, Restored, Saved
 from zero_orchestrator.ctl.pace import add_up, bucket
@@ -73,23 +73,66 @@ class StepTimes:
         self._last.clear()
         self.counts.clear()
 
-    def add(self, rank: int, now_s: float, progress: Progress | None) -> None:
-        """A worker has reported a step, or the same step again; None: a step without a number."""
+    def add(self, rank: int, now_s: float, progress: Progress | None) -> float | None:
+        """A worker has reported a step, or the same step again.
+
+        Args:
+            rank: The rank of the worker.
+            now_s: The time now.
+            progress: The step; None: a step without a number.
+
+        Returns:
+            How long the step took, without saves; None: the same step again, or the round's first.
+        """
         last, step = self._last.get(rank), progress.step if progress is not None else None
         saving_s = progress.saving_s if progress is not None else 0.0
         if last is not None and step is not None and step == last.step:
             self._last[rank] = _Last(at_s=last.at_s, step=step, saving_s=last.saving_s + saving_s)
-            return
+            return None
         self._last[rank] = _Last(at_s=now_s, step=step)
-        if last is not None:
-            duration_s = max(0.0, now_s - last.at_s - last.saving_s - saving_s)
-            known = self._by_rank.get(rank, Histogram())
-            self._by_rank = {**self._by_rank, rank: known.add(duration_s)}
-            self.counts[rank] = add_up([self.counts.get(rank, {}), {bucket(duration_s): 1}])
+        if last is None:
+            return None
+        duration_s = max(0.0, now_s - last.at_s - last.saving_s - saving_s)
+        known = self._by_rank.get(rank, Histogram())
+        self._by_rank = {**self._by_rank, rank: known.add(duration_s)}
+        self.counts[rank] = add_up([self.counts.get(rank, {}), {bucket(duration_s): 1}])
+        return duration_s
 
     def read(self) -> Mapping[int, Histogram]:
         """The histogram of each rank."""
         return self._by_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saves:
+    """The saves of a rank to disk, or in memory."""
+
+    committed: int = 0
+    failed: int = 0
+    size_bytes: int = 0
+    """Its parts of all saves that were committed."""
+    stall_s: float = 0.0
+    """Training waited for them."""
+    write_s: float = 0.0
+    """The writes of its parts."""
+    publish_s: float = 0.0
+    """Rank 0 has checked the parts of all ranks, and published checkpoints."""
+    last_s: float | None = None
+    """The last one, from its beginning to its end in the background."""
+
+    def add(self, saved: Saved) -> Saves:
+        """After the end of one more."""
+        if not saved.committed:
+            return replace(self, failed=self.failed + 1)
+        return replace(
+            self,
+            committed=self.committed + 1,
+            size_bytes=self.size_bytes + saved.size_bytes,
+            stall_s=self.stall_s + saved.stall_s,
+            write_s=self.write_s + saved.write_s,
+            publish_s=self.publish_s + saved.publish_s,
+            last_s=saved.total_s,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +143,8 @@ class Spent:
     wait_s: float = 0.0
     saving_s: float = 0.0
     """Training waited for saves."""
-    saves: int = 0
-    """Saves that were committed."""
-    failed_saves: int = 0
-    saved_bytes: int = 0
-    """Its parts of all saves that were committed."""
-    write_s: float = 0.0
-    """The writes of these parts."""
-    last_save_s: float | None = None
-    """The last save that was committed, from its beginning to its end in the background."""
-    publish_s: float = 0.0
-    """Rank 0 has checked the parts of all ranks, and published checkpoints."""
+    saves: Mapping[bool, Saves] = field(default_factory=lambda: {False: Saves()})
+    """In memory or not -> the saves that have ended."""
     restores: int = 0
     """Loads of checkpoints by all ranks, as rank 0 has reported them."""
     restore_s: float = 0.0
@@ -129,16 +163,8 @@ class Spent:
 
     def with_save(self, saved: Saved) -> Spent:
         """After the end of a save."""
-        if not saved.committed:
-            return replace(self, failed_saves=self.failed_saves + 1)
-        return replace(
-            self,
-            saves=self.saves + 1,
-            saved_bytes=self.saved_bytes + saved.size_bytes,
-            write_s=self.write_s + saved.write_s,
-            last_save_s=saved.total_s,
-            publish_s=self.publish_s + saved.publish_s,
-        )
+        known = self.saves.get(saved.in_memory, Saves())
+        return replace(self, saves={**self.saves, saved.in_memory: known.add(saved)})
 
     def with_restore(self, restored: Restored) -> Spent:
         """After the load of a checkpoint."""

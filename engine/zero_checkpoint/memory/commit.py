@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zero_checkpoint.commit import generation
+from zero_checkpoint.commit import generation, timed
 from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.writer import BlockHasher
@@ -38,7 +39,7 @@ from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.node import MemoryNode, home_of, keep_manifest, seal
 from zero_checkpoint.memory.peers import ReplicaPeers, replica_peers
 from zero_checkpoint.publish import Fence, Header, assemble, vote_for
-from zero_checkpoint.staging import FrozenImage
+from zero_checkpoint.staging import WRITE, FrozenImage, OnPart
 from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
@@ -84,9 +85,20 @@ class Kept:
 
 
 def commit_in_memory(
-    save: MemorySave, consensus: StoreConsensus, node: MemoryNode | None, peers: ReplicaPeers
+    save: MemorySave,
+    consensus: StoreConsensus,
+    node: MemoryNode | None,
+    peers: ReplicaPeers,
+    on_part: OnPart = lambda part, size_bytes, took_s: None,
 ) -> Kept:
     """Commit on all ranks or on none; every rank calls it.
+
+    Args:
+        save: What is committed.
+        consensus: The votes of this group.
+        node: This node's memory; None if it has none.
+        peers: Those that copies are sent to.
+        on_part: See `commit.save`; a rank's write is its seal, the hashes, and the copies.
 
     Raises:
         MemoryOff: A rank cannot take part, now or later. On every rank.
@@ -104,13 +116,20 @@ def commit_in_memory(
     _raise_problem(opened)
     assert node is not None, "or this rank's own vote would have switched it off"
     name, home = directory_name(save.step, opened["round"], opened["nonce"]), opened["home"]
+    begin_s = time.monotonic()
     vote = _seal_own(save, consensus.rank, node, peers, f"{home}/{name}", opened["roster"])
-    verdict = consensus.ask(vote, partial(_judge, save, opened, node.directory_of(home, name)))
+    if "problem" not in vote:
+        on_part(WRITE, vote["size_bytes"], time.monotonic() - begin_s)
+    directory = node.directory_of(home, name)
+    verdict = consensus.ask(
+        vote,
+        lambda votes: timed(votes, on_part, lambda: _judge(save, opened, directory, votes)),
+    )
     if "problem" in verdict:
         node.forget(home, [name])
     _raise_problem(verdict)
     with suppress(OSError):  # rank 0 has it, and a manifest is read from anywhere
-        keep_manifest(node.directory_of(home, name), verdict["manifest"])
+        keep_manifest(directory, verdict["manifest"])
     node.forget_before(home, name)
     return Kept(name=name, poorer=tuple(verdict["poorer"]))
 

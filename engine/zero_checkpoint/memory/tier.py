@@ -33,7 +33,7 @@ from zero_checkpoint.memory.peers import ReplicaPeers
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.options import NodeMemory
 from zero_checkpoint.publish import Fence
-from zero_checkpoint.staging import Background, FrozenImage, StagingBuffer
+from zero_checkpoint.staging import Background, FrozenImage, OnPart, Outcome, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, SharedStaging, sweep
 from zero_contract.errors import CommitRefused
 from zero_contract.worker import PeerMemoryReply
@@ -58,6 +58,7 @@ class InMemoryCheckpoints:
         reply: PeerMemoryReply,
         needs: MutableMapping[object, int],
         before_change: BeforeChange | None = None,
+        on_end: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
         """Nothing is kept yet.
 
@@ -70,8 +71,10 @@ class InMemoryCheckpoints:
                 in-memory checkpoints are made.
             needs: Bytes of it that each engine of this process needs; shared by all of them.
             before_change: See `StagingBuffer`.
+            on_end: Called between steps with each save that has ended.
         """
         self._problem = reply.reason
+        self._on_end = on_end
         self._node: MemoryNode | None = None
         self._stagings: list[StagingBuffer] = []
         if reply.directory:
@@ -237,9 +240,9 @@ class InMemoryCheckpoints:
             self._problem = str(error)
             return None
 
-    def _commit(self, save: MemorySave) -> Path:
+    def _commit(self, save: MemorySave, on_part: OnPart) -> Path:
         """On the thread of the saves."""
-        kept = commit_in_memory(save, self._consensus, self._node, self._peers)
+        kept = commit_in_memory(save, self._consensus, self._node, self._peers, on_part)
         assert self._node is not None
         self._lineage.advance_to(kept.name)
         if self._rank == 0:
@@ -257,6 +260,8 @@ class InMemoryCheckpoints:
     def _take_outcome(self) -> None:
         """Wait for the save in flight, and act on how it has ended."""
         outcome = self._background.wait()
+        if outcome is not None:
+            self._on_end(outcome)
         match outcome.error if outcome is not None else None:
             case None if outcome is not None:
                 self._kept_step = outcome.step

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
+
+from zero_orchestrator.ctl.pace import Counts, add_up, bucket
 
 POINTS = 512
 """Most points of a history. A point covers `History.stride` steps, and that doubles when full."""
@@ -79,6 +81,15 @@ class History:
     """Number of all checkpoints on disk so far."""
     kept: int = 0
     """Number of all in-memory checkpoints so far."""
+    in_memory: Saved | None = None
+    """The newest in-memory checkpoint whose save has ended."""
+    durations: Counts = field(default_factory=dict)
+    """The durations of the steps of one rank, in the buckets of `pace`; repeated steps as well."""
+
+    @property
+    def written(self) -> Saved | None:
+        """The newest checkpoint on disk whose save has ended, so that its times are known."""
+        return next((one for one in reversed(self.checkpoints) if one.size_bytes), None)
 
     @property
     def resolution_s(self) -> float:
@@ -117,6 +128,14 @@ class History:
             return replace(self, points=(*self.points[:-1], _merged([self.points[-1], one])))
         return replace(self, points=(*self.points, one))._bounded()
 
+    def with_duration(self, took_s: float) -> History:
+        """The history after one more step of a rank, new or repeated, that took so long."""
+        return replace(self, durations=add_up([self.durations, {bucket(took_s): 1}]))
+
+    def points_alone(self) -> History:
+        """The history of an agent that continues a record, which has all the rest."""
+        return History(points=self.points, stride=self.stride)
+
     def with_checkpoint(self, saved: Saved) -> History:
         """The history after one more checkpoint."""
         kept = (*self.checkpoints, saved)[-CHECKPOINTS:]
@@ -138,6 +157,8 @@ class History:
             checkpoints=(*before.checkpoints, *self.checkpoints)[-CHECKPOINTS:],
             saved=before.saved + self.saved,
             kept=before.kept + self.kept,
+            in_memory=self.in_memory or before.in_memory,
+            durations=add_up([before.durations, self.durations]),
         )._bounded()
 
     def _bounded(self) -> History:
@@ -179,13 +200,14 @@ def to_record(history: History) -> dict[str, Any]:
     """The history as JSON: a list for each field of the points, and one for each checkpoint."""
     names = (*_COLUMNS, _TOKENS)
     columns = {name: [_short(getattr(p, name)) for p in history.points] for name in names}
-    saved = [[_short(getattr(one, name)) for name in _CHECKPOINT] for one in history.checkpoints]
     return {
         "stride": history.stride,
         "points": columns,
-        "checkpoints": saved,
+        "checkpoints": [_row(one) for one in history.checkpoints],
         "saved": history.saved,
         "kept": history.kept,
+        "in_memory": None if history.in_memory is None else _row(history.in_memory),
+        "durations": {str(place): count for place, count in history.durations.items()},
     }
 
 
@@ -203,13 +225,21 @@ def from_record(record: Mapping[str, Any]) -> History:
     return History(
         points=tuple(Point(**dict(zip(names, row, strict=True))) for row in rows),
         stride=int(record["stride"]),
-        # Shorter rows are of an older version.
-        checkpoints=tuple(
-            Saved(**dict(zip(_CHECKPOINT, one, strict=False))) for one in record["checkpoints"]
-        ),
+        checkpoints=tuple(_saved(row) for row in record["checkpoints"]),
         saved=int(record["saved"]),
         kept=int(record.get("kept", 0)),
+        in_memory=_saved(record["in_memory"]) if record.get("in_memory") else None,
+        durations={int(place): int(n) for place, n in record.get("durations", {}).items()},
     )
+
+
+def _row(saved: Saved) -> list[Any]:
+    return [_short(getattr(saved, name)) for name in _CHECKPOINT]
+
+
+def _saved(row: Sequence[Any]) -> Saved:
+    """The checkpoint of a row; those of an older version are shorter."""
+    return Saved(**dict(zip(_CHECKPOINT, row, strict=False)))
 
 
 def _short(value: Any) -> Any:

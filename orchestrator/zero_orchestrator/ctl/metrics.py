@@ -22,6 +22,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from zero_orchestrator.ctl.goodput import Use, from_record
+from zero_orchestrator.ctl.history import Saved
 from zero_orchestrator.ctl.pace import Quantiles
 from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
 from zero_orchestrator.ctl.story import Recovery
@@ -35,6 +36,8 @@ Values = Iterable[tuple[Labels, float | None]]
 """The labels of each sample, and its value; None: not known."""
 JOB = "zero_job"
 """The label that every metric has."""
+TIERS = MappingProxyType({False: "disk", True: "memory"})
+"""In memory or not -> the value of the label `tier`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +137,18 @@ def _of_checkpoints(name: str) -> Callable[[JobStatus], Values]:
     """A number of the newest checkpoint on disk, and of the newest one in memory."""
 
     def values(job: JobStatus) -> Values:
-        for tier, found in (("disk", job.checkpoint), ("memory", job.in_memory)):
-            yield {"tier": tier}, None if found is None else found.get(name)
+        for in_memory, found in ((False, job.checkpoint), (True, job.in_memory)):
+            yield {"tier": TIERS[in_memory]}, None if found is None else found.get(name)
+
+    return values
+
+
+def _of_last_saves(read: Callable[[Saved], float]) -> Callable[[JobStatus], Values]:
+    """A number of the last save to disk, and of the last one in memory."""
+
+    def values(job: JobStatus) -> Values:
+        for in_memory, found in ((False, job.last_save), (True, job.last_save_in_memory)):
+            yield {"tier": TIERS[in_memory]}, None if found is None else read(found)
 
     return values
 
@@ -257,7 +270,7 @@ JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
             counts=True,
             labels=_TIER,
         ),
-        lambda job: [({"tier": "disk"}, job.saved), ({"tier": "memory"}, job.kept)],
+        lambda job: [({"tier": TIERS[False]}, job.saved), ({"tier": TIERS[True]}, job.kept)],
     ),
     (
         Definition(
@@ -280,6 +293,39 @@ JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
             labels=_TIER,
         ),
         _of_checkpoints("time"),
+    ),
+    (
+        Definition(
+            name="zero_job_last_save_size_bytes",
+            help="Size of the checkpoint of the last save that has ended, of all ranks.",
+            labels=_TIER,
+        ),
+        _of_last_saves(lambda saved: saved.size_bytes),
+    ),
+    (
+        Definition(
+            name="zero_job_last_save_stall_seconds",
+            help="Time for which training waited for the last save that has ended.",
+            labels=_TIER,
+        ),
+        _of_last_saves(lambda saved: saved.stall_s),
+    ),
+    (
+        Definition(
+            name="zero_job_last_save_write_seconds",
+            help="Time in which rank 0 wrote its file in the last save that has ended.",
+            labels=_TIER,
+        ),
+        _of_last_saves(lambda saved: saved.write_s),
+    ),
+    (
+        Definition(
+            name="zero_job_last_save_publish_seconds",
+            help="Time in which rank 0 checked and published the files of all ranks in the last "
+            "save that has ended.",
+            labels=_TIER,
+        ),
+        _of_last_saves(lambda saved: saved.publish_s),
     ),
     (
         Definition(

@@ -32,13 +32,15 @@ from zero_orchestrator.ctl.events import read as read_events
 from zero_orchestrator.ctl.goodput import USES, from_record, total_ns
 from zero_orchestrator.ctl.history import History, Point, Saved
 from zero_orchestrator.ctl.lane import Lane, Phase
-from zero_orchestrator.ctl.status import JobStatus, NodeRow
+from zero_orchestrator.ctl.status import JobStatus, NodeRow, slowest_ranks
 from zero_orchestrator.ctl.story import ENDS, Recovery, recoveries
 from zero_orchestrator.ctl.verdicts import Kind
 from zero_orchestrator.store.kv import KeyValueStore
 
 WINDOWS = 100
 """Throughput is a mean over so many parts of the history, so that single steps do not hide it."""
+RANKS = 50
+"""Most ranks whose step times are shown: the slowest."""
 NOTICE_S = 15.0
 """A lost node is noticed within this time: its lane ends where its round did."""
 TONES: Mapping[str, str] = MappingProxyType(
@@ -115,6 +117,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         "lanes": lanes,
         "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
         "recoveries": recovered,
+        "paces": _paces(job),
         "checkpoints": _checkpoints(history, told),
         "verdicts": [*_verdicts(told), *_untold(records)],
         "uses": _uses(job),
@@ -186,6 +189,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
         _tile("Loss", _loss(loss), "mean of the last step"),
         _tile("Throughput", _short(rate), unit),
         *_tokens_tile(points),
+        *_step_time_tile(job),
         _tile("Goodput", _percent(job.goodput), "of all nodes' time"),
         _tile("Nodes", str(nodes), wanted),
         _tile("Restarts", *_restarts(records)),
@@ -201,6 +205,14 @@ def _tokens_tile(points: Sequence[Point]) -> list[Json]:
     rates = _rates_of([float(point.tokens) for point in points], points)
     rate = next((value for value in reversed(rates) if value is not None), None)
     return [_tile("Tokens per second", _short(rate), f"{total:,} in all")]
+
+
+def _step_time_tile(job: JobStatus) -> list[Json]:
+    """How long a step takes, if that is known: in this round, or else in all of them."""
+    found = job.step_times or job.run_step_times
+    if found is None:
+        return []
+    return [_tile("Step time", f"{found.p50_s:g} s", f"median; p99 {found.p99_s:g} s")]
 
 
 def _restarts(records: Records) -> tuple[str, str]:
@@ -383,22 +395,41 @@ def _recovery(found: Recovery, first_steps_s: Sequence[float], end_s: float) -> 
     }
 
 
+def _paces(job: JobStatus) -> Json:
+    """How long steps take: of all ranks and of the run, and of the slowest ranks."""
+    together = (
+        ("all ranks, this round", job.step_times),
+        ("one rank, all rounds", job.run_step_times),
+    )
+    ranks = [(f"rank {rank} on {node}", of) for rank, node, of in slowest_ranks(job)]
+    shown = [*together, *(ranks[:RANKS] if len(ranks) > 1 else [])]
+    return {
+        "rows": [[of, q.count, q.p50_s, q.p90_s, q.p99_s] for of, q in shown if q is not None],
+        "left_out": max(0, len(ranks) - RANKS),
+    }
+
+
 def _checkpoints(history: History, events: Sequence[Event]) -> Json:
     """The newest checkpoints; each with the round that has loaded, and so verified, it last."""
     read = {
-        str(event.record.get("tag")): [
+        (bool(event.record.get("in_memory")), str(event.record.get("tag"))): [
             event.record.get("round"),
             _time_s(event),
             _number(event.record.get("load_s")),
             event.record.get("read_bytes"),
         ]
         for event in events
-        if event.record.get("event") == "restore" and not event.record.get("in_memory")
+        if event.record.get("event") == "restore"
     }
+    found = [(False, one) for one in history.checkpoints]
+    found += [(True, one) for one in [history.in_memory] if one is not None]
     return {
         "rows": [
-            [c.step, c.time_s, c.samples, c.tag, c.digest, read.get(c.tag), _written(c)]
-            for c in history.checkpoints
+            [
+                *(c.step, c.time_s, c.samples, c.tag, c.digest),
+                *(read.get((in_memory, c.tag)), _written(c), in_memory),
+            ]
+            for in_memory, c in sorted(found, key=lambda one: one[1].time_s)
         ],
         "saved": history.saved,
         "kept": history.kept,

@@ -32,6 +32,7 @@ from zero_orchestrator.ctl.events import (
     verdicts_key,
 )
 from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
+from zero_orchestrator.ctl.history import Saved
 from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.verdicts import Verdict, from_item
 from zero_orchestrator.errors import StoreRefused
@@ -161,6 +162,8 @@ class JobStatus:
     """Over the last minute of the round; None: it is not known."""
     step_times: Quantiles | None = None
     """How long the steps of all ranks in this round take."""
+    run_step_times: Quantiles | None = None
+    """How long the steps of one rank have taken in all rounds, up to the last record of the job."""
     samples: int | None = None
     """Samples that all steps have consumed; None: not known."""
     tokens: int | None = None
@@ -168,6 +171,10 @@ class JobStatus:
     saved: int = 0
     """Number of checkpoints on disk that were published, up to the last record of the job."""
     kept: int = 0
+    """The same of in-memory checkpoints."""
+    last_save: Saved | None = None
+    """The newest checkpoint on disk whose save has ended, up to the last record of the job."""
+    last_save_in_memory: Saved | None = None
     """The same of in-memory checkpoints."""
 
     @property
@@ -216,6 +223,9 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         verdicts=from_item(next((i for i in kept if i.key == verdicts_key(job)), None)),
         saved=history.saved,
         kept=history.kept,
+        run_step_times=pace.quantiles(history.durations),
+        last_save=history.written,
+        last_save_in_memory=history.in_memory,
         samples=_latest(status.samples, *(p.samples or None for p in history.points[-1:])),
         tokens=_latest(status.tokens, *(p.tokens or None for p in history.points[-1:])),
     )
@@ -378,6 +388,12 @@ def rows(
         ),
         tuple(_row(known, n, None, progress) for n in view.nodes if not view.has_member(n)),
     )
+
+
+def slowest_ranks(job: JobStatus) -> list[tuple[str, str, Quantiles]]:
+    """Each rank with its node and how long its steps of this round take, the slowest first."""
+    ranks = [(rank, row.node, of) for row in job.members for rank, of in row.ranks.items()]
+    return sorted(ranks, key=lambda one: (-one[2].p50_s, -one[2].p99_s, int(one[0])))
 
 
 class _Known:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -21,8 +22,16 @@ from rich.text import Text
 from zero_contract.values import in_words
 from zero_orchestrator.ctl.events import Event
 from zero_orchestrator.ctl.goodput import from_record, in_parts, total_ns
+from zero_orchestrator.ctl.history import Saved
 from zero_orchestrator.ctl.pace import Quantiles, Speed
-from zero_orchestrator.ctl.status import LOST, UNREADABLE, Condition, JobStatus, NodeRow
+from zero_orchestrator.ctl.status import (
+    LOST,
+    UNREADABLE,
+    Condition,
+    JobStatus,
+    NodeRow,
+    slowest_ranks,
+)
 
 _PIPE_COLUMNS = 250
 SLOWEST = 8
@@ -221,8 +230,8 @@ def status_page(status: JobStatus) -> RenderableType:
         facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
     facts.add_row("command", " ".join(status.command))
     tables: list[RenderableType] = [_nodes_table((*status.members, *status.spares))]
-    if sum(len(row.ranks) for row in status.members) > 1:
-        tables += ["", _ranks_table(status.members)]
+    if len(ranks := slowest_ranks(status)) > 1:
+        tables += ["", _ranks_table(ranks)]
     return Group(title, facts, "", *tables)
 
 
@@ -251,15 +260,18 @@ def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
     """How far the training is, how fast, and what the time went to."""
     if status.reduction:
         yield "reduction", f"{status.reduction}: the number of ranks changes the result"
-    yield "checkpoint", _checkpoint(status.checkpoint, status.saved)
+    yield "checkpoint", _checkpoint(status.checkpoint, status.saved, status.last_save)
     if status.in_memory is not None and not status.ended:
-        yield "in memory", _checkpoint(status.in_memory, status.kept)
+        last = status.last_save_in_memory
+        yield "in memory", _checkpoint(status.in_memory, status.kept, last)
     if consumed := _consumed(status):
         yield "consumed", consumed
     if status.speed is not None and not status.ended:
         yield "speed", speed_in_words(status.speed)
     if status.step_times is not None:
         yield "step time", f"{_in_quantiles(status.step_times)}, in this round"
+    elif status.run_step_times is not None:
+        yield "step time", f"{_in_quantiles(status.run_step_times)}, of one rank in all rounds"
     if status.time_ns:
         used_ns = from_record(status.time_ns)
         total = in_words(total_ns(used_ns) / 1e9)
@@ -270,12 +282,16 @@ def _bounds(status: JobStatus) -> str:
     return f"{status.min_nodes}:{status.max_nodes}"
 
 
-def _checkpoint(latest: Mapping[str, Any] | None, count: int) -> str:
+def _checkpoint(latest: Mapping[str, Any] | None, count: int, last: Saved | None) -> str:
+    """The newest checkpoint, and what the last save that has ended took."""
     if latest is None:
         return "none yet"
-    saved = f", {age(latest['time'])}" if "time" in latest else ""
-    of_all = f"; {count:,} in all" if count > 1 else ""
-    return f"step {latest['step']}, {latest['samples']} samples ({latest['tag']}){saved}{of_all}"
+    text = f"step {latest['step']}, {latest['samples']} samples ({latest['tag']})"
+    if "time" in latest:
+        text += f", {age(latest['time'])}"
+    if last is not None:
+        text += f"; {decimal(last.size_bytes)}, training waited {last.stall_s:.3g} s"
+    return f"{text}; {count:,} in all" if count > 1 else text
 
 
 def _consumed(status: JobStatus) -> str:
@@ -297,12 +313,10 @@ def _in_quantiles(found: Quantiles) -> str:
     return f"p50 {found.p50_s:g} s, p90 {found.p90_s:g} s, p99 {found.p99_s:g} s"
 
 
-def _ranks_table(members: Sequence[NodeRow]) -> Table:
+def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Table:
     """How long the steps of each rank take, the slowest ranks first."""
-    ranks = [(rank, row.node, of) for row in members for rank, of in row.ranks.items()]
-    slowest = sorted(ranks, key=lambda one: (-one[2].p50_s, -one[2].p99_s, int(one[0])))
     table = _table("rank", "node", "steps", "p50", "p90", "p99")
-    for rank, node, of in slowest[:SLOWEST]:
+    for rank, node, of in ranks[:SLOWEST]:
         table.add_row(
             rank, node, str(of.count), f"{of.p50_s:g} s", f"{of.p90_s:g} s", f"{of.p99_s:g} s"
         )

@@ -21,7 +21,7 @@ from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
-from zero_contract.worker import CommitRequest
+from zero_contract.worker import CommitRequest, Saved
 
 
 def keep_steps(root: str, stage: int, last: int, ram: dict[str, Any]) -> tuple[list[int], int]:
@@ -87,6 +87,28 @@ def test_every_so_many_steps_counted_from_where_the_run_goes_on(
     every = {"every_steps": 2}
     assert worlds.run(2, keep_steps, root, 1, 5, every)[0] == ([2, 4], 0)
     assert worlds.run(2, keep_steps, root, 1, 7, every)[0] == ([6], 4)
+
+
+def test_the_agent_learns_what_each_save_in_memory_took(worlds: WorldPool, root: str) -> None:
+    first, second = worlds.run(2, told_of_saves, root)
+    for own in (first, second):
+        assert [(one.step, one.committed, one.in_memory) for one in own] == [
+            *((1, True, True), (2, True, True))
+        ]
+        assert all(one.stall_s > 0 and 0 < one.write_s <= one.total_s for one in own)
+    assert first[0].whole_bytes == first[0].size_bytes + second[0].size_bytes > 0
+    assert 0 < first[0].publish_s < first[0].total_s
+
+
+def told_of_saves(root: str) -> list[Saved]:
+    with on_a_node(root) as agent:
+        engine = make_engine(in_memory(1))
+        engine.load_checkpoint(checkpoints(root))
+        for step in (1, 2, 3):  # the end of a save is told after the next step
+            train(engine, step)
+            settle(engine)
+        drop(engine)
+        return [message for message in agent.told() if isinstance(message, Saved)]
 
 
 def test_a_refused_commit_leaves_the_one_before_and_is_said_once(

@@ -205,9 +205,9 @@ function strips(root, where, top) {
   label(where.small ? "saved" : "checkpoints", 1);
   const middle = top + TALL.strip + 10;
   let path = "", last = -9;
-  for (const [, time_s] of picture.checkpoints.rows) {
+  for (const [, time_s, , , , , , inMemory] of picture.checkpoints.rows) {
     const px = x(time_s);
-    if (time_s < picture.range[0] || px - last < 3) continue;
+    if (inMemory || time_s < picture.range[0] || px - last < 3) continue;
     last = px;
     path += `M${px.toFixed(1)} ${middle - 5}l4.5 5l-4.5 5l-4.5 -5z`;
   }
@@ -454,17 +454,32 @@ function drawNodes() {
 }
 function drawCheckpoints() {
   const { rows, saved, kept } = picture.checkpoints;
-  const count = saved ? (saved > rows.length ? `newest ${rows.length} of ${saved}` : `${saved}`) : "";
+  const there = rows.filter((row) => !row[7]).length;
+  const count = saved ? (saved > there ? `newest ${there} of ${saved}` : `${saved}`) : "";
   setText("checkpoints-count", kept ? `${count || "0"} on disk, ${kept.toLocaleString("en")} in memory` : count);
-  fill("checkpoints", rows.length, "No checkpoint on disk is recorded.", () => table(
-    ["step", "committed", "read and verified", "size", "stall", "write", "publish", "samples", "checkpoint", "digest"],
-    [...rows].reverse().map(([step, time_s, samples, tag, digest, read, written]) => [
-      step.toLocaleString("en"), tight(clock(time_s)),
+  fill("checkpoints", rows.length, "No checkpoint is recorded.", () => table(
+    ["step", "where", "committed", "read and verified", "size", "stall", "write", "publish", "samples", "checkpoint", "digest"],
+    [...rows].reverse().map(([step, time_s, samples, tag, digest, read, written, inMemory]) => [
+      step.toLocaleString("en"), inMemory ? "memory" : "disk", tight(clock(time_s)),
       read ? el("td", { class: "tight tone good", title: clock(read[1]) }, `by round ${read[0]}${read[2] ? ` in ${brief(read[2])}` : ""}`) : el("td", { class: "tight muted" }, "not read"),
       ...(written ? [size(written[0]), ...written.slice(1).map(brief)] : ["-", "-", "-", "-"]),
       samples.toLocaleString("en"), el("td", { class: "tight" }, el("code", {}, tag)),
       el("td", { class: "tight" }, el("code", { title: digest }, digest.slice(0, 8))),
-    ]), [0, 3, 4, 5, 6, 7]));
+    ]), [0, 4, 5, 6, 7, 8]));
+}
+function drawPaces() {
+  const { rows, left_out: more } = picture.paces;
+  $("paces-panel").hidden = !rows.length;
+  setText("paces-count", more ? `${more.toLocaleString("en")} faster ranks left out` : "");
+  const longest = Math.max(...rows.map((row) => row[4]));
+  fill("paces", rows.length, "", () => table(["steps of", "count", "p50", "p90", "p99", "up to p50, p90, p99"], rows.map(([of, count, p50, p90, p99]) => {
+    const bar = el("div", { class: "range", "aria-hidden": "true" });
+    [p50, p90 - p50, p99 - p90, longest - p99].forEach((part, i) => {
+      bar.append(el("span", { class: `range-${i}` }));
+      bar.lastChild.style.flexGrow = part;
+    });
+    return [tight(of), count.toLocaleString("en"), brief(p50), brief(p90), brief(p99), el("td", { class: "wide" }, bar)];
+  }), [1, 2, 3, 4]));
 }
 function drawVerdicts() {
   $("verdicts-panel").hidden = !picture.verdicts.length;
@@ -492,7 +507,7 @@ const SECTIONS = [
   [drawJob, ["job"]], [drawTiles, ["tiles"]], [drawUses, ["uses"]],
   [drawCharts, ["range", "curve", "lanes", "recoveries", "checkpoints", "verdicts"]],
   [drawLegend, ["lanes", "recoveries", "checkpoints", "verdicts"]], [openTables, ["curve", "lanes"]],
-  [drawRecoveries, ["recoveries"]], [drawNodes, ["lanes", "job"]], [drawCheckpoints, ["checkpoints"]],
+  [drawRecoveries, ["recoveries"]], [drawNodes, ["lanes", "job"]], [drawCheckpoints, ["checkpoints"]], [drawPaces, ["paces"]],
   [drawVerdicts, ["verdicts"]], [drawEvents, ["events"]], [drawWords, ["words", "lane_age_s"]],
 ];
 function draw(changed) {
