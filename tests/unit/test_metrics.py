@@ -17,6 +17,7 @@ from zero_orchestrator.ctl.metrics import JOB as JOB_LABEL
 from zero_orchestrator.ctl.metrics import JOB_METRICS, exposition, of_jobs
 from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.ctl.verdicts import Kind, Verdict
 
 NODE = NodeRow(
     node="a", condition=Condition.RUNNING, alive=True, first_rank=0, slots=2, address="host", step=7
@@ -88,6 +89,13 @@ def test_the_metrics_of_a_job_have_its_tokens_and_how_long_its_steps_take():
     assert found["zero_job_rank_step_duration_seconds gpt a 0.99 3"] == 0.7
     assert found["zero_job_published_checkpoints_total gpt memory"] == 7
     assert "zero_job_samples_per_second gpt" not in found
+
+
+def test_the_metrics_of_a_job_count_the_verdicts_of_each_kind():
+    slow = Verdict(kind=Kind.SLOW_LINK, text="the link from a to b is slow")
+    found = read(exposition(lambda: of_jobs([replace(JOB, verdicts=(slow, slow))])))
+    assert found["zero_job_verdicts gpt slow link"] == 2
+    assert [found[f"zero_job_verdicts gpt {kind}"] for kind in Kind] == [0, 0, 0, 2]
 
 
 def test_the_metrics_of_a_job_have_what_its_last_saves_took_on_disk_and_in_memory():

@@ -343,6 +343,16 @@ JOB_METRICS: Sequence[tuple[Definition, Callable[[JobStatus], Values]]] = (
     ),
     (
         Definition(
+            name="zero_job_verdicts",
+            help="Verdicts about the ranks of the job that hold now, by kind.",
+            labels=("kind",),
+        ),
+        lambda job: [
+            ({"kind": kind}, sum(one.kind is kind for one in job.verdicts)) for kind in Kind
+        ],
+    ),
+    (
+        Definition(
             name="zero_job_straggler_ratio",
             help="How many times as long as the other ranks a straggler computes in a step; "
             "without a straggler, no sample.",
