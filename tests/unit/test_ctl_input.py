@@ -38,6 +38,16 @@ def test_what_is_wrong_about_etcd_is_one_line_that_names_the_flag(words, message
     assert error.count("\n") == 1
 
 
+def test_a_report_without_etcd_names_the_flag_that_makes_it_of_files(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "--rdzv-endpoint=no.invalid:1"])
+    assert ended.value.code == CtlExit.NO_STORE
+    assert capsys.readouterr().err.endswith(
+        "; is it running there? --rdzv-endpoint names it; --log-dir=DIR makes the report without "
+        "etcd, of the files that agents wrote there\n"
+    )
+
+
 def test_what_is_wrong_in_the_environment_is_said_of_the_variable(capsys, monkeypatch):
     for name, value in (("PET_RDZV_ENDPOINT", "a:b"), ("PET_ETCD_CA", "/none")):
         monkeypatch.setenv(name, value)

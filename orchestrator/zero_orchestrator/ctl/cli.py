@@ -98,6 +98,10 @@ _MODULES: Mapping[str, tuple[Any, str]] = {
     ),
 }
 """Command -> the module with its `add_flags` and `run`, and its help."""
+_WITHOUT_ETCD: Mapping[str, str] = {
+    "report": "; --log-dir=DIR makes the report without etcd, of the files that agents wrote there",
+}
+"""Command -> what it can do when etcd is out of reach."""
 _FOR = "duration of the exclusion, such as 30, 10m or 2h (default: until `zero-ctl include`)"
 _ETCD_FILES = {
     "etcd-ca": "certificate authority of etcd (PEM)",
@@ -126,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = _run(args)
     except ZeroError as error:
-        remedy = "--rdzv-endpoint names it" if isinstance(error, StoreUnavailable) else ""
+        remedy = ""
+        if isinstance(error, StoreUnavailable):
+            remedy = f"--rdzv-endpoint names it{_WITHOUT_ETCD.get(args.command, '')}"
         joined = " " if str(error).endswith("?") else "; "
         print(f"zero-ctl: {joined.join(filter(None, (str(error), remedy)))}", file=sys.stderr)
         code = CtlExit.NO_STORE if isinstance(error, StoreError) else CtlExit.USAGE
