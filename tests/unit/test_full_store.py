@@ -15,6 +15,7 @@ from zero_agent.workers.worker_main import Program
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import Snapshot, State
+from zero_orchestrator.membership.moves import Wait
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -77,11 +78,11 @@ def test_no_agent_gives_a_job_up_that_waits_for_nothing_but_room_in_etcd():
     one = Told()
     refuse = partial(fail, StoreFull("no room"))
     for _ in range(5):
-        one.limits.check_waiting(FORMING, "waiting for 1", refuse)
+        one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES, refuse)
         one.clock.advance(JOIN_S + 1)
     assert "etcd is full (no room)" in one.texts[0]
     with pytest.raises(AgentFailed, match="--join-timeout"):
-        one.limits.check_waiting(FORMING, "waiting for 1", lambda: None)
+        one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES, lambda: None)
 
 
 @pytest.mark.parametrize("nodes", [1, 100, 2000])

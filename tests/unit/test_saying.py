@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.loop.limits import remedy
+from zero_agent.loop.limits import REMEDIES
 from zero_agent.loop.saying import AGAIN_S, Sayings
+from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
+from zero_orchestrator.membership.rounds import Observation, Timing, Wait, decide
+from zero_orchestrator.membership.spec import JobSpec
+
+ONE = JobSpec(min_nodes=1, max_nodes=1)
+A = Node(id="a", incarnation="1", address="a", slots=1)
+BUSY = Snapshot(ONE, n=1, state=State.FORMING, nodes=(A,), members=Members((A,)))
 
 
 def test_a_drain_of_many_nodes_is_one_waiting_line_and_not_one_for_each_that_stops():
@@ -15,30 +24,51 @@ def test_a_drain_of_many_nodes_is_one_waiting_line_and_not_one_for_each_that_sto
     told = [f"a is leaving; waiting for {', '.join(names[i:])} to stop" for i in range(5)]
     told += [f"waiting for the workers of {', '.join(names[i:])} to stop" for i in range(5)]
     told += ["round 2 begins with 5 of 1:6 nodes", "round 2 runs on 5 nodes"]
-    assert [line for line in told if sayings.is_news(line)] == [told[0], *told[-2:]]
+    waits = [Wait.WORKERS] * 10 + [None] * 2
+    news = [line for line, wait in zip(told, waits, strict=True) if sayings.is_news(line, wait)]
+    assert news == [told[0], *told[-2:]]
 
 
 def test_a_wait_that_is_long_is_told_again_with_those_that_are_left():
     clock = ManualClock()
     sayings = Sayings(clock)
-    assert sayings.is_news("waiting for the workers of a, b to stop")
-    assert not sayings.is_news("waiting for the workers of b to stop")
+    assert sayings.is_news("waiting for the workers of a, b to stop", Wait.WORKERS)
+    assert not sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS)
     clock.advance(AGAIN_S + 1)
-    assert sayings.is_news("waiting for the workers of b to stop")
+    assert sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS)
     clock.advance(AGAIN_S + 1)
-    assert not sayings.is_news("waiting for the workers of b to stop"), "nothing has changed"
+    nothing_new = not sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS)
+    assert nothing_new
     assert sayings.is_news("round 2 runs on 1 node")
-    assert sayings.is_news("waiting for the workers of b to stop"), "it is another wait"
+    assert sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS), "another wait"
 
 
 @pytest.mark.parametrize(
-    ("reason", "helps"),
+    ("job", "reason", "helps"),
     [
-        ("waiting for the workers of a to stop", "`zero-ctl drain NODE`"),
-        ("a is leaving; waiting for a to stop", "`zero-ctl drain NODE`"),
-        ("0 of 1:1 nodes are here; waiting for 1; a is unhealthy: no disk", "Repair those nodes"),
-        ("1 of 2:4 nodes are here; waiting for 1", "Start more agents"),
+        (BUSY, "waiting for the workers of a to stop", "`zero-ctl drain NODE`"),
+        (
+            replace(BUSY, state=State.ACTIVE, yielding="a is leaving"),
+            "a is leaving; waiting for a to stop",
+            "`zero-ctl drain NODE`",
+        ),
+        (
+            Snapshot(ONE, state=State.FORMING, nodes=(replace(A, unhealthy="no disk"),)),
+            "0 of 1:1 nodes are here; waiting for 1; a is unhealthy: no disk",
+            "Repair those nodes",
+        ),
+        (
+            Snapshot(replace(ONE, min_nodes=2, max_nodes=4), state=State.FORMING, nodes=(A,)),
+            "1 of 2:4 nodes are here; waiting for 1",
+            "Start more agents",
+        ),
     ],
 )
-def test_the_remedy_fits_what_is_waited_for(reason, helps):
-    assert helps in remedy(reason)
+def test_the_remedy_fits_what_is_waited_for(job, reason, helps):
+    decision = decide(job, Observation(nodes_s=60, symptom_s=0), Timing())
+    assert decision.reason == reason
+    assert helps in REMEDIES[decision.waits_for]
+
+
+def test_every_wait_has_a_remedy():
+    assert set(REMEDIES) == {None, *Wait}

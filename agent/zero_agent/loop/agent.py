@@ -57,7 +57,7 @@ from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
-from zero_orchestrator.membership.moves import Move
+from zero_orchestrator.membership.moves import Move, Wait
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -304,7 +304,7 @@ class Agent:
                 while not (self._node_workers.prepared or self._leaving.begun):
                     self._turned_s = self._clock.now()
                     self._limits.check_waiting(
-                        self._rdzv.snapshot, "the workers' imports are not done"
+                        self._rdzv.snapshot, "the workers' imports are not done", Wait.IMPORTS
                     )
                     self._handle_events()
             self._leaving.obey(None)
@@ -361,14 +361,19 @@ class Agent:
                 until_s = self._clock.now() + pause_s
                 while self._clock.now() < until_s:
                     self._meanwhile()
-        reason = self._rdzv.reason  # the end of the job is logged once the workers have ended
-        if not self.ended and self._sayings.is_news(reason) and reason != self._journal.last:
+        # The end of the job is logged once the workers have ended.
+        reason, waits_for = self._rdzv.reason, self._rdzv.waits_for
+        if (
+            not self.ended
+            and self._sayings.is_news(reason, waits_for)
+            and reason != self._journal.last
+        ):
             log.info("%s", reason)
         self._node_workers.check_limits()
         self._leaving.check_limit()
         alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
         self._health_checks.check_limit(needed=not alone)
-        self._limits.check_waiting(self._rdzv.snapshot, self._rdzv.reason, self._rdzv.confirm)
+        self._limits.check_waiting(self._rdzv.snapshot, reason, waits_for, self._rdzv.confirm)
         self._handle_events()
         return None
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.config import AgentConfig
@@ -25,6 +24,7 @@ from zero_orchestrator.errors import (
     TakenForGone,
 )
 from zero_orchestrator.membership.job_state import Snapshot, State
+from zero_orchestrator.membership.moves import Wait
 
 STORE_FAILS = (StoreUnavailable, StoreRefused)
 """Errors of etcd that an agent survives until --etcd-grace, once it has joined."""
@@ -40,26 +40,16 @@ FULL_PAUSE_S = 1.0
 """Shortest pause between two writes to an etcd that is full: each raises an alarm there."""
 FULL_PAUSE_PER_NODE_S = 0.01
 """The same pause for each node of the job; the longer of both counts."""
-
-
-_WORKERS_STOP = re.compile(r"waiting for .* to stop$")
-
-
-def waits_for_workers(reason: str) -> bool:
-    """Whether the job waits for workers that are to stop."""
-    return _WORKERS_STOP.search(reason) is not None
-
-
-def remedy(reason: str) -> str:
-    """The remedy for a job that has waited too long for `reason`."""
-    if waits_for_workers(reason):
-        return (
-            "Those workers do not end; the logs of their agents contain the cause. "
-            "`zero-ctl drain NODE` continues the job without a node"
-        )
-    if " is unhealthy: " in reason:
-        return "Repair those nodes, or start agents on other nodes"
-    return "Start more agents, lower the minimum of --nnodes, or raise --join-timeout"
+_MORE_NODES = "Start more agents, lower the minimum of --nnodes, or raise --join-timeout"
+REMEDIES: Mapping[Wait | None, str] = {
+    None: _MORE_NODES,
+    Wait.NODES: _MORE_NODES,
+    Wait.HEALTH: "Repair those nodes, or start agents on other nodes",
+    Wait.WORKERS: "Those workers do not end; the logs of their agents contain the cause. "
+    "`zero-ctl drain NODE` continues the job without a node",
+    Wait.IMPORTS: "Raise --join-timeout, or shorten --preload",
+}
+"""What a job has waited for too long -> the remedy."""
 
 
 def pause_when_full_s(nodes: int) -> float:
@@ -136,13 +126,18 @@ class Limits:
         self._fence = fence
 
     def check_waiting(
-        self, job: Snapshot, reason: str, confirm: Callable[[], object] = lambda: None
+        self,
+        job: Snapshot,
+        reason: str,
+        waits_for: Wait | None,
+        confirm: Callable[[], object] = lambda: None,
     ) -> None:
         """Check the limit of a job in which no round begins.
 
         Args:
             job: The job, as last read.
-            reason: What the job waits for.
+            reason: What the job waits for, in words.
+            waits_for: The same, for the remedy.
             confirm: Writes something, because a full etcd has no room for a new round either.
 
         Raises:
@@ -164,5 +159,5 @@ class Limits:
             raise AgentFailed(
                 AgentExit.NO_NODES,
                 f"no round began within {self._config.join_timeout_s:g} s (--join-timeout): "
-                f"{reason}. {remedy(reason)}",
+                f"{reason}. {REMEDIES[waits_for]}",
             )

@@ -6,8 +6,8 @@ one of them. It is logged when the wait begins, and again every `AGAIN_S`.
 
 from __future__ import annotations
 
-from zero_agent.loop.limits import waits_for_workers
 from zero_contract.clock import Clock, Stopwatch
+from zero_orchestrator.membership.moves import Wait
 
 AGAIN_S = 10.0
 
@@ -19,9 +19,14 @@ class Sayings:
         self._said = ""
         self._wait = Stopwatch(clock)
 
-    def is_news(self, reason: str) -> bool:
-        """Whether to log this reason now; if so, it counts as logged."""
-        if not waits_for_workers(reason):
+    def is_news(self, reason: str, waits_for: Wait | None = None) -> bool:
+        """Whether to log this reason now; if so, it counts as logged.
+
+        Args:
+            reason: What the job does or waits for, in words.
+            waits_for: What it waits for, if that may take long.
+        """
+        if waits_for is not Wait.WORKERS:
             self._wait.stop()
         elif self._wait.running and not self._wait.past(AGAIN_S):
             return False

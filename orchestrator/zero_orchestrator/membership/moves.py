@@ -58,12 +58,27 @@ class Transition:
     """Exclusion of the host that is charged; its key needs a lease of the same duration."""
 
 
+class Wait(StrEnum):
+    """What a job waits for that may take for ever, unless somebody helps."""
+
+    WORKERS = "workers"
+    """Workers that are to stop."""
+    NODES = "nodes"
+    """More nodes."""
+    HEALTH = "health"
+    """More nodes, and there are unhealthy ones."""
+    IMPORTS = "imports"
+    """The imports of this node's workers, before it registers."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """The transition to make now, or None, and the reason (or what the job waits for)."""
 
     transition: Transition | None
     reason: str
+    waits_for: Wait | None = None
+    """The same for programs; None: for nothing, or for something that ends soon."""
 
 
 def go(move: Move, cause: str, **cost: Any) -> Decision:

@@ -33,6 +33,7 @@ from zero_orchestrator.membership.rounds import (
     Move,
     Timing,
     Transition,
+    Wait,
     decide,
     runs,
     transaction,
@@ -117,6 +118,7 @@ class Rendezvous:
         )
         self._snapshot = Snapshot(spec=spec)
         self._reason = ""
+        self._waits_for: Wait | None = None
 
     @property
     def node(self) -> Node:
@@ -127,6 +129,11 @@ class Rendezvous:
     def reason(self) -> str:
         """What the job is doing or waiting for, as of the last poll."""
         return self._reason
+
+    @property
+    def waits_for(self) -> Wait | None:
+        """What the job waits for that may take for ever, as far as this agent decides."""
+        return self._waits_for
 
     @property
     def lease(self) -> int:
@@ -320,6 +327,7 @@ class Rendezvous:
         """Try the transition that is due; returns whether the snapshot must be read again."""
         job = self._snapshot
         if not self._seeing.whole:
+            self._waits_for = None
             if job.state in ENDED:
                 self._reason = f"the job is {job.state}: {job.cause}"
             elif job.state is not State.ACTIVE:
@@ -332,7 +340,7 @@ class Rendezvous:
             due_s = self._durations.pending(decision.transition.move)
             if due_s < TURN_S * place(job, self.node.id):
                 return False  # another agent is about to make the transition
-        self._reason = decision.reason
+        self._reason, self._waits_for = decision.reason, decision.waits_for
         if decision.transition is None:
             return False
         try:

@@ -31,7 +31,15 @@ from itertools import islice
 
 from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitless, next_refill
 from zero_orchestrator.membership.job_state import Failure, Members, Snapshot, State
-from zero_orchestrator.membership.moves import LEGAL, Decision, Move, Transition, go, transaction
+from zero_orchestrator.membership.moves import (
+    LEGAL,
+    Decision,
+    Move,
+    Transition,
+    Wait,
+    go,
+    transaction,
+)
 
 __all__ = [
     "LEGAL",
@@ -40,6 +48,7 @@ __all__ = [
     "Observation",
     "Timing",
     "Transition",
+    "Wait",
     "decide",
     "transaction",
 ]
@@ -106,13 +115,16 @@ def _open(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
 def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     busy = [node.id for node in job.live_members if node.id not in job.quiet]
     if busy:
-        return Decision(None, f"waiting for the workers of {_some(busy)} to stop")
+        text = f"waiting for the workers of {_some(busy)} to stop"
+        return Decision(None, text, Wait.WORKERS)
     if job.stop is not None:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
     if job.spec.usable(count) < low:
         text = f"{_here(job)}; waiting for {job.spec.fewest - count}"
-        return Decision(None, f"{text}{_missing(job)}{_barred(job)}")
+        unhealthy = any(node.unhealthy for node in job.nodes)
+        waits_for = Wait.HEALTH if unhealthy else Wait.NODES
+        return Decision(None, f"{text}{_missing(job)}{_barred(job)}", waits_for)
     wait_s = timing.settle_s - seen.nodes_s
     if job.joiners and count < high and wait_s > 0:
         return Decision(None, f"{_here(job)}; more may be coming")
@@ -226,7 +238,8 @@ def _members_leave(job: Snapshot, seen: Observation, timing: Timing) -> Decision
         # Where some have lost their peers, no boundary will come: the others see that, or hang.
         hopeless = job.released and seen.symptom_s >= timing.symptom_patience_s
         if busy and not hopeless:
-            return Decision(None, f"{job.yielding}; waiting for {_some(busy)} to stop")
+            text = f"{job.yielding}; waiting for {_some(busy)} to stop"
+            return Decision(None, text, Wait.WORKERS)
         return go(Move.FORM, job.yielding)
     if left:
         return go(Move.FORM, f"the workers of {_some(left)} left")
