@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 
+from tests.support.json_pages import closed, schemas_on
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.test_status import Job
@@ -21,22 +19,10 @@ from zero_orchestrator.ctl.events import events_prefix, progress_prefix
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.errors import SpecError
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference-json.md"
-BLOCKS = re.findall(r"^## (.*?)\n.*?```json\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-SCHEMAS = {name: json.loads(text) for names, text in BLOCKS for name in names.split(", ")}
+SCHEMAS = schemas_on("reference-json.md")
 CHUNK = {"number": 1, "time": 1.5, "round": 3, "rank": 0, "stream": "stdout", "text": "a\nb\n"}
 STACK = 'Thread 0x01 (most recent call first):\n  File "/x.py", line 7 in f\n'
 RANKS = [{"rank": 0, "pid": 7, "text": STACK}, {"rank": 1, "pid": 8, "problem": "gone"}]
-
-
-def closed(schema: Any) -> Any:
-    """The same schema, which allows no key that it does not name."""
-    if isinstance(schema, list):
-        return [closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: closed(value) for key, value in schema.items()}
-    return {**found, "additionalProperties": False} if "properties" in schema else found
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from zero_checkpoint.tools.compare import Relation, compare
 from zero_checkpoint.tools.describe import describe
 from zero_checkpoint.tools.listing import Status, list_roots
 from zero_checkpoint.tools.parser import make_parser
+from zero_checkpoint.tools.records import Compared, Deed, Failed, Tidied, Verified
 from zero_checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
 from zero_contract.exit_codes import CkptExit
 
@@ -75,7 +76,7 @@ def _fail(options: argparse.Namespace, message: str, code: int = CkptExit.TROUBL
     print(f"zero-ckpt: {message}", file=sys.stderr)
     try:
         if options.json:
-            output.print_json({"error": message, "exit_code": code})
+            output.print_json(Failed(error=message, exit_code=code))
         sys.stdout.flush()
     except OSError:  # perhaps the very full disk that the message is about
         _give_up_stdout()
@@ -118,10 +119,11 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         newest, unusable = locate.newest(options.checkpoint)
         chosen = [newest]
-    check, results = _checker(options), []
+    check = _checker(options)
+    results: list[Verified] = []
 
     def report(path: Place, size: int, damages: list[Damage]) -> None:
-        results.append({"path": path, "size_bytes": size, "damage": damages})
+        results.append(Verified(path=path, size_bytes=size, damage=damages))
         if not options.json:
             output.show_damage(path, damages, size)
 
@@ -135,7 +137,7 @@ def _verify(options: argparse.Namespace) -> int:
         report(checkpoint.path, total_bytes(checkpoint.manifest), check(checkpoint))
     if options.json:
         output.print_json(results)
-    return CkptExit.FOUND if any(result["damage"] for result in results) else CkptExit.OK
+    return CkptExit.FOUND if any(result.damage for result in results) else CkptExit.OK
 
 
 def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:
@@ -153,8 +155,9 @@ def _diff(options: argparse.Namespace) -> int:
     with output.progress(left, quiet=options.json) as progress:
         found = list(compare(left, right, progress=progress))
     if options.json:
-        record = {"left": left.path, "right": right.path, "counts": output.counts(found)}
-        output.print_json(record | {"tensors": found})
+        counts = output.counts(found)
+        record = Compared(left=left.path, right=right.path, counts=counts, tensors=found)
+        output.print_json(record)
     else:
         output.show_differences(found)
     return CkptExit.OK if all(item.relation is Relation.EQUAL for item in found) else CkptExit.FOUND
@@ -186,9 +189,8 @@ def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
         if not options.dry_run:
             action.act()
     if options.json:
-        actions = [{"what": a.what, "path": a.path, "reason": a.reason} for a in plan.actions]
-        record = {"done": not options.dry_run, "actions": actions, "notes": plan.notes}
-        output.print_json(record)
+        actions = [Deed(what=a.what, path=a.path, reason=a.reason) for a in plan.actions]
+        output.print_json(Tidied(done=not options.dry_run, actions=actions, notes=plan.notes))
     return CkptExit.OK
 
 

@@ -17,6 +17,7 @@ from zero_checkpoint.tools.deepspeed import read_deepspeed
 from zero_checkpoint.tools.export_dcp import export_dcp
 from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
 from zero_checkpoint.tools.parser import DTYPES
+from zero_checkpoint.tools.records import Exported, Imported
 
 _UNEXPLAINED = (
     "trained by no param group: %s. If one is a buffer, a second name of a tied parameter or "
@@ -92,7 +93,7 @@ def _export_dcp(checkpoint: Candidate, options: argparse.Namespace) -> None:
 def _show(
     checkpoint: Candidate, count: int, files: list[Path], options: argparse.Namespace
 ) -> None:
-    record = {"checkpoint": checkpoint.path, "tensors": count, "files": files}
+    record = Exported(checkpoint=checkpoint.path, tensors=count, files=files)
     output.show(options.json, record, f"{checkpoint.path}: {count} tensors to {options.out}")
 
 
@@ -175,6 +176,6 @@ def run_import(options: argparse.Namespace) -> None:
             root, foreign, source=source, tag=options.tag, step=options.step, dtypes=dtypes
         )
     kinds = sorted(foreign.moments)
-    record = {"path": path, "parameters": len(foreign.params), "optimizer_kinds": kinds}
+    record = Imported(path=path, parameters=len(foreign.params), optimizer_kinds=kinds)
     also = f", with {', '.join(kinds)}" if kinds else ", without optimizer state"
     output.show(options.json, record, f"{path}: {len(foreign.params)} parameters{also}")

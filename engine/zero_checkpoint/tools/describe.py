@@ -5,6 +5,7 @@ Reads no data unless norms are asked for.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +22,51 @@ _CHUNK = 1 << 22
 """Elements that are widened to float64 at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor of a checkpoint."""
+
+    kind: str
+    """`param`, `buffer`, or a kind of optimizer state such as `exp_avg`."""
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float | None = None
+    """L2 norm; None: it was not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A checkpoint."""
+
+    path: str
+    quarantined: bool
+    step: int
+    round: int
+    """Round of the job that has saved it."""
+    tag: str
+    world: int
+    """Number of ranks that have saved it."""
+    size_bytes: int
+    files: int
+    digest: str
+    """Digest of the manifest, which holds the digest of every block."""
+    run: dict[str, Any]
+    """What the engine, or an import, noted of the training."""
+    groups: list[Any]
+    """Param groups: the names of their parameters, and their hyperparameters."""
+    optimizer_kinds: list[str]
+    """Kinds of optimizer state."""
+    aliases: dict[str, str]
+    """Name of a tied parameter -> the name under which it is stored."""
+    client: dict[str, Any]
+    """The script's client_state."""
+    tensors: list[TensorRow]
+
+
 def describe(
     checkpoint: Candidate, *, norms: bool, progress: Progress = lambda _: None
-) -> dict[str, Any]:
+) -> Description:
     """Everything worth knowing about a checkpoint.
 
     Args:
@@ -36,36 +79,36 @@ def describe(
         OSError: A file could not be read.
     """
     manifest, engine = checkpoint.manifest, engine_meta(checkpoint)
-    rows: dict[TensorId, dict[str, Any]] = {
-        tensor: {
-            "kind": tensor.kind,
-            "name": tensor.fqn,
-            "dtype": str(info.dtype).removeprefix("torch."),
-            "shape": list(info.shape),
-        }
+    rows: dict[TensorId, TensorRow] = {
+        tensor: TensorRow(
+            kind=tensor.kind,
+            name=tensor.fqn,
+            dtype=str(info.dtype).removeprefix("torch."),
+            shape=tuple(info.shape),
+        )
         for tensor, info in manifest.tensors.items()
     }
     if norms:
         for tensor, data in read_tensors(checkpoint, manifest.tensors):
-            rows[tensor]["norm"] = l2_norm(data)
+            rows[tensor] = replace(rows[tensor], norm=l2_norm(data))
             progress(data.numel() * data.element_size())
-    return {
-        "path": str(checkpoint.path),
-        "quarantined": (checkpoint.path / QUARANTINE).exists(),
-        "step": manifest.step,
-        "round": manifest.round,
-        "tag": manifest.tag,
-        "world": manifest.world,
-        "size_bytes": total_bytes(manifest),
-        "files": len(manifest.files),
-        "digest": manifest.digest,
-        "run": {key: value for key, value in engine.items() if key != "groups"},
-        "groups": engine.get("groups", []),
-        "optimizer_kinds": sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER}),
-        "aliases": dict(manifest.aliases),
-        "client": manifest.meta.get("client", {}),
-        "tensors": list(rows.values()),
-    }
+    return Description(
+        path=str(checkpoint.path),
+        quarantined=(checkpoint.path / QUARANTINE).exists(),
+        step=manifest.step,
+        round=manifest.round,
+        tag=manifest.tag,
+        world=manifest.world,
+        size_bytes=total_bytes(manifest),
+        files=len(manifest.files),
+        digest=manifest.digest,
+        run={key: value for key, value in engine.items() if key != "groups"},
+        groups=engine.get("groups", []),
+        optimizer_kinds=sorted({t.kind for t in manifest.tensors} - {PARAM, BUFFER}),
+        aliases=dict(manifest.aliases),
+        client=manifest.meta.get("client", {}),
+        tensors=list(rows.values()),
+    )
 
 
 def l2_norm(data: Tensor) -> float:

@@ -37,6 +37,7 @@ from zero_checkpoint.files.objects import ObjectPath
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import BUFFER, PARAM
 from zero_checkpoint.tools.compare import Difference, Relation
+from zero_checkpoint.tools.describe import Description, TensorRow
 from zero_checkpoint.tools.listing import Row, Status
 from zero_checkpoint.tools.upkeep import Action, Plan
 from zero_checkpoint.tools.verify import Damage, total_bytes
@@ -147,42 +148,42 @@ def show_rows(rows: Sequence[Row]) -> None:
             out.print(f"{row.name}: {escape(row.reason)}", soft_wrap=True)
 
 
-def show_description(record: Mapping[str, Any]) -> None:
+def show_description(shown: Description) -> None:
     """`show`."""
     out = console()
     table = Table.grid(padding=(0, 2))
-    for key, value in _facts(record):
+    for key, value in _facts(shown):
         table.add_row(f"[bold]{key}[/bold]", escape(str(value)))
     out.print(table)
-    for number, group in enumerate(record["groups"]):
+    for number, group in enumerate(shown.groups):
         options = ", ".join(f"{k}={v}" for k, v in group["hyperparameters"].items())
         head = f"[bold]group {number}[/bold]  {len(group['params'])} parameters"
         out.print(f"{head}  {escape(options)}", soft_wrap=True)
-    out.print(tensor_tree(record["tensors"]))
-    for other, name in record["aliases"].items():
+    out.print(tensor_tree(shown.tensors))
+    for other, name in shown.aliases.items():
         out.print(escape(f"{other} is tied to {name}"))
 
 
-def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _facts(shown: Description) -> Iterator[tuple[str, object]]:
     """The head of `show`: what is known, in a fixed order."""
-    run = record["run"]
-    params = [t for t in record["tensors"] if t["kind"] == PARAM]
-    yield "checkpoint", record["path"] + (" (QUARANTINED)" if record["quarantined"] else "")
-    yield "tag", record["tag"]
-    yield "step", f"{record['step']}, round {record['round']}"
-    yield "written by", f"{record['world']} ranks, {record['files']} files"
-    yield "size", decimal(record["size_bytes"])
-    yield "parameters", f"{sum(math.prod(t['shape']) for t in params):,} in {len(params)} tensors"
-    kinds = ", ".join(record["optimizer_kinds"]) or "no state per element"
+    run = shown.run
+    params = [tensor for tensor in shown.tensors if tensor.kind == PARAM]
+    yield "checkpoint", shown.path + (" (QUARANTINED)" if shown.quarantined else "")
+    yield "tag", shown.tag
+    yield "step", f"{shown.step}, round {shown.round}"
+    yield "written by", f"{shown.world} ranks, {shown.files} files"
+    yield "size", decimal(shown.size_bytes)
+    yield "parameters", f"{sum(math.prod(t.shape) for t in params):,} in {len(params)} tensors"
+    kinds = ", ".join(shown.optimizer_kinds) or "no state per element"
     yield "optimizer", f"{run.get('optimizer') or 'unknown'}: {kinds}"
     for key, label in _RUN.items():
         if run.get(key) is not None:
             yield label, run[key]
     if isinstance(order := run.get("reduction"), Mapping):
         yield "gradients summed", _order(order)
-    if record["client"]:
-        yield "client state", ", ".join(record["client"])
-    yield "manifest", record["digest"]
+    if shown.client:
+        yield "client state", ", ".join(shown.client)
+    yield "manifest", shown.digest
 
 
 def _order(reduction: Mapping[str, Any]) -> str:
@@ -207,11 +208,11 @@ _RUN = {
 }
 
 
-def tensor_tree(tensors: Iterable[Mapping[str, Any]]) -> Tree:
+def tensor_tree(tensors: Iterable[TensorRow]) -> Tree:
     """Parameters and buffers by the dots in their names, with their optimizer state."""
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    by_name: dict[str, list[TensorRow]] = {}
     for tensor in tensors:
-        by_name.setdefault(tensor["name"], []).append(tensor)
+        by_name.setdefault(tensor.name, []).append(tensor)
     root = Tree("[bold]tensors[/bold]")
     nodes: dict[tuple[str, ...], Tree] = {(): root}
     for name, kinds in by_name.items():
@@ -220,18 +221,18 @@ def tensor_tree(tensors: Iterable[Mapping[str, Any]]) -> Tree:
             here = tuple(path[: depth + 1])
             if here not in nodes:
                 nodes[here] = nodes[here[:-1]].add(escape(here[-1]))
-        first, *others = sorted(kinds, key=lambda t: t["kind"] not in (PARAM, BUFFER))
-        kind = "" if first["kind"] == PARAM else f" {first['kind']}"
-        shape = "x".join(map(str, first["shape"])) or "scalar"
-        text = f"{escape(last)}  [cyan]{first['dtype']} {shape}[/cyan]{escape(kind + _norm(first))}"
-        if also := ", ".join(t["kind"] + _norm(t) for t in others):
+        first, *others = sorted(kinds, key=lambda t: t.kind not in (PARAM, BUFFER))
+        kind = "" if first.kind == PARAM else f" {first.kind}"
+        shape = "x".join(map(str, first.shape)) or "scalar"
+        text = f"{escape(last)}  [cyan]{first.dtype} {shape}[/cyan]{escape(kind + _norm(first))}"
+        if also := ", ".join(t.kind + _norm(t) for t in others):
             text += f"  [dim]+ {escape(also)}[/dim]"
         nodes[tuple(path)].add(text)
     return root
 
 
-def _norm(tensor: Mapping[str, Any]) -> str:
-    return f" |{tensor['norm']:.6g}|" if "norm" in tensor else ""
+def _norm(tensor: TensorRow) -> str:
+    return f" |{tensor.norm:.6g}|" if tensor.norm is not None else ""
 
 
 def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None:

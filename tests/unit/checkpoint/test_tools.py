@@ -198,10 +198,10 @@ def test_norms_are_those_of_float64_and_need_no_engine(tmp_path):
     full = {WEIGHT: torch.full((300,), 1e30), TensorId("exp_avg", "wte.weight"): torch.ones(300)}
     saved(tmp_path, full, meta={"client": {"epoch": 3}})
     record = describe(locate.one(str(tmp_path)), norms=True)
-    assert record["tensors"][0]["norm"] == pytest.approx(math.sqrt(300) * 1e30, rel=1e-6)
-    assert record["tensors"][1]["norm"] == pytest.approx(math.sqrt(300))
-    assert record["optimizer_kinds"] == ["exp_avg"]
-    assert record["client"] == {"epoch": 3}
+    assert record.tensors[0].norm == pytest.approx(math.sqrt(300) * 1e30, rel=1e-6)
+    assert record.tensors[1].norm == pytest.approx(math.sqrt(300))
+    assert record.optimizer_kinds == ["exp_avg"]
+    assert record.client == {"epoch": 3}
 
 
 def test_norms_of_complex_and_empty_tensors_are_numbers():
