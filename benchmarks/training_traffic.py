@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from training_systems import NODE_BLOCK
 
+from zero_comm.quantization import PACKED_BYTES
 from zero_comm.reduction_plan import DEFAULT_BLOCK, Where, plan_reduction
 from zero_comm.topology import Topology
 from zero_data.global_batch import contiguous, node_turns, strided
@@ -67,8 +68,14 @@ class Sent:
 # ---- ours ----
 
 
-def gradients(job: Job, where: Where) -> Sent:
-    """All gradients to the owners of their sums, as the plan says."""
+def gradients(job: Job, where: Where, block_bytes: float | None = None) -> Sent:
+    """All gradients to the owners of their sums, as the plan says.
+
+    Args:
+        job: What is trained.
+        where: The sums of several micro-steps are formed.
+        block_bytes: Of an element of a whole block, if those are rounded; otherwise None.
+    """
     micro_batches = job.world * job.accumulation
     assignment = {
         Where.OWNER: lambda: strided(job.world),
@@ -78,7 +85,7 @@ def gradients(job: Job, where: Where) -> Sent:
     plan = plan_reduction(
         assignment.rows(micro_batches), block=job.block, nodes=job.nodes, where=where
     )
-    traffic = plan.traffic(job.elements, job.weight_bytes)
+    traffic = plan.traffic(job.elements, job.weight_bytes, block_bytes)
     return Sent(between=sum(traffic.between_bytes), inside=sum(traffic.inside_bytes))
 
 
@@ -155,8 +162,9 @@ MODELS: Mapping[str, Callable[[Job], Sent]] = {
     "zero2-node": lambda job: ours(replace(job, block=NODE_BLOCK), 2, Where.NODE),
     "zero3-node": lambda job: ours(replace(job, block=NODE_BLOCK), 3, Where.NODE),
     "our gradients": lambda job: gradients(job, Where.OWNER),
+    "our gradients, int8": lambda job: gradients(job, Where.OWNER, PACKED_BYTES),
 }
-"""By the names of `training_systems`, and two parts alone."""
+"""By the names of `training_systems`, and three parts alone."""
 
 
 def nodes_of(text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zero_comm.additions import Addition, Memory, run_one_by_one
+from zero_comm.additions import ROUNDED, Addition, Memory, run_one_by_one
 from zero_comm.buffer_pool import BufferPool
 
 _log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ def run_additions(
     memory: Mapping[Memory, Tensor],
     dtype: torch.dtype,
     pool: BufferPool,
-    *,
-    packed: bool = False,
 ) -> None:
     """Do some additions, at least one.
 
@@ -50,11 +48,12 @@ def run_additions(
         memory: Where the numbers lie that they name; flat, all of one length.
         dtype: Of sums.
         pool: Of memory for copies in that dtype.
-        packed: What is given are the bytes that `pack` makes.
     """
     device = next(iter(memory.values())).device.type
-    if packed or device != "cuda" or os.environ.get(SWITCH, "1") == "0":
-        run_one_by_one(additions, memory, dtype, pool, packed=packed)
+    # A kernel adds, and nothing else: a division could be compiled to another one.
+    rounds = any(addition.right == ROUNDED for addition in additions)
+    if rounds or device != "cuda" or os.environ.get(SWITCH, "1") == "0":
+        run_one_by_one(additions, memory, dtype, pool)
     else:
         ON_GPU.run(additions, memory, dtype, pool)
 

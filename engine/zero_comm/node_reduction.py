@@ -2,17 +2,17 @@
 
 Owns the two exchanges of a micro-step, each in a group of its own. In the first each rank gets, of
 all micro-batches of its node, the slice that it adds up; in the second the owners get what their
-shards are in the pieces of all nodes. Must always hold: a rank adds siblings alone (`form_pieces`,
-`HeldPieces`), so the bits are those of the flat reduction; what travels follows from the plan of
-the step, or without one from
-the number of micro-batches and the topology, so every rank knows what it is sent.
+shards are in the pieces of all nodes, whole blocks as int8 if the sum rounds them. Must always
+hold: a rank adds siblings alone (`form_pieces`, `HeldPieces`), so the bits are those of the flat
+reduction; what travels follows from the plan of the step, or without one from the number of
+micro-batches and the topology, so every rank knows what it is sent.
 
 `reduction` is the flat one, and the interface of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
 from zero_comm.held_pieces import HeldPieces
 from zero_comm.ordered_sum import OrderedSum, form_pieces
-from zero_comm.quantization import pack, packed_size, unpack
+from zero_comm.quantization import QUANT_BLOCK, pack, packed_size, unpack
 from zero_comm.reduction import Reducing, Turn
 from zero_comm.reduction_plan import Expression, MicroStep, Piece
 from zero_comm.topology import Slices
@@ -65,14 +65,7 @@ class _Held:
 class NodeReduction:
     """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
 
-    def __init__(
-        self,
-        inside: Collectives,
-        between: Collectives,
-        pool: BufferPool,
-        *,
-        quantized: bool = False,
-    ) -> None:
+    def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
         """Reduce over groups of the same ranks, laid out by nodes.
 
         Nothing else may exchange in them: a rank that waits here for a sum must not keep another
@@ -82,10 +75,7 @@ class NodeReduction:
             inside: The group of the first exchange.
             between: That of the second.
             pool: Of what is received, formed and held.
-            quantized: Gradients travel as int8 inside of nodes, which have equally many ranks, and
-                sums between them in fp32; without a plan.
         """
-        self.quantized = quantized
         self.collectives = inside
         self.between = between
         self.pool = pool
@@ -175,14 +165,21 @@ class _Divided(Reducing):
         self._held = held
         self._taken: list[Tensor] = []
         self._arrived: list[tuple[Piece, Tensor]] | None = None
-        self._dtype = torch.float32 if via.quantized else gradient.dtype
+        self._packed: list[tuple[Tensor, Tensor]] = []
+        """What comes as int8, and where it is going to be in fp32."""
+        self._dtype = gradient.dtype
         self._gradient = gradient.untyped_storage().data_ptr()
         group = via.collectives
         topology = group.topology
         self._node, _ = topology.place(group.rank)
         self._ranks = via.nodes[self._node]
         self._schedule = via.schedule(turn, into)
-        self._slices = Slices(topology=topology, owners=group.owners, elements=gradient.numel())
+        self._slices = Slices(
+            topology=topology,
+            owners=group.owners,
+            elements=gradient.numel(),
+            grain=QUANT_BLOCK if into.rounds else 1,
+        )
         self._exchange_inside(self._pass_on(gradient))
 
     def advance(self) -> bool:
@@ -192,6 +189,8 @@ class _Divided(Reducing):
         if self._arrived is None:
             self._exchange_between()
             return True
+        for packed, into in self._packed:
+            unpack(packed.view(1, -1), into.view(1, -1))
         self._into.add_pieces(
             self._arrived, self._via.pool, first=self._turn.first, last=self._turn.last
         )
@@ -199,11 +198,17 @@ class _Divided(Reducing):
             self._via.pool.give(self._taken.pop())
         return False
 
-    def _take(self, numel: int, piece: Piece) -> Tensor:
-        """Memory for a piece; a single gradient is as narrow as it was computed."""
-        dtype = self._dtype if self._schedule.expression.is_single(piece) else torch.float32
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._taken.append(self._via.pool.take(numel, dtype))
         return self._taken[-1]
+
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        """That of a piece; a single gradient is as narrow as it was computed."""
+        return self._dtype if self._schedule.expression.is_single(piece) else torch.float32
+
+    def _is_rounded(self, piece: Piece) -> bool:
+        """Whether it goes to its owners as int8."""
+        return self._into.rounds and self._schedule.expression.is_block(piece)
 
     def _note_taken(self, formed: Sequence[tuple[Piece, Tensor]], given: Sequence[Tensor]) -> None:
         """Remember which pieces lie in memory of the pool."""
@@ -223,25 +228,6 @@ class _Divided(Reducing):
         self._note_taken(passed, given)
         return [each for _, each in passed]
 
-    def _packed(self, values: Tensor) -> Tensor:
-        """Values as int8, in memory of the pool."""
-        self._taken.append(self._via.pool.take(packed_size(values.numel()), torch.uint8))
-        pack(values.view(1, -1), self._taken[-1].view(1, -1))
-        return self._taken[-1]
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        """The values of this rank's slice in fp32, in memory of the pool."""
-        own = self._slices.slice_of(self._via.collectives.rank)
-        self._taken.append(self._via.pool.take(len(own), torch.float32))
-        return unpack(packed.view(1, -1), self._taken[-1].view(1, -1)).view(-1)
-
-    def _room(self, numel: int, piece: Piece) -> Tensor:
-        """Memory for what a rank of the node sends of a piece."""
-        if not self._via.quantized:
-            return self._take(numel, piece)
-        self._taken.append(self._via.pool.take(packed_size(numel), torch.uint8))
-        return self._taken[-1]
-
     def _exchange_inside(self, passed: Sequence[Tensor]) -> None:
         group, pending = self._via.collectives, []
         own = self._slices.slice_of(group.rank)
@@ -251,23 +237,21 @@ class _Divided(Reducing):
             if turn < len(passed):
                 for rank in self._ranks:
                     theirs = self._slices.slice_of(rank)
-                    part = passed[turn][theirs.start : theirs.stop]
-                    held[rank] = self._packed(part) if self._via.quantized else part
+                    held[rank] = passed[turn][theirs.start : theirs.stop]
             for rank in self._ranks:
                 for piece in self._schedule.by_rank[rank][turn : turn + 1]:
                     mine = rank == group.rank
-                    wanted[rank] = held[rank] if mine else self._room(len(own), piece)
+                    dtype = self._dtype_of(piece)
+                    wanted[rank] = held[rank] if mine else self._take(len(own), dtype)
                     of_node.append((piece, wanted[rank]))
             what = f"{self._what}, {turn}" if turn else self._what
             pending.append(group.exchange_pieces(held, wanted, what))
         self._of_node = [tensor for _, tensor in sorted(of_node, key=lambda each: each[0])]
         self.pending = tuple(pending)
 
-    def _form(self) -> list[tuple[Piece, Tensor]]:
-        """Add this rank's slice of what has come inside of the node."""
+    def _form(self) -> list[dict[int, Tensor]]:
+        """Add this rank's slice of what has come inside of the node; piece by piece, by owner."""
         pool, step = self._via.pool, self._schedule.step
-        if self._via.quantized:
-            self._of_node = [self._unpacked(each) for each in self._of_node]
         formed: list[tuple[Piece, Tensor]] = []
         if step is not None:
             formed = self._held.of_node.add(self._of_node, step.nodes[self._node], pool)
@@ -275,12 +259,28 @@ class _Divided(Reducing):
             start = self._schedule.by_rank[self._ranks.start][0].start
             formed = form_pieces(self._of_node, start, self._into.block, pool)
         self._note_taken(formed, self._of_node)
-        self._give_back(formed)
-        return formed
+        rank = self._via.collectives.rank
+        own, routes = self._slices.slice_of(rank), list(self._slices.routes(rank))
+        sent = [
+            {
+                owner: self._as_sent(piece, whole[start - own.start : stop - own.start])
+                for owner, start, stop in routes
+            }
+            for piece, whole in formed
+        ]
+        self._give_back([part for parts in sent for part in parts.values()])
+        return sent
 
-    def _give_back(self, formed: Sequence[tuple[Piece, Tensor]]) -> None:
-        """Free what no piece lies in, before the pieces travel."""
-        used = {each.untyped_storage().data_ptr() for _, each in formed}
+    def _as_sent(self, piece: Piece, part: Tensor) -> Tensor:
+        if not self._is_rounded(piece):
+            return part
+        packed = self._take(packed_size(part.numel()), torch.uint8)
+        pack(part.view(1, -1), packed.view(1, -1))
+        return packed
+
+    def _give_back(self, sent: Sequence[Tensor]) -> None:
+        """Free what nothing that is sent lies in, before it travels."""
+        used = {each.untyped_storage().data_ptr() for each in sent}
         taken, self._taken, self._of_node = self._taken, [], []
         for each in taken:
             if each.untyped_storage().data_ptr() in used:
@@ -291,15 +291,11 @@ class _Divided(Reducing):
 
     def _exchange_between(self) -> None:
         group, by_node = self._via.collectives, self._schedule.by_node
-        formed = self._form()
-        own, pending = self._slices.slice_of(group.rank), []
+        formed, pending = self._form(), []
         self._arrived = []
         for turn in range(max(map(len, by_node))):
-            held: dict[int, Tensor] = {}
+            held = formed[turn] if turn < len(formed) else {}
             wanted: dict[int, Tensor] = {}
-            if turn < len(formed):
-                for owner, start, stop in self._slices.routes(group.rank):
-                    held[owner] = formed[turn][1][start - own.start : stop - own.start]
             for pieces, sources in zip(by_node, self._slices.sources(group.rank), strict=True):
                 if turn < len(pieces):
                     self._expect(pieces[turn], sources, held, wanted)
@@ -311,20 +307,25 @@ class _Divided(Reducing):
         self,
         piece: Piece,
         sources: Sequence[tuple[int, int, int]],
-        held: dict[int, Tensor],
+        held: Mapping[int, Tensor],
         wanted: dict[int, Tensor],
     ) -> None:
         """Find the memory for this rank's shard of a piece, whose parts come from some ranks."""
         assert self._arrived is not None
-        rank = self._via.collectives.rank
-        if [source for source, _, _ in sources] == [rank]:
+        rank, is_rounded = self._via.collectives.rank, self._is_rounded(piece)
+        if [source for source, _, _ in sources] == [rank] and not is_rounded:
             self._arrived.append((piece, held[rank]))
             return
         shard = self._slices.shard_of(rank)
-        whole = self._take(len(shard), piece)
+        whole = self._take(len(shard), torch.float32 if is_rounded else self._dtype_of(piece))
         for source, start, stop in sources:
             part = whole[start - shard.start : stop - shard.start]
-            if source == rank:
+            if is_rounded and source == rank:
+                self._packed.append((held[rank], part))
+            elif is_rounded:
+                wanted[source] = self._take(packed_size(len(part)), torch.uint8)
+                self._packed.append((wanted[source], part))
+            elif source == rank:
                 part.copy_(held[rank])
             else:
                 wanted[source] = part

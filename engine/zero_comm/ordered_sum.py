@@ -2,8 +2,9 @@
 
 Owns the owner's half of `reduction_plan`: which buffers are added to which, in fp32. Must always
 hold: only siblings are added to each other and only whole blocks to the chain, whatever number of
-micro-batches comes at once, so the sum depends on their numbers alone; what is pending is
-log2(block) pieces at most, and the piece that begins the sum lies where the sum is going to be.
+micro-batches comes at once, so the sum depends on their numbers alone; a sum that rounds its blocks
+rounds each once, and whoever completes a block does it; what is pending is log2(block) pieces at
+most, and the piece that begins the sum lies where the sum is going to be.
 
 What is to be added is decided before (`next_sums`, a pure function), then done by `fold`.
 `reduction` receives what is added here; `zero_optimizer` has one sum for each unit.
@@ -18,9 +19,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from zero_comm.additions import TOTAL, Addition, Memory, lead
+from zero_comm.additions import ROUNDED, TOTAL, Addition, Memory, lead
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.fold import run_additions
+from zero_comm.quantization import rounded
 from zero_comm.reduction_plan import Piece
 from zero_comm.spill import Kept, Spill
 
@@ -46,6 +48,10 @@ class _Stack:
     block: int
     pending: list[tuple[Piece, Memory]]
     chain: Memory | None
+    rounds: bool = False
+    """Each block is rounded before it is added to the chain."""
+    rounded: set[Memory] = field(default_factory=set)
+    """Blocks that whoever gave them has rounded."""
     additions: list[Addition] = field(default_factory=list)
 
     def push(self, piece: Piece, memory: Memory) -> None:
@@ -69,6 +75,8 @@ class _Stack:
         while len(self.pending) > 1:
             self._unite()
         for _, memory in self.pending:
+            if self.rounds and memory not in self.rounded:
+                self.additions.append(Addition(memory, memory, ROUNDED))
             if self.chain is None:
                 self.chain = memory
             else:
@@ -78,7 +86,13 @@ class _Stack:
 
 @lru_cache(maxsize=1024)
 def next_sums(
-    progress: Progress, levels: tuple[int, ...], block: int, *, last: bool
+    progress: Progress,
+    levels: tuple[int, ...],
+    block: int,
+    *,
+    last: bool,
+    rounds: bool = False,
+    given_rounded: bool = False,
 ) -> tuple[tuple[Addition, ...], Progress]:
     """What is to be done with the next pieces, and what the sum has come to then.
 
@@ -87,10 +101,14 @@ def next_sums(
         levels: Of the pieces, which follow each other; 0: the gradient of one micro-batch.
         block: B, a power of two.
         last: There are no more in this step.
+        rounds: Each block is rounded before it is added to the chain.
+        given_rounded: Those that come as one piece have been rounded already.
     """
-    stack = _Stack(block, list(progress.pending), progress.chain)
+    stack = _Stack(block, list(progress.pending), progress.chain, rounds)
     given, stop = len(levels), progress.count
     for index, level in enumerate(levels):
+        if given_rounded and 1 << level == block:
+            stack.rounded.add(Memory("given", index))
         stack.push(Piece(stop, level), Memory("given", index))
         stop += 1 << level
         if stop % block == 0:
@@ -178,12 +196,16 @@ class OrderedSum:
         total: [n] fp32; the sum once it is settled.
         block: B; it may change between two steps.
         spill: Keeps what is pending or early between two calls.
+        rounds: Whether the sum of each block is rounded to int8 and back, once it is complete.
     """
 
-    def __init__(self, total: Tensor, block: int, spill: Spill | None = None) -> None:
+    def __init__(
+        self, total: Tensor, block: int, spill: Spill | None = None, *, rounds: bool = False
+    ) -> None:
         self.total = total
         self.block = block
         self.spill = spill or Spill(total.device)
+        self.rounds = rounds
         self._progress = Progress()
         self._kept: dict[Memory, Kept] = {}
         self._early: dict[int, Kept] = {}
@@ -199,7 +221,8 @@ class OrderedSum:
         """Add pieces in any order; those whose predecessors have not come yet are kept until then.
 
         Args:
-            given: Pieces of [n], without a gap in all that a step is given; used up.
+            given: Pieces of [n], without a gap in all that a step is given; used up. Whole blocks
+                have been rounded, if this sum rounds them.
             pool: As for `add`.
             first: They are the first of their step.
             last: They are the last of their step; so nothing is kept.
@@ -236,6 +259,8 @@ class OrderedSum:
             assert sibling is not None
             (left, one), (_, other) = sorted([(piece, number), sibling], key=lambda each: each[0])
             piece, number = Piece(left.start, left.level + 1), one.add_(other)
+            if self.rounds and 1 << piece.level == self.block:
+                rounded(number, number)
         self._early[piece.start] = self.spill.keep(piece, number)
 
     def _forget_early(self) -> None:
@@ -253,24 +278,28 @@ class OrderedSum:
         *,
         first: bool,
         last: bool = False,
-        packed: bool = False,
         levels: Sequence[int] | None = None,
     ) -> None:
         """Add the gradients of the next micro-batches, or pieces of them.
 
         Args:
-            given: At least one of [n], or of the bytes that `pack` makes of it; used up.
+            given: At least one of [n]; used up.
             pool: Of memory for their copies in fp32.
             first: They are the first of their step; the total may be the memory of one of them.
             last: They are the last of their step, as far as is known; so nothing is kept pending.
-            packed: They are the bytes that `pack` makes.
-            levels: Of each, as a `Piece`; None: the gradient of one micro-batch each.
+            levels: Of each, as a `Piece`, of which whole blocks have been rounded, if this sum
+                rounds them; None: the gradient of one micro-batch each, as it was computed.
         """
         before = Progress() if first else self._progress
         if first:
             self._forget_kept()
         additions, self._progress = next_sums(
-            before, tuple(levels or [0] * len(given)), self.block, last=last
+            before,
+            tuple(levels or [0] * len(given)),
+            self.block,
+            last=last,
+            rounds=self.rounds,
+            given_rounded=levels is not None,
         )
         memory = {TOTAL: self.total}
         for home in [home for home in self._kept if any(home in each for each in additions)]:
@@ -281,7 +310,7 @@ class OrderedSum:
                 memory[home] = torch.empty_like(self.total)
         for index, each in enumerate(given):
             memory[Memory("given", index)] = each
-        run_additions(additions, memory, self.total.dtype, pool, packed=packed)
+        run_additions(additions, memory, self.total.dtype, pool)
         for piece, home in pending:
             if home in memory:
                 self._kept[home] = self.spill.keep(piece, memory[home])
@@ -305,7 +334,7 @@ class OrderedSum:
         self._progress = Progress(self._progress.count, chain=TOTAL)
 
     def value(self) -> Tensor:
-        """The sum of all that has been given so far; not to be written to.
+        """The sum of all that has been given so far, as if the step ended; not to be written to.
 
         Without pieces that wait for their predecessors.
         """
@@ -316,6 +345,8 @@ class OrderedSum:
             value = piece if value is None else piece + value
         if value is None:
             return self.total
+        if self.rounds:
+            value = rounded(value, torch.empty_like(value))
         return value if self._progress.chain is None else self.total + value
 
     def kept(self) -> Iterator[Tensor]:

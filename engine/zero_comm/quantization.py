@@ -1,4 +1,4 @@
-"""Quantization to int8 for sending: blocks of 256 values, each with its own scale.
+"""Quantization to int8: blocks of 256 values, each with its own scale.
 
 Owns the format. A row of n values is sent as n codes and then n / 256 scales in fp32, in one buffer
 of bytes: a quarter of fp32, half of bf16. Must always hold: blocks lie on the flat grid, so the
@@ -6,8 +6,8 @@ result depends neither on the world size nor on the sender; a block with a value
 becomes NaN, so that overflows are seen as without quantization.
 
 It serves weights (qwZ) and gradients (qgZ). Source of the idea: ZeRO++ (arXiv 2306.10209), which
-quantizes gradients to int4 and reduces them in two hops; here each is sent once and added in fp32,
-as `ordered_sum` does.
+quantizes gradients to int4 and reduces them in two hops; here the sum of a block of micro-batches
+is quantized once, wherever it is formed, and these are added in fp32, as `ordered_sum` does.
 """
 
 from __future__ import annotations
@@ -60,6 +60,13 @@ def unpack(packed: Tensor, into: Tensor) -> Tensor:
         scale = torch.where(torch.isfinite(row_scales), row_scales, float("nan"))
         row.copy_(blocks.mul_(scale.unsqueeze(1)).flatten())
     return into
+
+
+def rounded(values: Tensor, into: Tensor) -> Tensor:
+    """What flat values become if they are packed and unpacked; `into` may be the same memory."""
+    packed = torch.empty(1, packed_size(values.numel()), dtype=torch.uint8, device=values.device)
+    pack(values.view(1, -1), packed)
+    return unpack(packed, into.view(1, -1)).view(-1)
 
 
 def _parts(packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,6 @@ from torch.nn.functional import pad
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, Pending, has_ended, wait
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.quantization import pack, packed_size
 from zero_comm.reduction_plan import Plan
 
 NORM_BLOCK = 1024
@@ -104,19 +103,15 @@ class OrderedReduction:
     steps = 1
     """Calls of `advance` until a sum is made."""
 
-    def __init__(
-        self, collectives: Collectives, pool: BufferPool, *, quantized: bool = False
-    ) -> None:
+    def __init__(self, collectives: Collectives, pool: BufferPool) -> None:
         """Reduce over a group.
 
         Args:
             collectives: The group; its shards are in the order of ranks.
             pool: Of what is received.
-            quantized: Gradients travel as int8.
         """
         self.collectives = collectives
         self.pool = pool
-        self.quantized = quantized
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
         """Send the gradient of one micro-batch; all ranks in the same order.
@@ -132,10 +127,6 @@ class OrderedReduction:
             PeerLost: A peer is gone.
         """
         world = self.collectives.world
-        if self.quantized:  # at world 1 as well: one result
-            rows = gradient.view(world, -1)
-            gradient = self.pool.take(world * packed_size(rows.shape[1]), torch.uint8)
-            pack(rows, gradient.view(world, -1))
         received = self.pool.take(gradient.numel() // world * (world - 1), gradient.dtype)
         pending = Pending(what)
         if world > 1:
@@ -165,16 +156,8 @@ class _Flat(Reducing):
         via, turn = self._via, self._turn
         wait(self.pending[0])
         gradients = via.collectives.in_microbatch_order(self._sent, self._received)
-        self._into.add(
-            gradients[: turn.live],
-            via.pool,
-            first=turn.first,
-            last=turn.last,
-            packed=via.quantized,
-        )
+        self._into.add(gradients[: turn.live], via.pool, first=turn.first, last=turn.last)
         via.pool.give(self._received)
-        if via.quantized:
-            via.pool.give(self._sent)
         return False
 
 

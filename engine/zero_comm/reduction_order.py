@@ -17,12 +17,25 @@ ORDERED, NATIVE = "ordered", "native"
 CHAIN = 1
 """The block of a sum whose addends are added one after the other."""
 _TREE = {"order": "tree", "version": 1}
+_ROUNDED = {"order": "tree", "version": 2, "quantized": "blocks"}
+"""Of a run that rounds the sum of each block to int8; releases that do not know it refuse it."""
 _BEFORE_BLOCKS = {**_TREE, "block": CHAIN}
 """The order of older checkpoints, which have no such record."""
 _NATIVE = {"order": NATIVE, "version": 1}
 _FROM_ORDERED = (
     'elastic.reduction is "native", and was "ordered" when the checkpoint was made: from here on '
     "the result depends on the number of ranks; remove the key if bits count"
+)
+_TO_ROUNDED = (
+    "zero_optimization.zero_quantized_gradients is true, and the run of this checkpoint did not "
+    "round the sums of blocks: it rounded nothing, or, as older releases did, each micro-batch's "
+    "gradient; from here on the results are not those of that run; remove the key if it was not "
+    "set there"
+)
+_FROM_ROUNDED = (
+    "zero_optimization.zero_quantized_gradients was true when the checkpoint was made, and sums "
+    "are not rounded to int8 any more: from here on the results are not those of that run; set "
+    "the key in the engine's config if bits count"
 )
 _FROM_NATIVE = (
     'elastic.reduction is "ordered", and was "native" when the checkpoint was made: from here on '
@@ -64,9 +77,14 @@ def check_block(block: int | None) -> None:
         )
 
 
-def record_of(block: int) -> dict[str, Any]:
-    """The record of a run that sums in blocks of `block` micro-batches."""
-    return {**_TREE, "block": block}
+def record_of(block: int, *, rounds: bool = False) -> dict[str, Any]:
+    """The record of a run that sums in blocks of `block` micro-batches.
+
+    Args:
+        block: B.
+        rounds: The sum of each block is rounded to int8.
+    """
+    return {**(_ROUNDED if rounds else _TREE), "block": block}
 
 
 def record_of_native(backend: str, dtype: str) -> dict[str, Any]:
@@ -75,7 +93,12 @@ def record_of_native(backend: str, dtype: str) -> dict[str, Any]:
 
 
 def order_of(
-    saved: Mapping[str, Any], mode: str | None, configured: int | None, *, anew: str
+    saved: Mapping[str, Any],
+    mode: str | None,
+    configured: int | None,
+    *,
+    anew: str,
+    rounds: bool = False,
 ) -> tuple[int, str]:
     """How a resumed run sums gradients: as its checkpoint says, unless the config names a mode.
 
@@ -84,6 +107,7 @@ def order_of(
         mode: elastic.reduction.
         configured: elastic.reduction_block.
         anew: How the user begins a new run with the weights of the checkpoint, for the error.
+        rounds: The run rounds the sum of each block to int8.
 
     Returns:
         The block, and a sentence about what changes; empty if nothing does.
@@ -95,16 +119,17 @@ def order_of(
     reduction = saved.get("reduction", _BEFORE_BLOCKS)
     if reduction is None:  # unknown, as after an import
         return CHAIN if mode == NATIVE else configured or DEFAULT_BLOCK, ""
-    order = {key: reduction.get(key) for key in _TREE}
-    if order not in (_TREE, _NATIVE):
+    order = {key: reduction[key] for key in _ROUNDED if key in reduction}
+    if order not in (_TREE, _ROUNDED, _NATIVE):
         raise ConfigError(
             f"the run of this checkpoint sums gradients in an order that this release does not "
             f"know: {order}; resume it with the release that it was made with, or {anew}"
         )
     if mode == NATIVE:
         return CHAIN, "" if order == _NATIVE else _FROM_ORDERED
-    if order == _TREE:
-        return _block_of(reduction["block"], configured, anew), ""
+    if order != _NATIVE:
+        change = ("", _TO_ROUNDED) if order == _TREE else (_FROM_ROUNDED, "")
+        return _block_of(reduction["block"], configured, anew), change[rounds]
     if mode is None:
         raise ConfigError(
             "the run of this checkpoint leaves the sums of gradients to the backend; set "

@@ -7,6 +7,8 @@ for micro-batches 0 .. L-1 and a block of B of them, B a power of two:
     T(a, k) = T(a, k-1) + T(a + 2**(k-1), k-1)      a micro-batch that is absent: x + nothing = x
     S       = ((T_0 + T_1) + T_2) + ...              T_q = T(q * B, log2 B)
 
+A run may round each T_q to int8 and back before it is added to the chain; see `quantization`.
+
 Must always hold: which numbers are added to which depends on the numbers of the micro-batches
 alone. Assignment, nodes, the world size and the mode decide only where a sum is formed. Whoever
 holds pieces adds two siblings, or a whole block to the chain, and nothing else.
@@ -27,11 +29,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import lcm
-from typing import TypeVar
 
 from zero_comm.topology import Slices, Topology, rail_order
-
-_Size = TypeVar("_Size", int, float)
 
 SUM_BYTES = 4
 """Of an element of a sum: fp32."""
@@ -267,15 +266,23 @@ class Plan:
         )
         return parts * elements * SUM_BYTES // self.parts
 
-    def most_under_way(self, gradient_bytes: float) -> float:
+    def most_under_way(self, gradient_bytes: float, block_bytes: float | None = None) -> float:
         """The most bytes on a rank, for each element of a gradient, while it is on its way.
 
         One gradient is in the exchange inside of nodes, with what has come of others; the pieces of
         the one before travel to their owners.
+
+        Args:
+            gradient_bytes: Of an element of a micro-batch's gradient.
+            block_bytes: Of an element of a whole block that is rounded, on its way; there and at
+                its owner it is beside its sum in fp32. None: blocks are not rounded.
         """
-        most = 0.0
+        most, whole_bytes = 0.0, None if block_bytes is None else block_bytes + SUM_BYTES
         for step in self.micro_steps:
-            owned = sum(self._bytes(node.gives, gradient_bytes) for node in step.nodes) / self.world
+            given_bytes = (
+                self._bytes(node.gives, gradient_bytes, whole_bytes) for node in step.nodes
+            )
+            owned = sum(given_bytes) / self.world
             first = 0
             for size, node in zip(self.nodes, step.nodes, strict=True):
                 given = [
@@ -287,31 +294,38 @@ class Plan:
                 sums = [piece for piece in node.gives if not self.expression.is_single(piece)]
                 is_held = len(sums) < len(node.gives)  # a single one travels from where it was
                 formed = len(sums) * SUM_BYTES / size + is_held * gradient_bytes
+                if block_bytes is not None:
+                    blocks = sum(map(self.expression.is_block, node.gives))
+                    formed += blocks * block_bytes / size
                 most = max(most, gradient_bytes + received + formed + owned)
         return most
 
-    def traffic(self, elements: int, gradient_bytes: int) -> Traffic:
+    def traffic(
+        self, elements: int, gradient_bytes: int, block_bytes: float | None = None
+    ) -> Traffic:
         """What the gradients of one step cost.
 
         Args:
             elements: Of the gradient.
             gradient_bytes: Of an element of a micro-batch's gradient; sums are in fp32.
+            block_bytes: Of an element of a whole block that is rounded, on its way to its owner;
+                None: blocks are not rounded.
         """
-        inside, between = [0] * len(self.nodes), [0] * len(self.nodes)
+        inside, between = [0.0] * len(self.nodes), [0.0] * len(self.nodes)
         first = 0
         for node, size in enumerate(self.nodes):
             ranks = range(first, first + size)
             near, far = self._parts_to_owners(ranks)
             for step in self.micro_steps:
-                to_owners = self._bytes(step.nodes[node].gives, gradient_bytes)
+                to_owners = self._bytes(step.nodes[node].gives, gradient_bytes, block_bytes)
                 to_others = sum(self._bytes(step.ranks[r].gives, gradient_bytes) for r in ranks)
                 others = self.parts - self.parts // size  # of each piece, all but its own slice
                 inside[node] += to_others * others + to_owners * near
                 between[node] += to_owners * far
             first += size
         return Traffic(
-            inside_bytes=tuple(parts * elements // self.parts for parts in inside),
-            between_bytes=tuple(parts * elements // self.parts for parts in between),
+            inside_bytes=tuple(int(parts * elements / self.parts) for parts in inside),
+            between_bytes=tuple(int(parts * elements / self.parts) for parts in between),
         )
 
     def _parts_to_owners(self, ranks: range) -> tuple[int, int]:
@@ -325,10 +339,17 @@ class Plan:
                     near += stop - start
         return near, far
 
-    def _bytes(self, pieces: Iterable[Piece], gradient_bytes: _Size) -> _Size:
+    def _bytes(
+        self, pieces: Iterable[Piece], gradient_bytes: float, block_bytes: float | None = None
+    ) -> float:
         """Of one element of each piece."""
-        single = self.expression.is_single
-        return sum(gradient_bytes if single(piece) else SUM_BYTES for piece in pieces)
+        total = 0.0
+        for piece in pieces:
+            if block_bytes is not None and self.expression.is_block(piece):
+                total += block_bytes
+            else:
+                total += gradient_bytes if self.expression.is_single(piece) else SUM_BYTES
+        return total
 
 
 def most_pending(block: int, world: int, micro_batches: int | None = None) -> int:
@@ -344,24 +365,6 @@ def most_pending(block: int, world: int, micro_batches: int | None = None) -> in
     for done in range(world, min(micro_steps, 2 * block) * world, world):  # it repeats after that
         kept = max(kept, (done % block).bit_count() - (done < block))
     return kept
-
-
-def sums_are_smaller(nodes: Sequence[int], block: int, gradient_bytes: float) -> bool:
-    """Whether what nodes form in fp32 is less than the gradients, between strided micro-steps.
-
-    Args:
-        nodes: Ranks of each node.
-        block: B, a power of two.
-        gradient_bytes: Of an element of a micro-batch's gradient, as it is sent.
-    """
-    world, first, pieces = sum(nodes), 0, 0
-    expression = Expression(micro_batches=(block + 1) * world, block=block)
-    for size in nodes:
-        for micro_step in range(block):  # it repeats after that
-            start = micro_step * world + first
-            pieces += len(expression.pieces(range(start, start + size)))
-        first += size
-    return SUM_BYTES * pieces < gradient_bytes * world * block
 
 
 def plan_reduction(

@@ -203,12 +203,15 @@ class Slices:
     """By shard, the rank that owns it."""
     elements: int
     """Of the gradient; a multiple of the ranks."""
+    grain: int = 1
+    """Slices are cut at its multiples; a divisor of a shard."""
 
     def slice_of(self, rank: int) -> range:
         """The elements that a rank adds up for its node."""
         node, local = self.topology.place(rank)
-        size = self.topology.nodes[node]
-        return range(local * self.elements // size, (local + 1) * self.elements // size)
+        size, grains = self.topology.nodes[node], self.elements // self.grain
+        start, stop = local * grains // size, (local + 1) * grains // size
+        return range(start * self.grain, stop * self.grain)
 
     def shard_of(self, rank: int) -> range:
         """The elements that a rank owns."""

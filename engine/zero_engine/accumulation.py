@@ -17,7 +17,6 @@ from zero_comm.reduction_plan import (
     Where,
     most_pending,
     plan_reduction,
-    sums_are_smaller,
 )
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
@@ -41,6 +40,16 @@ class Accumulation:
     made in order, of pieces."""
     device_bytes: int | None = None
     """Of what a rank keeps, the most that is on the device; None: all."""
+    rounds: bool = False
+    """Whether the sum of each block is rounded, and travels as int8 if one node has all of it."""
+
+    @property
+    def has_two_exchanges(self) -> bool:
+        """Whether a sum takes two exchanges: inside of nodes, then from nodes to owners."""
+        if self.native_bytes is not None:
+            return False
+        divides = self.topology.divides or (self.rounds and len(self.topology.nodes) > 1)
+        return divides or self.where is not Where.OWNER
 
     @property
     def assignment(self) -> Assignment:
@@ -60,14 +69,14 @@ class Accumulation:
 
     def most_under_way(self, micro_batches: int, gradient_bytes: float) -> float | None:
         """As `Plan.most_under_way`; None if gradients are sent to their owners directly."""
-        if self.where is Where.OWNER and not self.topology.divides:
+        if not self.has_two_exchanges:
             return None
         plan = self.plan(micro_batches)
         if plan is None:
             count = min(micro_batches, 2 * self.block * self.topology.world)  # it repeats then
             rows = self.assignment.rows(count)
             plan = plan_reduction(rows, block=self.block, nodes=self.topology.nodes)
-        return plan.most_under_way(gradient_bytes)
+        return plan.most_under_way(gradient_bytes, PACKED_BYTES if self.rounds else None)
 
     def most_kept_bytes(self, micro_batches: int, rank: int, elements: int) -> int:
         """The most that a rank keeps between the micro-steps of a step, beside the sums it owns."""
@@ -102,23 +111,6 @@ def _plan(accumulation: Accumulation, micro_batches: int) -> Plan:
     )
 
 
-def adds_inside(config: Config, topology: Topology) -> bool:
-    """Whether gradients are added inside of these nodes before they travel to others.
-
-    Args:
-        config: The run's.
-        topology: The nodes of this round.
-    """
-    if config.elastic.is_native:
-        return False
-    if not config.zero_optimization.zero_quantized_gradients:
-        return True
-    # int8 of every micro-batch to its owner may be less than the sums of nodes in fp32.
-    block = config.elastic.reduction_block or DEFAULT_BLOCK
-    equal = len(set(topology.nodes)) == 1
-    return equal and sums_are_smaller(topology.nodes, block, PACKED_BYTES)
-
-
 def choose(config: Config, topology: Topology) -> Accumulation:
     """Where this round adds; "owner" where the other modes have nothing to save, or cannot know.
 
@@ -142,6 +134,7 @@ def choose(config: Config, topology: Topology) -> Accumulation:
         reason=reason,
         native_bytes=_native_bytes(config),
         device_bytes=config.elastic.accumulate_device_bytes,
+        rounds=config.zero_optimization.zero_quantized_gradients,
     )
 
 

@@ -21,7 +21,7 @@ from zero_engine.accumulation import choose
 from zero_engine.config import load_config
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
-from zero_engine.observe.memory import estimate, estimate_for, travelling_bytes
+from zero_engine.observe.memory import estimate, estimate_for
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
@@ -166,7 +166,7 @@ class Counted(BufferPool):
 
 
 def most_under_way(
-    nodes: str, where: str, compute: str, micro_steps: int, zero: dict[str, Any] | None = None
+    nodes: str, where: str, compute: str, micro_steps: int, rounded_block: int | None = None
 ) -> tuple[int, int]:
     """The memory of gradients under way and held in one step, and the elements of a unit."""
     os.environ[ENV_NODE_RANKS] = nodes
@@ -175,10 +175,13 @@ def most_under_way(
     settings = {
         "train_batch_size": count,
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1 if where == "local" else 2} | (zero or {}),
+        "zero_optimization": {
+            "stage": 1 if where == "local" else 2,
+            "zero_quantized_gradients": rounded_block is not None,
+        },
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "bf16": {"enabled": compute == "bf16"},
-        "elastic": {"accumulate": where},
+        "elastic": {"accumulate": where, "reduction_block": rounded_block},
     }
     data: Any = [torch.ones(WIDTH, dtype=dtype)] * count
     try:
@@ -228,35 +231,30 @@ def test_the_estimate_counts_the_gradients_that_are_added_inside_of_nodes(
         assert most == pytest.approx(expected, rel=0.15)
 
 
-INT8 = {"zero_quantized_gradients": True}
-
-
-def test_the_estimate_counts_int8_gradients_that_are_added_inside_of_nodes() -> None:
-    """Nodes of eight in bf16: being filled and being packed, codes sent and received, a rank's
-    slices of all in fp32, its sum of them, and what comes to an owner of the one before."""
+def test_the_estimate_counts_blocks_that_travel_as_int8() -> None:
+    """Nodes of eight in bf16: being filled and being exchanged, what is received of it, a rank's
+    slice of the node's sum and its codes, and at an owner codes and sums of eight nodes."""
     settings = {
         "train_batch_size": 512,
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 2} | INT8,
+        "zero_optimization": {"stage": 2, "zero_quantized_gradients": True},
         "bf16": {"enabled": True},
     }
     codes, unit = 1 + 4 / 256, 1 << 20
     size = estimate_for(load_config(settings), 64 * unit, 64, unit, node_ranks=8).in_flight
-    assert size == round((2 + 2 + codes * (1 + 7 / 8) + 4 + 4 / 8 + 8 * 4 / 64) * unit)
+    assert size == round((2 + 2 + 2 * 7 / 8 + (4 + codes) * (1 / 8 + 8 / 64)) * unit)
 
 
 @pytest.mark.full
-def test_int8_gradients_that_are_added_inside_of_nodes_take_no_more_than_that() -> None:
-    pool = WorldPool(8)
-    try:
-        found = pool.run(8, most_under_way, "4,4", "owner", "bf16", 1, INT8, deadline_s=200)
-    finally:
-        pool.close()
-    config = load_config({"zero_optimization": INT8, "bf16": {"enabled": True}})
-    chosen, unit = choose(config, Topology(nodes=(4, 4))), found[0][1]
-    travelling = travelling_bytes(config, chosen, 8, 8)
+def test_blocks_that_travel_as_int8_take_no_more_than_that(worlds: WorldPool) -> None:
+    found = worlds.run(4, most_under_way, "2,2", "owner", "bf16", 1, 2)
+    settings = {
+        "zero_optimization": {"zero_quantized_gradients": True},
+        "elastic": {"reduction_block": 2},
+    }
+    travelling = choose(load_config(settings), Topology(nodes=(2, 2))).most_under_way(4, 2)
     assert travelling is not None
-    assert max(bytes_ for bytes_, _ in found) <= (2 + travelling) * unit
+    assert max(bytes_ for bytes_, _ in found) <= (2 + travelling) * found[0][1]
 
 
 def secondary_shards() -> int:

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.numerics.test_reduction_order import COUNT, digest, expected, make, numbers, train
+from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
-from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, wait
 from zero_comm.cpu.same_host import SWITCH
 from zero_comm.errors import Diverged
 from zero_comm.node_reduction import NodeReduction
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction, Turn
 from zero_comm.reduction_plan import plan_reduction
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_contract.errors import PeerLost
@@ -110,67 +107,6 @@ def test_parameters_that_are_stepped_whole_are_the_same_bits_in_every_grouping(
     (alone,) = worlds.run(1, stepped_whole, "1")
     for nodes in ("2,2", "1,3"):
         assert worlds.run(4, stepped_whole, nodes) == [alone] * 4
-
-
-def quantized_sums(_: None) -> list[str]:
-    """The sums of two steps of 8 and 5 micro-batches, by shard: flat, and inside of nodes first."""
-    numel, block = 4 * 1024, 8
-    flat, divided = Collectives(), Collectives()
-    divided.lay_out(Topology(nodes=(2, 2)))
-    pool, found = BufferPool(torch.device("cpu")), []
-    between = Collectives(beside=divided)
-    between.lay_out(divided.topology)
-    for group, reduction in (
-        (flat, OrderedReduction(flat, pool, quantized=True)),
-        (divided, NodeReduction(divided, between, pool, quantized=True)),
-    ):
-        into = OrderedSum(torch.zeros(numel // 4), block)
-        for step, count in enumerate((8, 5)):
-            for micro_step in range(-(-count // 4)):
-                sample = micro_step * 4 + group.rank + 20 * step
-                turn = Turn(
-                    live=min(4, count - micro_step * 4),
-                    first=micro_step == 0,
-                    last=(micro_step + 1) * 4 >= count,
-                )
-                gradient = numbers(sample, numel).bfloat16()
-                reduction.start(gradient, f"{micro_step}", into, turn).finish()
-        whole = torch.zeros(numel)
-        group.own(whole).copy_(into.total)
-        wait(group.all_gather(whole, "sums"))
-        found.append(digest([whole]))
-    return found
-
-
-def test_gradients_that_travel_as_int8_inside_of_nodes_have_the_bits_of_those_to_their_owners(
-    worlds: WorldPool,
-) -> None:
-    found = {digest for rank in worlds.run(4, quantized_sums, None) for digest in rank}
-    assert len(found) == 1
-
-
-def quantized_engine(nodes: str, stage: int) -> tuple[str, str]:
-    os.environ[ENV_NODE_RANKS] = nodes
-    try:
-        zero = {"stage": stage, "zero_quantized_gradients": True}
-        engine = make(stage, "bf16", zero_optimization=zero)
-    finally:
-        del os.environ[ENV_NODE_RANKS]
-    assert engine._core.reducer is not None
-    return type(engine._core.reducer._reduction).__name__, digest(train(engine))
-
-
-@pytest.mark.full
-def test_large_nodes_add_quantized_gradients_inside_with_the_same_bits(worlds: WorldPool) -> None:
-    (alone,) = worlds.run(1, quantized_engine, "1", 0)
-    pool = WorldPool(8)
-    try:
-        for stage in (2, 3):
-            found = pool.run(8, quantized_engine, "4", stage)
-            assert found == [("NodeReduction", alone[1])] * 8
-        assert pool.run(4, quantized_engine, "2", 2) == [("OrderedReduction", alone[1])] * 4
-    finally:
-        pool.close()
 
 
 def diverge(nodes: str) -> str:

@@ -66,10 +66,9 @@ def bytes_on_the_wire(wire: dict[str, bool]) -> dict[str, int]:
     return dict(engine._core.collectives.bytes_sent)
 
 
-def test_a_quarter_of_the_bytes_travels(worlds: WorldPool) -> None:
+def test_weights_travel_as_a_quarter_of_the_bytes(worlds: WorldPool) -> None:
     plain = worlds.run(2, bytes_on_the_wire, {})[0]
-    quantized = worlds.run(2, bytes_on_the_wire, WEIGHTS | GRADIENTS)[0]
-    assert quantized["leaves"] == pytest.approx(plain["leaves"] / 4, rel=0.02)
+    quantized = worlds.run(2, bytes_on_the_wire, WEIGHTS)[0]
     assert quantized["gather"] == pytest.approx(plain["gather"] / 4, rel=0.1)  # norms, too
 
 

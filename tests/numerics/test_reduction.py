@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.plain import summed
+from tests.support.plain import summed, to_int8
 from tests.support.world import WorldPool
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
 from zero_comm.held_pieces import HeldPieces
 from zero_comm.ordered_sum import OrderedSum, form_pieces
-from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, squared_norm
 from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
 from zero_comm.spill import Spill
@@ -64,31 +64,32 @@ def test_a_sum_is_that_of_the_expression_at_every_world_size(
 
 
 def test_a_sum_has_the_same_bits_however_many_micro_batches_come_at_once() -> None:
-    """In every dtype; told of the last ones or not; what is pending stays within its bound, and
-    within its budget."""
+    """In every dtype; with blocks that are rounded, or not; told of the last ones or not; what is
+    pending stays within its bound, and within its budget."""
     draw, pool = random.Random(0), BufferPool(CPU)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
-        for _ in range(60):
+    for dtype, rounds in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (False, True)
+    ):
+        becomes = to_int8 if rounds else None
+        for _ in range(40):
             count, block = draw.randint(1, 40), draw.choice([1, 2, 4, 8, 16])
-            wide = dtype == torch.uint8
-            gradients = [gradient(i, torch.float32 if wide else dtype)[:256] for i in range(count)]
-            given = [packed(each) for each in gradients] if wide else [*map(torch.clone, gradients)]
-            if wide:
-                gradients = [unpacked(each) for each in given]
+            gradients = [gradient(i, dtype)[:256] for i in range(count)]
+            given = [*map(torch.clone, gradients)]
             spill, budget = spilling(draw)
-            sums, at = OrderedSum(torch.full((256,), torch.nan), block, spill), 0
+            total = torch.full((256,), torch.nan)
+            sums, at = OrderedSum(total, block, spill, rounds=rounds), 0
             while at < count:
                 some, begin = given[at : at + draw.randint(1, 9)], at
                 at += len(some)
                 last = at == count and draw.random() < 0.5
-                sums.add(some, pool, first=begin == 0, last=last, packed=wide)
+                sums.add(some, pool, first=begin == 0, last=last)
                 assert len(list(sums.kept())) <= math.log2(block)
                 assert spill.here_bytes <= budget
-                assert torch.equal(sums.value(), summed(gradients[:at], block))
+                assert torch.equal(sums.value(), summed(gradients[:at], block, becomes))
             sums.settle()
             assert not list(sums.kept())
             assert not spill.here_bytes
-            assert torch.equal(sums.total, summed(gradients, block))
+            assert torch.equal(sums.total, summed(gradients, block, becomes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,28 +117,31 @@ def test_a_sum_has_the_same_bits_where_senders_have_added_what_they_may(dtype: t
 
 
 def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() -> None:
-    """Nodes that take blocks in turn, and aligned parts of blocks where ranks divide none."""
+    """Nodes that take blocks in turn, and aligned parts of blocks where ranks divide none; blocks
+    are rounded by the node that has all of one, or by the owner."""
     draw, pool = random.Random(2), BufferPool(CPU)
     for nodes, block in itertools.product(((2, 2), (1, 1, 1), (4, 2), (3, 1), (1, 2, 5)), (4, 8)):
-        for count in draw.sample(range(1, 64), 8):
+        for number, count in enumerate(draw.sample(range(1, 64), 8)):
+            becomes = to_int8 if number % 2 else None
             rows = node_turns(nodes, block).rows(count)
             plan = plan_reduction(rows, block=block, nodes=nodes, where=Where.NODE)
             gradients = [gradient(i)[:256] for i in range(count)]
             spill, budget = spilling(draw)
-            sums = OrderedSum(torch.full((256,), torch.nan), block, spill)
-            for number, step in enumerate(plan.micro_steps):
+            total = torch.full((256,), torch.nan)
+            sums = OrderedSum(total, block, spill, rounds=becomes is not None)
+            for step in plan.micro_steps:
                 given = [
-                    (piece, form(gradients, piece, block, pool))
+                    (piece, form(gradients, piece, block, becomes))
                     for node in step.nodes
                     for piece in node.gives
                 ]
-                last = number + 1 == len(plan.micro_steps)
-                sums.add_pieces(given, pool, first=number == 0, last=last)
+                first, last = step is plan.micro_steps[0], step is plan.micro_steps[-1]
+                sums.add_pieces(given, pool, first=first, last=last)
                 beside = sum(piece.start > 0 for piece in step.owner.keeps)
                 assert len(list(sums.kept())) <= beside
                 assert spill.here_bytes <= budget
             sums.settle()
-            assert torch.equal(sums.total, summed(gradients, block))
+            assert torch.equal(sums.total, summed(gradients, block, becomes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,20 +197,17 @@ def spilling(draw: random.Random) -> tuple[Spill, float]:
     return Spill(CPU, budget), math.inf if budget is None else budget
 
 
-def form(gradients: list[Tensor], piece: Piece, block: int, pool: BufferPool) -> Tensor:
-    """What a node sends of a piece."""
+def form(
+    gradients: list[Tensor],
+    piece: Piece,
+    block: int,
+    becomes: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """What a node sends of a piece; it rounds whole blocks."""
     part = gradients[piece.start : piece.start + 2**piece.level]
+    if 1 << piece.level == block:
+        return summed(part, block, becomes).clone()
     return summed(part, block).clone() if len(part) > 1 else part[0].clone()
-
-
-def packed(values: Tensor) -> Tensor:
-    into = torch.empty(packed_size(values.numel()), dtype=torch.uint8)
-    pack(values.view(1, -1), into.view(1, -1))
-    return into
-
-
-def unpacked(bytes_: Tensor) -> Tensor:
-    return unpack(bytes_.view(1, -1), torch.empty(1, 256)).view(-1)
 
 
 def test_what_is_added_after_a_gradient_was_replaced_is_added_to_it() -> None:
@@ -222,19 +223,20 @@ def test_what_is_added_after_a_gradient_was_replaced_is_added_to_it() -> None:
     assert torch.equal(sums.total, (3 + block) + gradients[8])
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("count", [3, 7])
 @pytest.mark.parametrize("block", [1, 2, 4, 8])
 def test_a_total_may_be_the_memory_of_one_of_the_first_micro_batches(
-    block: int, count: int
+    block: int, count: int, rounds: bool
 ) -> None:
     """Piece of memory after piece of memory: more elements than are added at once."""
     for place in {0, 1, count - 1}:
         gradients = [gradient(number).repeat(43) for number in range(count)]
         given = [each.clone() for each in gradients]
-        sums = OrderedSum(given[place], block)
+        sums = OrderedSum(given[place], block, rounds=rounds)
         sums.add(given, BufferPool(CPU), first=True)
         sums.settle()
-        assert torch.equal(sums.total, summed(gradients, block))
+        assert torch.equal(sums.total, summed(gradients, block, to_int8 if rounds else None))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,25 @@ def plain_torch(
     return {name: value.detach().numpy() for name, value in model.state_dict().items()}
 
 
-def summed(gradients: Sequence[Tensor], block: int) -> Tensor:
-    """The definition of the sum, word for word: a chain over blocks, a tree inside a block."""
+def to_int8(values: Tensor) -> Tensor:
+    """Each 256 values as int8 of a scale of their own, and back."""
+    blocks = values.float().view(-1, 256)
+    scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+    codes = (blocks / torch.where(scales > 0, scales, 1.0)).round().to(torch.int8)
+    return (codes.float() * scales).flatten()
+
+
+def summed(
+    gradients: Sequence[Tensor], block: int, rounded: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """The definition of the sum, word for word: a chain over blocks, a tree inside a block.
+
+    Args:
+        gradients: Of all micro-batches.
+        block: B.
+        rounded: What becomes of the sum of each block before it is added to the chain.
+    """
+    becomes = rounded or (lambda of_block: of_block)
 
     def tree(start: int, size: int) -> Tensor:
         if size == 1:
@@ -67,7 +84,7 @@ def summed(gradients: Sequence[Tensor], block: int) -> Tensor:
         left, middle = tree(start, size // 2), start + size // 2
         return left if middle >= len(gradients) else left + tree(middle, size // 2)
 
-    total = tree(0, block)
+    total = becomes(tree(0, block))
     for start in range(block, len(gradients), block):
-        total = total + tree(start, block)
+        total = total + becomes(tree(start, block))
     return total

@@ -204,13 +204,6 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             {"elastic": {"accumulate_device_bytes": 0, "reduction": "native"}},
             'elastic.accumulate_device_bytes: not with elastic.reduction "native"',
         ),
-        (
-            {
-                "elastic": {"accumulate": "node"},
-                "zero_optimization": {"stage": 1, "zero_quantized_gradients": True},
-            },
-            "which zero_optimization.zero_quantized_gradients leaves to others",
-        ),
         ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not an integer"),
         ({"train_batch_size": True}, "train_batch_size: True is not an integer"),
         ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from zero_comm.reduction_plan import (
     Where,
     most_pending,
     plan_reduction,
-    sums_are_smaller,
 )
 from zero_comm.topology import rail_order
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided
@@ -28,7 +27,19 @@ Tree = Any
 """A micro-batch's number, or the pair of what is added."""
 
 
-def written_down(micro_batches: int, block: int) -> Tree:
+def unrounded(of_block: Tree) -> Tree:
+    """What becomes of the sum of a block in a run that rounds nothing."""
+    return of_block
+
+
+def to_int8(of_block: Tree) -> Tree:
+    """The same in a run that rounds blocks."""
+    return ("Q", of_block)
+
+
+def written_down(
+    micro_batches: int, block: int, rounded: Callable[[Tree], Tree] = unrounded
+) -> Tree:
     """The definition, word for word."""
 
     def t(a: int, k: int) -> Tree:
@@ -39,9 +50,9 @@ def written_down(micro_batches: int, block: int) -> Tree:
         left, right = t(a, k - 1), t(a + 2 ** (k - 1), k - 1)
         return left if right is None else (left, right)
 
-    total = t(0, int(math.log2(block)))
+    total = rounded(t(0, int(math.log2(block))))
     for start in range(block, micro_batches, block):
-        total = (total, t(start, int(math.log2(block))))
+        total = (total, rounded(t(start, int(math.log2(block)))))
     return total
 
 
@@ -69,11 +80,16 @@ class Place:
         return given
 
 
-def executed(plan: Plan, rows: Sequence[Sequence[int | None]]) -> list[Tree]:
-    """The sum that each rank owns, after messages that all arrive."""
+def executed(
+    plan: Plan,
+    rows: Sequence[Sequence[int | None]],
+    rounded: Callable[[Tree], Tree] = unrounded,
+) -> list[Tree]:
+    """The sum that each rank owns, after messages that all arrive; who ends a block rounds it."""
     world, expression = plan.world, plan.expression
     ranks, slices, shards = ([Place() for _ in range(world)] for _ in range(3))
     sums: list[Tree] = [None] * world
+    whole: list[set[Piece]] = [set() for _ in range(world)]  # blocks that have come as one piece
     for number, (step, row) in enumerate(zip(plan.micro_steps, rows, strict=True)):
         given = []
         for place, formed, micro_batch in zip(ranks, step.ranks, row, strict=True):
@@ -91,6 +107,8 @@ def executed(plan: Plan, rows: Sequence[Sequence[int | None]]) -> list[Tree]:
             formed = step.nodes[plan.place(rank)[0]]
             slices[rank].run(formed, arrived[rank], expression)
             given.append(slices[rank].give(formed, expression))
+            for piece in filter(expression.is_block, given[rank]):
+                given[rank][piece] = rounded(given[rank][piece])
         arrived = delivered(
             given,
             [list(plan.messages_to_owners(number, r)) for r in range(world)],
@@ -99,10 +117,11 @@ def executed(plan: Plan, rows: Sequence[Sequence[int | None]]) -> list[Tree]:
         )
         for rank in range(world):
             shards[rank].run(step.owner, arrived[rank], expression)
+            whole[rank] |= set(filter(expression.is_block, arrived[rank]))
             blocks = shards[rank].give(step.owner, expression)
             for piece in step.owner.gives:
-                first = sums[rank] is None
-                sums[rank] = blocks[piece] if first else (sums[rank], blocks[piece])
+                of_block = blocks[piece] if piece in whole[rank] else rounded(blocks[piece])
+                sums[rank] = of_block if sums[rank] is None else (sums[rank], of_block)
     assert not any(place.held for place in itertools.chain(ranks, slices, shards))
     return sums
 
@@ -155,6 +174,7 @@ def check(count: int, block: int, nodes: tuple[int, ...], where: Where) -> Plan:
     rows = assignment(where, nodes, block, count).rows(count)
     plan = plan_reduction(rows, block=block, nodes=nodes, where=where)
     assert executed(plan, rows) == [written_down(count, block)] * sum(nodes)
+    assert executed(plan, rows, to_int8) == [written_down(count, block, to_int8)] * sum(nodes)
     return plan
 
 
@@ -173,6 +193,7 @@ def test_the_expression_is_what_it_says_it_is() -> None:
     assert written_down(5, 1) == ((((0, 1), 2), 3), 4)
     assert written_down(7, 8) == (((0, 1), (2, 3)), ((4, 5), 6))
     assert written_down(7, 2) == ((((0, 1), (2, 3)), (4, 5)), 6)
+    assert written_down(5, 4, to_int8) == (("Q", ((0, 1), (2, 3))), ("Q", 4))
 
 
 @pytest.mark.parametrize("where", Where)
@@ -371,16 +392,22 @@ def test_sums_that_are_formed_before_they_travel_save_what_is_between_nodes(wher
 
 
 @pytest.mark.parametrize(
-    ("nodes", "block", "smaller"),
+    ("where", "nodes", "block", "micro_steps", "quarter"),
     [
-        ((8, 8), 8, True),  # one sum, in place of eight gradients
-        ((4, 4), 8, False),  # as much, but for the scales of int8
-        ((8, 8), 1, False),
-        ((16, 16), 8, True),
-        ((6, 6), 8, False),  # three sums of two
+        (Where.OWNER, (8, 8), 8, 1, True),
+        (Where.OWNER, (8, 8), 4, 2, True),
+        (Where.OWNER, (4, 4), 8, 2, False),  # a block is spread over two nodes
+        (Where.OWNER, (1, 1), 1, 2, True),
+        (Where.NODE, (2, 2), 8, 4, True),
+        (Where.LOCAL, (2, 4), 8, 8, True),
     ],
 )
-def test_sums_of_nodes_are_less_than_int8_gradients_where_nodes_are_large(
-    nodes: tuple[int, ...], block: int, smaller: bool
+def test_blocks_that_lie_in_one_node_travel_as_a_quarter_of_their_sum(
+    where: Where, nodes: tuple[int, ...], block: int, micro_steps: int, quarter: bool
 ) -> None:
-    assert sums_are_smaller(nodes, block, 1) is smaller
+    """In fp32; int8 and its scales are 65/64 bytes of an element."""
+    count = sum(nodes) * micro_steps
+    rows = assignment(where, nodes, block, count).rows(count)
+    plan = plan_reduction(rows, block=block, nodes=nodes, where=where)
+    exact, rounded = (plan.traffic(3 << 20, 4, size).between_bytes for size in (None, 65 / 64))
+    assert rounded == (tuple(each * 65 // 256 for each in exact) if quarter else exact)

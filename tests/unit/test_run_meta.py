@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_comm.reduction_order import order_of, record_of_native
+from zero_comm.reduction_order import order_of, record_of, record_of_native
 from zero_contract.errors import ConfigError
 from zero_engine.state.run_meta import differences
 
@@ -111,6 +111,10 @@ def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
             {"reduction": {**TREE, "version": 2, "block": 8}},
             "order that this release does not know",
         ),
+        (
+            {"reduction": {**TREE, "version": 2, "block": 8, "quantized": "otherwise"}},
+            "order that this release does not know",
+        ),
     ],
 )
 def test_an_order_that_would_change_is_refused(saved: dict[str, Any], message: str) -> None:
@@ -141,3 +145,31 @@ def test_a_resumed_run_changes_to_the_backends_sums_and_back_and_says_so(
 def test_a_run_of_the_backends_sums_is_not_resumed_in_order_without_a_word() -> None:
     with pytest.raises(ConfigError, match=r'set elastic.reduction to "native" to'):
         order_of({"reduction": NATIVE}, None, None, anew="begin anew")
+
+
+@pytest.mark.parametrize(
+    ("was", "rounds", "said"),
+    [
+        (True, True, ""),
+        (False, False, ""),
+        (False, True, "zero_optimization.zero_quantized_gradients is true, and the run of this"),
+        (True, False, "zero_optimization.zero_quantized_gradients was true when the checkpoint"),
+    ],
+)
+def test_a_resumed_run_that_begins_or_ends_to_round_says_so_and_keeps_its_blocks(
+    was: bool, rounds: bool, said: str
+) -> None:
+    saved = {"reduction": record_of(4, rounds=was)}
+    chosen, told = order_of(saved, None, None, anew="begin anew", rounds=rounds)
+    assert (chosen, told[: len(said)], bool(told)) == (4, said, bool(said))
+
+
+def test_an_older_release_does_not_resume_a_run_that_rounds() -> None:
+    """It knows version 1."""
+    assert record_of(4, rounds=True) == {
+        "order": "tree",
+        "version": 2,
+        "quantized": "blocks",
+        "block": 4,
+    }
+    assert record_of(4) == {"order": "tree", "version": 1, "block": 4}

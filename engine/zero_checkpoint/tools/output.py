@@ -190,7 +190,8 @@ def _order(reduction: Mapping[str, Any]) -> str:
     """How gradients are summed, from the record of the run."""
     if reduction.get("order") == "native":
         return f"by {reduction.get('backend')} itself, in {reduction.get('dtype')} (native)"
-    return f"in {reduction.get('order')} order, blocks of {reduction.get('block')}"
+    to_int8 = ", each rounded to int8" if reduction.get("quantized") else ""
+    return f"in {reduction.get('order')} order, blocks of {reduction.get('block')}{to_int8}"
 
 
 _RUN = {

@@ -159,7 +159,9 @@ class ZeroOptimization:
     zero_quantized_nontrainable_weights: bool = False
     """ZeRO++, at stage 3: gather as int8 only the weights that are not trained."""
     zero_quantized_gradients: bool = False
-    """ZeRO++: send gradients as int8. The bits differ from those without it."""
+    """ZeRO++: round the sum of each block of `elastic.reduction_block` micro-batches to int8, and
+    send it as int8 between nodes if one node has all of them. The bits differ from those without
+    it."""
     sub_group_size: int = 1_000_000_000
     """The number of elements of offloaded state that the optimizer steps at a time."""
     stage3_prefetch_bucket_size: int | None = None
@@ -447,16 +449,10 @@ class Config:
         where, zero = Where(self.elastic.accumulate), self.zero_optimization
         if where is Where.OWNER:
             return
-        native = self.elastic.is_native and where is Where.NODE
-        if native or zero.zero_quantized_gradients:
-            other = (
-                'elastic.reduction "native"'
-                if native
-                else "zero_optimization.zero_quantized_gradients"
-            )
+        if self.elastic.is_native and where is Where.NODE:
             raise ConfigError(
-                f'elastic.accumulate: "{where}" adds gradients before they are sent, which {other} '
-                "leaves to others; remove one of the two"
+                f'elastic.accumulate: "{where}" adds gradients before they are sent, which '
+                'elastic.reduction "native" leaves to others; remove one of the two'
             )
         if where is Where.LOCAL and STAGES[zero.stage].shards_gradients:
             raise ConfigError(

@@ -35,12 +35,12 @@ from zero_comm.determinism import Hardware, meet
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
 from zero_comm.node_reduction import apart
-from zero_comm.reduction_plan import DEFAULT_BLOCK, Where
+from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger
-from zero_engine.accumulation import Accumulation, adds_inside, choose
+from zero_engine.accumulation import Accumulation, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.core import activations
 from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
@@ -242,10 +242,7 @@ def _find_nodes(config: Config, collectives: Collectives) -> None:
         if dist.get_rank() == 0:
             _log.warning("%s", _NATIVE_RUN)
         return
-    topology = collectives.find_nodes(os.environ)
-    if not adds_inside(config, topology):
-        return
-    collectives.lay_out(topology)
+    collectives.lay_out(collectives.find_nodes(os.environ))
     collectives.divide(local_device())
     if collectives.topology.divides and dist.get_rank() == 0:
         _log.info(
@@ -320,6 +317,8 @@ def _make_stepper(
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
     zero.spill.budget_bytes = config.elastic.accumulate_device_bytes
+    for each in zero.sums:
+        each.rounds = config.zero_optimization.zero_quantized_gradients
     reducer = GradReducer(
         trained,
         zero.sums,
@@ -329,7 +328,6 @@ def _make_stepper(
         coordinator.release_trained if stage.shards_parameters else None,
         _apart(shared),
         shared.guard,
-        quantized=config.zero_optimization.zero_quantized_gradients,
         native=DTYPES[config.travelling] if native else None,
     )
     coordinator.on_skipped = partial(skip, weakref.ref(reducer))
@@ -346,8 +344,7 @@ def _apart(shared: _Shared) -> list[Collectives]:
     any_order, native = collectives.any_order(device), shared.config.elastic.is_native
     alone = native or (shared.stage.shards_parameters and not any_order)
     count = int(alone and collectives.world > 1)
-    by_plan = shared.accumulation.where is not Where.OWNER and not native
-    two = collectives.topology.divides or by_plan
+    two = shared.accumulation.has_two_exchanges
     if two:
         count = 1 if any_order else 2
     groups = [apart(collectives, device, shared.interrupt) for _ in range(count)]

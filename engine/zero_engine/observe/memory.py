@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_comm.quantization import PACKED_BYTES
 from zero_comm.topology import Topology, alone, described
-from zero_engine.accumulation import Accumulation, adds_inside, choose
+from zero_engine.accumulation import Accumulation, choose
 from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
@@ -276,8 +275,7 @@ def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
 
 def _nodes(config: Config, world: int, node_ranks: int) -> Topology:
     """The nodes inside of which gradients are added, on GPUs."""
-    topology = described(str(node_ranks), world)
-    return topology if adds_inside(config, topology) else alone(world)
+    return alone(world) if config.elastic.is_native else described(str(node_ranks), world)
 
 
 def travelling_bytes(
@@ -287,11 +285,7 @@ def travelling_bytes(
     size = _BYTES[config.compute]
     if config.elastic.is_native:
         return handed_over(config.compute, config.travelling, world)
-    if not config.zero_optimization.zero_quantized_gradients:
-        return accumulation.most_under_way(micro_batches, size)
-    packed = accumulation.most_under_way(micro_batches, PACKED_BYTES)
-    # Beside what is sent: the gradient that it is made of, and a rank's slices of all in fp32.
-    return None if packed is None else size + packed + _FP32_BYTES
+    return accumulation.most_under_way(micro_batches, size)
 
 
 def handed_over(compute: str, summed: str, world: int) -> float:

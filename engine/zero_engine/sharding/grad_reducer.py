@@ -117,7 +117,6 @@ class GradReducer:
         apart: Sequence[Collectives] = (),
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
-        quantized: bool = False,
         native: torch.dtype | None = None,
     ) -> None:
         """Hook the parameters.
@@ -134,10 +133,8 @@ class GradReducer:
             apart: Groups for these exchanges alone: none, or one, in which owners add everything,
                 or the backend does; or two, and then sums begin inside of nodes.
             guard: A context around exchanges, which may find that a peer is lost.
-            quantized: Send the gradients of micro-batches as int8.
             native: The dtype in which the backend sums gradients; None: they are summed in order.
         """
-        self._quantized = quantized
         self._collectives = collectives
         self._stage = stage
         self._guard = guard
@@ -168,9 +165,9 @@ class GradReducer:
             self._reduction = NativeReduction(alone, self._pool, native)
         elif len(apart) > 1:
             inside, between = apart
-            self._reduction = NodeReduction(inside, between, self._pool, quantized=quantized)
+            self._reduction = NodeReduction(inside, between, self._pool)
         else:
-            self._reduction = OrderedReduction(alone, self._pool, quantized=quantized)
+            self._reduction = OrderedReduction(alone, self._pool)
         # Where parameters are gathered in backward, a process that waits here for another rank
         # could keep it waiting there (a deadlock), since one whose branch left a unit out sends
         # its zeros at the end. A stream can wait: such a rank sends them in their turn.
@@ -284,7 +281,7 @@ class GradReducer:
             return
         dtype, whole = gradient.unit.full.dtype, gradient.whole
         # A gradient can be where its sum is going to be: nothing has been summed there yet.
-        if self._turn.first and not self._quantized and whole is not None and whole.dtype == dtype:
+        if self._turn.first and whole is not None and whole.dtype == dtype:
             gradient.start(whole)
         else:
             gradient.start(self._pool.take(gradient.unit.padded, dtype))

@@ -91,7 +91,11 @@ def _reduction_of(config: Config, core: Core) -> dict[str, Any] | None:
         return None
     if config.elastic.is_native:
         return record_of_native(dist.get_backend(), config.travelling)
-    return record_of(core.zero.reduction_block)
+    return record_of(core.zero.reduction_block, rounds=_rounds(config))
+
+
+def _rounds(config: Config) -> bool:
+    return config.zero_optimization.zero_quantized_gradients
 
 
 def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> None:
@@ -106,7 +110,11 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
     if core.zero is not None:
         elastic = config.elastic
         core.zero.reduction_block, change = order_of(
-            saved, elastic.reduction, elastic.reduction_block, anew=_ANEW
+            saved,
+            elastic.reduction,
+            elastic.reduction_block,
+            anew=_ANEW,
+            rounds=_rounds(config),
         )
         check_block(core.accumulation, core.zero.reduction_block)
         if change and run.rank == 0:
