@@ -308,7 +308,7 @@ class DeepSpeedEngine(Engine):
         table = {name: entry for name, entry in table.items() if name not in left_out}
         ties = {other: name for other, name in core.aliases.items() if name in table}
         with exit_on_peer_loss(self._link):
-            weights = state(core.module, core.units)
+            weights = state(core.module, core.units, left_out)
             if self.global_rank == 0:
                 problem = write_weights(weights, table, ties, path)
             collections.deque(weights, maxlen=0)  # take part in gathering what others write
@@ -326,15 +326,16 @@ class DeepSpeedEngine(Engine):
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Tensor] | None:
         """The state_dict that `save_16bit_model` writes, for libraries that write it themselves.
 
-        Every rank calls it, and every rank receives it. In DeepSpeed all ranks but 0 receive None,
-        for which a library would then take the module's state_dict of shards.
+        Every rank calls it. As in DeepSpeed rank 0 receives it, and the other ranks None, so that
+        only rank 0 needs memory for it.
         """
-        whole = self.module_state_dict()
-        left_out = frozen(self.module) if exclude_frozen_parameters else ()
-        return {name: value for name, value in whole.items() if name not in left_out}
+        left_out = frozen(self.module) if exclude_frozen_parameters else frozenset[str]()
+        here = self.global_rank == 0
+        whole = self._whole("the consolidated state_dict", here=here, left_out=left_out)
+        return whole if here else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 

@@ -1,10 +1,11 @@
-"""Ranks that load a model of transformers under a config of stage 3, and tell what that took.
+"""Ranks that load and save models of transformers at stage 3, and tell what that took.
 
 What is read is anonymous memory: the files of the model are mapped, and the kernel may drop them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 import torch._dynamo  # once: each rank would import it
 import torch.distributed as dist
+from torch import nn
 
 import zero_deepspeed.as_deepspeed  # isort: split
 
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from tests.numerics.peak_initial import run_ranks
@@ -48,6 +50,53 @@ def shape(layers: int = LAYERS) -> LlamaConfig:
     )
 
 
+def experts() -> MixtralConfig:
+    """A tiny mixture of experts, whose files have tensors of other shapes than the model."""
+    return MixtralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+
+
+def engine_of(model: nn.Module, **more: Any) -> Any:
+    """An engine at stage 3."""
+    return zero_deepspeed.initialize(model=model, config=SETTINGS | more)[0]
+
+
+def save(engine: Any, directory: Path) -> None:
+    """Save a model as loops of accelerate do, on every rank."""
+    first = dist.get_rank() == 0
+    weights = engine._zero3_consolidated_16bit_state_dict()  # accelerator.get_state_dict(engine)
+    engine.module.save_pretrained(directory, is_main_process=first, state_dict=weights)
+    dist.barrier()
+
+
+def measure_save(directory: Path) -> dict[str, Any]:
+    """The peak while a model in 16 bits is saved, and whether the file has its weights."""
+    engine = engine_of(LlamaForCausalLM._from_config(shape()), bf16={"enabled": True})
+    save(engine_of(LlamaForCausalLM._from_config(shape(1))), directory / "first")  # libraries
+    gc.collect()
+    peak = AnonymousPeak()
+    save(engine, directory / "saved")
+    peak_bytes = peak.end()
+    whole = engine.module_state_dict()
+    saved = load_file(directory / "saved" / "model.safetensors")
+    save(engine_of(MixtralForCausalLM._from_config(experts())), directory / "experts")
+    names = load_file(directory / "experts" / "model.safetensors")
+    return {
+        "saved": peak_bytes,
+        "whole": sum(value.nbytes for value in whole.values()),
+        "same_saved": saved.keys() == whole.keys()
+        and all(torch.equal(whole[name], value) for name, value in saved.items()),
+        "experts": sum(".experts." in name for name in names),
+    }
+
+
 def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, Any]:
     """One rank: the peaks, and whether the weights are those of the files."""
     world = given["world"]
@@ -61,19 +110,21 @@ def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, Any]:
     loaded = peak.end()
     divided = all(share_of(param) is not None for param in model.parameters())
     peak = AnonymousPeak()
-    engine = zero_deepspeed.initialize(model=model, config=SETTINGS)[0]
+    engine = engine_of(model)
     made = peak.end()
     whole = engine.module_state_dict()
     saved = load_file(f"{directory}/model/model.safetensors")
     same = all(torch.equal(whole[name], value) for name, value in saved.items())
-    drawn = zero_deepspeed.initialize(
-        model=LlamaForCausalLM._from_config(shape(1)), config=SETTINGS
-    )[0].module_state_dict()
+    missing = sorted(saved.keys() ^ whole.keys())
+    drawn = engine_of(LlamaForCausalLM._from_config(shape(1))).module_state_dict()
     spread = round(drawn["model.layers.0.mlp.up_proj.weight"].std().item(), 3)
+    del model, engine, whole, saved, drawn
+    told = measure_save(Path(directory))
     del kept
     return {
         **{"loaded": loaded, "made": made, "divided": divided, "same": same},
-        **{"missing": sorted(saved.keys() ^ whole.keys()), "spread": spread},
+        **{"missing": missing, "spread": spread},
+        **told,
     }
 
 

@@ -44,24 +44,47 @@ def configs(path: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_rank_gets_the_whole_model_in_its_own_dtype(worlds: WorldPool, stage: int) -> None:
-    ranks = worlds.run(2, consolidated, stage)
-    assert ranks[0][0] == ranks[1][0] == {torch.bfloat16}
-    assert ranks[0][1] == ranks[1][1]
-    assert ranks[0][2:] == (True, stage == 3, True)
+def test_libraries_get_the_whole_model_in_its_own_dtype_on_the_rank_that_writes(
+    worlds: WorldPool, stage: int
+) -> None:
+    first, second = worlds.run(2, consolidated, stage)
+    assert first[0] == {torch.bfloat16}
+    assert first[1] == second[1]  # of module_state_dict(), on every rank
+    assert (first[2], second[0], second[2]) == (first[1], None, None)
+    assert first[3:] == second[3:] == (True, stage == 3, True)
 
 
 def consolidated(stage: int) -> tuple[Any, ...]:
-    engine = make_engine(config(stage, bf16=True))
+    engine: Any = make_engine(config(stage, bf16=True))
     train(engine, 2)
     whole = engine._zero3_consolidated_16bit_state_dict()
     return (
-        {value.dtype for value in whole.values()},
-        {name: value.double().sum().item() for name, value in whole.items()},
+        whole and {value.dtype for value in whole.values()},
+        sums_of(engine.module_state_dict()),
+        sums_of(whole),
         engine.zero_gather_16bit_weights_on_model_save(),
         engine.zero_optimization_partition_weights(),
         engine.zero_optimization_partition_gradients(),
     )
+
+
+def sums_of(whole: dict[str, Tensor] | None) -> dict[str, float] | None:
+    return whole and {name: value.double().sum().item() for name, value in whole.items()}
+
+
+def test_one_rank_alone_can_receive_the_state_dict(worlds: WorldPool) -> None:
+    first, second = worlds.run(2, received_by_the_second)
+    assert first == (["trained"], [])
+    assert second == ([], ["frozen", "trained"])
+
+
+def received_by_the_second() -> tuple[list[str], list[str]]:
+    """What is trained, as libraries get it; and everything, on rank 1."""
+    model = nn.ParameterDict({name: torch.ones(3, 5) for name in ("frozen", "trained")})
+    model["frozen"].requires_grad_(False)
+    engine, *_ = zero_deepspeed.initialize(model=model, config=config(3))
+    tuned = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    return sorted(tuned or ()), sorted(engine.get_fp32_state_dict(rank=1))
 
 
 def test_weights_to_save_have_memory_of_their_own(worlds: WorldPool) -> None:
@@ -100,7 +123,7 @@ def tied_weights() -> list[bool]:
     for stage in range(4):
         engine = make_engine(config(stage))
         if stage == 3:
-            whole = engine._consolidated_16bit_state_dict()
+            whole = engine._consolidated_16bit_state_dict() or {}
         else:
             whole = clone_tensors_for_torch_save(engine.module.state_dict())
         tied.append(whole["head.weight"].data_ptr() == whole["embed.weight"].data_ptr())

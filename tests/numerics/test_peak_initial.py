@@ -59,7 +59,8 @@ def test_a_model_of_a_billion_parameters_is_made_and_exported_by_ranks_that_cann
 
 
 @pytest.mark.full
-def test_from_pretrained_at_stage_3_reads_the_files_once_and_holds_a_shard_and_a_unit() -> None:
+def test_pretrained_models_are_loaded_and_saved_by_ranks_that_hold_a_shard_and_a_unit() -> None:
+    """Rank 0, which saves, also holds the weights once, in 16 bits."""
     pytest.importorskip("transformers", reason="needs transformers")
     found = run_module("tests.numerics.peak_pretrained", {"world": 4}, _STEADY_MALLOC)
     assert found["codes"] == [0] * 4
@@ -69,3 +70,5 @@ def test_from_pretrained_at_stage_3_reads_the_files_once_and_holds_a_shard_and_a
         assert rank["spread"] == 0.02
         assert rank["loaded"] <= 1.1 * (shard + unit)
         assert rank["made"] <= 1.1 * (shard + unit)
+        assert (rank["same_saved"], rank["experts"]) == (True, 12)
+        assert rank["saved"] <= 0.1 * shard + 1.1 * unit + (rank["rank"] == 0) * rank["whole"]

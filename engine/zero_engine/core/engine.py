@@ -39,7 +39,7 @@ from zero_engine.core.micro_steps import Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
 from zero_engine.core.precision import Precision
 from zero_engine.core.self_test import SelfTest
-from zero_engine.core.wrapping_module import WrappingModule
+from zero_engine.core.whole_weights import WholeWeights
 from zero_engine.observe.flops_profiler import Profile
 from zero_engine.observe.reporting import Reporter, Stopwatch
 from zero_engine.offload_states import (
@@ -51,9 +51,7 @@ from zero_engine.offload_states import (
     OffloadStateTypeEnum,
 )
 from zero_engine.optim.zero_optimizer import StepOutcome
-from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parts import Core, Run
-from zero_engine.sharding.weights import module_state_dict
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
@@ -61,7 +59,7 @@ from zero_engine.state.training import EngineTraining
 _log = logging.getLogger(__name__)
 
 
-class Engine(WrappingModule):
+class Engine(WholeWeights):
     """Trains a module on all ranks. A process may have several engines, each for its own module.
 
     Raises (`forward`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`, `weight_hash`):
@@ -519,39 +517,6 @@ class Engine(WrappingModule):
         self._core.moved.need("weight_hash()", WEIGHTS)
         with exit_on_peer_loss(self._link):
             return self._training.weight_hash()
-
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """The module's whole state_dict on the CPU, at any stage. Every rank calls it."""
-        self._core.moved.need("module_state_dict()", WEIGHTS)
-        with exit_on_peer_loss(self._link):
-            core = self._core
-            return module_state_dict(core.module, core.units, core.aliases)
-
-    def get_fp32_state_dict(self) -> dict[str, Tensor]:
-        """The module's whole state_dict in the highest precision, frozen parameters included."""
-        self._core.moved.need("get_fp32_state_dict()", WEIGHTS)
-        with exit_on_peer_loss(self._link):
-            core = self._core
-            return module_state_dict(core.module, core.units, core.aliases, highest=True)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load weights into the module, at any stage. Every rank calls it.
-
-        Args:
-            state_dict: Tensors by the names of `state_dict()`, which begin with `module.`.
-                Parameters are broadcast from rank 0; each rank loads its own buffers.
-            strict: As for torch.
-            assign: Without effect: weights are always copied into the engine's buffers.
-
-        Returns:
-            The missing and the unexpected keys.
-        """
-        del assign
-        self._core.moved.need("load_state_dict()", WEIGHTS)
-        with GatheredParameters(self.module, modifier_rank=0):
-            return super().load_state_dict(state_dict, strict)
 
     # ---- the device, freed for another use ----
 

@@ -6,7 +6,7 @@ same at every world size and stage. Everything here is collective, and one unit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,20 @@ def whole_weights(units: Iterable[FlatUnit]) -> Iterator[tuple[str, Tensor]]:
 
 
 def state(
-    module: nn.Module, units: Iterable[FlatUnit], *, highest: bool = False
+    module: nn.Module,
+    units: Iterable[FlatUnit],
+    left_out: Collection[str] = (),
+    *,
+    highest: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and value of each persistent buffer and parameter; see `module_state_dict`."""
-    yield from persistent_buffers(module)
+    yield from (each for each in persistent_buffers(module) if each[0] not in left_out)
     for unit in units:
+        slots = [slot for slot in unit.layout.slots if slot.fqn not in left_out]
+        if not slots:
+            continue
         weights = unit.gather_highest()
-        for slot in unit.layout.slots:
+        for slot in slots:
             part = weights[slot.start : slot.stop].view(slot.shape)
             yield slot.fqn, part if highest else part.to(unit.full.dtype)
             del part
@@ -54,15 +61,29 @@ def module_state_dict(
     aliases: Mapping[str, str],
     *,
     highest: bool = False,
+    left_out: Collection[str] = (),
+    here: bool = True,
 ) -> dict[str, Tensor]:
-    """The state_dict of the module on the CPU.
+    """The state_dict of the module on the CPU. Collective.
 
-    Tensors have the dtypes that the module computes in; with `highest` all floating-point tensors
-    are fp32, from master weights if they are trained. Collective.
+    Args:
+        module: The module.
+        units: All its units.
+        aliases: Further names of tied parameters, by which they are the same tensors.
+        highest: All floating-point tensors are fp32, from master weights if they are trained.
+            Otherwise tensors have the dtypes that the module computes in.
+        left_out: Names that are not wanted; the same on all ranks.
+        here: Whether this rank wants the tensors. If not, it holds one unit at a time.
+
+    Returns:
+        Tensors with memory of their own; none if they are not wanted here.
     """
-    whole = {
-        name: value.to("cpu", copy=True) for name, value in state(module, units, highest=highest)
-    }
-    if highest:
-        whole = {n: v.float() if v.is_floating_point() else v for n, v in whole.items()}
-    return whole | {other: whole[name] for other, name in aliases.items()}
+    dtypes = {name: dtype for name, (dtype, _) in state_table(module, units).items()}
+    whole: dict[str, Tensor] = {}
+    for name, value in state(module, units, left_out, highest=True):
+        if here:
+            widened = highest and value.is_floating_point()
+            dtype = torch.float32 if widened else dtypes[name]
+            whole[name] = value.to("cpu", dtype, copy=True)
+        del value  # a view of a unit, which is freed before the next one is gathered
+    return whole | {other: whole[name] for other, name in aliases.items() if name in whole}

@@ -71,7 +71,7 @@ def main():
         os.path.join(args.output_dir, "final"),
         is_main_process=accelerator.is_main_process,
         save_function=accelerator.save,
-        state_dict=dict(weights),
+        state_dict=weights and dict(weights),
     )
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
