@@ -16,6 +16,7 @@ from zero_contract.errors import ZeroError
 from zero_engine.config import read_json
 from zero_engine.parameters.access import owner_of
 from zero_engine.parameters.construction import DividedConstruction
+from zero_engine.parameters.early_shards import refuse_loads
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parameters.places import ZeroParamStatus
 from zero_engine.sharding.partition import make_external
@@ -53,6 +54,8 @@ class Init:
         self._divides = enabled and (given is None or _stage(given) == _DIVIDED)
         self._contexts: list[AbstractContextManager[Any]] = []
         if module is not None and self._divides:
+            for each in module.modules():
+                refuse_loads(each)
             with DividedConstruction(module.parameters()):
                 pass
 

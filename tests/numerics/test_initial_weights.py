@@ -17,6 +17,7 @@ from tests.support import queued
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool, one_result
+from zero_comm.comms_log import LOG, CommsLogger
 from zero_contract.errors import ConfigError, ZeroError
 from zero_deepspeed.zero import GatheredParameters, Init
 from zero_engine.parameters import construction
@@ -140,6 +141,56 @@ def made_of_copies() -> list[bool]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_init_at_stages_without_divided_parameters_leaves_them_whole(stage: int) -> None:
     assert Init(config_dict_or_path=config(stage))._divides == (stage == 3)
+
+
+class HalfWritten(nn.Module):
+    """A matrix that nobody has written to, as constructors of transformers leave them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(40, 50))
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+def test_memory_that_nobody_has_written_to_is_not_sent(worlds: WorldPool) -> None:
+    (sent, *values), (_, *others) = worlds.run(2, made_half_written)
+    assert sent == {4: 2, 32: 1}  # of two parameters whether they are written, and the scale
+    assert values == others == [True, True, True]
+
+
+def made_half_written() -> tuple[Any, ...]:
+    LOG.configure(CommsLogger(enabled=True))
+    with Init():
+        model = HalfWritten()
+    rows = [line.replace(",", "").split() for line in LOG.lines() if line.startswith("broadcast")]
+    LOG.configure(CommsLogger())
+    with GatheredParameters(model, modifier_rank=0):
+        zeros, ones = not model.weight.any(), bool((model.scale == 1).all())
+        model.weight.data.fill_(3 + dist.get_rank())
+    with GatheredParameters(model):
+        written = bool((model.weight == 3).all())
+    return {int(row[1]): int(row[2]) for row in rows}, zeros, ones, written
+
+
+def test_a_load_into_divided_parameters_says_where_it_works(worlds: WorldPool) -> None:
+    for message, loaded, assigned in worlds.run(2, load_into_divided):
+        assert message.startswith("load_state_dict(): layers.weight is divided among the ranks")
+        assert "load inside zero.GatheredParameters(model, modifier_rank=0)" in message
+        assert loaded == assigned == 2.0
+
+
+def load_into_divided() -> tuple[str, float, float]:
+    with Init():
+        model = nn.ModuleDict({"layers": nn.Linear(5, 3)})
+    weights = {name: torch.full(p.shape, 2.0) for name, p in model.named_parameters()}
+    with pytest.raises(ZeroError) as caught:
+        model.load_state_dict(weights)
+    with GatheredParameters(model, modifier_rank=0):
+        model.load_state_dict(weights)
+    with GatheredParameters(model):
+        loaded = model.layers.weight.mean().item()
+    model.load_state_dict(weights, assign=True)  # parameters that are whole take their place
+    return str(caught.value), loaded, model.layers.weight.mean().item()
 
 
 # ---- the meta device ----

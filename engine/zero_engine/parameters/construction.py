@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from zero_comm.agent_link import agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.distributed import init_distributed, local_device
-from zero_engine.parameters.early_shards import EarlyGroup, divide, share_of
+from zero_engine.parameters.early_shards import EarlyGroup, divide, refuse_loads, share_of
 
 OPEN_ELEMENTS = 1 << 24
 """Elements of parameters that are whole at once: 64 MiB in fp32."""
@@ -43,6 +44,8 @@ _NO_VALUES = {
 """Methods of a tensor that ask for no values: any rank may call them alone."""
 _WITH_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes that show values."""
+_UNWRITTEN = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
+"""What makes tensors that nobody has written to."""
 
 
 class DividedConstruction(TorchFunctionMode):
@@ -59,6 +62,8 @@ class DividedConstruction(TorchFunctionMode):
         """The parameters that are whole; the one that was used last is at the end."""
         self._count = 0
         """Their elements."""
+        self._unwritten: dict[int, StorageWeakRef] = {}
+        """By its address, memory that nobody has written to; its address stays its own."""
         self._given = tuple(params)
         self._group: EarlyGroup | None = None
         self._leaving = ExitStack()
@@ -96,19 +101,26 @@ class DividedConstruction(TorchFunctionMode):
         """Make the parameters whole that a function of torch is called with."""
         kwargs = kwargs or {}
         if not _asks_for_no_values(func):
-            given = (each for each in tree_iter((args, dict(kwargs))) if isinstance(each, Tensor))
+            given = [each for each in tree_iter((args, dict(kwargs))) if isinstance(each, Tensor)]
+            for each in given:
+                self._unwritten.pop(_address(each), None)  # perhaps it is written to now
             self._hold([each for each in given if each in self._open or share_of(each)])
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func in _UNWRITTEN and (address := _address(made)):
+            self._unwritten[address] = StorageWeakRef(made.untyped_storage())
+        return made
 
-    def _register(self, _module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
+    def _register(self, module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
+            refuse_loads(module)
             self._hold([param])
 
     def _register_all(self, _module: nn.Module, _name: str, added: nn.Module | None) -> None:
         """Take up the parameters of a copied module, which have never been registered."""
-        for param in added.parameters() if added is not None else ():
-            if param not in self._open and share_of(param) is None:
-                self._register(_module, _name, param)
+        for module in added.modules() if added is not None else ():
+            for name, param in module.named_parameters(recurse=False):
+                if param not in self._open and share_of(param) is None:
+                    self._register(module, name, param)
 
     def _hold(self, params: Sequence[Tensor]) -> None:
         """Make some parameters whole, and divide others if too many are."""
@@ -127,6 +139,7 @@ class DividedConstruction(TorchFunctionMode):
         if kind is None:
             with torch._C.DisableTorchFunction():
                 self._shrink(0)
+        self._unwritten.clear()
 
     def _shrink(self, elements: int, keep: int = 0) -> None:
         """Divide open parameters, the oldest first, until at most so many elements are open.
@@ -142,7 +155,17 @@ class DividedConstruction(TorchFunctionMode):
             del self._open[param]
             share = share_of(param)
             if share is None or (share.gathered and not share.holders):
-                divide(param, self._group)
+                known = self._unwritten.pop(_address(param), None)
+                written = known is None or param._version > 0  # extensions write unseen
+                divide(param, self._group, written=written)
+
+
+def _address(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from that of others; 0 if it has none of its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:  # a sparse one, for example
+        return 0
 
 
 def _asks_for_no_values(func: Callable[..., Any]) -> bool:

@@ -2,27 +2,33 @@
 
 Owns this rank's shares of them. Must always hold: a parameter is whole, or shows NaN in its own
 shape, and torch refuses to write to it then; a share is kept until an engine takes it; all ranks
-have the values of one rank. Everything here is collective unless its docstring says otherwise.
+have the values of one rank; memory that nobody has written to does not travel, and becomes zeros.
+Everything here is collective unless its docstring says otherwise.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_comm.agent_link import agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives, wait
 from zero_comm.distributed import group_store
+from zero_contract.errors import ZeroError
 from zero_engine.parameters.places import ZeroParamStatus, show_as_divided
 from zero_engine.sharding.flat_unit import round_up
 
 _SHARES = WeakTensorKeyDictionary()
 """Parameter -> its `EarlyShare`, from its first division until an engine takes it."""
+_REFUSING = weakref.WeakSet[nn.Module]()
+"""The modules that `refuse_loads` has been called for."""
 _COPY = "__deepcopy__"
 """The attribute of a divided parameter by which `copy.deepcopy` copies its share."""
 
@@ -35,6 +41,13 @@ class EarlyGroup:
         self.collectives = collectives
         self.numbers = itertools.count()
         self.name = group_store("divided parameters").path
+
+    def agree(self, answer: bool, what: str) -> bool:
+        """The answer of rank 0. Collective."""
+        told = torch.tensor([float(answer)])
+        with exit_on_peer_loss(agent_link(self.collectives.rank)):
+            self.collectives.broadcast(told, what)
+        return bool(told.item())
 
 
 class EarlyShare:
@@ -52,7 +65,8 @@ class EarlyShare:
         self._group = group
         self._collectives = group.collectives
         self._shape = param.shape
-        self._own = param.new_empty(0)
+        self._own: Tensor | None = None
+        """Its values; None: nobody has written any yet."""
         self._guard = partial(exit_on_peer_loss, agent_link(group.collectives.rank))
         shape = tuple(param.shape)
         self._what = f"parameter {self.number[1]}, of shape {shape}, before initialize()"
@@ -86,7 +100,7 @@ class EarlyShare:
         """Another parameter with the same values, divided too. Not collective."""
         other = nn.Parameter(param.detach(), param.requires_grad)
         share = _SHARES[other] = EarlyShare(other, self._group)
-        share._own = self._own.clone()
+        share._own = None if self._own is None else self._own.clone()
         share._hide(other)
         return other
 
@@ -108,6 +122,8 @@ class EarlyShare:
         """The values of all shares, in the dtype and on the device that the parameter has now."""
         if self.gathered or _has_other_values(param):
             return param.detach()
+        if self._own is None:
+            return torch.zeros(self._shape, dtype=param.dtype, device=param.device)
         flat = self._own.new_empty(self._own.numel() * self._collectives.world)
         self._collectives.own(flat).copy_(self._own)
         with self._guard():
@@ -143,12 +159,43 @@ def share_of(param: Tensor) -> EarlyShare | None:
     return found
 
 
-def divide(param: Tensor, group: EarlyGroup) -> None:
-    """Divide a parameter: the values of rank 0."""
+def divide(param: Tensor, group: EarlyGroup, *, written: bool = True) -> None:
+    """Divide a parameter: the values of rank 0.
+
+    Args:
+        param: The parameter.
+        group: The ranks.
+        written: Whether anything has been written to the parameter, on this rank.
+    """
     share = share_of(param)
     if share is None:
         share = _SHARES[param] = EarlyShare(param, group)
-    share.divide(param)
+    written = group.agree(written, f"whether parameter {share.number[1]} has been written to")
+    share.divide(param, 0 if written else None)
+
+
+def refuse_loads(module: nn.Module) -> None:
+    """Let `load_state_dict` say what to do about parameters that are divided. Not collective."""
+    if module not in _REFUSING:
+        _REFUSING.add(module)
+        module.register_load_state_dict_pre_hook(_refuse_to_load)
+
+
+def _refuse_to_load(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, details: Mapping[str, Any], *_: object
+) -> None:
+    """Refuse to copy to a parameter that is divided; one that is replaced is none any more."""
+    if details.get("assign_to_params_buffers"):
+        return
+    for name, param in module._parameters.items():
+        share = share_of(param) if param is not None else None
+        if prefix + name in state and share is not None and not share.gathered:
+            raise ZeroError(
+                f"load_state_dict(): {prefix}{name} is divided among the ranks since zero.Init; "
+                "load inside zero.GatheredParameters(model, modifier_rank=0), where the weights of "
+                "rank 0 count, or make the model on the meta device and let "
+                "elastic.initial_weights name safetensors files"
+            )
 
 
 def early_shares(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, EarlyShare]:
