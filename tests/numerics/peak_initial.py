@@ -52,6 +52,8 @@ def make(given: dict[str, Any]) -> Any:
     if given["how"] == "init":
         with zero_deepspeed.zero.Init():
             model = Stack(width, layers)
+    elif given["how"] == "again":
+        model = given["module"]
     elif given["how"] in ("meta", "load"):
         with torch.device("meta"):
             model = Stack(width, layers)
@@ -73,6 +75,8 @@ def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, int]:
     make(small).save_16bit_model(given["directory"], "small.safetensors")  # libraries, threads
     if given["how"] == "load":
         make(given | {"how": "meta"}).save_checkpoint(given["directory"])
+    if given["how"] == "again":
+        given["module"] = make(given | {"how": "meta"}).module
     gc.collect()
     before = resident("VmRSS")
     held = resident("VmData") + given["limit_bytes"]

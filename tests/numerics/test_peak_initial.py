@@ -38,7 +38,7 @@ def measured(how: str, width: int, layers: int, save: str, timeout_s: float = 12
 
 @pytest.mark.corners(how=["meta"], save=["model.safetensors"])
 @pytest.mark.parametrize("save", ["model.safetensors", "model.bin"])
-@pytest.mark.parametrize("how", ["meta", "init", "load"])
+@pytest.mark.parametrize("how", ["meta", "init", "load", "again"])
 def test_no_rank_holds_more_than_its_shard_and_one_unit(how: str, save: str) -> None:
     found = measured(how, 1024, 19, save)
     buffers = 8 << 20 if how == "load" else 0  # of the reader of checkpoints, for any model

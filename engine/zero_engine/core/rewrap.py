@@ -2,21 +2,24 @@
 
 Libraries do that: Lightning makes one engine to train a module and another to test it. Must always
 hold: the new engine begins with the weights of the old one, in their full precision; the module
-does not call the old engine any more, which raises if a script calls it.
+does not call the old engine any more, which raises if a script calls it; weights that were sharded
+stay so on their way, one unit is whole at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.optim.optimizers import thaw
+from zero_engine.parameters.early_shards import EarlyGroup, keep_share
 from zero_engine.parameters.places import disown_parameters, place_of
 from zero_engine.parts import Core
 from zero_engine.sharding.module_state import check_undivided
-from zero_engine.sharding.weights import module_state_dict
 
 _LEFT = "_zero_left"
 """The attribute of a sharded module that keeps its shards when the engine is deleted."""
@@ -29,7 +32,7 @@ def leave_weights(core: Core) -> None:
 
 
 def take_over(model: nn.Module) -> None:
-    """Make the model whole, if engines have parts of it, and detach those engines. Collective.
+    """Give a model its weights, if engines have parts of it, and detach those engines. Collective.
 
     Raises:
         ConfigError: The model is a part of the module of an engine that has been deleted.
@@ -39,14 +42,32 @@ def take_over(model: nn.Module) -> None:
     alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
         core.moved.need("initialize() once more", WEIGHTS)
-        whole = module_state_dict(core.module, core.units, core.aliases, highest=True)
         core.coordinator.unhook()
         if core.reducer is not None:
             core.reducer.unhook()
         disown_parameters(core)
-        for name, param in core.module.named_parameters():
-            param.data = whole[name]
+        _give_weights(core, set(model.parameters()))
         vars(core.module).pop(_LEFT, None)
         core.moved.give_away()
     check_undivided(model)
     thaw(model)
+
+
+def _give_weights(core: Core, taken: Container[nn.Parameter]) -> None:
+    """Give an engine's parameters their weights in full precision. Collective.
+
+    Args:
+        core: The engine's.
+        taken: What the next engine has: these stay divided if they are; others become whole.
+    """
+    group = EarlyGroup(core.collectives) if core.stage.shards_parameters else None
+    for unit in core.units:
+        weights = unit.gather_highest()
+        dtype = torch.float32 if weights.is_floating_point() else weights.dtype
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            values = weights[slot.start : slot.stop].view(slot.shape)
+            if group is not None and param in taken:
+                keep_share(param, values, dtype, group)
+            else:
+                param.data = values.to("cpu", dtype, copy=True)
+        del weights, values  # before the next unit is gathered

@@ -81,14 +81,29 @@ class EarlyShare:
             source: The rank whose values are kept; None: the values before it was gathered.
         """
         if source is not None:
-            world, numel = self._collectives.world, self._shape.numel()
-            whole = param.new_zeros(round_up(numel, world), requires_grad=False)
-            if self._collectives.rank == source:
-                whole[:numel].copy_(param.detach().flatten())
+            whole = self._padded(param)
             with self._guard():
                 self._collectives.broadcast(whole, self._what, source)
             self._own = self._collectives.own(whole).clone()
         self._hide(param)
+
+    def keep(self, param: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+        """Keep the share of values that all ranks have. Not collective.
+
+        Args:
+            param: The parameter.
+            values: All its values.
+            dtype: That of the parameter from now on; the share keeps that of the values.
+        """
+        self._own = self._collectives.own(self._padded(values)).clone()
+        param.data = values.new_empty((), dtype=dtype).expand(self._shape)
+        self._hide(param)
+
+    def _padded(self, values: Tensor) -> Tensor:
+        numel = self._shape.numel()
+        whole = values.new_zeros(round_up(numel, self._collectives.world), requires_grad=False)
+        whole[:numel].copy_(values.detach().flatten())
+        return whole
 
     def _hide(self, param: Tensor) -> None:
         hide(param)
@@ -172,6 +187,12 @@ def divide(param: Tensor, group: EarlyGroup, *, written: bool = True) -> None:
         share = _SHARES[param] = EarlyShare(param, group)
     written = group.agree(written, f"whether parameter {share.number[1]} has been written to")
     share.divide(param, 0 if written else None)
+
+
+def keep_share(param: Tensor, values: Tensor, dtype: torch.dtype, group: EarlyGroup) -> None:
+    """Divide a parameter whose values all ranks have; see `EarlyShare.keep`. Not collective."""
+    share = _SHARES[param] = EarlyShare(param, group)
+    share.keep(param, values, dtype)
 
 
 def refuse_loads(module: nn.Module) -> None:
