@@ -38,8 +38,8 @@ def test_a_slow_rank_and_then_a_stuck_one_are_named_with_node_and_line(
     assert (told["rank"], told["host"], told["slow"]) == (1, "a", True)
     assert 1.25 <= told["factor"] < 3, told
     assert re.match(r"rank 1 on a computes \d\.\d x slower since step \d+, and", told["text"])
-    now = status.read(etcd_store, job.job)
-    assert [(one.rank, one.text) for one in now.verdicts] == [(1, told["text"])]
+    held = wait_for(lambda: status.read(etcd_store, job.job).verdicts, 10, "that status shows it")
+    assert [(one.rank, one.text) for one in held] == [(1, told["text"])]
 
     (tmp_path / "slow-2").write_text("stuck")
     told, _ = told_within(job, "stuck", 60)
@@ -49,7 +49,11 @@ def test_a_slow_rank_and_then_a_stuck_one_are_named_with_node_and_line(
         r"2 ranks wait for it in [\w .,']+, from main \(slow_ranks.py:\d+\)",
         told["text"],
     )
-    (now,) = [one for one in status.read(etcd_store, job.job).verdicts if one.kind is Kind.STUCK]
+
+    def stuck():
+        return [one for one in status.read(etcd_store, job.job).verdicts if one.kind is Kind.STUCK]
+
+    (now,) = wait_for(stuck, 10, "that status shows it")
     assert (now.rank, now.text) == (2, told["text"])
 
 
