@@ -231,6 +231,7 @@ class Persistence:
         Raises:
             DiskFull: There is still no room.
         """
+        self.training.settle()
         if self.ram is not None:
             self.ram.close()
         try:

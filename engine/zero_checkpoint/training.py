@@ -64,6 +64,9 @@ class Training(Protocol):
     def meet(self, what: str) -> None:
         """A barrier: return when all ranks have called it. Collective."""
 
+    def settle(self) -> None:
+        """At its end: wait for exchanges that a step has left under way, unless a peer is lost."""
+
     def lend(self, until: Callable[[], object]) -> None:
         """A thread reads the state in place; the next change of the state calls `until` first."""
 

@@ -70,7 +70,20 @@ class Inconsistency:
 class MovedStates:
     """The states that are in host memory instead of on the device, or not usable."""
 
-    def __init__(self, units: Sequence[FlatUnit], zero: ZeroOptimizer | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        zero: ZeroOptimizer | None,
+        await_weights: Callable[[], None],
+    ) -> None:
+        """Nothing is moved yet.
+
+        Args:
+            units: All units of the engine.
+            zero: Its optimizer, if it has one.
+            await_weights: Returns when the weights of the last step have arrived.
+        """
+        self._await_weights = await_weights
         self._units = units
         self._zero = zero
         self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
@@ -100,6 +113,7 @@ class MovedStates:
         """
         if not self._can_go_to(device):
             return
+        self._await_weights()
         self._wait_for_reader()
         self.hold_copies()
         for kind in Kind:
@@ -187,6 +201,7 @@ class MovedStates:
         *,
         refills: bool = False,
         changes: bool = True,
+        arrived: bool = True,
     ) -> None:
         """Refuse `what` if a state of these kinds is moved or inconsistent.
 
@@ -196,10 +211,14 @@ class MovedStates:
             refills: Whether it replaces weights and optimizer state, so that these may be
                 inconsistent.
             changes: Whether it may change a state, so that copies must end before.
+            arrived: Whether the weights of the last step must have arrived; if not, it waits for
+                what it reads by itself.
 
         Raises:
             ZeroError: A state is moved or inconsistent, or another engine has the module.
         """
+        if arrived:
+            self._await_weights()
         self._wait_for_reader()
         if changes:
             self.hold_copies()

@@ -29,6 +29,7 @@ from zero_engine.offload_states import MovedStates
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.grad_reducer import GradReducer
+from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator
 from zero_engine.stages import Stage
 
@@ -49,6 +50,7 @@ class Core:
     """None, like the reducer, if no parameter is trained."""
     reducer: GradReducer | None
     coordinator: ParamCoordinator
+    overlap: OverlappedGather
     accumulation: Accumulation
     guard: Callable[[], AbstractContextManager[None]]
     """A context around collectives that the script calls, for a peer that is lost."""

@@ -192,6 +192,9 @@ class Training:
         """A barrier of all ranks."""
         self.collectives.barrier(what)
 
+    def settle(self) -> None:
+        """Nothing is left under way: a step of torch waits for all of its exchanges."""
+
     def lend(self, until: Callable[[], object]) -> None:
         """Let a thread read the state in place; the next step calls `until` first."""
         self.lend_state(until)

@@ -204,6 +204,14 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             {"elastic": {"accumulate_device_bytes": 0, "reduction": "native"}},
             'elastic.accumulate_device_bytes: not with elastic.reduction "native"',
         ),
+        (
+            {"elastic": {"overlap_param_gather": True}},
+            "at stage 0 every rank steps all weights, and none are gathered; set zero_opti",
+        ),
+        (
+            {"elastic": {"overlap_param_gather": True}, "zero_optimization": {"stage": 3}},
+            "elastic.overlap_param_gather: stage 3 does so already",
+        ),
         ({"train_batch_size": 2.5}, "train_batch_size: 2.5 is not an integer"),
         ({"train_batch_size": True}, "train_batch_size: True is not an integer"),
         ({"train_batch_size": float("inf")}, "train_batch_size: inf is not an integer"),

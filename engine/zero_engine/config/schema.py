@@ -256,6 +256,11 @@ class Elastic:
     "warn": it is logged. "off": torch chooses kernels as the script lets it. null: "warn"; with
     elastic.reduction "native" "off"."""
 
+    overlap_param_gather: bool = False
+    """Stages 1 and 2: `step()` begins to all-gather the new weights and does not wait for them; the
+    next forward waits, module by module. Until then parameters show NaN, as at stage 3. The bits
+    are the same."""
+
     @property
     def is_native(self) -> bool:
         """Whether the backend sums gradients."""
@@ -399,6 +404,7 @@ class Config:
                 "whose sums are made by the backend, which knows no int8; remove one of the two"
             )
         self._check_accumulation()
+        self._check_overlap()
         self._check_precision()
         if self.moments != "fp32" and self.master == "fp32":
             raise ConfigError(
@@ -459,6 +465,21 @@ class Config:
                 f'elastic.accumulate: "local" keeps sums as large as the whole gradient on every '
                 f"rank, which stage {zero.stage} shards; use "
                 'stage 0 or 1, or "node", whose sums are as large as a node\'s share'
+            )
+
+    def _check_overlap(self) -> None:
+        stage = STAGES[self.zero_optimization.stage]
+        if not self.elastic.overlap_param_gather:
+            return
+        if stage.shards_parameters:
+            raise ConfigError(
+                "elastic.overlap_param_gather: stage 3 does so already: it gathers the weights of "
+                "each module while the module before it computes; remove the key"
+            )
+        if not stage.shards_optimizer:
+            raise ConfigError(
+                "elastic.overlap_param_gather: at stage 0 every rank steps all weights, and none "
+                "are gathered; set zero_optimization.stage to 1 or 2, or remove the key"
             )
 
     def _check_precision(self) -> None:

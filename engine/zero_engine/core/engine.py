@@ -117,7 +117,7 @@ class Engine(WholeWeights):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; in training with the random state of this micro-batch."""
         kinds = FOR_FORWARD_OF_SHARDS if self._core.stage.shards_parameters else FOR_FORWARD
-        self._core.moved.need("forward", kinds, changes=False)
+        self._core.moved.need("forward", kinds, changes=False, arrived=False)
         training = self.module.training
         part = "forward" if training else "evaluation"
         call = partial(self._precision.call, self.module)

@@ -66,6 +66,7 @@ from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import FlatUnit, Write
 from zero_engine.sharding.grad_reducer import GradReducer, skip
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
+from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
 from zero_engine.sharding.partition import UnitSpec, aliases, partition
 from zero_engine.stages import STAGES, Stage
@@ -191,6 +192,8 @@ def _make_core(
         shared.guard,
     )
     zero, reducer = _make_stepper(shared, optimizer, units, coordinator)
+    arriving = zero.units if zero is not None and zero.overlaps_gather else ()
+    overlap = OverlappedGather(model, arriving, shared.guard)
     core = Core(
         module=model,
         device=shared.device,
@@ -202,10 +205,11 @@ def _make_core(
         zero=zero,
         reducer=reducer,
         coordinator=coordinator,
+        overlap=overlap,
         accumulation=shared.accumulation,
         guard=shared.guard,
         hardware=shared.hardware,
-        moved=MovedStates(units, zero),
+        moved=MovedStates(units, zero, overlap.wait),
     )
     if initial.awaits_checkpoint:
         core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)
@@ -317,6 +321,7 @@ def _make_stepper(
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
     zero.spill.budget_bytes = config.elastic.accumulate_device_bytes
+    zero.overlaps_gather = config.elastic.overlap_param_gather
     for each in zero.sums:
         each.rounds = config.zero_optimization.zero_quantized_gradients
     reducer = GradReducer(

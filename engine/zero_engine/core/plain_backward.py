@@ -83,6 +83,7 @@ class PlainBackward:
         task = torch._C._current_graph_task_id()
         if task == -1 or is_weighted(task):
             return
+        self._core.overlap.wait()  # of a step since that forward
         self._await_end(task)
         if self._core.stage.shards_parameters and not self._begun and task != self._looked_into:
             try:

@@ -19,15 +19,15 @@ from zero_engine.optim.optimizers import thaw
 from zero_engine.parameters.early_shards import EarlyGroup, keep_share
 from zero_engine.parameters.places import disown_parameters, place_of
 from zero_engine.parts import Core
-from zero_engine.sharding.module_state import check_undivided
+from zero_engine.sharding.module_state import check_free
 
 _LEFT = "_zero_left"
-"""The attribute of a sharded module that keeps its shards when the engine is deleted."""
+"""The attribute of a module with hooks that keeps its shards when the engine is deleted."""
 
 
 def leave_weights(core: Core) -> None:
-    """Let a sharded module keep the shards of its weights, but not those of the optimizer."""
-    if core.stage.shards_parameters:
+    """Let a module with hooks keep the shards of its weights, but not those of the optimizer."""
+    if core.stage.shards_parameters or core.overlap.units:
         vars(core.module)[_LEFT] = replace(core, zero=None, reducer=None)
 
 
@@ -43,13 +43,14 @@ def take_over(model: nn.Module) -> None:
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
         core.moved.need("initialize() once more", WEIGHTS)
         core.coordinator.unhook()
+        core.overlap.unhook()
         if core.reducer is not None:
             core.reducer.unhook()
         disown_parameters(core)
         _give_weights(core, set(model.parameters()))
         vars(core.module).pop(_LEFT, None)
         core.moved.give_away()
-    check_undivided(model)
+    check_free(model)
     thaw(model)
 
 

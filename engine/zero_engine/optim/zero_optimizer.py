@@ -101,6 +101,8 @@ class ZeroOptimizer:
         """Whether there are gradients that no step has applied yet."""
         self.changing = False
         """Whether weights and state are in between two steps: a step has begun to change them."""
+        self.overlaps_gather = False
+        """Whether a step leaves the new weights arriving (stages 1 and 2)."""
         self.before_change: list[Callable[[], object]] = []
         """What is called before weights and state change: copies of them may be under way."""
         self._scaling = scaling or LossScaling()
@@ -270,12 +272,21 @@ class ZeroOptimizer:
                 for pending in gathers:
                     wait(pending)
             self.steps.step()
-            for pending in [unit.refresh() for unit in self.units]:
-                wait(pending)
+            self._refresh()
         self.accumulating = False
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, everybodys_notes, scaling, culprit)
+
+    def _refresh(self) -> None:
+        """Bring the full parameters up to date, or begin to."""
+        # The root first: its weights are needed from the beginning of forward.
+        units = sorted(self.units, key=lambda unit: not unit.is_root)
+        for unit, pending in [(unit, unit.refresh()) for unit in units]:
+            if self.overlaps_gather:
+                unit.leave_arriving(pending)
+            else:
+                wait(pending)
 
     def _agree(self, notes: Tensor) -> tuple[Tensor, float, Tensor]:
         """What all ranks know after an exchange: block norms, the norm, and the notes of all."""

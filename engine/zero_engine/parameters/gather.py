@@ -48,6 +48,8 @@ class GatheredParameters:
         self._early_here: set[nn.Parameter] = set()
 
     def __enter__(self) -> None:
+        for core in self._units.values():
+            core.overlap.wait()  # a step may have followed since this was made
         self._gathered_here = [unit for unit in self._units if not unit.gathered]
         for unit in self._gathered_here:
             with self._units[unit].guard():

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zero_comm import left_under_way
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.quantization import pack, packed_size, unpack
 from zero_comm.reduction import NORM_BLOCK
@@ -124,6 +125,7 @@ class FlatUnit:
         local: [padded / world], the source of the gather of the full parameters: `shard` if it is
             near, else its copy in the compute dtype.
         rests: The tier of `local`.
+        gathered: Whether `full` has all weights, and the parameters show them.
         holders: The number of open contexts of a script that keep the unit gathered.
         secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
             the full parameters, from which they are gathered within the node.
@@ -200,6 +202,12 @@ class FlatUnit:
         """Where a rank's shard lies: [start, stop)."""
         return self._collectives.interval(self.padded, rank)
 
+    def leave_arriving(self, pending: Pending) -> None:
+        """Let what `refresh` has begun arrive later (stages 1 and 2); `gather` waits for it."""
+        left_under_way.leave(pending)
+        self._arriving, self.gathered = pending, False
+        self._views.hide()
+
     def begin_gather(self) -> None:
         """Begin the all-gather of the full parameters (stage 3); `gather` waits for it."""
         if not self.gathered and self._arriving is None:
@@ -207,10 +215,10 @@ class FlatUnit:
             self._arriving = self._publish()
 
     def gather(self) -> None:
-        """All-gather the full parameters, unless they are gathered already (stage 3)."""
+        """Return when the full parameters are there, which are all-gathered if need be."""
         self.begin_gather()
         if self._arriving is not None:
-            wait(self._arriving)
+            left_under_way.finish(self._arriving)
             if self._packed is not None:  # round this rank's own weights as well
                 world = self._collectives.world
                 unpack(self._packed.view(world, -1), self.full.view(world, -1))
@@ -312,6 +320,7 @@ class FlatUnit:
     def gather_highest(self) -> Tensor:
         """All weights [padded] in the highest precision; do not write to them. Collective."""
         if self._replica is not None:
+            self.gather()  # it may be arriving
             return self._replica
         whole = self.full.new_empty(self.padded, dtype=self.shard.dtype)
         self._collectives.own(whole).copy_(self.shard)

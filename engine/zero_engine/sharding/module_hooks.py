@@ -9,12 +9,12 @@ with its last tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_contract.errors import ZeroError
 
@@ -36,9 +36,19 @@ class Hook:
             ZeroError: Always.
         """
         raise ZeroError(
-            "a module cannot be copied or pickled at stage 3: its parameters are divided; do it "
-            "before initialize(), or make another one and load engine.module_state_dict() into it"
+            "a module cannot be copied or pickled at stage 3, or with elastic.overlap_param_gather:"
+            " its parameters are not always there; do it before initialize(), or make another one "
+            "and load engine.module_state_dict() into it"
         )
+
+
+def owners_inside(root: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[nn.Module]:
+    """The modules below `root` that own some of these parameters by themselves."""
+    wanted = {id(param) for param in params}
+    for module in root.modules():
+        own = module.parameters(recurse=False)
+        if module is not root and any(id(param) in wanted for param in own):
+            yield module
 
 
 def after_gradients(tensors: Sequence[Tensor], then: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ are sharded, with a warning, and weights that would be lost are an error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,21 +20,37 @@ from zero_engine.sharding.module_hooks import Hook
 
 _log = logging.getLogger(__name__)
 
-_DIVIDED = WeakTensorKeyDictionary()
-"""The parameters that any engine has sharded, even an engine that has been deleted."""
+_KEPT = WeakTensorKeyDictionary()
+"""The parameters that hooks fill, even those of an engine that has been deleted -> how it is."""
 
 
-def check_undivided(model: nn.Module) -> None:
-    """Refuse a model whose weights are sharded.
+def keep(params: Iterable[nn.Parameter], how: str) -> None:
+    """Note that hooks fill these parameters.
+
+    Args:
+        params: Of an engine.
+        how: What they are, for the error.
+    """
+    _KEPT.update((param, how) for param in params)
+
+
+def let_go(params: Iterable[nn.Parameter]) -> None:
+    """Note that the hooks of these parameters are removed."""
+    for param in params:
+        _KEPT.pop(param, None)
+
+
+def check_free(model: nn.Module) -> None:
+    """Refuse a model whose parameters are filled by hooks.
 
     Raises:
-        ConfigError: An engine has sharded a parameter of the model.
+        ConfigError: So it is with a parameter of the model.
     """
     for name, param in model.named_parameters():
-        if param in _DIVIDED:
+        if param in _KEPT:
             raise ConfigError(
-                f"parameter {name} is divided, by an engine at stage 3 that is gone; give "
-                "initialize() all of that engine's module, or a new one"
+                f"parameter {name} is {_KEPT[param]} that is gone; give initialize() all of that "
+                "engine's module, or a new one"
             )
 
 
@@ -45,7 +61,7 @@ class ModuleState:
         """Hook every module of `root`."""
         self._units = {id(param): unit for unit in units for param in unit.params}
         self._warned = False
-        _DIVIDED.update((param, True) for unit in units for param in unit.params)
+        keep((p for unit in units for p in unit.params), "divided, by an engine at stage 3")
         self._hooks: list[RemovableHandle] = []
         for module in root.modules():
             self._hooks += [
@@ -58,8 +74,7 @@ class ModuleState:
         while self._hooks:
             self._hooks.pop().remove()
         for unit in self._units.values():
-            for param in unit.params:
-                _DIVIDED.pop(param, None)
+            let_go(unit.params)
 
     def _is_there(self, param: nn.Parameter) -> bool:
         unit = self._units.get(id(param))

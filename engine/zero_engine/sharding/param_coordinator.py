@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_comm.collectives import Collectives
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.gather_order import Pass, ahead, complete
-from zero_engine.sharding.module_hooks import Hook, after_gradients
+from zero_engine.sharding.module_hooks import Hook, after_gradients, owners_inside
 from zero_engine.sharding.module_state import ModuleState
 
 
@@ -92,11 +92,8 @@ class ParamCoordinator:
             ]
         self._host: nn.Module | None = None
         """The module for which the root was gathered, without the model's own forward."""
-        strays = {id(param) for unit in self._root_units for param in unit.params}
-        for module in root.modules():
-            own = module.parameters(recurse=False)
-            if module is root or not any(id(param) in strays for param in own):
-                continue
+        strays = [param for unit in self._root_units for param in unit.params]
+        for module in owners_inside(root, strays):
             self._hooks += [
                 module.register_forward_pre_hook(Hook(self._before_stray)),
                 module.register_forward_hook(Hook(self._after_stray)),

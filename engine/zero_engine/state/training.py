@@ -67,6 +67,10 @@ class EngineTraining:
         """A barrier of all ranks."""
         self._core.collectives.barrier(what)
 
+    def settle(self) -> None:
+        """Wait for the weights of the last step, which others may read from here."""
+        self._core.overlap.end()
+
     def lend(self, until: Callable[[], object]) -> None:
         """Let a thread read the state in place; the next user of the state calls `until` first."""
         self._core.moved.lend(until)

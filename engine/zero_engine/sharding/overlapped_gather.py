@@ -1,0 +1,119 @@
+"""elastic.overlap_param_gather: the new weights of stages 1 and 2 arrive after the step has ended.
+
+Owns the waits for them. Must always hold:
+
+- Nobody reads weights of which a part is old: from the step on a unit's parameters show NaN, as at
+  stage 3, until somebody has waited for the unit.
+- The forward of a unit's module waits for the unit, that of the model for the root, where tied and
+  stray parameters live; so does a module that owns one of those, for a script that calls it alone.
+  `state_dict()` and `load_state_dict()` of a module wait for its own parameters. The engine's other
+  uses wait for everything, in `MovedStates.need`, because what a step sends must not be changed.
+- A wait is no collective: all ranks have begun the same gathers in the same order, in the step. So
+  a rank that waits for none of them, or in another order, keeps nobody waiting.
+
+Source of the name: Megatron-LM's distributed optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zero_contract.errors import PeerLost
+from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.module_hooks import Hook, owners_inside
+from zero_engine.sharding.module_state import keep, let_go
+
+
+class OverlappedGather:
+    """The weights of one engine that may be arriving."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[FlatUnit],
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Hook the modules of `root`.
+
+        Args:
+            root: The model.
+            units: Those that a step leaves arriving; without any, nothing is hooked.
+            guard: A context around waits, for a peer that is lost.
+        """
+        self.units = tuple(units)
+        self._guard = guard
+        self._failed = False
+        """Whether a wait has not come to its end: a peer was lost, or Ctrl-C."""
+        self._hooks: list[RemovableHandle] = []
+        for module, needed in _needed_by_forward(root, self.units).items():
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._gather, needed)))
+        for module, needed in _owned_by(root, self.units).items():
+            hook = Hook(self._gather, needed)
+            self._hooks += [
+                module.register_state_dict_pre_hook(hook),
+                module.register_load_state_dict_pre_hook(hook),
+            ]
+        for unit in self.units:
+            keep(unit.params, "held by an engine with elastic.overlap_param_gather")
+
+    def wait(self) -> None:
+        """Return when the weights of the last step have arrived. Not collective.
+
+        Raises:
+            PeerLost: A peer is lost; under an agent the process exits instead.
+        """
+        self._gather(self.units)
+
+    def end(self) -> None:
+        """Wait before this rank leaves its group; what a lost peer has not sent nobody needs."""
+        if not self._failed:
+            with suppress(PeerLost):
+                for unit in self.units:
+                    unit.gather()
+
+    def unhook(self) -> None:
+        """Remove the hooks from the modules, whose parameters are there."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for unit in self.units:
+            let_go(unit.params)
+
+    def _gather(self, units: Sequence[FlatUnit], *_of_the_hook: object) -> None:
+        if all(unit.gathered for unit in units):
+            return
+        try:
+            with self._guard():
+                for unit in units:
+                    unit.gather()
+        except BaseException:
+            self._failed = True
+            raise
+
+
+def _needed_by_forward(
+    root: nn.Module, units: Sequence[FlatUnit]
+) -> Mapping[nn.Module, Sequence[FlatUnit]]:
+    """The units that the forward of each module needs."""
+    needed: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
+    for unit in units:
+        needed[unit.module].append(unit)
+    roots = [unit for unit in units if unit.is_root]
+    for module in owners_inside(root, [param for unit in roots for param in unit.params]):
+        needed[module] += roots
+    return needed
+
+
+def _owned_by(root: nn.Module, units: Sequence[FlatUnit]) -> Mapping[nn.Module, Sequence[FlatUnit]]:
+    """The units that the parameters of each module itself are in."""
+    unit_of = {id(param): unit for unit in units for param in unit.params}
+    owned = {
+        module: list(dict.fromkeys(unit_of[id(p)] for p in own if id(p) in unit_of))
+        for module in root.modules()
+        if (own := list(module.parameters(recurse=False)))
+    }
+    return {module: needed for module, needed in owned.items() if needed}
