@@ -310,6 +310,8 @@ SYSTEMS: dict[str, System] = {
     "zero1": _ours(1, "ddp", "fsdp2", "zro"),
     "zero2": _ours(2, "ddp", "fsdp2"),
     "zero3": _ours(3, "fsdp2"),
+    "zero1-overlap": _ours(1, "ddp", "fsdp2", overlap_param_gather=True),
+    "zero2-overlap": _ours(2, "ddp", "fsdp2", overlap_param_gather=True),
     "zero0-local": _ours(0, "ddp", "fsdp2", accumulate="local", reduction_block=NODE_BLOCK),
     "zero1-local": _ours(1, "ddp", "fsdp2", accumulate="local", reduction_block=NODE_BLOCK),
     "zero2-node": _ours(2, "ddp", "fsdp2", accumulate="node", reduction_block=NODE_BLOCK),

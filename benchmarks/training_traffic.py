@@ -157,6 +157,7 @@ MODELS: Mapping[str, Callable[[Job], Sent]] = {
     "hsdp": lambda job: hsdp(job, FP32_BYTES),
     "hsdp-default": lambda job: hsdp(job, job.weight_bytes),
     **{f"zero{stage}": lambda job, stage=stage: ours(job, stage) for stage in range(4)},
+    **{f"zero{stage}-overlap": lambda job, stage=stage: ours(job, stage) for stage in (1, 2)},
     "zero0-local": lambda job: ours(replace(job, block=NODE_BLOCK), 0, Where.LOCAL),
     "zero1-local": lambda job: ours(replace(job, block=NODE_BLOCK), 1, Where.LOCAL),
     "zero2-node": lambda job: ours(replace(job, block=NODE_BLOCK), 2, Where.NODE),
