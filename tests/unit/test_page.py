@@ -1,6 +1,7 @@
 """The page of a job in a browser: what it draws, for whom, and how fast."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -106,9 +107,19 @@ def test_what_the_charts_show_is_there_in_words_and_tables(page, report):
     newest = "document.querySelector('#checkpoints tbody tr').textContent"
     assert page.run(newest).startswith("70memory")
     assert page.run(rows.format("paces")) == 2 + 4
+    assert page.run("document.getElementById('legend').textContent.includes('checkpoint')")
     slowest = "document.querySelectorAll('#paces tbody tr')[2].textContent"
-    assert page.run(slowest) == "rank 2 on node-c25350\u00a0ms420\u00a0ms525\u00a0ms"
+    assert page.run(slowest) == "rank 2 on node-c250.35 s0.42 s0.525 s"
     assert page.run("document.querySelectorAll('.recovery').length") == 2
+
+
+def test_a_job_without_a_checkpoint_on_disk_has_none_in_its_charts(page, report):
+    page.look(*WIDTHS["desktop"])
+    records = disturbed()
+    report(replace(records, history=replace(records.history, checkpoints=())))
+    assert page.run("document.querySelectorAll('#checkpoints tbody tr').length") == 1
+    assert page.run("document.querySelector('.mark').getAttribute('d')") == "M0 0"
+    assert not page.run("document.getElementById('legend').textContent.includes('checkpoint')")
 
 
 def test_the_axis_of_steps_keeps_the_lanes_under_the_curve(page, report):

@@ -289,7 +289,7 @@ function drawLegend() {
     box.append(svg("path", { d: path, class: css }));
     items.push(el("li", {}, box, text));
   };
-  if (picture.checkpoints.rows.length) sign("M8 1l4.5 5l-4.5 5l-4.5 -5z", "mark", "checkpoint");
+  if (picture.checkpoints.rows.some((row) => !row[7])) sign("M8 1l4.5 5l-4.5 5l-4.5 -5z", "mark", "checkpoint");
   if (picture.recoveries.length) sign("M0 0h16v12h-16z", "band", "recovery, to the next step");
   if (picture.verdicts.length) sign("M8 11l5 -10h-10z", "straggler", "slow or stuck rank");
   $("legend").replaceChildren(...items);
@@ -478,7 +478,9 @@ function drawPaces() {
       bar.append(el("span", { class: `range-${i}` }));
       bar.lastChild.style.flexGrow = part;
     });
-    return [tight(of), count.toLocaleString("en"), brief(p50), brief(p90), brief(p99), el("td", { class: "wide" }, bar)];
+    const exact = [p50, p90, p99].map((took_s) => tight(`${Number(took_s.toPrecision(3))} s`));
+    exact.forEach((cell) => cell.classList.add("n"));
+    return [tight(of), count.toLocaleString("en"), ...exact, el("td", { class: "wide" }, bar)];
   }), [1, 2, 3, 4]));
 }
 function drawVerdicts() {
