@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tests.support.plain import summed, to_int8
 from tests.support.world import WorldPool
+from zero_comm.additions import ROUNDED
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
 from zero_comm.held_pieces import HeldPieces
-from zero_comm.ordered_sum import OrderedSum, form_pieces
+from zero_comm.ordered_sum import OrderedSum, Progress, form_pieces, next_sums
 from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, squared_norm
 from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
 from zero_comm.spill import Spill
@@ -142,6 +143,30 @@ def test_pieces_that_come_early_are_kept_as_the_plan_says_and_change_no_bit() ->
                 assert spill.here_bytes <= budget
             sums.settle()
             assert torch.equal(sums.total, summed(gradients, block, becomes))
+
+
+@pytest.mark.parametrize(("given_rounded", "times"), [(True, 2), (False, 3)])
+def test_a_block_that_its_node_has_rounded_is_not_rounded_again(
+    given_rounded: bool, times: int
+) -> None:
+    """A whole block, one in two pieces, and what there is of the last one."""
+    levels = (2, 1, 1, 0)
+    additions, _ = next_sums(
+        Progress(), levels, 4, last=True, rounds=True, given_rounded=given_rounded
+    )
+    assert sum(addition.right == ROUNDED for addition in additions) == times
+
+
+def test_a_block_that_an_owner_completes_before_its_turn_is_rounded() -> None:
+    """The halves of the second block come before the first block, which a node has rounded."""
+    gradients, pool = [gradient(number)[:256] for number in range(8)], BufferPool(CPU)
+    sums = OrderedSum(torch.empty(256), 4, rounds=True)
+    for pieces in ([Piece(6, 1)], [Piece(4, 1)], [Piece(0, 2)]):
+        given = [(piece, form(gradients, piece, 4, to_int8)) for piece in pieces]
+        first, last = pieces[0].start == 6, pieces[0].start == 0
+        sums.add_pieces(given, pool, first=first, last=last)
+    sums.settle()
+    assert torch.equal(sums.total, summed(gradients, 4, to_int8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
