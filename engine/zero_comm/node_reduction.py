@@ -65,6 +65,8 @@ class _Held:
 class NodeReduction:
     """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
 
+    steps = 2
+
     def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
         """Reduce over groups of the same ranks, laid out by nodes.
 

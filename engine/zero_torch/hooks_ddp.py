@@ -9,6 +9,9 @@ DDP reads a bucket after the end of the backward's exchanges, because its own en
 later; but not in the first backward of a static graph, in which it reads the buckets right after
 the hook of the last one. There each exchange ends in the hook.
 
+Buckets are few and large, so between two of them what has ended is gone on with at the gradient of
+each parameter: what a bucket comes to then travels between nodes, not only when the next is full.
+
 DDP leaves a parameter without gradient that no rank has used in the last micro-step, although
 others of the step have: such a one gets its sum afterwards.
 
@@ -140,3 +143,5 @@ def attach(
     """Let DDP reduce the gradients of the trained parameters through `gradients`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(lambda _: gradients.poll())

@@ -69,7 +69,7 @@ def attach(
             name = path or "the root module"
             _attach(module, name, levels or gradients, world, guard)
             if device.type == "cpu":
-                gather: Any = _AllGather(name, collectives, guard)
+                gather: Any = _AllGather(name, collectives, guard, gradients.poll)
                 module.set_custom_all_gather(gather)
             if levels is not None:
                 levels.replace_all_reduce(module)
@@ -101,10 +101,13 @@ class _Memory:
 class _AllGather(_Memory):
     """The weights of one FSDP2 module in host memory: `torch.distributed.fsdp`'s AllGather."""
 
-    def __init__(self, name: str, collectives: Collectives, guard: _Guard) -> None:
+    def __init__(
+        self, name: str, collectives: Collectives, guard: _Guard, poll: Callable[[], None]
+    ) -> None:
         self._what = f"weights of {name}"
         self._collectives = collectives
         self._guard = guard
+        self._poll = poll
 
     def __call__(
         self,
@@ -120,7 +123,9 @@ class _AllGather(_Memory):
                 return dist.all_gather_single(
                     output_tensor, input_tensor, group=group, async_op=async_op
                 )
+            self._poll()
             wait(self._collectives.all_gather(output_tensor, self._what))
+            self._poll()
         return None
 
 

@@ -5,30 +5,30 @@ receives every micro-batch of the step, in the order of their numbers, so the su
 micro-batches alone; what torch has in `.grad` means nothing before the last micro-step, and is
 dropped, so torch adds nothing to a sum.
 
-The exchange of one gradient goes on while the next one's backward runs; all have ended when
-backward() returns. On a device with streams the stream waits, so each ends at once.
+Exchanges go on while the backward runs. When one has ended, the next gradient or `poll` begins the
+one that follows it in its reduction. The backward waits only where as many reductions are under way
+as one has exchanges; all have ended when backward() returns. On a device with streams the stream
+waits, so each ends at once.
 
 `hooks_fsdp2`, `hooks_ddp` and `hooks_plain` bring torch's gradients here.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.collectives import Collectives, Pending, has_ended, wait
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Turn
 from zero_contract.errors import ZeroError
-
-_ENDED = object()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,22 @@ class MicroStep:
     def turn(self) -> Turn:
         """What it is to a sum."""
         return Turn(live=self.live, first=self.number == 0, last=self.last)
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    """A reduction that has begun and has not ended."""
+
+    steps: Iterator[tuple[Pending, ...]]
+    """Each begins exchanges, and waits for those that the one before has begun."""
+    pending: tuple[Pending, ...]
+    """The exchanges under way."""
+    number: int = 1
+    """Of the steps so far."""
+
+    def has_arrived(self) -> bool:
+        """Whether the next step would not wait."""
+        return all(map(has_ended, self.pending))
 
 
 class OrderedGradients:
@@ -102,7 +118,7 @@ class OrderedGradients:
         """The sums that have received a gradient in this step."""
         self._received: set[str] = set()
         """Those that have received one in this micro-step."""
-        self._in_flight: deque[Iterator[None]] = deque()
+        self._under_way: list[_UnderWay] = []
         self._in_backward = False
         """Whether the end of the backward under way is announced to autograd."""
         self._failure: Exception | None = None
@@ -178,12 +194,26 @@ class OrderedGradients:
             PeerLost: A peer is lost.
         """
         micro_step = self._expect(name)
+        # More under way would take memory and save no time: the network is busy with these.
+        most = self._reduction.steps + (then is not None)
         self._advance()
+        while len(self._under_way) >= most:
+            self._wait()
         steps = self._steps(name, gradient, out, micro_step, then)
-        next(steps)
-        self._in_flight.append(steps)
-        while self._in_flight and (now or self._waits_at_once or self._collectives.world == 1):
-            self._advance()
+        self._under_way.append(_UnderWay(steps, next(steps)))
+        while self._under_way and (now or self._waits_at_once or self._collectives.world == 1):
+            self._wait()
+
+    def poll(self) -> None:
+        """Go on with the reductions whose exchanges have ended, in the middle of a backward.
+
+        What it raises is raised at the end of the backward.
+        """
+        if self._failure is None:
+            try:
+                self._advance()
+            except Exception as error:
+                self.hold(error)
 
     def add(self, name: str, microbatches: Tensor) -> Tensor | None:
         """Add the gradients [world, n] of a micro-batch of every rank, which all ranks have.
@@ -214,15 +244,15 @@ class OrderedGradients:
         out: Tensor,
         now: MicroStep,
         then: Callable[[], Pending] | None,
-    ) -> Iterator[None]:
+    ) -> Iterator[tuple[Pending, ...]]:
         """One reduction: each step but the first one waits for what the one before has begun."""
         if not self.loss_is_weighted:
             gradient.mul_(now.weight)
         ordered = self._sum_of(name, out, now)
         reducing = self._reduction.start(gradient, f"gradients of {name}", ordered, self._turn)
-        yield
+        yield reducing.pending
         while reducing.advance():
-            yield
+            yield reducing.pending
         if not now.last:
             return
         ordered.settle()
@@ -230,7 +260,7 @@ class OrderedGradients:
             out.copy_(ordered.total)
         if then is not None:
             pending = then()
-            yield
+            yield (pending,)
             wait(pending)
 
     def _sum_of(self, name: str, out: Tensor, now: MicroStep) -> OrderedSum:
@@ -246,22 +276,45 @@ class OrderedGradients:
             ordered.total, ordered.block = total, self.block
         return self._sums[name]
 
-    def _advance(self) -> None:
-        """Do the next step of each reduction under way, in their order."""
-        for steps in tuple(self._in_flight):
-            if next(steps, _ENDED) is _ENDED:
-                self._in_flight.remove(steps)
+    def _advance(self) -> bool:
+        """Do the next step of each reduction whose exchanges have ended, and wait for none.
+
+        None overtakes one before it, so second exchanges, say, begin in one order on all ranks.
+
+        Returns:
+            Whether there was a step to do.
+        """
+        moved, ahead = False, inf
+        for each in tuple(self._under_way):
+            if each.number < ahead and each.has_arrived():
+                self._step(each)
+                moved = True
+            ahead = each.number
+        return moved
+
+    def _wait(self) -> None:
+        """Do the steps that can be done, or else wait for the one that began first."""
+        if not self._advance():
+            self._step(self._under_way[0])
+
+    def _step(self, each: _UnderWay) -> None:
+        """Do the next step of a reduction."""
+        pending = next(each.steps, None)
+        if pending is None:
+            self._under_way.remove(each)
+        else:
+            each.pending, each.number = pending, each.number + 1
 
     def _finish(self) -> None:
         """End the exchanges of a backward; autograd calls it at the end."""
         with self._guard():
             if (failure := self._failure) is not None:
-                self._failure, self._in_backward = None, bool(self._in_flight)
+                self._failure, self._in_backward = None, bool(self._under_way)
                 raise failure
             for end in self.ends:
                 end()
-            while self._in_flight:
-                self._advance()
+            while self._under_way:
+                self._wait()
         self._pool.free()  # the next forward needs the memory
         self._in_backward = False
 
