@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from zero_comm.quantization import PACKED_BYTES
 from zero_comm.reduction_plan import (
@@ -50,6 +51,24 @@ class Accumulation:
             return False
         divides = self.topology.divides or (self.rounds and len(self.topology.nodes) > 1)
         return divides or self.where is not Where.OWNER
+
+    @property
+    def spread(self) -> str:
+        """Why sums travel in fp32 although blocks are rounded, and what to set; empty: they do not.
+
+        With "local" it depends on the length of a step.
+        """
+        nodes = self.topology.nodes
+        in_one_node = all(size % self.block == 0 for size in nodes)
+        if not self.rounds or len(nodes) < 2 or self.where is not Where.OWNER or in_one_node:
+            return ""
+        sizes, common = ", ".join(map(str, sorted(set(nodes)))), gcd(*nodes)
+        return (
+            f"zero_quantized_gradients: blocks of {self.block} micro-batches are spread over nodes "
+            f"of {sizes} ranks, so sums travel between them in fp32; for int8 set "
+            f"elastic.reduction_block to {common & -common} in a new run, or elastic.accumulate to "
+            '"node"'
+        )
 
     @property
     def assignment(self) -> Assignment:

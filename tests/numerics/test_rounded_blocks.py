@@ -11,15 +11,19 @@ import pytest
 from tests.numerics.test_accumulate import Case, make_at, on_nodes
 from tests.numerics.test_reduction_order import digest, expected, train
 from tests.support.queued import BACKEND
+from tests.support.saving import heard
 from tests.support.world import WorldPool
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.quantization import PACKED_BYTES
 from zero_comm.reduction_plan import plan_reduction
+from zero_comm.topology import Topology
 from zero_data.global_batch import strided
+from zero_engine.accumulation import choose
+from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
 
 
-def make_rounded(where: str, stage: int, dtype: str, block: int, count: int = 13) -> Engine:
+def make_rounded(where: str, stage: int, dtype: str, block: int | None, count: int = 13) -> Engine:
     zero = {"stage": stage, "zero_quantized_gradients": True}
     return make_at(where, stage, dtype, block, zero_optimization=zero, train_batch_size=count)
 
@@ -124,3 +128,45 @@ def test_a_run_that_rounds_blocks_is_resumed_on_other_nodes_with_the_same_bits(
 ) -> None:
     worlds.run(2, save, str(tmp_path))
     assert worlds.run(1, resume, str(tmp_path)) == [digest(expected("fp32", 4, rounds=True))]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "block", "where", "said"),
+    [
+        ((4, 4), 8, "owner", "spread over nodes of 4 ranks, so sums travel between them in fp32"),
+        ((4, 4), 8, "owner", "set elastic.reduction_block to 4 in a new run"),
+        ((12, 6), 8, "owner", "set elastic.reduction_block to 2 in a new run"),
+        ((8, 16), 8, "owner", ""),
+        ((1, 1), 1, "owner", ""),
+        ((4,), 8, "owner", ""),
+        ((4, 4), 8, "node", ""),
+    ],
+)
+def test_a_block_that_is_spread_over_nodes_is_reported_with_the_key_to_set(
+    nodes: tuple[int, ...], block: int, where: str, said: str
+) -> None:
+    config = load_config(
+        {
+            "elastic": {"reduction_block": block, "accumulate": where},
+            "zero_optimization": {"zero_quantized_gradients": True},
+        }
+    )
+    told = choose(config, Topology(nodes=nodes)).spread
+    assert said in told
+    assert bool(told) == bool(said)
+
+
+def warned(nodes: str, block: int) -> list[str]:
+    """What two steps warn of, in a run whose config names no block and whose checkpoint has one."""
+    (engine,) = on_nodes(nodes, lambda: [make_rounded("owner", 1, "fp32", None)])
+    assert engine._core.zero is not None
+    engine._core.zero.reduction_block = block
+    with heard() as lines:
+        train(engine)
+    return [line for line in lines if "spread over nodes" in line]
+
+
+def test_it_is_reported_once_for_the_block_of_the_run(worlds: WorldPool) -> None:
+    (first, *others) = worlds.run(2, warned, "1,1", 2)
+    assert (len(first), others) == (1, [[]])
+    assert worlds.run(2, warned, "1,1", 1) == [[], []]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -254,7 +254,16 @@ class MicroSteps:
         if kind != self._checked:
             with self._core.guard():
                 check_room(self._core, self._run)
+            self._report_spread(kind[1])
             self._checked = kind
+
+    def _report_spread(self, block: int) -> None:
+        """Say that rounded blocks travel in fp32, once the block of the run is known."""
+        run, known = self._run, None if self._checked is None else self._checked[1]
+        where = run.accumulation.where if run.withholds else Where.OWNER
+        told = replace(run.accumulation, where=where, block=block).spread
+        if told and block != known and run.rank == 0:
+            _log.warning("%s", told)
 
     def _finish(self, loss: Weighted) -> None:
         core = self._core
