@@ -97,6 +97,8 @@ class Collectives:
         *,
         beside: Collectives | None = None,
         watched: bool = False,
+        order: IssueOrder | None = None,
+        division: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Use a process group.
 
@@ -108,17 +110,19 @@ class Collectives:
                 other in two groups are then found, too, and orders are compared together.
             watched: Whether `has_ended` tells the end of every exchange, also over sockets; they
                 then end in the order in which they have begun.
+            order: Of a group of some ranks: compared by all ranks, whose groups exchange the same.
+            division: Of a group of some ranks; see `Transports`.
         """
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.bytes_sent: Counter[str] = Counter()
         self.lay_out(alone(self.world))
-        self.transports = Transports(group, self.rank, self.world)
+        self.transports = Transports(group, self.rank, self.world, division)
         group = group or dist.group.WORLD
         self.timeout_s = timeout_of(group)
         self._watched = watched
         self._waiter = Waiter(group, interrupt, self.timeout_s)
-        self.order: IssueOrder = beside.order if beside is not None else IssueOrder()
+        self.order: IssueOrder = beside.order if beside is not None else order or IssueOrder()
         self._lane = self.order.lane()
         self._ordered = False
         """Whether exchanges are matched by their order alone; known after `meet`."""

@@ -6,23 +6,34 @@ Source of the idea: ZeRO++ (arXiv 2306.10209), hierarchical partitioning.
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from zero_comm.collectives import Collectives
 from zero_comm.distributed import local_device
-from zero_comm.transports import timeout_of
+from zero_comm.issue_order import IssueOrder
+from zero_comm.transports import own_group, timeout_of
 from zero_comm.waiting import Interrupt
 
 _log = logging.getLogger(__name__)
 
 
-def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives | None:
-    """The exchanges within this rank's group of `size` consecutive ranks. Collective.
+def node_exchanges(
+    size: int, interrupt: Interrupt | None = None, order: IssueOrder | None = None
+) -> Collectives | None:
+    """The exchanges within this rank's group of consecutive ranks. Collective.
 
-    None if the world does not divide into several such groups: weights are then gathered from all
-    ranks every time, with the same bits.
+    Args:
+        size: Ranks of a group.
+        interrupt: Ends every wait.
+        order: Of all ranks, which compare it. All groups do the same, each with its own ranks.
+
+    Returns:
+        None if the world does not divide into several such groups: weights are then gathered from
+        all ranks every time, with the same bits.
+
+    Raises:
+        PeerLost: A peer is lost.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if size == 1:
@@ -36,11 +47,13 @@ def node_exchanges(size: int, interrupt: Interrupt | None = None) -> Collectives
                 world,
             )
         return None
-    timeout = timedelta(seconds=timeout_of(None))
-    groups = [
-        dist.new_group(range(first, first + size), timeout=timeout)
-        for first in range(0, world, size)
-    ]
-    node = Collectives(groups[rank // size], interrupt, name=f"deadlock/{rank // size}")
+    division = [range(first, first + size) for first in range(0, world, size)]
+    node = Collectives(
+        own_group(division, timeout_of(None)),
+        interrupt,
+        name=f"deadlock/{rank // size}",
+        order=order,
+        division=division,
+    )
     node.meet(local_device())
     return node

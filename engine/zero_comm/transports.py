@@ -61,18 +61,55 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
     return GROUP_TIMEOUT_S
 
 
+def own_group(
+    groups: Sequence[Sequence[int]], timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
+    """This rank's of some groups. Collective of all ranks of the job.
+
+    Every rank creates all of them, so that all name them alike: torch names a group that its own
+    ranks alone create by how many this rank is in, and that differs if a script has made groups of
+    some ranks.
+
+    Args:
+        groups: The ranks of each, by their numbers in the default group; this rank is in one.
+        timeout_s: Seconds that a rank waits for an exchange.
+        backend: Of the groups; None: that of the default group.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    made: list[dist.ProcessGroup] = [
+        dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in groups
+    ]
+    own = dist.get_rank()
+    return next(group for group, ranks in zip(made, groups, strict=True) if own in ranks)
+
+
 class Transports:
     """The ways of one rank within one process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
-        """Exchange within a group; None is the default one."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world: int,
+        division: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Exchange within a group.
+
+        Args:
+            group: The group; None: the default one.
+            rank: This rank's number in it.
+            world: Its ranks.
+            division: Of a group of some ranks: the ranks of each group that the job is divided
+                into, this one among them; see `own_group`.
+        """
         self._group = group
+        self._division = division
         self._rank = rank
         self._world = world
         self._by_kind: dict[str, Transport] = {}
 
     def of(self, device: torch.device) -> Transport:
-        """That of tensors on `device`. Collective when it is asked for the first time."""
+        """That of tensors on `device`. Collective of the job when asked for the first time."""
         if device.type not in self._by_kind:
             backends = backends_of(self._group)
             kind, reason = way(device.type, backends)
@@ -98,19 +135,11 @@ class Transports:
         if transport.any_order:
             return
         everybody = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        backend = backends_of(self._group)[device.type]
+        backend, timeout_s = backends_of(self._group)[device.type], timeout_of(self._group)
 
         def found(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-            """This rank's of some groups; every rank creates all, so that all name them alike."""
-            made: list[dist.ProcessGroup] = [
-                dist.new_group(
-                    [everybody[rank] for rank in ranks],
-                    backend=backend,
-                    timeout=timedelta(seconds=timeout_of(self._group)),
-                )
-                for ranks in groups
-            ]
-            return next(g for g, ranks in zip(made, groups, strict=True) if self._rank in ranks)
+            named = [[everybody[rank] for rank in ranks] for ranks in groups]
+            return own_group(named, timeout_s, backend)
 
         transport.divide(
             Parts(
@@ -127,13 +156,6 @@ class Transports:
         group = self._group or dist.group.WORLD
         assert group is not None
         if group not in _CONTROL:
-            ranks = dist.get_process_group_ranks(group)
-            _CONTROL[group] = dist.new_group(
-                ranks,
-                backend="gloo",
-                timeout=timedelta(seconds=timeout_of(group)),
-                # Names a group by how many this rank is in, which differs if a script has made one
-                # of some ranks. So only where other ranks do not take part.
-                use_local_synchronization=len(ranks) < dist.get_world_size(),
-            )
+            division = self._division or [dist.get_process_group_ranks(group)]
+            _CONTROL[group] = own_group(division, timeout_of(group), "gloo")
         return _CONTROL[group]

@@ -138,8 +138,10 @@ def train_in_nodes(size: int, wire: dict[str, bool]) -> tuple[Any, ...]:
         evaluated = [float(engine(torch.ones(2, 13, dtype=torch.long))) for _ in range(2)]
     engine.train()
     losses += train(engine, STEPS + 1)
-    node = engine._core.units[0]._node
-    sent = dict(engine._core.collectives.bytes_sent), dict(node.bytes_sent) if node else {}
+    node, reducer = engine._core.units[0]._node, engine._core.reducer
+    assert reducer is not None
+    between = engine._core.collectives.bytes_sent | reducer._reduction.collectives.bytes_sent
+    sent = dict(between), dict(node.bytes_sent) if node else {}
     return (*fingerprint(engine), losses, evaluated), sent
 
 

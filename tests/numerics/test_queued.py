@@ -177,29 +177,46 @@ def test_ranks_that_leave_modules_out_train_to_the_same_bits_over_it(
     assert worlds.run(3, on_nodes, nodes, run, stage, ways, {}, backend=BACKEND) == [alone] * 3
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(2, "1"), (4, "2")])
+HPZ = {"zero_hpz_partition_size": 2}
+
+
+@pytest.mark.parametrize(("world", "nodes", "zero"), [(2, "1", {}), (4, "2", {}), (4, "1", HPZ)])
 @pytest.mark.corners(world=[4])
 def test_ranks_that_gather_in_different_orders_are_told_before_weights_change(
-    worlds: WorldPool, world: int, nodes: str
+    worlds: WorldPool, world: int, nodes: str, zero: dict[str, int]
 ) -> None:
     """Layers of one size: what is matched by its order alone is mixed up without an error."""
-    for told in worlds.run(world, on_nodes, nodes, mixed_up, backend=BACKEND):
+    for told in worlds.run(world, on_nodes, nodes, mixed_up, zero, backend=BACKEND):
         assert "as exchange 1 of the step rank 0 began parameters of layers.1" in told
         assert "rank 1 parameters of layers.3" in told
         assert "after 1 steps" in told
 
 
-def mixed_up() -> str:
-    engine = branching_engine(3, [EVERY])
+def mixed_up(zero: dict[str, int]) -> str:
+    engine = branching_engine(3, [EVERY], **zero)
     train(engine, 1)
-    for number in (1, 3) if dist.get_rank() == 0 else (3, 1):
-        with GatheredParameters(list(engine.module.layers[number].parameters())):
-            pass
+    if zero:  # the first gathers after a step are those of all ranks; then they are a node's
+        gather(engine, (1, 3))
+    gather(engine, (1, 3) if dist.get_rank() == 0 else (3, 1))
     try:
         train(engine, 5)
     except Diverged as error:
         return f"{error}, after {engine.global_steps} steps"
     return "trained"
+
+
+def gather(engine: Engine, layers: tuple[int, ...]) -> None:
+    for number in layers:
+        with GatheredParameters(list(engine.module.layers[number].parameters())):
+            pass
+
+
+def test_ranks_that_gather_inside_of_nodes_train_to_the_same_bits_over_it(
+    worlds: WorldPool,
+) -> None:
+    """Each rank leaves out other modules, and takes part in their gathers all the same."""
+    (alone,) = worlds.run(1, run, 0, LEFT_OUT, {})
+    assert worlds.run(4, run, 3, LEFT_OUT, HPZ, backend=BACKEND) == [alone] * 4
 
 
 def test_a_script_s_group_without_the_cpu_is_given_one_for_small_exchanges(
@@ -208,6 +225,20 @@ def test_a_script_s_group_without_the_cpu_is_given_one_for_small_exchanges(
     """As `init_process_group("nccl")` leaves it, after the script has made a group of one rank."""
     (alone,) = worlds.run(1, train_at_every_stage, False, 2)
     assert worlds.run(2, without_cpu, backend="cuda:queued") == [alone[:1]] * 2
+
+
+@pytest.mark.full
+def test_ranks_gather_inside_of_nodes_over_a_script_s_group_without_the_cpu(
+    worlds: WorldPool,
+) -> None:
+    """Rank 0 is in a group more than the others."""
+    (alone,) = worlds.run(1, run, 0, LEFT_OUT, {})
+    assert worlds.run(4, inside_without_cpu, backend="cuda:queued") == [alone] * 4
+
+
+def inside_without_cpu() -> Any:
+    dist.new_group([0])
+    return run(3, LEFT_OUT, HPZ)
 
 
 def without_cpu() -> Any:
@@ -310,11 +341,11 @@ def test_a_rank_leaves_a_gather_that_a_lost_rank_never_begins(worlds: WorldPool)
 # ---- failures, leaving, lifetime ----
 
 
-def lose_a_peer_quietly(root: str, stage: int, where: str) -> None:
+def lose_a_peer_quietly(root: str, stage: int, where: str, zero: dict[str, int]) -> None:
     """Rank 2 is killed; nobody notices, until the agents of the others tell them to leave."""
     rank = dist.get_rank()
     with under_agent(root):
-        engine = make_engine(config(stage))
+        engine = make_engine(config(stage, zero_optimization={"stage": stage, **zero}))
     train(engine, 1)
     peers = pids()
     if rank != 2:
@@ -339,16 +370,26 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("stage", "where"), [(0, "backward"), (2, "step"), (3, "forward"), (3, "backward")]
+    ("world", "stage", "where", "zero"),
+    [
+        (3, 0, "backward", {}),
+        (3, 2, "step", {}),
+        (3, 3, "forward", {}),
+        (3, 3, "backward", {}),
+        (4, 3, "backward", HPZ),
+    ],
 )
-@pytest.mark.corners(stage=[3], where=["backward"])
+@pytest.mark.corners(world=[3], stage=[3], where=["backward"])
 def test_survivors_that_wait_for_a_killed_peer_abort_their_group_and_leave(
-    worlds: WorldPool, tmp_path: Path, stage: int, where: str
+    worlds: WorldPool, tmp_path: Path, world: int, stage: int, where: str, zero: dict[str, int]
 ) -> None:
+    """Those that wait for it in the group of all, and those in the group of its node."""
+    job = (lose_a_peer_quietly, str(tmp_path), stage, where, zero)
     with pytest.raises(WorldError, match="rank 2 died, exit -9"):
-        worlds.run(3, lose_a_peer_quietly, str(tmp_path), stage, where, backend=BACKEND)
-    told = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)]
-    assert told == [f"{int(ExitCode.PEER_LOST)} False"] * 2
+        worlds.run(world, *job, backend=BACKEND)
+    survivors = [rank for rank in range(world) if rank != 2]
+    told = [(tmp_path / f"rank{rank}").read_text() for rank in survivors]
+    assert told == [f"{int(ExitCode.PEER_LOST)} False"] * len(survivors)
 
 
 def abort_and_found_again(store_port: int) -> Any:

@@ -270,7 +270,8 @@ def _accumulate(config: Config, collectives: Collectives) -> Accumulation:
 
 def _make_units(shared: _Shared, specs: Sequence[UnitSpec], write: Write) -> tuple[FlatUnit, ...]:
     zero = shared.config.zero_optimization
-    node = node_exchanges(zero.zero_hpz_partition_size, shared.interrupt)
+    order = shared.collectives.order
+    node = node_exchanges(zero.zero_hpz_partition_size, shared.interrupt, order)
     tiers = Tiers(zero, shared.device).choose(unit_sizes(specs, shared.collectives.world))
     return tuple(
         FlatUnit(
