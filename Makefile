@@ -1,7 +1,7 @@
 # make demo   everything the main job needs, and runs it
 # make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
-#                   test-numerics, test-processes, test-deploy
+#                   test-numerics, test-groupings, test-processes, test-deploy
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, types, import contracts
 # make dist   builds the sdist and the wheel, in dist
@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 # The tests mostly wait, so there are three of them for each of two cores.
 GPU_PYTHON ?= python3
 PYTEST = $(BIN)/python -m pytest -n 6 --dist worksteal --durations=25 $(PYTEST_ARGS)
-PARTS := test-unit test-contract test-numerics test-processes test-deploy
+PARTS := test-unit test-contract test-numerics test-groupings test-processes test-deploy
 
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
