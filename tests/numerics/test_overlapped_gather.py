@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zero_deepspeed
+from tests.numerics.test_branches import LEFT_OUT, Branching, Samples
 from tests.numerics.test_leaving import await_leave, exit_code_of, under_agent
 from tests.numerics.test_silent_peers import is_stopped
 from tests.numerics.test_takeover import engine_for
@@ -280,6 +283,32 @@ def train_late_backwards(on: bool) -> str:
         second.backward() if plain else engine.backward(second)
         engine.step()
     return engine.weight_hash()
+
+
+def train_leaving_layers_out(on: bool) -> tuple[Any, ...]:
+    torch.manual_seed(5)
+    settings = overlapping(2, on=on)
+    engine, *_ = zero_deepspeed.initialize(
+        model=Branching(LEFT_OUT), training_data=Samples(), config=settings
+    )
+    skipped = set()
+    for batch in itertools.islice(engine.training_dataloader, 9):
+        loss = engine(batch)
+        skipped |= hidden(engine)
+        engine.backward(loss)
+        assert not hidden(engine)  # what is sent must not change in the step
+        engine.step()
+    assert bool(skipped) == on
+    return fingerprint(engine)
+
+
+@pytest.mark.parametrize("backend", ["gloo", BACKEND])
+@pytest.mark.corners(backend=[BACKEND])
+def test_weights_of_modules_that_forward_leaves_out_arrive_before_the_next_step(
+    worlds: WorldPool, backend: str
+) -> None:
+    waited = worlds.run(2, train_leaving_layers_out, False, backend=backend)
+    assert worlds.run(2, train_leaving_layers_out, True, backend=backend) == waited
 
 
 # ---- who else uses the module ----
