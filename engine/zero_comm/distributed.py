@@ -27,9 +27,6 @@ GROUP_TIMEOUT_S = 600.0
 """The timeout of a collective; DeepSpeed's default as well."""
 ABORT_TIMEOUT_S = 5.0
 """How long an abort may take; then the process ends, or continues, without its end."""
-UNDER_AN_AGENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Variables with which torch's threads do not end a process because of what its peers do: the agent
-decides that, and a process that is told to leave aborts its group by itself."""
 MPI_PORT = 29500
 """The port of rank 0's store under mpirun and srun; DeepSpeed's default as well."""
 
@@ -41,6 +38,19 @@ def group_timeout_s() -> float:
         return 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
     except ValueError:
         raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes") from None
+
+
+def leave_failures_to_agent() -> None:
+    """Under an agent: keep the threads of NCCL from ending this process because of its peers.
+
+    The agent decides that, and a process that is told to leave aborts its group by itself. Called
+    before the group is made, which reads the variables. The agent sets the first one to 1, as
+    torchrun does; any other value is the user's and stays.
+    """
+    if ENV_SOCKET in os.environ:
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = MPI_PORT) -> None:
@@ -63,9 +73,7 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))
     if dist.is_initialized():
         return
-    if ENV_SOCKET in os.environ:
-        for name, value in UNDER_AN_AGENT.items():
-            os.environ.setdefault(name, value)
+    leave_failures_to_agent()
     if mpi_port is not None and "RANK" not in os.environ:
         os.environ |= discover(os.environ, mpi_port)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

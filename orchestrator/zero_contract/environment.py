@@ -80,7 +80,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "TORCHELASTIC_ERROR_FILE": "File into which a worker that fails writes its traceback.",
             "TORCHELASTIC_TIMER_FILE": "Pipe of torch's file timers, if they are served.",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1 if it is not given: an NCCL error ends the "
-            "worker.",
+            "worker. zero_engine and zero_torch change 1 to 0: the agent ends the worker.",
         },
         WORKER_OURS: {
             worker.ENV_JOB: "Name of the job.",
@@ -101,6 +101,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ZERO_NODE_RANKS": "Ranks of each node, in the order of ranks, such as 4,4,2; one "
             "number is that of every node (default: what the launcher says). Gradients are added "
             "inside a node before they travel to other nodes; the result is the same.",
+            "TORCH_NCCL_ENABLE_MONITORING": "zero_engine and zero_torch set it to 0 under an agent, "
+            "if it is not given: the agent ends a worker that hangs.",
             "DEEPSPEED_TIMEOUT": "Timeout of a collective, in minutes (default 10).",
         },
         COMMANDS: {
