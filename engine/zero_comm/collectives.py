@@ -318,13 +318,13 @@ class Collectives:
         `received` [(world - 1) * n] gets this rank's shard of the micro-batches of the other
         ranks; `in_microbatch_order` sorts these and its own. Only for shards in the order of ranks.
         """
-        sent_bytes = self._count("leaves", microbatches)
+        sent_bytes = self._count("gradients", microbatches)
         out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
 
         def start(transport: Transport, turn: int) -> list[Work]:
             return transport.scatter(out, into, what, turn)
 
-        return self._begin("leaves", what, (microbatches, received), sent_bytes, start)
+        return self._begin("gradients", what, (microbatches, received), sent_bytes, start)
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
         """This rank's shard of the gradients of rank 0, rank 1, ...: views [n]."""

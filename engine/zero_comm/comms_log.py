@@ -21,7 +21,7 @@ from zero_contract.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-OPERATIONS = ("leaves", "gather", "pieces", "broadcast", "reduce")
+OPERATIONS = ("gradients", "gather", "pieces", "broadcast", "reduce")
 """The kinds of exchange: gradients to the owners of their sums; shards, norms and notes to all
 ranks; pieces of sums and of whole parameters to one rank, and these back; tensors of one rank to
 all; sums by the backend itself."""
@@ -40,7 +40,7 @@ class CommsLogger:
     prof_all: bool = True
     """Count every kind of exchange."""
     prof_ops: tuple[str, ...] = ()
-    """With `prof_all` false: count only these kinds: leaves, gather, pieces, broadcast,
+    """With `prof_all` false: count only these kinds: gradients, gather, pieces, broadcast,
     reduce."""
 
     def __post_init__(self) -> None:

@@ -34,10 +34,10 @@ def table_of(lines: list[str], kind: str) -> dict[int, int]:
 
 def test_the_summary_counts_every_exchange_of_the_engine(worlds: WorldPool) -> None:
     (lines, sent, halves), (silent, _, _) = worlds.run(2, summary_of_one_step, {"enabled": True})
-    microbatches = table_of(lines, "leaves")
-    # Five leaves on two ranks: three micro-steps.
+    microbatches = table_of(lines, "gradients")
+    # Five micro-batches on two ranks: three micro-steps.
     assert microbatches == {half: 3 * halves.count(half) for half in halves}
-    for kind in ("leaves", "gather"):
+    for kind in ("gradients", "gather"):
         assert sum(size * count for size, count in table_of(lines, kind).items()) == sent[kind]
     assert [line.split()[:3] for line in lines[-2:]] == [["rank", str(r), "waited"] for r in (0, 1)]
     assert silent == []

@@ -263,4 +263,4 @@ def bytes_of_one_step(stage: int) -> tuple[int, int, int]:
     sent.clear()
     train(engine, 1)
     padded = sum(unit.padded for unit in engine._core.units if unit.trained)
-    return sent["leaves"], sent["gather"], padded
+    return sent["gradients"], sent["gather"], padded

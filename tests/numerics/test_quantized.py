@@ -153,7 +153,7 @@ def test_gathering_within_a_node_changes_where_bytes_travel_and_no_bit(
     in_pairs = worlds.run(4, train_in_nodes, 2, wire)
     assert [result for result, _ in in_pairs] == [result for result, _ in plain]
     (everywhere, _), (between, within) = plain[0][1], in_pairs[0][1]
-    assert between["leaves"] == everywhere["leaves"]
+    assert between["gradients"] == everywhere["gradients"]
     assert between["gather"] < everywhere["gather"] * 0.6  # backward's gathers stay in the node
     assert within["gather"] > 0
 
