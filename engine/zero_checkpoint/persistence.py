@@ -173,22 +173,27 @@ class Persistence:
         self.schedule.begun(stall_s)
         self._link.saved(stall_s)
         self._link.heartbeat()  # this save may be the last thing that the script does
-        if not self.leaving:
+        if self.leaving:
+            self._leave_if_all_saved()
+        else:
             self._check_refusals()
-        elif left := sum(
+        return saved
+
+    def _leave_if_all_saved(self) -> None:
+        """Leave now, or at the next step, or leave it to the save of another engine."""
+        engines = self._engines()
+        left = sum(
             each._directory is not None and each._saved_step != each.training.step
-            for each in self._engines()
-        ):
+            for each in engines
+        )
+        if left:
             if self.training.rank == 0:
                 _log.info("leaving when %d more engines of this process are saved", left)
-        elif self.training.in_library_loop or any(
-            each._directory is None for each in self._engines()
-        ):
+        elif self.training.in_library_loop or any(each._directory is None for each in engines):
             # At the next step: first its loop writes its state, or other engines save at all.
             self._link.may_leave = True
         else:
             self.leave()
-        return saved
 
     def _save(self, request: Request, *, waits: bool) -> bool:
         """Begin a save; return when nothing reads the state any more, or the state is copied."""
