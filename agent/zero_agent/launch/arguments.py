@@ -36,12 +36,12 @@ _FLAGS: Sequence[tuple[str, str, Mapping[str, object]]] = (
     (
         "--min-nodes",
         "smallest number of hosts with which the job continues (default 1)",
-        {"type": int, "default": 1},
+        {"type": int, "default": 1, "metavar": "N"},
     ),
     (
         "--max-restarts",
         "number of failures that the job may survive (default 3)",
-        {"type": int, "default": 3},
+        {"type": int, "default": 3, "metavar": "N"},
     ),
     (
         "--launcher",
@@ -51,15 +51,27 @@ _FLAGS: Sequence[tuple[str, str, Mapping[str, object]]] = (
     (
         "--launcher-args",
         "further flags for the program of --launcher",
-        {"type": shlex.split, "default": []},
+        {"type": shlex.split, "default": [], "metavar": "FLAGS"},
     ),
     ("--ssh-port", "port of sshd on the hosts", {"type": int, "metavar": "PORT"}),
-    ("--rdzv-endpoint", "etcd that all hosts reach (default: one that runs here)", {"default": ""}),
-    ("--rdzv-id", "name of the job (default: derived from the script)", {"default": ""}),
-    ("--agent-args", "further flags for zero-agent", {"type": shlex.split, "default": []}),
+    (
+        "--rdzv-endpoint",
+        "addresses of an etcd that all hosts reach (default: one that runs here)",
+        {"default": "", "metavar": "HOST:PORT[,...]"},
+    ),
+    (
+        "--rdzv-id",
+        "name of the job (default: derived from the script)",
+        {"default": "", "metavar": "NAME"},
+    ),
+    (
+        "--agent-args",
+        "further flags for zero-agent",
+        {"type": shlex.split, "default": [], "metavar": "FLAGS"},
+    ),
     ("--no-ssh", "start only the agent of this host; run the command on each host", {}),
     ("--node-rank", "with --no-ssh: number of this host, from 0", {"type": int, "metavar": "K"}),
-    ("--master-addr", "with --no-ssh: address of host 0", {"default": ""}),
+    ("--master-addr", "with --no-ssh: address of host 0", {"default": "", "metavar": "HOST"}),
     (
         "--master-port",
         "with --no-ssh: port of the etcd on host 0",
