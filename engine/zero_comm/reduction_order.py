@@ -63,7 +63,7 @@ def check_block(block: int | None) -> None:
     """Check elastic.reduction_block of a config.
 
     Raises:
-        ConfigError: It is no power of two.
+        ConfigError: It is not a power of two.
     """
     if block is None:
         return
@@ -72,7 +72,7 @@ def check_block(block: int | None) -> None:
     if block & (block - 1):
         below = 1 << block.bit_length() - 1
         raise ConfigError(
-            f"elastic.reduction_block is {block}, which is no power of two; "
+            f"elastic.reduction_block is {block}, which is not a power of two; "
             f"set it to {below} or {2 * below}"
         )
 

@@ -42,7 +42,7 @@ class Interleaving:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._chunk = chunk
         if (self._sizes < 0).any():
-            raise ConfigError(f"shard_sizes: {int(self._sizes.min())} is no number of samples")
+            raise ConfigError(f"shard_sizes: {int(self._sizes.min())} is not a number of samples")
 
     @property
     def size(self) -> int:

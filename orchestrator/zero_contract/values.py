@@ -1,6 +1,6 @@
 """Sizes and durations as people write them, and the known name nearest to an unknown one.
 
-A parser raises a ValueError whose text continues after the value as written: `5XB is no size; ...`.
+A parser raises a ValueError whose text continues after the value as written: `5XB is not a size`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse_seconds(text: str) -> float:
     """`30`, `30s`, `10m`, `2h` or `7d` as seconds. Raises ValueError."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ValueError("is no length of time; write seconds, such as 30, or 10m, or 2h, or 7d")
+        raise ValueError("is not a length of time; write seconds, such as 30, or 10m, or 2h, or 7d")
     return float(match[1]) * _UNITS_S[match[2]]
 
 
@@ -45,7 +45,7 @@ def parse_size_bytes(text: str) -> int:
     """`5GB`, `200MiB`, `1.5Gi` or bytes. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS_BYTES:
-        raise ValueError("is no size; write a size such as 5GB or 200MiB")
+        raise ValueError("is not a size; write a size such as 5GB or 200MiB")
     size_bytes: int = round(float(match[1]) * _UNITS_BYTES[match[2].upper()])
     return size_bytes
 
@@ -56,7 +56,7 @@ class Size:
 
     def __init__(self, text: str) -> None:
         if _KUBERNETES_SIZE.fullmatch(text) is None:
-            raise ValueError("is no size; write 512Mi, 16Gi or 2Ti")
+            raise ValueError("is not a size; write 512Mi, 16Gi or 2Ti")
         self.text = text
         self.size_bytes = parse_size_bytes(text)
 

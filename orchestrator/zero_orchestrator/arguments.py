@@ -17,7 +17,7 @@ def port(text: str) -> int:
     """A port to listen on; 0: a free one.
 
     Raises:
-        ArgumentTypeError: The text is no port.
+        ArgumentTypeError: The text is not a port.
     """
     if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text}: write a port, 1 to 65535, or 0 for a free one")

@@ -277,7 +277,7 @@ def refused(options: dict[str, Any]) -> None:
 
 def test_a_vector_that_is_called_a_matrix_is_named() -> None:
     group = {"params": [nn.Parameter(torch.zeros(3))], "use_muon": True}
-    with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is no matrix; unset use_m"):
+    with pytest.raises(ValueError, match=r"parameter of shape \(3,\) is not a matrix; unset use_m"):
         Muon([group])
     with pytest.raises(ValueError, match="parameter 0 of param group 0 has no use_muon"):
         Muon([nn.Parameter(torch.zeros(3, 3))])

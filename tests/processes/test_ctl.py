@@ -195,7 +195,7 @@ def test_wrong_input_is_one_message_that_names_what_there_is(cluster, ctl, tmp_p
         (ctl("status", "no-such-job"), "there is no job no-such-job; there are: ", 2),
         (ctl("drain", "z", job.job), f"there is no live node z; there are: {job.job}: a", 2),
         (ctl("status", "--rdzv_endpoint=a:b"), "write HOST:PORT with a port", 2),
-        (ctl("stop", "--wait=never"), "never is no length of time; write seconds", 2),
+        (ctl("stop", "--wait=never"), "never is not a length of time; write seconds", 2),
         (ctl("status", endpoint=nowhere), f"cannot reach etcd at {nowhere}", 3),
     ):
         assert (done.returncode, done.stdout) == (code, "")

@@ -13,7 +13,7 @@ from zero_orchestrator.arguments import variable_of
 from zero_orchestrator.errors import SpecError
 
 LENGTH = "write seconds, such as 30"
-COUNT = "is no whole number; write one"
+COUNT = "is not a whole number; write one"
 STREAMS = "write 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"
 NAME = "use letters, digits, '.', '_' and '-'"
 
@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
         ("jointimeout=3", "did you mean join_timeout?"),
     ),
     "master-addr": (("10.0.0.1 --nnodes=1:2", "write --nnodes=2"),),
-    "master-port": (("x", "write a number up to 65535"), ("70000", "is no port")),
+    "master-port": (("x", "write a number up to 65535"), ("70000", "is not a port")),
     "node-rank": (("x", COUNT), ("5 --nnodes=2", "with --nnodes=2 write 0 to 1")),
     "node-id": (("a/b", NAME), ("-a", NAME)),
     "local-addr": (("192.0.2.1", "not an address of this machine; leave it out"),),
@@ -57,19 +57,19 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "redirects": (("9", STREAMS), ("0:9", STREAMS)),
     "tee": (("x", STREAMS), ("0:1,", STREAMS)),
     "log-format": (("xml", "choose from 'text'"),),
-    "log-limit": (("x", "write 512Mi, 16Gi or 2Ti"), ("-1", "is no size")),
+    "log-limit": (("x", "write 512Mi, 16Gi or 2Ti"), ("-1", "is not a size")),
     "local-ranks-filter": (("a", "write local ranks, such as 0,1,2"),),
     "shutdown-timeout": (("x", LENGTH),),
-    "stop-exit-code": (("x", "is no exit code"), ("256", "a number from 0 to 255")),
+    "stop-exit-code": (("x", "is not an exit code"), ("256", "a number up to 255")),
     "port-range": (("x", "at least 4 ports"), ("9-8", "at least 4 ports"), ("0-9", "29600-29699")),
     "advertise-addr": (("a:1", "without a port"), ("0.0.0.0", "such as 203.0.113.7")),
-    "lease-ttl": (("x", "is no whole number"), ("1", "no shorter leases than 2 s")),
+    "lease-ttl": (("x", "is not a whole number"), ("1", "no shorter leases than 2 s")),
     "hang-timeout": (("soon", "or auto, or off"), ("0", "write seconds, such as 600")),
-    "signals-to-handle": (("SIGKILL", "no signal that can be handled"), ("FOO", "SIGUSR1")),
+    "signals-to-handle": (("SIGKILL", "is not a signal that can be handled"), ("FOO", "SIGUSR1")),
     "numa-binding": (("x", "choose from 'node'"),),
     "health-check-timeout": (("x", LENGTH), ("0", "write more than 0 seconds")),
-    "ram-budget": (("x", "write 512Mi, 16Gi or 2Ti"), ("-1", "is no size")),
-    "health-port": (("x", "is no port"), ("70000", "is no port")),
+    "ram-budget": (("x", "write 512Mi, 16Gi or 2Ti"), ("-1", "is not a size")),
+    "health-port": (("x", "is not a port"), ("70000", "is not a port")),
     "health-host": (("192.0.2.1 --health-port=0", "another --health-host"),),
     "start-method": (("x", "choose from 'spawn'"),),
     "monitor-interval": (("x", LENGTH),),
@@ -128,13 +128,13 @@ def test_a_wrong_value_from_the_environment_is_refused_with_the_name_of_the_vari
 def test_of_two_variables_for_one_flag_that_which_was_set_is_named(refusal, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "x")
     assert refusal([]) == (
-        "TORCHELASTIC_HEALTH_CHECK_PORT: x is no port; write a number up to 65535"
+        "TORCHELASTIC_HEALTH_CHECK_PORT: x is not a port; write a number up to 65535"
     )
 
 
 def test_a_wrong_value_in_the_environment_does_no_harm_beside_the_flag(refusal, monkeypatch):
     monkeypatch.setenv("PET_MAX_RESTARTS", "x")
-    assert "--max-restarts: y is no whole number" in refusal(["--max-restarts=y"])
+    assert "--max-restarts: y is not a whole number" in refusal(["--max-restarts=y"])
 
 
 def test_mistakes_of_all_kinds_are_told_together(refusal, monkeypatch):
@@ -143,8 +143,8 @@ def test_mistakes_of_all_kinds_are_told_together(refusal, monkeypatch):
     flags += ["--tee=9", "--etcd-user=me", "--numa-binding", "socket", "--logs-specs=mine"]
     assert refusal(flags).splitlines() == [
         "--nprc: there is no such flag; --help lists the flags",
-        "--monitor-interval: soon is no length of time; write seconds, such as 30, or 10m, or 2h, "
-        "or 7d",
+        "--monitor-interval: soon is not a length of time; write seconds, such as 30, or 10m, or "
+        "2h, or 7d",
         "--start-method: invalid choice: 'fast' (choose from 'spawn', 'fork', 'forkserver')",
         "--nnodes=x: not a number of nodes; write 4, or 1:4 for 1 to 4 nodes",
         "PET_EXCLUDE_AFTER=-1: must not be negative; write 0",

@@ -190,7 +190,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
         ({"elastic": {"xyz": 1}}, "elastic.xyz: unknown config key; known: accumulate, "),
         ({"elastic": {"reduction_block": 0}}, "elastic.reduction_block: 0 is less than 1"),
-        ({"elastic": {"reduction_block": 6}}, "6, which is no power of two; set it to 4 or 8"),
+        ({"elastic": {"reduction_block": 6}}, "6, which is not a power of two; set it to 4 or 8"),
         ({"elastic": {"accumulate": "rank"}}, '\'rank\' is not "owner", "node" or "local"'),
         (
             {"elastic": {"accumulate": "local"}, "zero_optimization": {"stage": 2}},

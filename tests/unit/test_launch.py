@@ -38,7 +38,7 @@ def test_a_hostfile_may_have_comments_and_blank_lines_and_keeps_its_order():
         (["w1 slots=0"], "hosts:1: 'w1 slots=0': write HOST slots=N, with N from 1"),
         (["", "# nobody"], "hosts: names no host; write one a line, as HOST slots=N"),
         *(
-            ([f"{bad} slots=1"], f"hosts:1: {bad!r} is no name of one host; write NAME, USER@NAME ")
+            ([f"{bad} slots=1"], f"hosts:1: {bad!r} does not name one host; write NAME, USER@NAME ")
             for bad in (
                 *("-oProxyCommand=id", "me@-oProxyCommand=id", "-", "^/etc/hosts", "a,b", "a;id"),
                 *("w[1-9]", "$(id)", "a`id`", "@w1"),

@@ -116,7 +116,7 @@ def test_the_budget_counts_all_that_is_there_and_a_linked_file_once(server, tmp_
 )
 def test_a_path_leads_to_files_of_checkpoints_and_nowhere_else(server, tmp_path, path):
     assert not offer(server, put(path=path)).ok
-    assert "is no file of a checkpoint" in str(get(server, path, 0, 10))
+    assert "is not a file of a checkpoint" in str(get(server, path, 0, 10))
     assert files(tmp_path) == []
 
 

@@ -50,7 +50,7 @@ def test_a_shard_is_read_forward_over_gaps_and_opened_again_to_go_back() -> None
 
 
 def test_wrong_sizes_are_named() -> None:
-    with pytest.raises(ConfigError, match="shard_sizes: -1 is no number of samples"):
+    with pytest.raises(ConfigError, match="shard_sizes: -1 is not a number of samples"):
         Interleaving([3, -1], chunk=1)
     reader = ShardReader(Numbers([3], really=[2]), chunk=1)
     with pytest.raises(ZeroError, match="shard 0 has no sample 2, though shard_sizes says so"):

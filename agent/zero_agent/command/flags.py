@@ -50,13 +50,13 @@ class Flag:
 
 def _whole(text: str) -> int:
     if not text.removeprefix("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no whole number; write one, such as 3")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number; write one, such as 3")
     return int(text)
 
 
 def _exit_code(text: str) -> int:
     if not text.isdecimal() or int(text) > 255:
-        raise argparse.ArgumentTypeError(f"{text} is no exit code; write a number from 0 to 255")
+        raise argparse.ArgumentTypeError(f"{text} is not an exit code; write a number up to 255")
     return int(text)
 
 
@@ -78,7 +78,7 @@ def _some_seconds(text: str) -> float:
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; write a number up to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; write a number up to 65535")
     return int(text)
 
 

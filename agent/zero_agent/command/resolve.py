@@ -134,7 +134,7 @@ def signals_to_handle(text: str) -> list[signal.Signals]:
         number = signal.Signals.__members__.get(name)
         if number is None or number in _UNCATCHABLE:
             raise SpecError(
-                f"--signals-to-handle={text}: {name} is no signal that can be handled; write "
+                f"--signals-to-handle={text}: {name} is not a signal that can be handled; write "
                 "names such as SIGTERM,SIGUSR1"
             )
         found.append(number)
@@ -149,7 +149,7 @@ def shutdown_timeout_s(flag_s: float | None, environ: Mapping[str, str]) -> floa
     """The flag, or torchelastic's environment variable, or the default.
 
     Raises:
-        SpecError: The variable is no number.
+        SpecError: The variable is not a number.
     """
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     try:

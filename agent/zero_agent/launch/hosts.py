@@ -53,7 +53,7 @@ def parse_hostfile(lines: Iterable[str], where: str) -> Hosts:
             raise SpecError(f"{where}:{number}: {text!r}: write HOST slots=N, with N from 1")
         if _HOST.fullmatch(found["host"]) is None:
             raise SpecError(
-                f"{where}:{number}: {found['host']!r} is no name of one host; write NAME, "
+                f"{where}:{number}: {found['host']!r} does not name one host; write NAME, "
                 "USER@NAME or an address"
             )
         if found["host"] in hosts:

@@ -185,7 +185,7 @@ class _Caller(socketserver.BaseRequestHandler):
 
     def _path(self, name: str) -> Path:
         if not FILE.fullmatch(name):
-            raise WireError(f"{name[:100]!r} is no file of a checkpoint")
+            raise WireError(f"{name[:100]!r} is not a file of a checkpoint")
         return self.server.directory / name
 
 

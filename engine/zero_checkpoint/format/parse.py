@@ -132,7 +132,7 @@ class _Fields:
 
     def take(self, name: str, kind: type) -> Any:
         value = self._record.get(name)
-        if type(value) is not kind:  # not isinstance: True is no number here
+        if type(value) is not kind:  # not isinstance: True is not a number here
             raise ManifestError(f"{self._where}.{name} is not of type {kind.__name__}")
         return value
 
@@ -229,7 +229,7 @@ def _files(records: list[Any], block_bytes: int) -> tuple[FileRecord, ...]:
             raise ManifestError(f"files[{rank}].name is {name!r}, not {file_name(rank)!r}")
         data_offset = fields.count("data_offset", at_least=PAGE_BYTES)
         if data_offset % PAGE_BYTES or data_offset > size:
-            raise ManifestError(f"{name}: data_offset {data_offset} is no page inside {size} bytes")
+            raise ManifestError(f"{name}: data_offset {data_offset} is not a page of {size} bytes")
         digests = unpack(fields.take("xxh3_64", str), "<u8")
         if len(digests) != -(-size // block_bytes):
             raise ManifestError(f"{name}: {len(digests)} digests do not fit {size} bytes")

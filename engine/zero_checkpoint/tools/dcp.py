@@ -80,7 +80,7 @@ def read_dcp(
     strange = sorted(found.state.keys() - params.keys())
     if strange:
         raise CheckpointError(
-            f"{source}: the optimizer has state for {strange[0]!r}, which is no parameter of "
+            f"{source}: the optimizer has state for {strange[0]!r}, which is not a parameter of "
             "the model; name the keys of both with --model-key and --optimizer-key"
         )
     # The step, if all keys that count steps agree.
@@ -141,7 +141,7 @@ class _Store:
         """One tensor, put together from its chunks."""
         record = self.records.state_dict_metadata[key]
         if not isinstance(record, metadata.TensorStorageMetadata):
-            raise CheckpointError(f"{self.directory}: {key} is no tensor; choose --model-key")
+            raise CheckpointError(f"{self.directory}: {key} is not a tensor; choose --model-key")
         whole = torch.empty(record.size, dtype=record.properties.dtype)
         covered = 0
         for chunk in record.chunks:

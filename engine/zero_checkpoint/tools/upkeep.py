@@ -89,7 +89,7 @@ def plan_prune(
     )
     reason = f"not among the newest {keep_last}"
     if keep_every is not None:
-        reason += f", and its step is no multiple of {keep_every}"
+        reason += f", and its step is not a multiple of {keep_every}"
     if keep_best is not None:
         reason += f", nor among the best {keep_best.count} by {keep_best.metric}"
         plan.notes += [

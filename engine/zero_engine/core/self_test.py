@@ -145,7 +145,7 @@ class SelfTest:
             problem = gradients_differ([each[1] for each in by_rank], order)
         text = (
             f"the first micro-batch has other bits when it is run again: {problem}. A kernel does "
-            "not repeat itself, or the module keeps state that is no buffer; see "
+            "not repeat itself, or the module keeps state that is not a buffer; see "
             'docs/determinism.md, or set elastic.deterministic to "off"'
         )
         if core.hardware.mode is Deterministic.ERROR:

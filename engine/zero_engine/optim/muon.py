@@ -212,7 +212,7 @@ def _check(group: dict[str, Any]) -> None:
             f"{group['ns_steps']} at least 1"
         )
     if vectors := [tuple(param.shape) for param in group["params"] if param.dim() < 2]:
-        raise ValueError(f"Muon: a parameter of shape {vectors[0]} is no matrix; unset {_FLAG}")
+        raise ValueError(f"Muon: a parameter of shape {vectors[0]} is not a matrix; unset {_FLAG}")
 
 
 def _first(*rates: float | None) -> float:

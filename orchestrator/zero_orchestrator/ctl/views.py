@@ -329,7 +329,7 @@ def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Table:
 def _nodes_table(rows: Sequence[NodeRow]) -> Table:
     in_memory = any(row.ram_used_bytes is not None for row in rows)
     prepares = any(row.preparing for row in rows)
-    columns = ("rank", "node", "state", "workers", "address", "step", "told", "loss")
+    columns = ("rank", "node", "state", "workers", "address", "step", "reported", "loss")
     table = _table(
         *columns, *(["memory"] if in_memory else []), *(["prepares"] if prepares else [])
     )

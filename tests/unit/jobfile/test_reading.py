@@ -63,27 +63,28 @@ def test_bounds_are_read_as_written_though_yaml_would_make_a_number_in_base_60_o
 WRONG = {
     "resource: {cpu: 4}": "4: resource: there is no such key; did you mean resources?",
     "resources: {cpus: 4}": "4: resources.cpus: there is no such key; did you mean cpu?",
-    "resources:\n  memory: 16GB": "5: resources.memory: 16GB: is no size; write 512Mi, 16Gi or 2Ti",
+    "resources:\n  memory: 16GB": "5: resources.memory: 16GB: is not a size; write 512Mi, 16Gi "
+    "or 2Ti",
     "resources: {cpu: 0}": "4: resources.cpu: 0: is not a number of cores; write 4, or 500m for "
     "half of one",
     "resources: [4, 16Gi]": "4: resources: a list: keys with values are needed here",
     "resources: 4": "4: resources: 4: keys with values are needed here",
     "name: b": "4: name: is given twice, first in line 1; keep one",
     "spot: maybe": "4: spot: maybe: write true or false",
-    "max_restarts: many": "4: max_restarts: many: is no whole number; write one, such as 3",
+    "max_restarts: many": "4: max_restarts: many: is not a whole number; write one, such as 3",
     "max_restarts: {a: 1}": "4: max_restarts: keys with values: one value is needed here",
-    "grace_s: 2m": "4: grace_s: 2m: is no length of time; write seconds, such as 120",
-    "grace_s: .inf": "4: grace_s: .inf: is no length of time; write seconds, such as 120",
-    "exclude_after: -1": "4: exclude_after: -1: is no whole number; write one, such as 3",
+    "grace_s: 2m": "4: grace_s: 2m: is not a length of time; write seconds, such as 120",
+    "grace_s: .inf": "4: grace_s: .inf: is not a length of time; write seconds, such as 120",
+    "exclude_after: -1": "4: exclude_after: -1: is not a whole number; write one, such as 3",
     "exclude_for: 0s": "4: exclude_for: 0s: write more than 0 seconds, such as 30",
     "node_unit: 0": "4: node_unit: 0: must be 1 or more",
-    "join_timeout: soon": "4: join_timeout: soon: is no length of time; write seconds, such as 30, "
-    "or 10m, or 2h, or 7d",
+    "join_timeout: soon": "4: join_timeout: soon: is not a length of time; write seconds, such as "
+    "30, or 10m, or 2h, or 7d",
     "hang_timeout: never": "4: hang_timeout: never: write seconds, such as 600, or 10m, or auto, "
     "or off",
     "hang-timeout: off": "4: hang-timeout: there is no such key; did you mean hang_timeout?",
     "numa_binding: cpu": "4: numa_binding: cpu: write node, socket, exclusive or core-complex",
-    "checkpoint: {ram_budget: 16GB}": "4: checkpoint.ram_budget: 16GB: is no size; write 512Mi, "
+    "checkpoint: {ram_budget: 16GB}": "4: checkpoint.ram_budget: 16GB: is not a size; write 512Mi, "
     "16Gi or 2Ti",
     "threads: 0": "4: threads: 0: must be 1 or more",
     "parameters: huge": "4: parameters: huge: is not a number of parameters; write 125M or 7B",
@@ -170,7 +171,7 @@ def test_a_config_may_have_comments_as_the_engine_and_deepspeed_read_it(tmp_path
 )
 def test_what_is_no_config_is_named_with_its_line(tmp_path, text, problem):
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(JobFileError, match=re.escape(f"4: config: c.json is no config: {problem}")):
+    with pytest.raises(JobFileError, match=re.escape(f"c.json is not a config: {problem}")):
         job(tmp_path, "config: c.json")
 
 

@@ -335,7 +335,7 @@ def load(path: Path) -> Job:
         except OSError as error:
             wrong = f"{file.config} cannot be read: {error.strerror}"
         except ValueError as error:
-            wrong = f"{file.config} is no config: {error}"
+            wrong = f"{file.config} is not a config: {error}"
     if wrong:
         raise JobFileError(source.message(reader.Problem(key="config", text=wrong)))
     return Job(file=file, source=source, directory=directory, config=config)

@@ -28,7 +28,7 @@ def at_least(size_bytes: float) -> Size:
 def whole(text: str) -> int:
     """A whole number, 0 or more."""
     if not text.isdecimal():
-        raise ValueError("is no whole number; write one, such as 3")
+        raise ValueError("is not a whole number; write one, such as 3")
     return int(text)
 
 
@@ -46,7 +46,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ValueError("is no length of time; write seconds, such as 120")
+        raise ValueError("is not a length of time; write seconds, such as 120")
     return value
 
 
