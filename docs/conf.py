@@ -2,7 +2,7 @@
 
 A page says where a file is by its path in the repository, so that its links work there, too. On
 the site a link to another page of the repository (`STANDS_FOR`) leads to its page here, and a link
-to any other file offers that file.
+to any other file offers that file. The start page is the README.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 STANDS_FOR = {
     "architecture": "ARCHITECTURE.md",
+    "benchmarks": "benchmarks/README.md",
     "changelog": "CHANGELOG.md",
     "contributing": "CONTRIBUTING.md",
     "deploy": "deploy/README.md",
+    "index": "README.md",
     "security": "SECURITY.md",
 }
 """Pages of the site that show a file outside docs/."""
@@ -53,7 +55,7 @@ html_copy_source = False
 def on_the_site(text: str, directory: Path) -> str:
     """`text` of a file in `directory`, with its links as they are from docs/."""
     pages = {ROOT / path: f"{name}.md" for name, path in STANDS_FOR.items()}
-    pages |= {ROOT / "README.md": "index.md", ROOT / "deploy": "deploy.md"}
+    pages[ROOT / "deploy"] = "deploy.md"
 
     def link(found: re.Match[str]) -> str:
         target = (directory / found["path"]).resolve()
@@ -67,7 +69,8 @@ def _read(app: Any, name: str, content: list[str]) -> None:
     path = ROOT / STANDS_FOR[name] if name in STANDS_FOR else DOCS / f"{name}.md"
     app.env.note_dependency(str(path))
     about = "---\norphan: true\n---\n" if name in STANDS_FOR else ""  # may be in no toctree
-    content[0] = about + on_the_site(path.read_text(), path.parent)
+    contents = content[0][content[0].index("```{toctree}") :] if name == "index" else ""
+    content[0] = about + on_the_site(path.read_text(), path.parent) + contents
 
 
 def setup(app: Any) -> None:
