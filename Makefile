@@ -7,19 +7,25 @@
 # make dist   builds the sdist and the wheel, in dist
 # make docs   builds the documentation as a site, in build/docs
 # make reference    writes the pages of docs/ that are generated from the code
+# make gpu-test     the checks that need a GPU: with GPU_PYTHON, at most 5 minutes
+# make locks        writes deploy/locks; needs uv
+# make clean        removes everything that make has made
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-
-# The tests mostly wait, so there are three of them for each of two cores.
 GPU_PYTHON ?= python3
+
+# The tests mostly wait, so three of them run for each of two cores.
 PYTEST = $(BIN)/python -m pytest -n 6 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-groupings test-processes test-deploy
 
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all $(PARTS) test-image gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all $(PARTS) test-image gpu-test check dist docs reference install dev locks clean
+
+help:
+	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
 
 demo: install
 	$(BIN)/python examples/demo.py
