@@ -256,13 +256,13 @@ agent also writes its own into `DIR/<job>/events-<node>.jsonl`. Every event has 
 | field | meaning |
 | --- | --- |
 | `time` | Wall clock of the node, in seconds since the epoch. |
-| `node` | Name of the node whose agent tells the event. |
+| `node` | Name of the node whose agent has logged the event. |
 | `round` | Number of the round that it belongs to. |
 | `event` | Short name, from the table below. |
 | `text` | The event as a sentence, with its reason. |
 
 etcd keeps the last 1000 events that matter and the last 300 others. Those marked *always* matter
-in every case; the others do if they are warnings, or tell of a worker that failed. In rounds of
+in every case; the others do if they are warnings, or are about a worker that failed. In rounds of
 more than {nodes} nodes, only what matters is kept in etcd, and what is not marked *always* among
 the 300.
 """

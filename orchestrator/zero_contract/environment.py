@@ -101,8 +101,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ZERO_NODE_RANKS": "Ranks of each node, in the order of ranks, such as 4,4,2; one "
             "number is that of every node (default: what the launcher says). Gradients are added "
             "inside a node before they travel to other nodes; the result is the same.",
-            "TORCH_NCCL_ENABLE_MONITORING": "zero_engine and zero_torch set it to 0 under an agent, "
-            "if it is not given: the agent ends a worker that hangs.",
+            "TORCH_NCCL_ENABLE_MONITORING": "zero_engine and zero_torch set it to 0 under an "
+            "agent, if it is not given: the agent ends a worker that hangs.",
             "DEEPSPEED_TIMEOUT": "Timeout of a collective, in minutes (default 10).",
         },
         COMMANDS: {
