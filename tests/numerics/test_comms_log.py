@@ -51,7 +51,7 @@ def test_only_the_chosen_kinds_are_counted(worlds: WorldPool) -> None:
 
 def test_deepspeeds_names_of_operations_are_refused_where_they_would_count_nothing() -> None:
     with pytest.raises(
-        ConfigError, match="'all_reduce' is not one of leaves, gather, pieces, broadcast"
+        ConfigError, match="'all_reduce' is not one of gradients, gather, pieces, broadcast"
     ):
         load_config({"comms_logger": {"prof_all": False, "prof_ops": ["all_reduce"]}})
 
