@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +44,8 @@ def plain(value: Any, what: str | None) -> Any:
         CheckpointError: JSON cannot hold it.
     """
     match value:
+        case np.generic():  # np.float64 is a float, and yet none to JSON
+            return plain(value.item(), what)
         case None | bool() | int() | float() | str():
             return value
         case Tensor() if value.numel() == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from zero_checkpoint.format.pieces import OTHER, Piece, State
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.plain import UNKNOWN_RUN
 from zero_checkpoint.restore import Loaded
+from zero_checkpoint.scheduler_state import restore_schedule, schedule_as_json
 from zero_comm.collectives import Collectives
 from zero_comm.determinism import Hardware
 from zero_comm.reduction_order import NATIVE, ORDERED, order_of, record_of, record_of_native
@@ -145,8 +145,7 @@ class Training:
             **self.record(),
             **run,
             "groups": self.state.groups(),
-            # A copy: a scheduler keeps changing what it returns.
-            "scheduler": copy.deepcopy(self.scheduler.state_dict()) if self.scheduler else None,
+            "scheduler": schedule_as_json(self.scheduler),
             "loss_scaler": None,
             "grad_scaler": self.scaler.state_dict() if self.scaler else None,
             "excludes_frozen": exclude_frozen,
@@ -219,7 +218,7 @@ class Training:
         if absent and self.rank == 0:
             _log.warning("the checkpoint has no state of %s: it stays as it is", ", ".join(absent))
         if self.scheduler is not None and run.get("scheduler") is not None:
-            self.scheduler.load_state_dict(run["scheduler"])
+            restore_schedule(self.scheduler, run["scheduler"])
         if self.scaler is not None and run.get("grad_scaler"):
             self.scaler.load_state_dict(run["grad_scaler"])
         cursor = self.cursor

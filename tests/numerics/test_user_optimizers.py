@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,3 +183,28 @@ def skip_a_step(stage: int) -> tuple[Any, ...]:
     rate = engine.get_lr()[0]
     train(engine, 2)
     return before, after, *skipped, engine.global_samples, rate, engine.get_lr()[0], 2
+
+
+# ---- schedulers in checkpoints ----
+
+SCHEDULES: dict[str, Any] = {
+    "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [1, 3], gamma=0.5),
+    "numpy": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: np.cos(0.5 * step)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_with_any_scheduler_of_torch_is_saved_and_resumes(
+    worlds: WorldPool, tmp_path: Path, name: str
+) -> None:
+    (expected,) = worlds.run(1, train_on_a_schedule, name, str(tmp_path / "whole"), 4)
+    worlds.run(1, train_on_a_schedule, name, str(tmp_path / "halves"), 2)
+    assert worlds.run(1, train_on_a_schedule, name, str(tmp_path / "halves"), 4) == [expected]
+
+
+def train_on_a_schedule(name: str, root: str, until: int) -> tuple[str, list[float]]:
+    engine = make_engine(config(1), lr_scheduler=SCHEDULES[name])
+    engine.load_checkpoint(root)
+    train(engine, until)
+    assert engine.save_checkpoint(root, blocking=True)
+    return engine.weight_hash(), engine.get_lr()

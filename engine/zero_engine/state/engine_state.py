@@ -9,7 +9,6 @@ buffers, scheduler and loss scale.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
+from zero_checkpoint.scheduler_state import restore_schedule, schedule_as_json
 from zero_checkpoint.torch_state import persistent_buffers, plain, set_option
 from zero_comm.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
@@ -75,13 +75,10 @@ class EngineState:
                     if key != "params"
                 }
                 groups.append({"params": named, "hyperparameters": options, **record})
-        scheduler = None
-        if self.scheduler is not None:  # a copy: the scheduler keeps changing what it returns
-            scheduler = copy.deepcopy(self.scheduler.state_dict())
         engine = {
             **run,
             "groups": groups,
-            "scheduler": scheduler,
+            "scheduler": schedule_as_json(self.scheduler),
             "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
             "excludes_frozen": exclude_frozen,
         }
@@ -136,7 +133,7 @@ class EngineState:
                 self.zero.restore_scale(engine["loss_scaler"])
         saved_scheduler = engine["scheduler"] if options.wants_scheduler else None
         if self.scheduler is not None and saved_scheduler is not None:
-            self.scheduler.load_state_dict(saved_scheduler)
+            restore_schedule(self.scheduler, saved_scheduler)
 
     # ---- tensors and pieces ----
 
