@@ -164,7 +164,7 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
         if not tag.startswith((".", LATEST, REMOVED, "step-")) and "/" not in tag:
             hint = hint.with_name(tag)
             disk.link(hint, directory.name)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no file can have such a name
         _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
 
 

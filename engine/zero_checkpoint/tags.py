@@ -20,6 +20,14 @@ from zero_comm.collectives import Collectives
 _log = logging.getLogger(__name__)
 
 
+def text_of(tag: object) -> str | None:
+    """The name that a script has given, as text; None without one.
+
+    DeepSpeed takes the text of anything, and its tutorials give a loss.
+    """
+    return None if tag in (None, "") else str(tag)
+
+
 def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
     """Compare the names that the script gave on the ranks. Collective, if it gave one.
 

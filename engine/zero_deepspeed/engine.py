@@ -215,7 +215,7 @@ class DeepSpeedEngine(Engine):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -227,7 +227,7 @@ class DeepSpeedEngine(Engine):
 
         Args:
             save_dir: A directory that all ranks share, or a URL.
-            tag: The name of the checkpoint; by default global_step<N>.
+            tag: The name of the checkpoint, or a number as its name; by default global_step<N>.
             client_state: The script's state, returned by `load_checkpoint`.
             save_latest: Accepted for DeepSpeed's signature: the file `latest` is only a hint.
             exclude_frozen_parameters: Leave out parameters that are not trained.
@@ -246,7 +246,7 @@ class DeepSpeedEngine(Engine):
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,

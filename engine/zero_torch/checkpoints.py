@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint.files.place import place
 from zero_checkpoint.persistence import Persistence
+from zero_checkpoint.tags import text_of
 from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
@@ -142,7 +143,7 @@ class Checkpoints:
 
     # ---- loading and saving ----
 
-    def load(self, directory: str | os.PathLike[str], tag: str | None = None) -> str | None:
+    def load(self, directory: str | os.PathLike[str], tag: str | float | None = None) -> str | None:
         """Resume from the newest checkpoint that is whole, of any world size and wrapper.
 
         Args:
@@ -161,21 +162,21 @@ class Checkpoints:
         self._leave_step("load()")
         with exit_on_peer_loss(self._link):
             path, self.client_state = self._persistence.load(
-                place(directory), tag, Loading(self._training)
+                place(directory), text_of(tag), Loading(self._training)
             )
         return path
 
     def save(
         self,
         directory: str | os.PathLike[str],
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
     ) -> bool:
         """Save after a step; if the agent has asked this worker to leave, exit afterwards.
 
         Args:
             directory: A directory that all ranks share, or a URL.
-            tag: A name to load it by; by default global_step<N>.
+            tag: A name, or a number as the name, to load it by; by default global_step<N>.
             client_state: The script's own state; `load` puts it into `run.client_state`.
 
         Returns:
@@ -187,7 +188,7 @@ class Checkpoints:
         """
         self._leave_step("save()")
         with exit_on_peer_loss(self._link):
-            return self._persistence.save(place(directory), tag, client_state or {})
+            return self._persistence.save(place(directory), text_of(tag), client_state or {})
 
     def save_if_due(
         self,

@@ -197,6 +197,24 @@ def test_other_names_are_an_error_on_request_and_nothing_is_saved(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_number_names_a_checkpoint(worlds: WorldPool, tmp_path: Path) -> None:
+    """As in DeepSpeed's tutorials, whose names are losses and counts of steps."""
+    for world in (1, 2):
+        root = str(tmp_path / str(world))
+        assert worlds.run(world, save_by_number, root) == [["0.125", "7"]] * world
+
+
+def save_by_number(root: str) -> list[str]:
+    engine = make_engine(config(1))
+    train(engine, 1)
+    names = []
+    for number in (0.125, 7):
+        assert engine.save_checkpoint(root, number)
+        path, _ = engine.load_checkpoint(root, number, load_module_only=True)
+        names.append(json.loads(Path(str(path), "MANIFEST.json").read_text())["tag"])
+    return names
+
+
 def save_by_loss(root: str, mode: str) -> list[str]:
     engine = make_engine(config(1, checkpoint={"tag_validation": mode}))
     train(engine, 1)

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from zero_checkpoint.files.place import place
 from zero_checkpoint.persistence import NOTES, ClientSource, Persistence
-from zero_checkpoint.tags import agree_on_tag
+from zero_checkpoint.tags import agree_on_tag, text_of
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank
 from zero_comm.reduction_plan import Where
@@ -358,7 +358,7 @@ class Engine(WholeWeights):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
         *,
         exclude_frozen_parameters: bool = False,
@@ -371,7 +371,7 @@ class Engine(WholeWeights):
 
         Args:
             save_dir: A directory that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
-            tag: The name of the checkpoint; by default global_step<N>.
+            tag: The name of the checkpoint, or a number as its name; by default global_step<N>.
             client_state: The script's state, returned by `load_checkpoint`: numbers, text, tensors
                 and numpy arrays of up to 1 MiB each, tuples, lists and dictionaries of them. That
                 of rank 0 is saved.
@@ -397,10 +397,11 @@ class Engine(WholeWeights):
             raise ZeroError("save_checkpoint() between backward() and step(); call step() first")
         with exit_on_peer_loss(self._link):
             mode = self._config.checkpoint.tag_validation.lower()
-            agree_on_tag(tag, mode, self._core.collectives)
+            name = text_of(tag)
+            agree_on_tag(name, mode, self._core.collectives)
             return self._persistence.save(
                 place(save_dir),
-                tag,
+                name,
                 client_state or {},
                 blocking=blocking,
                 exclude_frozen=exclude_frozen_parameters,
@@ -435,7 +436,7 @@ class Engine(WholeWeights):
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -474,7 +475,7 @@ class Engine(WholeWeights):
                 module_only=load_module_only,
             )
             loading = self._training.loading(options)
-            return self._persistence.load(place(load_dir), tag, loading)
+            return self._persistence.load(place(load_dir), text_of(tag), loading)
 
     def checkpoint_due(
         self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None

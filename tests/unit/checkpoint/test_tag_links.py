@@ -54,6 +54,12 @@ def test_what_already_has_the_name_of_the_tag_stays(tmp_path, caplog):
     assert f"{path} is saved, but {tmp_path / 'global_step1'} could not be updated" in caplog.text
 
 
+def test_a_tag_that_no_file_can_have_as_its_name_is_no_link(tmp_path, caplog):
+    path = saved(tmp_path, adam_state(), tag="of\0zeros")
+    assert [candidate.path for candidate in find(tmp_path).candidates] == [path]
+    assert f"{path} is saved, but" in caplog.text
+
+
 def test_what_latest_says_can_be_given_as_a_tag(tmp_path):
     full = adam_state()
     for step in (1, 2):
