@@ -18,7 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import (
@@ -200,7 +206,20 @@ class ElasticLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
+        worker_init_fn: Callable[[int], object] | None = None,
+        **of_workers: Any,
     ) -> None:
+        """Load the batches of a sampler.
+
+        Args:
+            sampler: The batches.
+            collate_fn: As for torch's DataLoader, as are the others.
+            num_workers: The processes that load.
+            pin_memory: Whether batches are copied to pinned memory.
+            worker_init_fn: Called in each of those processes first, with its number.
+            **of_workers: How those processes are started, and for how long they live; they stay
+                from one iteration to the next, unless `persistent_workers` is False.
+        """
         self.sampler = sampler
         self.last: Ticket | None = None
         """The ticket of the last batch."""
@@ -210,7 +229,8 @@ class ElasticLoader:
             collate_fn=_Collate(collate_fn or default_collate),  # type: ignore[arg-type]
             num_workers=num_workers,
             pin_memory=pin_memory,
-            persistent_workers=num_workers > 0,
+            worker_init_fn=_BeginWorker(worker_init_fn),
+            **{"persistent_workers": num_workers > 0, **of_workers},
         )
 
     @property
@@ -279,13 +299,13 @@ class _SeededDataset(Dataset[Any]):
     """Fetches the samples of one ticket; its random state depends on the micro-batch alone."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
 
     def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Sequence[Any]]:
         seed_everything(ticket.seed)
-        if hasattr(self._dataset, "__getitems__"):
-            return ticket, self._dataset.__getitems__(list(ticket.ids))
-        return ticket, [self._dataset[i] for i in ticket.ids]
+        if hasattr(self.dataset, "__getitems__"):
+            return ticket, self.dataset.__getitems__(list(ticket.ids))
+        return ticket, [self.dataset[i] for i in ticket.ids]
 
 
 class _Collate:
@@ -297,3 +317,18 @@ class _Collate:
     def __call__(self, fetched: tuple[Ticket, Sequence[Any]]) -> tuple[Ticket, Any]:
         ticket, samples = fetched
         return ticket, self._collate_fn(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class _BeginWorker:
+    """The begin of a loading process, in which `get_worker_info()` has the user's own dataset."""
+
+    then: Callable[[int], object] | None
+
+    def __call__(self, number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        seeded: Any = info.dataset
+        object.__setattr__(info, "dataset", seeded.dataset)
+        if self.then is not None:
+            self.then(number)

@@ -21,6 +21,15 @@ from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, make_source
 from zero_data.global_batch import BatchShape, Cursor
 
+_OF_WORKERS = (
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "timeout",
+)
+"""What a DataLoader says of its worker processes."""
+
 
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Whether a DataLoader shuffles its samples.
@@ -71,6 +80,7 @@ def in_order(
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
+        **{name: getattr(loader, name) for name in _OF_WORKERS},
     )
 
 
