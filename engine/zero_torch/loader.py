@@ -121,6 +121,7 @@ class MicroBatches:
         Raises:
             ZeroError: The step of the micro-batches before was not taken.
         """
+        self._end()  # of an iteration that the script has left: the position comes after it
         for batch in self.batches:
             self._begin()
             yield batch

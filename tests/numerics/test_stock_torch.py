@@ -211,10 +211,16 @@ def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:
     assert len(found) == 1
 
 
-def by_the_scripts_own_calls(wrapper: str) -> str:
+def one_by_one(run: zero_torch.Run) -> Any:
+    """Each batch from an iteration of its own."""
+    while run.global_step < STEPS:
+        yield next(iter(run.loader))[0]
+
+
+def by_the_scripts_own_calls(wrapper: str, order: Any = batches) -> str:
     """A loop that knows nothing of global batches."""
     model, optimizer, run = protected(wrapper, schedule=True)
-    for tokens in batches(run):
+    for tokens in order(run):
         optimizer.zero_grad()
         model(tokens).backward()
         optimizer.step()
@@ -227,6 +233,14 @@ def test_a_script_may_call_backward_and_step_itself(worlds: WorldPool) -> None:
     found += worlds.run(3, by_the_scripts_own_calls, "ddp")
     found += worlds.run(2, by_the_scripts_own_calls, "fsdp2")
     assert len(set(found)) == 1
+
+
+def test_an_iteration_that_is_left_in_a_step_goes_on_behind_its_last_batch(
+    worlds: WorldPool,
+) -> None:
+    (expected,) = worlds.run(1, by_the_scripts_own_calls, "plain")
+    assert worlds.run(1, by_the_scripts_own_calls, "plain", one_by_one) == [expected]
+    assert worlds.run(2, by_the_scripts_own_calls, "ddp", one_by_one) == [expected] * 2
 
 
 def misused(wrapper: str) -> list[str]:
