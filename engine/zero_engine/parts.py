@@ -26,6 +26,7 @@ from zero_data.global_batch import (
 from zero_data.ledger import Ledger
 from zero_engine.accumulation import Accumulation
 from zero_engine.offload_states import MovedStates
+from zero_engine.optim.as_given import AsGiven
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.grad_reducer import GradReducer
@@ -58,6 +59,7 @@ class Core:
     """What computes in this round."""
     moved: MovedStates
     """The states that the script has moved off the device."""
+    as_given: AsGiven
 
 
 @dataclass(kw_only=True)

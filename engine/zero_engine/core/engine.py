@@ -195,6 +195,8 @@ class Engine(WholeWeights):
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
             return
+        if self._core.zero is not None:
+            self._core.as_given.check(self._core.zero.units)
         with exit_on_peer_loss(self._link):
             self._end_step(lr_kwargs or {})
             self._persistence.keep_in_memory()

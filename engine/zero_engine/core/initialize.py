@@ -49,6 +49,7 @@ from zero_engine.core.loaders import training_loader
 from zero_engine.core.precision import DTYPES, check_dtypes, prepare_buffers
 from zero_engine.core.rewrap import leave_weights, take_over
 from zero_engine.offload_states import Inconsistency, MovedStates
+from zero_engine.optim.as_given import AsGiven
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import (
@@ -167,7 +168,7 @@ def _make_core(
 ) -> Core:
     shared = _meet(config, link)
     dtype = DTYPES[config.compute]
-    groups = trained_groups(optimizer, model)
+    groups, as_given = trained_groups(optimizer, model), AsGiven(optimizer, model)
     check_dtypes(model, groups, dtype)
     source = config.elastic.initial_weights
     initial = InitialWeights(model, without_values, shared.collectives, source)
@@ -210,6 +211,7 @@ def _make_core(
         guard=shared.guard,
         hardware=shared.hardware,
         moved=MovedStates(units, zero, overlap.wait),
+        as_given=as_given,
     )
     if initial.awaits_checkpoint:
         core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)

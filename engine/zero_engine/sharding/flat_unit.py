@@ -256,6 +256,13 @@ class FlatUnit:
         else:
             self._views.hide()
 
+    def replaced(self) -> str:
+        """A parameter to which a script has given other memory (stages 0-2); empty: none."""
+        if self._stage.shards_parameters or not self.gathered:  # is shown anew at each gather
+            return ""
+        at = self._views.replaced()
+        return "" if at is None else self.layout.slots[at].fqn
+
     def _leave_memory(self) -> None:
         """Leave the buffer's memory to tensors that refer to it, and allocate another buffer."""
         with torch.inference_mode(False):  # else nothing outside that mode could write to it

@@ -73,6 +73,11 @@ class ParameterViews:
         self._blank.fill_(float("nan") if self._has_nan else 0)
         self._set(self._blanks)
 
+    def replaced(self) -> int | None:
+        """The first parameter that should show its values, and has other memory."""
+        pairs = enumerate(zip(self._params, self._values, strict=True))
+        return next((at for at, (p, own) in pairs if p.data_ptr() != own.data_ptr()), None)
+
     def _set(self, shown: Sequence[Tensor]) -> None:
         for param, data in zip(self._params, shown, strict=True):
             param.data = data

@@ -1,0 +1,86 @@
+"""Whether a script has changed what `initialize` was given: param groups, what is trained, memory.
+
+An engine lays out what it trains once. Must always hold: what a script changes afterwards and the
+engine cannot follow is an error at the next step, before anything has changed: the weights would
+stay as they are, and the loss would be the only sign of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zero_contract.errors import ZeroError
+from zero_engine.sharding.flat_unit import FlatUnit
+
+_log = logging.getLogger(__name__)
+
+_ONCE_MORE = "or give the module to initialize() once more, with a new optimizer"
+
+
+class AsGiven:
+    """The module and the optimizer as `initialize` was given them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+        """Note both, before the engine puts what it steps into the groups of the optimizer."""
+        groups = optimizer.param_groups if optimizer is not None else []
+        grouped = {id(param) for group in groups for param in group["params"]}
+        self._optimizer = optimizer
+        self._groups = len(groups)
+        self._frozen = [
+            (name, param)
+            for name, param in model.named_parameters()
+            if id(param) in grouped and not param.requires_grad
+        ]
+        self._has_warned = False
+
+    def check(self, trained: Iterable[FlatUnit]) -> None:
+        """Refuse what the engine cannot follow.
+
+        Args:
+            trained: The units that the engine trains.
+
+        Raises:
+            ZeroError: There is a further param group, a parameter of a group is to be trained since
+                then, or a trained one has other memory.
+        """
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        if len(groups) != self._groups:
+            raise ZeroError(
+                f"the optimizer has {len(groups)} param groups, and had {self._groups} at "
+                "initialize(): what is added later is not trained; let all groups be there at "
+                f"initialize(), with lr=0 until they are to be trained, {_ONCE_MORE}"
+            )
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise ZeroError(
+                    f"{name} requires gradients, and did not at initialize(): it is not trained; "
+                    "let it require gradients then, with lr=0 in a param group of its own until it "
+                    f"is to be trained, {_ONCE_MORE}"
+                )
+        for unit in trained:
+            if name := unit.replaced():
+                raise ZeroError(
+                    f"{name} has other memory than at initialize(): half(), to() or an assignment "
+                    "to its .data has replaced it, so forward does not see what the engine trains; "
+                    "set the dtype in the config, and write values with .data.copy_(), or in "
+                    "zero.GatheredParameters(parameters, modifier_rank=0)"
+                )
+            if not self._has_warned:
+                self._warn_of_frozen(unit)
+
+    def _warn_of_frozen(self, unit: FlatUnit) -> None:
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            if not param.requires_grad:
+                self._has_warned = True
+                _log.warning(
+                    "%s does not require gradients any more: as in DeepSpeed, its gradient is zero "
+                    "from now on, and momentum and weight decay still change it; to leave it as it "
+                    "is, set lr=0 in its param group, %s",
+                    slot.fqn,
+                    _ONCE_MORE,
+                )
+                return

@@ -1,0 +1,104 @@
+"""What a script changes after initialize(), and the engine cannot follow, is an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models import make_model
+from tests.support.saving import heard
+from tests.support.training import config, make_engine, train
+from tests.support.world import WorldError, WorldPool
+from zero_engine.core.engine import Engine
+
+
+def norms(engine: Engine) -> list[nn.Parameter]:
+    return [param for name, param in engine.module.named_parameters() if "norm" in name]
+
+
+def add_a_group(engine: Engine) -> None:
+    engine.optimizer.add_param_group({"params": norms(engine)})
+
+
+def train_more(engine: Engine) -> None:
+    for param in norms(engine):
+        param.requires_grad_(True)
+
+
+def change_the_memory(engine: Engine) -> None:
+    engine.module.half().float()
+
+
+CHANGES: dict[str, tuple[Callable[[Engine], None], str]] = {
+    "group": (add_a_group, r"has 2 param groups, and had 1 at initialize\(\)"),
+    "unfrozen": (train_more, r"norm\S* requires gradients, and did not at initialize\(\)"),
+    "memory": (change_the_memory, r"has other memory than at initialize\(\): half\(\), to\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_would_not_be_trained_is_refused_at_the_next_step(
+    worlds: WorldPool, name: str
+) -> None:
+    with pytest.raises(WorldError, match=CHANGES[name][1]):
+        worlds.run(1, train_on, name)
+
+
+def frozen_norms() -> nn.Module:
+    model = make_model()
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" not in name)
+    return model
+
+
+def train_on(name: str) -> None:
+    model = frozen_norms()
+    engine = make_engine(config(1), model=model, model_parameters=list(model.parameters()))
+    train(engine, 1)
+    before = engine.weight_hash()
+    CHANGES[name][0](engine)
+    try:
+        train(engine, 2)
+    finally:
+        assert (engine.global_steps, engine.weight_hash()) == (1, before)
+
+
+def test_a_parameter_that_is_frozen_later_is_told_of_once(worlds: WorldPool) -> None:
+    ((first, *others),) = worlds.run(1, freeze_later)
+    assert "norm" in first
+    assert "does not require gradients any more: as in DeepSpeed" in first
+    assert others == []
+
+
+def freeze_later() -> list[str]:
+    engine = make_engine(config(1))
+    train(engine, 1)
+    for param in norms(engine):
+        param.requires_grad_(False)
+    with heard(logging.WARNING) as lines:
+        train(engine, 3)
+    return lines
+
+
+def test_values_that_a_script_writes_in_place_and_memory_that_it_puts_back_are_no_change(
+    worlds: WorldPool,
+) -> None:
+    assert worlds.run(1, swap) == [2]
+
+
+def swap() -> int:
+    """As an average of the weights is swapped in for an evaluation."""
+    engine = make_engine(config(1))
+    train(engine, 1)
+    own = [param.data for param in engine.module.parameters()]
+    for param in engine.module.parameters():
+        param.data = torch.zeros_like(param)
+    for param, data in zip(engine.module.parameters(), own, strict=True):
+        param.data = data
+        param.data.clamp_(-1, 1)
+    train(engine, 2)
+    return engine.global_steps
