@@ -50,6 +50,23 @@ def test_the_first_worker_to_end_is_the_cause_whatever_the_clock_in_its_error_fi
     assert group(tmp_path, [(1, 1), (0, 1)]).first_failure.rank == 1
 
 
+def test_a_message_of_any_length_is_a_failure_that_etcd_takes_and_its_place_is_told(tmp_path):
+    """As load_state_dict raises that names each of a model's parameters: etcd takes 1.5 MiB."""
+    message = f"RuntimeError: Missing key(s): {'layer.weight, ' * 200_000}"
+    raised = f'  File "train.py", line 7, in <module>\n{message}\n'
+    facts = {"py_callstack": raised, "timestamp": "1"}
+    for record in ({"message": message, "extraInfo": facts}, message):
+        (tmp_path / "0.json").write_text(json.dumps({"message": record}))
+        end = group(tmp_path, [(0, 1)]).first_failure
+        failure = cause("a", 1)
+        failure = replace(failure, summary=end.summary, traceback=end.traceback)
+        assert len(failure.to_json()) < 20_000
+        assert end.summary.startswith("rank 0: RuntimeError: Missing key(s): layer.weight, layer")
+        left_out = len(message) - exits.MESSAGE_LIMIT
+        assert f"... ({left_out:,} more characters, which --log-dir keeps)" in end.summary
+        assert record is message or end.traceback.startswith('  File "train.py", line 7')
+
+
 def test_a_worker_that_lost_its_peers_first_is_not_the_cause(tmp_path):
     found = group(tmp_path, [(0, ExitCode.PEER_LOST), (1, 1)])
     # What ends after the first was stopped by the agent, and is no cause either.

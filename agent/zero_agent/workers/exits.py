@@ -15,6 +15,9 @@ from zero_contract.worker import ExitCode
 
 TRACEBACK_LIMIT = 16_000
 """How many characters of a traceback, its last ones, are kept: they travel through the store."""
+MESSAGE_LIMIT = 2_000
+"""How many characters of a message, its first ones, are kept: it is the cause of a round, which
+every agent reads, and etcd refuses a request of more than 1.5 MiB."""
 
 
 _IN_WORDS: dict[int, str] = {
@@ -122,15 +125,29 @@ def read_stacks(paths: Mapping[int, Path]) -> str:
 
 
 def read_error_file(path: Path) -> tuple[str, str]:
-    """The message and traceback in a torchelastic error file; both empty if there is no file."""
+    """The message and traceback in a torchelastic error file; both empty if there is no file.
+
+    Some messages have millions of characters, such as the names of all parameters that a checkpoint
+    lacks. Of such a message both texts have the beginning.
+    """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
         if isinstance(record, str):
-            return record, ""
+            return _shortened(record), ""
+        message = str(record.get("message", ""))
         traceback = str(record.get("extraInfo", {}).get("py_callstack", ""))
-        return str(record.get("message", "")), traceback[-TRACEBACK_LIMIT:]
+        short = _shortened(message)
+        return short, traceback.replace(message, short)[-TRACEBACK_LIMIT:]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return "", ""
+
+
+def _shortened(message: str) -> str:
+    """The beginning of a long message, and how much of it is left out."""
+    left_out = len(message) - MESSAGE_LIMIT
+    if left_out <= 0:
+        return message
+    return f"{message[:MESSAGE_LIMIT]}... ({left_out:,} more characters, which --log-dir keeps)"
 
 
 def leave_error_file(path: str | None, message: str, traceback: str, code: int) -> None:
