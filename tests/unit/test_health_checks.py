@@ -49,6 +49,25 @@ def test_more_workers_than_there_is_memory_or_shared_memory_for_are_too_many():
     assert node["clock"].passed
 
 
+def test_the_page_cache_of_a_container_is_memory_that_workers_can_have(tmp_path, monkeypatch):
+    """What a job has read stays there until the limit is reached, and is dropped when needed."""
+    monkeypatch.setattr(health_checks, "CONTAINER", tmp_path)
+    gib = 1 << 30
+    (tmp_path / "memory.max").write_text(f"{16 * gib}\n")
+    (tmp_path / "memory.current").write_text(f"{16 * gib - 4096}\n")
+
+    def free_when(**facts: int) -> str:
+        lines = [f"{name} {size}\n" for name, size in facts.items()]
+        (tmp_path / "memory.stat").write_text("".join(lines))
+        return found(NODE)["memory"].found
+
+    read = {"active_file": gib // 4, "inactive_file": gib // 8, "slab_reclaimable": gib // 8}
+    assert free_when(anon=15 * gib, file=gib // 2, **read) == "512 MiB available"
+    in_dev_shm = {"file": 12 * gib, "shmem": 12 * gib}
+    full = free_when(anon=4 * gib, **in_dev_shm, active_file=0, inactive_file=0)
+    assert full == "0 MiB available, 256 MiB needed for 1 workers"
+
+
 def test_a_directory_that_cannot_be_written_is_named_with_its_flag(tmp_path):
     file = tmp_path / "file"
     file.write_text("")

@@ -56,6 +56,10 @@ _MIB = 1 << 20
 _SHM_PER_WORKER = 32 * _MIB
 _MEMORY_PER_WORKER = 256 * _MIB
 _DISK = 256 * _MIB
+CONTAINER = Path("/sys/fs/cgroup")
+"""The cgroup of a container, as its processes see it."""
+_CACHE = ("active_file", "inactive_file", "slab_reclaimable")
+"""What the kernel can drop, by its name in memory.stat; files in /dev/shm are not in it."""
 _FILES_PER_WORKER = 64
 _FILES = 1024
 _NOT_BEFORE = 1_735_689_600
@@ -132,17 +136,29 @@ def _memory(node: Surroundings) -> str:
     meminfo = Path("/proc/meminfo").read_text().splitlines()
     facts = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in meminfo)}
     free, need = int(facts["MemAvailable"]) * 1024, node.slots * _MEMORY_PER_WORKER
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        free = free if limit == "max" else min(free, max(0, int(limit) - used))
+    if (of_container := _free_in_group(CONTAINER)) is not None:
+        free = min(free, of_container)
     if free < need:
         raise HealthCheckFailed(
             f"{_mib(free)} available, {_mib(need)} needed for {node.slots} workers",
             "end what uses it, or start fewer workers with --nproc-per-node",
         )
     return f"{_mib(free)} available"
+
+
+def _free_in_group(group: Path) -> int | None:
+    """The bytes that processes of a cgroup can still allocate; None without a limit.
+
+    The page cache counts as used, and the kernel drops it when memory is needed: after some time of
+    reading data, it fills what the limit leaves.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = sum(int(count) for name, count in pairs if name in _CACHE)
+        return None if limit == "max" else max(0, int(limit) - used + cache)
+    return None
 
 
 def _open_files(node: Surroundings) -> str:
