@@ -84,6 +84,20 @@ def test_a_worker_ends_as_its_script_would(forking, code, status):
     assert status_of(start(code), news) == status
 
 
+def test_a_script_gets_arguments_of_any_length(forking, tmp_path):
+    """As a shell makes them of `data/*.parquet`: the kernel takes 2 MiB in all."""
+    _, forkserver, news = forking
+    script = tmp_path / "files.py"
+    script.write_text("import sys; assert sys.argv[1:] == [f'data/{n:020}' for n in range(10_000)]")
+    files = [f"data/{number:020}" for number in range(10_000)]
+    program = Program(target=str(script), is_module=False, arguments=files)
+    held = len(os.listdir("/proc/self/fd"))
+    taps = [Tap(forkserver._hub, Terminal(2), None) for _ in range(2)]
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    assert status_of(forkserver.start(program, env, *taps), news) == 0
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all files to be closed")
+
+
 @pytest.fixture
 def importing(tmp_path):
     """A forkserver that imports until `go` exists, and the news it sends."""

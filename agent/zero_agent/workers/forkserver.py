@@ -18,6 +18,8 @@ The socket carries one JSON object a packet. From the agent:
     {"op": "word", "node": ..., "secret": ...}  + the agent's listener: answer there when it is dead
     {"op": "stop"}                              the agent lives, and ends this process
 
+An order that is longer than a packet is in a file, the first of the descriptors of `LONG_ORDER`.
+
 To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`, and
 `{"obeyed": true}` once for each order, which shows that this process is not stuck.
 
@@ -51,6 +53,7 @@ from zero_agent.workers.fork_safety import Native, hindrance
 from zero_orchestrator.addresses import family_of
 
 PACKET_BYTES = 1 << 17
+LONG_ORDER = b"in the file"
 STOP_FORKSERVER = b'{"op": "stop"}'
 KILL_TIMEOUT_S = 5.0
 WAITING = 4096
@@ -90,7 +93,7 @@ class Forkserver:
                     os.read(wake_read, 4096)
             if self._agent.fileno() in readable:
                 try:
-                    data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 2)
+                    data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 3)
                 except OSError:
                     data, fds = b"", []
                 if not data:  # the agent is gone, however it ended
@@ -104,6 +107,10 @@ class Forkserver:
                         with contextlib.suppress(ChildProcessError):
                             os.waitpid(-1, 0)
                     return None
+                if data == LONG_ORDER:
+                    with open(fds.pop(0), "rb") as file:
+                        file.seek(0)
+                        data = file.read()
                 if program := self._obey(json.loads(data), fds):
                     return program
                 self._send({"obeyed": True})

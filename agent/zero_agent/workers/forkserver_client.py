@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_agent.node.network import ANY_PORT
-from zero_agent.workers.forkserver import PACKET_BYTES, STOP_FORKSERVER
+from zero_agent.workers.forkserver import LONG_ORDER, PACKET_BYTES, STOP_FORKSERVER
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap
 from zero_agent.workers.worker_main import Program
@@ -217,17 +217,15 @@ class _Outbox:
         """Send an order about a process, or hold it; the caller may close the descriptors.
 
         After `close` the order is dropped: the process ended with the forkserver.
-
-        Raises:
-            ValueError: The order is longer than a packet.
         """
         data = json.dumps({**order, "id": id}).encode()
-        if len(data) > PACKET_BYTES:
-            raise ValueError(f"an order of {len(data)} bytes; arguments are limited to 128 KiB")
         with self._lock:
             if self._closed:
                 return
-            packet = _Packet(id, data, [os.dup(fd) for fd in fds])
+            copies = [os.dup(fd) for fd in fds]
+            if len(data) > PACKET_BYTES:  # a user may pass thousands of files as arguments
+                data, copies = LONG_ORDER, [_in_memory(data), *copies]
+            packet = _Packet(id, data, copies)
             self.given += 1
             self._held.append(packet)
             if self._open:
@@ -263,6 +261,14 @@ class _Outbox:
                 log.warning("the forkserver cannot be reached: %s", error)  # its end is reported
         _close(self._held)
         self._held = []
+
+
+def _in_memory(data: bytes) -> int:
+    """The descriptor of a file that only its descriptors lead to."""
+    descriptor = os.memfd_create("zero-order")
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    return descriptor
 
 
 def _close(packets: Sequence[_Packet]) -> None:
