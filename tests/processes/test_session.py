@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import IO
 
 import pytest
 
@@ -35,3 +36,34 @@ def test_a_session_ends_with_its_commands_though_something_keeps_their_pipe_open
     begun, kept, ended = done.stdout.split()
     os.kill(int(kept), signal.SIGKILL)  # it was still there
     assert (done.returncode, begun, ended) == (0, "begun", "ended")
+
+
+TALKS = """
+import sys
+from zero_agent.launch.runners import Command
+from zero_agent.launch.session import Session
+talk = r"for n in 1 2 3; do printf '\\342\\226\\210\\377 %s\\n' $n || exit 9; sleep 0.1; done"
+sys.exit(Session([Command(where="here", argv=("sh", "-c", talk))], lambda: None).run())
+"""
+TOLD = b"".join(b"\xe2\x96\x88\xff %d\n" % number for number in (1, 2, 3))
+
+
+def talked(encoding: str, stdout: int | IO[bytes]) -> subprocess.CompletedProcess[bytes]:
+    """A launch of one command, which prints a progress bar and a byte that is no text."""
+    return subprocess.run(
+        [sys.executable, "-c", TALKS],
+        env={**environment(), "PYTHONIOENCODING": encoding},
+        stdout=stdout,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_what_workers_print_is_shown_as_it_is_whatever_the_locale():
+    done = talked("latin-1", subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, TOLD)
+
+
+def test_a_launch_goes_on_when_its_own_output_has_no_room():
+    with open("/dev/full", "wb") as full:
+        assert talked("utf-8", full).returncode == 0

@@ -23,6 +23,8 @@ from functools import partial
 from zero_agent.launch.runners import READY, Command
 from zero_agent.node import signals
 from zero_agent.node.process_control import dying_with_parent
+from zero_agent.workers import output
+from zero_agent.workers.output import PAUSE_S, STDOUT
 from zero_contract.exit_codes import ENDS_THE_JOB, LOST, verdict
 from zero_orchestrator.errors import SpecError
 
@@ -112,6 +114,7 @@ class Session:
                 deadline_s = time.monotonic() + DRAIN_S
                 for reader in self._readers:
                     reader.join(max(0.0, deadline_s - time.monotonic()))
+                output.flush()
         code = verdict([LOST if host.code is None else host.code for host in self._hosts])
         return 128 + self._stopping if self._stopping and code else code
 
@@ -183,12 +186,22 @@ class Session:
         waits = bool(command.stdin)
         with process.stdout as lines:
             for line in lines:
-                text = line.decode(errors="replace").rstrip("\r\n")
-                if not (waits and text.endswith(READY)):
-                    print(prefix + text, flush=True)
+                text = line.rstrip(b"\r\n")
+                if not (waits and text.endswith(READY.encode())):
+                    _show(prefix.encode() + text + b"\n")
                     continue
                 waits = False
                 assert process.stdin is not None
                 with contextlib.suppress(OSError):  # it has ended: so does its output
                     process.stdin.write(command.stdin.encode())
                     process.stdin.close()
+
+
+def _show(line: bytes) -> None:
+    """Print a line as it is; wait while the terminal is slow, and drop it if nobody can read it.
+
+    The hosts must not wait for longer, nor lose their connection because of a full disk here.
+    """
+    while STDOUT.writer.should_wait:
+        time.sleep(PAUSE_S)
+    STDOUT.write(line)
