@@ -2,11 +2,13 @@
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
 from zero_agent.workers.progress import (
     FACTOR,
     FLOOR_S,
     HangPolicy,
     StepClock,
+    Steps,
     parse_hang_timeout,
 )
 
@@ -63,3 +65,23 @@ def test_what_can_be_written(text, policy):
 def test_what_cannot(text):
     with pytest.raises(ValueError, match=r".*"):
         parse_hang_timeout(text)
+
+
+def test_the_time_in_which_the_agent_itself_stood_still_makes_no_worker_hung():
+    """A container was paused, or Slurm has suspended the job: the workers stood still with it."""
+    clock = ManualClock()
+    steps = Steps(HangPolicy(limit_s=60.0), clock)
+    steps.begin({})
+    steps.beat(0)
+
+    def look_for(seconds: int) -> tuple[int, str] | None:
+        for _ in range(10 * seconds):
+            clock.advance(0.1)
+            if found := steps.too_slow():
+                return found
+        return None
+
+    assert look_for(30) is None
+    clock.advance(3600)
+    assert look_for(29) is None
+    assert look_for(2) == (0, "no step for 60.1 s (limit 60.0 s, --hang-timeout)")

@@ -6,7 +6,8 @@ between two steps so far, saves included, times a factor, and some minutes at le
 healthy run is worse than noticing a hang late. The user can set the limit with --hang-timeout.
 Before the second step there is no limit: the first step compiles, loads and warms up.
 
-Must always hold: a worker that has sent nothing never counts as hung.
+Must always hold: a worker that has sent nothing never counts as hung; time in which the agent
+itself stood still counts for no worker.
 
 Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen).
 """
@@ -32,6 +33,9 @@ OnReport = Callable[[int, Progress, float | None], None]
 """Called with the rank of a worker, the step that it reports, and its time as `StepTimes.add`."""
 STALL_S = 15.0
 """Workers that take no step for so long are asked where they are, and nothing else happens."""
+STOOD_STILL_S = 10.0
+"""The agent looks ten times a second. After a longer pause it has stood still, and its workers with
+it (`docker pause`, `scontrol suspend`), or it has not read what they reported meanwhile."""
 SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
 STALL_FACTOR = 5.0
@@ -62,6 +66,11 @@ class StepClock:
         if self.last_s is not None:
             self.longest_s = max(self.longest_s or 0.0, now_s - self.last_s)
         self.last_s = now_s
+
+    def leave_out(self, pause_s: float) -> None:
+        """So much of the time since the last step does not count."""
+        if self.last_s is not None:
+            self.last_s += pause_s
 
     @property
     def limit_s(self) -> float | None:
@@ -104,6 +113,8 @@ class Steps:
         self._policy = policy
         self._clock = clock
         self._clocks: dict[int, StepClock] = {}
+        self._looked_s: float | None = None
+        """When the clocks of this round were looked at last."""
         self._heartbeats = Heartbeats({})
         self._promised = False
         self.last: Progress | None = None
@@ -169,6 +180,7 @@ class Steps:
             heartbeats: The heartbeat file of each worker, by rank.
         """
         self._clocks = {}
+        self._looked_s = None
         self._preparing = {}
         self.times.begin()
         self._meter.begin()
@@ -208,10 +220,19 @@ class Steps:
         self._preparing[rank] = preparing
 
     def too_slow(self) -> tuple[int, str] | None:
-        """The first worker that counts as hung, and why, after a look at every heartbeat file."""
+        """The first worker that counts as hung, and why, after a look at every heartbeat file.
+
+        Call it often: a long time between two calls does not count as the workers'.
+        """
+        now_s = self._clock.now()
+        pause_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        if pause_s > STOOD_STILL_S:
+            for clock in self._clocks.values():
+                clock.leave_out(pause_s)
         for rank, beat in self._heartbeats.beats():
             self.beat(rank, None if beat is None else Progress(**beat._asdict()))
         for rank, clock in self._clocks.items():
-            if verdict := clock.verdict(self._clock.now()):
+            if verdict := clock.verdict(now_s):
                 return rank, verdict
         return None
