@@ -315,6 +315,25 @@ def test_an_agent_whose_lease_lapsed_while_nobody_looked_goes_on_without_a_resta
     assert [node.id for node in agent.snapshot.nodes] == ["a"]
 
 
+def test_what_a_node_could_not_say_of_itself_is_not_taken_for_said(monkeypatch):
+    """Else the next round begins with a node that knows itself to be unhealthy."""
+    cluster = Cluster()
+    agent = cluster.join("a")
+    cluster.settle()
+
+    def away(*_: object, **__: object) -> int:
+        raise StoreUnavailable("no answer")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(agent._store, "put", away)
+        with pytest.raises(StoreUnavailable):
+            agent.set_unhealthy("no GPU")
+    assert agent.node.unhealthy == "", "the agent compares, and says it again"
+    agent.set_unhealthy("no GPU")
+    cluster.settle()
+    assert [node.unhealthy for node in cluster.view.nodes] == ["no GPU"]
+
+
 def test_an_agent_that_has_a_new_lease_after_a_silence_notices_lost_nodes_again():
     """Its old lease is found dead while registering, so nobody says that the silence is over."""
     cluster = Cluster()

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_contract.clock import Clock
 from zero_contract.journal import Journal
-from zero_orchestrator.errors import LeaseLost, TakenForGone
+from zero_orchestrator.errors import LeaseLost, StoreError, TakenForGone
 from zero_orchestrator.membership.durations import Durations
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore
@@ -74,9 +74,16 @@ class Registration:
         return self._lost.is_set()
 
     def change(self, **facts: Any) -> int:
-        """Change fields of the record; returns the revision of the write. Raises as `write`."""
-        self.node = dataclasses.replace(self.node, **facts)
-        return self.write()
+        """Change fields of the record; returns the revision of the write.
+
+        Raises as `write`: then `node` is as before, and the caller sees that it is not done.
+        """
+        before, self.node = self.node, dataclasses.replace(self.node, **facts)
+        try:
+            return self.write()
+        except StoreError:
+            self.node = before
+            raise
 
     def write(self) -> int:
         """(Re-)register under a live lease; returns the revision of the write.
