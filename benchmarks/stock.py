@@ -28,7 +28,7 @@ from training import Case, measure
 from training_report import Row, Run, summarize
 from training_traffic import nodes_of
 
-PAIRS = {"ddp": "ddp-protected", "fsdp2": "fsdp2-protected"}
+PAIRS = {"stock-ddp": "ddp-protected", "stock-fsdp2": "fsdp2-protected"}
 TARGETS = {False: 1.05, True: 1.0}
 """By whether a slow cable joins two nodes: the most that a step may take, in stock's."""
 

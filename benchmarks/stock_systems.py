@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training_model import GPT, Shape, batch
-from training_systems import CLIP, Setting, Step, System, torch_step
+from training_systems import CLIP, SYSTEMS, Setting, Step, System, torch_step
 
 Pair = tuple[Tensor, Tensor]
 """Tokens and targets."""
@@ -99,7 +99,8 @@ def _systems(*, compiled: bool) -> Iterator[tuple[str, System]]:
     packages = {"floor": "torch", "ddp": "torch", "fsdp2": "torch.distributed.fsdp"}
     for wrapper, package in packages.items():
         make = partial(_make, wrapper=wrapper, compiled=compiled)
-        yield f"{wrapper}{mark}", System(make=partial(make, protected=False), package=package)
+        name = f"stock-{wrapper}{mark}"
+        yield name, System(make=partial(make, protected=False), package=package)
         if wrapper != "floor":
             yield (
                 f"{wrapper}-protected{mark}",
@@ -110,3 +111,5 @@ def _systems(*, compiled: bool) -> Iterator[tuple[str, System]]:
 STOCK: dict[str, System] = {
     name: system for compiled in (False, True) for name, system in _systems(compiled=compiled)
 }
+"""By names that `training_systems` does not have: a worker knows both tables."""
+assert STOCK.keys().isdisjoint(SYSTEMS)
