@@ -33,11 +33,11 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.tier import InMemoryCheckpoints
 from zero_checkpoint.options import SKIP, Checkpoint
+from zero_checkpoint.other_engines import BESIDE, Moment, inconsistent
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
-from zero_checkpoint.siblings import BESIDE, Moment, inconsistent
 from zero_checkpoint.staging import Outcome
 from zero_checkpoint.training import Loading, Training
 from zero_comm.agent_link import BEFORE_FIRST_STEP, AgentLink, exit_on_peer_loss

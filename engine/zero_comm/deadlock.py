@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Protocol
 
-from zero_contract.own_files import is_own
+from zero_contract.user_files import is_own
 from zero_contract.worker import ENV_NODE
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from zero_contract.own_files import is_own
+from zero_contract.user_files import is_own
 
 KEPT = 16
 """The number of the last collectives of each process group that are told."""

@@ -38,8 +38,8 @@ from zero_deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from zero_engine.accumulation import Accumulation
 from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
+from zero_engine.memory_check import RankMemory, compare
 from zero_engine.observe.memory import estimate_for
-from zero_engine.room import Room, compare
 
 Case = tuple[str, int, str, int]
 """Where, stage, dtype and block."""
@@ -300,7 +300,7 @@ def test_pieces_that_senders_hold_are_moved_with_the_other_states(worlds: WorldP
 def test_a_run_is_refused_with_figures_where_neither_device_nor_host_holds_the_sums() -> None:
     gib = 1 << 30
     turns = Accumulation(where=Where.NODE, topology=Topology(nodes=(2, 2)), block=16)
-    fits = Room(2 * gib, 30 * gib, 0, 3 * gib, 40 * gib)
+    fits = RankMemory(2 * gib, 30 * gib, 0, 3 * gib, 40 * gib)
     compare(turns, [fits, fits])
     with pytest.raises(ConfigError) as device:
         compare(turns, [fits, replace(fits, free_bytes=gib)])

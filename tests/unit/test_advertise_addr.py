@@ -9,7 +9,7 @@ import pytest
 
 from zero_agent.command.command_line import parse
 from zero_agent.command.resolve import resolve
-from zero_agent.etcd.meeting import Static
+from zero_agent.etcd.etcd_choice import Static
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.loop.config import AgentConfig
 from zero_agent.node.memory import NodeMemory

@@ -1,8 +1,8 @@
 """`zero-agent`: from a command line to a running agent and its exit code.
 
 `command_line.py` parses the flags, `mistakes.py` finds what is wrong with them, `resolve.py` makes
-the configuration, `meeting.py` finds the etcd. This module puts them together; every error becomes
-one message and an exit code.
+the configuration, `etcd_choice.py` finds the etcd. This module puts them together; every error
+becomes one message and an exit code.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from zero_agent.command import command_line, mistakes
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.errors import AgentFailed
-from zero_agent.etcd import etcd_clock, local_etcd, meeting
+from zero_agent.etcd import etcd_choice, etcd_clock, local_etcd
 from zero_agent.etcd.etcd_access import Access, check_is_etcd
-from zero_agent.etcd.front import Front
+from zero_agent.etcd.etcd_choice import Static, Way
 from zero_agent.etcd.joining import Joining, joined
-from zero_agent.etcd.meeting import Static, Way
+from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
 from zero_agent.loop.config import AgentConfig
@@ -109,7 +109,7 @@ def _run(argv: Sequence[str]) -> int:
         mistakes.refuse(line, os.environ)
         args = line.args
         backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
-        way, note = meeting.choose(args)
+        way, note = etcd_choice.choose(args)
         given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.STATIC)
         with joined(args, os.environ, given=given, wanted=wanted) as joining:
             if args.preflight:
@@ -138,18 +138,20 @@ def _meet(
     signals.install(partial(_end_start, came, numbers), numbers)
     with (
         served(args.health_host, args.health_port) as health,
-        _endpoint(args, way, world, joining) as (where, front),
+        _endpoint(args, way, world, joining) as (where, proxy),
     ):
         access = dataclasses.replace(access, endpoints=where)
         if world is not None:  # this node's place in the fixed world
             config = dataclasses.replace(
                 config,
                 job=config.job or "static",
-                node_id=meeting.static_id(world.rank),
-                etcd_grace_s=meeting.STATIC_GRACE_S if args.etcd_grace is None else args.etcd_grace,
+                node_id=etcd_choice.static_id(world.rank),
+                etcd_grace_s=etcd_choice.STATIC_GRACE_S
+                if args.etcd_grace is None
+                else args.etcd_grace,
             )
-        if front is not None:
-            config = dataclasses.replace(config, show_store=front.show_store)
+        if proxy is not None:
+            config = dataclasses.replace(config, show_store=proxy.show_store)
         if args.node_id or config.spec.max_nodes > 1:
             _sign_lines(config.node_id, config.streams.format)
         with access.store() as store:
@@ -167,16 +169,16 @@ def _meet(
 @contextlib.contextmanager
 def _endpoint(
     args: argparse.Namespace, way: Way, world: Static | None, joining: Joining
-) -> Iterator[tuple[str, Front | None]]:
+) -> Iterator[tuple[str, PortProxy | None]]:
     """The endpoint of etcd, which serves in this context; node 0's port, if this is node 0."""
     if world is not None:
-        with meeting.static_server(world, joining) as found:
+        with etcd_choice.static_server(world, joining) as found:
             yield found
     elif way is Way.PRIVATE:
-        with meeting.own_port(args) as front, local_etcd.private_server() as endpoint:
-            yield endpoint, front
+        with etcd_choice.own_port(args) as proxy, local_etcd.private_server() as endpoint:
+            yield endpoint, proxy
     elif way is Way.SHARED:
-        yield local_etcd.shared_server(meeting.SHARED_ENDPOINT), None
+        yield local_etcd.shared_server(etcd_choice.SHARED_ENDPOINT), None
     else:
         yield args.rdzv_endpoint, None
 
@@ -269,7 +271,7 @@ def _take_part(
     while True:
         job = config.job or current_run(store, name)
         if world is not None:
-            meeting.await_turn(store, job, world)
+            etcd_choice.await_turn(store, job, world)
         with contextlib.closing(store.sibling()) as telemetry:
             spent_s = {Use.IDLE: idle_s, Use.STARTING: clock.now() - since_s - idle_s}
             before_ns = {use: round(1e9 * time_s) for use, time_s in spent_s.items() if time_s > 0}
@@ -286,7 +288,7 @@ def _take_part(
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended before this agent joined it: start the next
         if world is not None and world.rank == 0:
-            meeting.see_off(store, job)
+            etcd_choice.see_off(store, job)
         if code in _FAILED and (cause := agent.root_cause):
             leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)
         return code

@@ -16,9 +16,9 @@ from functools import partial
 
 from zero_agent.command import resolve
 from zero_agent.command.command_line import Line
-from zero_agent.etcd import meeting
+from zero_agent.etcd import etcd_choice
 from zero_agent.etcd.etcd_access import PAIRS, Access, check_authority, check_pair, given, readable
-from zero_agent.etcd.meeting import Static, Way
+from zero_agent.etcd.etcd_choice import Static, Way
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.node.network import is_local
 from zero_agent.workers.environment import own_device
@@ -123,7 +123,7 @@ def _pair(one: str, other: str, typed: Typed) -> None:
 
 def _etcd_is_named(typed: Typed) -> None:
     is_secure = any(given(flag, typed.args, typed.conf) for flag in ("etcd-user", *_TLS))
-    if is_secure and meeting.choose(typed.args)[0] is not Way.NAMED:
+    if is_secure and etcd_choice.choose(typed.args)[0] is not Way.NAMED:
         raise SpecError("--etcd-ca, --etcd-user: an etcd must be named with --rdzv-endpoint")
 
 
@@ -178,7 +178,7 @@ LOOKS: tuple[Look, ...] = (
         at=_WAY,
         beside=("advertise-addr", "local-addr"),
         find=lambda typed: (
-            meeting.choose(typed.args)[0] is not Way.STATIC
+            etcd_choice.choose(typed.args)[0] is not Way.STATIC
             or Static.of(typed.args, join_timeout_s=0.0)
         ),
     ),
@@ -186,7 +186,7 @@ LOOKS: tuple[Look, ...] = (
         at=("rdzv-endpoint",),
         beside=_WAY,
         find=lambda typed: (
-            meeting.choose(typed.args)[0] is not Way.NAMED
+            etcd_choice.choose(typed.args)[0] is not Way.NAMED
             or Access(endpoints=typed.args.rdzv_endpoint).first
         ),
     ),

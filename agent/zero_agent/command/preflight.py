@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_agent.command.resolve import NO_FILES, count_slots, wants_gpus
-from zero_agent.etcd import etcd_clock, meeting
+from zero_agent.etcd import etcd_choice, etcd_clock
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_agent.etcd.rdzv_conf import RdzvConf
@@ -36,7 +36,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
         SpecError: A flag that a check uses is wrong.
     """
     access = Access.of(args, conf, args.rdzv_endpoint)
-    named = meeting.choose(args)[0] is meeting.Way.NAMED
+    named = etcd_choice.choose(args)[0] is etcd_choice.Way.NAMED
 
     def ask_etcd() -> str:
         try:

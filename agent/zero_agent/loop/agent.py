@@ -31,11 +31,11 @@ from zero_agent.loop.job_history import JobHistory
 from zero_agent.loop.job_time import await_ledgers, in_a_sentence
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
+from zero_agent.loop.log_limit import LogLimit
 from zero_agent.loop.network_watch import NetworkWatch, probe_through
 from zero_agent.loop.node_time import NodeTime
 from zero_agent.loop.node_workers import SOCKET, NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
-from zero_agent.loop.saying import Sayings
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
@@ -148,7 +148,7 @@ class Agent:
             journal=self._journal,
             post=self._post,
         )
-        self._sayings = Sayings(clock)
+        self._log_limit = LogLimit(clock)
         self._over = 0
         self.took_part = False
         """This agent saw the job before its end."""
@@ -365,7 +365,7 @@ class Agent:
         reason, waits_for = self._rdzv.reason, self._rdzv.waits_for
         if (
             not self.ended
-            and self._sayings.is_news(reason, waits_for)
+            and self._log_limit.is_news(reason, waits_for)
             and reason != self._journal.last
         ):
             log.info("%s", reason)

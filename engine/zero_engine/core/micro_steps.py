@@ -33,8 +33,8 @@ from zero_data.token_weights import (
     nominal,
     unread,
 )
+from zero_engine.memory_check import check_memory
 from zero_engine.parts import Core, Run
-from zero_engine.room import check_room
 
 _log = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class MicroSteps:
         live = run.plan().live(run.cursor.micro, run.world)
         if live < 1:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
-        self._check_room()
+        self._check_memory()
         core.coordinator.begin_backward()
         turn = Turn(
             live=live,
@@ -247,13 +247,13 @@ class MicroSteps:
         )
         core.reducer.begin(turn, weight=weight)
 
-    def _check_room(self) -> None:
+    def _check_memory(self) -> None:
         """Check that the sums of a step fit, if it is the first of its kind. Collective."""
         assert self._core.zero is not None
         kind = self._run.batch, self._core.zero.reduction_block
         if kind != self._checked:
             with self._core.guard():
-                check_room(self._core, self._run)
+                check_memory(self._core, self._run)
             self._report_spread(kind[1])
             self._checked = kind
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from zero_contract.own_files import is_own
+from zero_contract.user_files import is_own
 from zero_orchestrator.ctl import flight
 from zero_orchestrator.ctl.flight import Collective
 from zero_orchestrator.ctl.stacks import Frame, from_answer

@@ -29,7 +29,7 @@ _STORES = b"\0"
 _CHUNK_BYTES = 1 << 16
 
 
-class Front:
+class PortProxy:
     """Forwards connections on a daemon thread until it is closed."""
 
     def __init__(self, address: str, listeners: Sequence[socket.socket], etcd: str) -> None:
@@ -45,7 +45,7 @@ class Front:
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, args=(listeners, started), name="zero-front", daemon=True
+            target=self._run, args=(listeners, started), name="zero-proxy", daemon=True
         )
         self._thread.start()
         started.wait()

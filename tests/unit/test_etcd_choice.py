@@ -6,7 +6,7 @@ import pytest
 
 from zero_agent.command.command_line import parse
 from zero_agent.etcd.etcd_access import Access, explain, mistake
-from zero_agent.etcd.meeting import Static, Way, choose
+from zero_agent.etcd.etcd_choice import Static, Way, choose
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError
 

@@ -23,8 +23,8 @@ from enum import StrEnum
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
-from zero_agent.etcd.front import WAITING, Front
 from zero_agent.etcd.joining import Joining
+from zero_agent.etcd.port_proxy import WAITING, PortProxy
 from zero_agent.node.network import address_towards
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import family_of, host_port
@@ -130,7 +130,7 @@ class Static:
 
 
 @contextlib.contextmanager
-def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front | None]]:
+def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortProxy | None]]:
     """The endpoint of node 0's etcd: node 0 runs it, the other nodes wait for it.
 
     Args:
@@ -168,13 +168,13 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, Front |
     with (
         _listening(world) as listeners,
         local_etcd.private_server(token=access.token, names=names) as etcd,
-        contextlib.closing(Front(world.endpoint, listeners, etcd)) as front,
+        contextlib.closing(PortProxy(world.endpoint, listeners, etcd)) as proxy,
     ):
-        yield host_port(world.listens_on, world.port), front
+        yield host_port(world.listens_on, world.port), proxy
 
 
 @contextlib.contextmanager
-def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
+def own_port(args: argparse.Namespace) -> Iterator[PortProxy | None]:
     """The port of the only node's workers, if --master-port names one.
 
     Raises:
@@ -186,9 +186,9 @@ def own_port(args: argparse.Namespace) -> Iterator[Front | None]:
     world = Static.of(args, join_timeout_s=0.0)
     with (
         _listening(world) as listeners,
-        contextlib.closing(Front(world.endpoint, listeners, etcd="")) as front,
+        contextlib.closing(PortProxy(world.endpoint, listeners, etcd="")) as proxy,
     ):
-        yield front
+        yield proxy
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from zero_agent.loop.limits import REMEDIES
-from zero_agent.loop.saying import AGAIN_S, Sayings
+from zero_agent.loop.log_limit import AGAIN_S, LogLimit
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
 from zero_orchestrator.membership.rounds import Observation, Timing, Wait, decide
 from zero_orchestrator.membership.spec import JobSpec
@@ -19,28 +19,28 @@ BUSY = Snapshot(ONE, n=1, state=State.FORMING, nodes=(A,), members=Members((A,))
 
 
 def test_a_drain_of_many_nodes_is_one_waiting_line_and_not_one_for_each_that_stops():
-    sayings = Sayings(ManualClock())
+    limit = LogLimit(ManualClock())
     names = "abcdef"
     told = [f"a is leaving; waiting for {', '.join(names[i:])} to stop" for i in range(5)]
     told += [f"waiting for the workers of {', '.join(names[i:])} to stop" for i in range(5)]
     told += ["round 2 begins with 5 of 1:6 nodes", "round 2 runs on 5 nodes"]
     waits = [Wait.WORKERS] * 10 + [None] * 2
-    news = [line for line, wait in zip(told, waits, strict=True) if sayings.is_news(line, wait)]
+    news = [line for line, wait in zip(told, waits, strict=True) if limit.is_news(line, wait)]
     assert news == [told[0], *told[-2:]]
 
 
 def test_a_wait_that_is_long_is_told_again_with_those_that_are_left():
     clock = ManualClock()
-    sayings = Sayings(clock)
-    assert sayings.is_news("waiting for the workers of a, b to stop", Wait.WORKERS)
-    assert not sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS)
+    limit = LogLimit(clock)
+    assert limit.is_news("waiting for the workers of a, b to stop", Wait.WORKERS)
+    assert not limit.is_news("waiting for the workers of b to stop", Wait.WORKERS)
     clock.advance(AGAIN_S + 1)
-    assert sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS)
+    assert limit.is_news("waiting for the workers of b to stop", Wait.WORKERS)
     clock.advance(AGAIN_S + 1)
-    nothing_new = not sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS)
+    nothing_new = not limit.is_news("waiting for the workers of b to stop", Wait.WORKERS)
     assert nothing_new
-    assert sayings.is_news("round 2 runs on 1 node")
-    assert sayings.is_news("waiting for the workers of b to stop", Wait.WORKERS), "another wait"
+    assert limit.is_news("round 2 runs on 1 node")
+    assert limit.is_news("waiting for the workers of b to stop", Wait.WORKERS), "another wait"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from zero_orchestrator.membership.moves import Wait
 AGAIN_S = 10.0
 
 
-class Sayings:
+class LogLimit:
     """The reason that was logged last."""
 
     def __init__(self, clock: Clock) -> None:
-        self._said = ""
+        self._logged = ""
         self._wait = Stopwatch(clock)
 
     def is_news(self, reason: str, waits_for: Wait | None = None) -> bool:
@@ -33,5 +33,5 @@ class Sayings:
         else:
             self._wait.stop()
             self._wait.start()
-        news, self._said = reason != self._said, reason
+        news, self._logged = reason != self._logged, reason
         return news

@@ -20,7 +20,7 @@ from zero_engine.parts import Core, Run
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RankMemory:
     """The memory of one rank, before anything is kept between micro-steps."""
 
     here_bytes: int
@@ -35,7 +35,7 @@ class Room:
     """Its share of what is free in the memory of its host."""
 
 
-def check_room(core: Core, run: Run) -> None:
+def check_memory(core: Core, run: Run) -> None:
     """Check on all ranks that what they keep of the sums between micro-steps fits. Collective.
 
     Raises:
@@ -57,9 +57,9 @@ def check_room(core: Core, run: Run) -> None:
         here, free = chosen.here_bytes(kept), _free_bytes(core.device)
     else:  # device and host are one
         here, free = kept, host_free
-    own = Room(here, kept - here, by_owner, free, host_free)
+    own = RankMemory(here, kept - here, by_owner, free, host_free)
     rows = core.collectives.everybodys(torch.tensor(astuple(own)), "memory that is left").tolist()
-    compare(chosen, [Room(*row) for row in rows])
+    compare(chosen, [RankMemory(*row) for row in rows])
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -68,30 +68,30 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + idle
 
 
-def compare(chosen: Accumulation, ranks: Sequence[Room]) -> None:
+def compare(chosen: Accumulation, ranks: Sequence[RankMemory]) -> None:
     """Check that what is kept fits on every rank.
 
     Raises:
         ConfigError: It does not fit on some rank.
     """
-    for rank, room in enumerate(ranks):
+    for rank, its in enumerate(ranks):
         keeps = f'elastic.accumulate: "{chosen.where}" keeps'
-        if room.here_bytes > room.free_bytes:
+        if its.here_bytes > its.free_bytes:
             raise ConfigError(
-                f"{keeps} {room.here_bytes >> 20} MiB of sums on rank {rank} between micro-steps, "
-                f"and {room.free_bytes >> 20} MiB are left there; {_remedy(chosen, room, 'lower')}"
+                f"{keeps} {its.here_bytes >> 20} MiB of sums on rank {rank} between micro-steps, "
+                f"and {its.free_bytes >> 20} MiB are left there; {_remedy(chosen, its, 'lower')}"
             )
-        if room.away_bytes > room.host_free_bytes:
+        if its.away_bytes > its.host_free_bytes:
             raise ConfigError(
-                f"{keeps} {room.away_bytes >> 20} MiB of sums of rank {rank} in host memory "
+                f"{keeps} {its.away_bytes >> 20} MiB of sums of rank {rank} in host memory "
                 f"between micro-steps, beyond elastic.accumulate_device_bytes, and "
-                f"{room.host_free_bytes >> 20} MiB are left there for each rank of its node; "
-                f"{_remedy(chosen, room, 'raise')}"
+                f"{its.host_free_bytes >> 20} MiB are left there for each rank of its node; "
+                f"{_remedy(chosen, its, 'raise')}"
             )
 
 
-def _remedy(chosen: Accumulation, room: Room, change: str) -> str:
-    owner = f'use "owner", which keeps {room.by_owner_bytes >> 20} MiB and sends more'
+def _remedy(chosen: Accumulation, its: RankMemory, change: str) -> str:
+    owner = f'use "owner", which keeps {its.by_owner_bytes >> 20} MiB and sends more'
     aligned = f"train on a multiple of {chosen.block} ranks, which keep nothing"
     bound = f", or {change} elastic.accumulate_device_bytes, beyond which sums are on the host"
     return (
