@@ -96,18 +96,6 @@ class MicroStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Message:
-    """Pieces that one rank sends to another, for the elements [start, stop)."""
-
-    source: int
-    target: int
-    pieces: tuple[Piece, ...]
-    start: int
-    """In `Plan.parts`-ths of the gradient."""
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """Bytes that each node sends in one step, by node."""
 
@@ -227,25 +215,6 @@ class Plan:
     def routes(self, rank: int) -> Iterator[tuple[int, int, int]]:
         """To whom a rank's slice goes: (owner, start, stop), in parts; itself included."""
         return self._slices.routes(rank)
-
-    def messages_inside(self, micro_step: int, rank: int) -> Iterator[Message]:
-        """What a rank sends to the others of its node: to each its slice of what the rank has."""
-        node, local = self.place(rank)
-        pieces = self.micro_steps[micro_step].ranks[rank].gives
-        first = rank - local
-        for target in range(first, first + self.nodes[node]):
-            if pieces and target != rank:
-                own = self.slice_of(target)
-                yield Message(
-                    source=rank, target=target, pieces=pieces, start=own.start, stop=own.stop
-                )
-
-    def messages_to_owners(self, micro_step: int, rank: int) -> Iterator[Message]:
-        """What a rank sends to owners: their parts of its slice of each piece of its node."""
-        pieces = self.micro_steps[micro_step].nodes[self.place(rank)[0]].gives
-        for target, start, stop in self.routes(rank):
-            if pieces and target != rank:
-                yield Message(source=rank, target=target, pieces=pieces, start=start, stop=stop)
 
     def early(self, micro_step: int) -> tuple[Piece, ...]:
         """Whole blocks that an owner keeps, because an earlier one is not there yet."""

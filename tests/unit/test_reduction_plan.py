@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from zero_comm.reduction_plan import (
     Expression,
     Formed,
-    Message,
     Piece,
     Plan,
     Where,
@@ -25,6 +25,37 @@ from zero_data.global_batch import Assignment, contiguous, node_turns, strided
 
 Tree = Any
 """A micro-batch's number, or the pair of what is added."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """Pieces that one rank sends to another, for the elements [start, stop)."""
+
+    source: int
+    target: int
+    pieces: tuple[Piece, ...]
+    start: int
+    """In `Plan.parts`-ths of the gradient."""
+    stop: int
+
+
+def messages_inside(plan: Plan, micro_step: int, rank: int) -> Iterator[Message]:
+    """What a rank sends to the others of its node: to each its slice of what the rank has."""
+    node, local = plan.place(rank)
+    pieces = plan.micro_steps[micro_step].ranks[rank].gives
+    first = rank - local
+    for target in range(first, first + plan.nodes[node]):
+        if pieces and target != rank:
+            own = plan.slice_of(target)
+            yield Message(source=rank, target=target, pieces=pieces, start=own.start, stop=own.stop)
+
+
+def messages_to_owners(plan: Plan, micro_step: int, rank: int) -> Iterator[Message]:
+    """What a rank sends to owners: their parts of its slice of each piece of its node."""
+    pieces = plan.micro_steps[micro_step].nodes[plan.place(rank)[0]].gives
+    for target, start, stop in plan.routes(rank):
+        if pieces and target != rank:
+            yield Message(source=rank, target=target, pieces=pieces, start=start, stop=stop)
 
 
 def unrounded(of_block: Tree) -> Tree:
@@ -98,7 +129,7 @@ def executed(
             given.append(place.give(formed, expression))
         arrived = delivered(
             given,
-            [list(plan.messages_inside(number, r)) for r in range(world)],
+            [list(messages_inside(plan, number, r)) for r in range(world)],
             plan,
             plan.slice_of,
         )
@@ -111,7 +142,7 @@ def executed(
                 given[rank][piece] = rounded(given[rank][piece])
         arrived = delivered(
             given,
-            [list(plan.messages_to_owners(number, r)) for r in range(world)],
+            [list(messages_to_owners(plan, number, r)) for r in range(world)],
             plan,
             plan.shard_of,
         )
@@ -314,7 +345,7 @@ def counted(plan: Plan, elements: int, gradient_bytes: int) -> tuple[int, int]:
     """Inside nodes and between them, message by message."""
     inside = between = 0
     for step, rank in itertools.product(range(len(plan.micro_steps)), range(plan.world)):
-        messages = [*plan.messages_inside(step, rank), *plan.messages_to_owners(step, rank)]
+        messages = [*messages_inside(plan, step, rank), *messages_to_owners(plan, step, rank)]
         for message in messages:
             sizes = [gradient_bytes if plan.expression.is_single(p) else 4 for p in message.pieces]
             sent = sum(sizes) * (message.stop - message.start) * elements // plan.parts
@@ -358,7 +389,7 @@ def test_at_the_sender_a_piece_of_each_node_and_block_travels() -> None:
 def test_owners_on_rails_get_slices_that_are_whole_shards() -> None:
     assert rail_order((2, 2, 2)) == (0, 2, 4, 1, 3, 5)
     plan = plan_reduction(strided(6).rows(6), block=8, nodes=(2, 2, 2))
-    assert [message.target for message in plan.messages_to_owners(0, 3)] == [1, 5]
+    assert [message.target for message in messages_to_owners(plan, 0, 3)] == [1, 5]
     assert sorted(rail_order((3, 1, 2))) == list(range(6))
 
 

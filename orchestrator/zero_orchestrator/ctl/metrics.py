@@ -18,7 +18,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from zero_orchestrator.ctl.goodput import Use, from_record
@@ -28,8 +28,6 @@ from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
 from zero_orchestrator.ctl.story import Recovery
 from zero_orchestrator.ctl.verdicts import Kind
 from zero_orchestrator.membership.job_state import State
-
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 Labels = Mapping[str, str]
 Values = Iterable[tuple[Labels, float | None]]
