@@ -109,7 +109,7 @@ def test_a_script_or_compose_file_asks_for_its_secrets_and_does_not_have_them(tm
 @pytest.mark.parametrize(
     ("to", "more", "message"),
     [
-        ("slurm", "", r"job.yaml:1: checkpoint.path: is missing; on machines"),
+        ("slurm", "", r"job.yaml:1: checkpoint.path: is missing; set it to a directory"),
         ("systemd", "checkpoint: {path: /c}", r"etcd.endpoints: are missing; machines without"),
         (
             "systemd",

@@ -65,7 +65,8 @@ def places(job: Job, default: Path | None = None) -> list[str]:
     path = wanted.url or wanted.path or default
     if path is None and job.file.uses("CHECKPOINTS"):
         text = (
-            "is missing; on machines $(CHECKPOINTS) is a directory that all of them see, or a url"
+            "is missing; set it to a directory that all machines share, or set checkpoint.url: "
+            "$(CHECKPOINTS) stands for it"
         )
         raise JobFileError(job.source.message(Problem(key="checkpoint.path", text=text)))
     return job.file.arguments(config=str(job.config_path), checkpoints=str(path))
