@@ -131,7 +131,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 _FLAGS = """# Flags
 
-`--help` of each command says the same. A flag of `zero-agent` may be written with `-` or `_`
+`--help` of each command says the same; `--version` of `zero-agent`, `zero-ctl` and `zero-ckpt`
+prints the version. A flag of `zero-agent` may be written with `-` or `_`
 between its words, be shortened to any beginning that no other flag has, and be set by the
 environment variable `PET_<FLAG>`, as with torchrun; the command line wins. Lengths of time are
 written as seconds, or as 30s, 10m, 2h, 7d.
@@ -183,7 +184,8 @@ def _groups(parser: argparse.ArgumentParser) -> list[argparse._ArgumentGroup]:
 
 
 def _actions(group: argparse._ArgumentGroup) -> list[argparse.Action]:
-    return [it for it in group._group_actions if not isinstance(it, argparse._HelpAction)]
+    everywhere = {"--help", "--version"}
+    return [it for it in group._group_actions if not everywhere & {*it.option_strings}]
 
 
 def _flags_of(group: argparse._ArgumentGroup) -> Iterator[str]:

@@ -135,7 +135,7 @@ def test_the_help_names_every_flag_once():
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit, match="0"):
         parse(["--help"], {})
     named = re.findall(r"^  (?:-\w(?: [A-Z]+)?, )?--([\w-]+)", shown.getvalue(), re.MULTILINE)
-    assert sorted(named) == sorted(["help", *FLAGS])
+    assert sorted(named) == sorted(["help", "version", *FLAGS])
 
 
 def test_the_help_names_every_exit_code_of_the_agent_and_no_other():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
@@ -73,3 +74,19 @@ def test_every_console_script_begins_here_and_brings_little_along():
     )
     found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "zero_agent.command.command_line",
+        "zero_orchestrator.ctl.cli",
+        "zero_checkpoint.tools.parser",
+    ],
+)
+def test_every_program_says_its_version(module, capsys):
+    parser = importlib.import_module(module).make_parser()
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--version"])
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"zero-elastic {project['version']}\n"

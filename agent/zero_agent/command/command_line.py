@@ -17,13 +17,14 @@ from typing import Any
 
 from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, OURS, Flag
 from zero_contract.values import nearest
+from zero_contract.version import add_version
 from zero_orchestrator.arguments import named_as_set, variable_of
 from zero_orchestrator.errors import SpecError
 
 USAGE = "zero-agent [FLAG ...] SCRIPT [ARGUMENT ...]"
 
 _SHORT = {flag.short: flag for flag in FLAGS.values() if flag.short}
-_HELP = ("-h", "--help")
+_EXITS = ("-h", "--help", "--version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
         name, equals, value = token.partition("=")
         if not token.startswith("--") and len(name) > 2:  # `-t3`
             name, equals, value = token[:2], "", token[2:]
-        if name in _HELP:
+        if name in _EXITS:
             flags.append(name)
             continue
         flag, problem = _find(name)
@@ -192,6 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34),
     )
+    add_version(parser)
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:

@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from zero_checkpoint.tools import arguments
+from zero_contract.version import add_version
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 FORMATS = ("torch", "hf", "dcp", "deepspeed")
@@ -41,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
         "checkpoint in it, or DIR@TAG. Exit codes: 0 done, 1 damage or differences found, 2 not "
         "done.",
     )
+    add_version(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
+from zero_contract.version import add_version
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
@@ -177,6 +178,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 1 not done within --wait, 2 wrong usage or no such job or "
         "node, 3 etcd out of reach. The flags of etcd can be set as PET_<FLAG> in the environment.",
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
