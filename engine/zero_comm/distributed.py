@@ -76,7 +76,7 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     leave_failures_to_agent()
     if mpi_port is not None and "RANK" not in os.environ:
         os.environ |= discover(os.environ, mpi_port)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = backend_for(has_gpu=torch.cuda.is_available(), has_nccl=dist.is_nccl_available())
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         with transport_failures("meeting the other ranks"):
@@ -84,6 +84,13 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     else:
         store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:
+    """The backends of the default group; a torch may be built without NCCL."""
+    if not has_gpu:
+        return "gloo"
+    return f"cpu:gloo,cuda:{'nccl' if has_nccl else 'gloo'}"
 
 
 def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from zero_contract.errors import PeerLost
+from zero_contract.errors import ConfigError, PeerLost
 
 # Messages of gloo (a plain RuntimeError) and NCCL for a broken connection.
 _SIGNS = (
@@ -45,18 +45,34 @@ _SIGNS = (
     "socket timeout",
     "timed out waiting",
 )
+_MISUSE = ("ncclinvalidargument", "ncclinvalidusage")
+"""Signs of a call that NCCL refuses, whoever its peers are."""
+_SHARED = "duplicate gpu"
+_ONE_EACH = (
+    "two ranks use one device, which NCCL refuses: start at most as many workers on a node as it "
+    "has devices (--nproc-per-node), and show each of them another one (CUDA_VISIBLE_DEVICES); or "
+    'let the script call init_process_group("cpu:gloo,cuda:gloo"), which is slow'
+)
 _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*", re.DOTALL)
 """A line of gloo's source, and its advice to look at the logs of a worker that is lost."""
 
 
 @contextmanager
 def transport_failures(what: str) -> Iterator[None]:
-    """Turn the error of a broken connection into PeerLost, which names the exchange."""
+    """Turn the error of a broken connection into PeerLost, which names the exchange.
+
+    Raises:
+        PeerLost: The connection is broken.
+        ConfigError: NCCL refuses a device that two ranks use.
+    """
     try:
         yield
     except RuntimeError as error:
         text = str(error).lower()
-        if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
+        if _SHARED in text:
+            raise ConfigError(f"{what}: {_ONE_EACH}") from error
+        is_lost = isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
+        if not is_lost or any(sign in text for sign in _MISUSE):
             raise
         raise PeerLost(f"{what}: a peer is gone: {_NOISE.sub('', str(error))}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zero_comm.cpu.transport import CpuTransport, HostTransport
-from zero_comm.distributed import device_index
+from zero_comm.distributed import backend_for, device_index
 from zero_comm.issue_order import IssueOrder, difference
 from zero_comm.staged import StagedTransport
 from zero_comm.transport import Transport
@@ -49,6 +49,20 @@ def test_a_worker_uses_the_device_of_its_number_unless_somebody_has_chosen(
 def test_more_workers_than_devices_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match="LOCAL_RANK=4, but this worker sees 4 devices"):
         device_index(4, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_nccl", "backend"),
+    [
+        (False, True, "gloo"),  # torch for GPUs on a machine without one
+        (True, True, "cpu:gloo,cuda:nccl"),
+        (True, False, "cpu:gloo,cuda:gloo"),
+    ],
+)
+def test_a_torch_without_nccl_trains_on_gpus_over_gloo(
+    has_gpu: bool, has_nccl: bool, backend: str
+) -> None:
+    assert backend_for(has_gpu=has_gpu, has_nccl=has_nccl) == backend
 
 
 def test_orders_of_exchange_are_equal_if_and_only_if_each_communicators_is() -> None:

@@ -9,10 +9,12 @@ import weakref
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.waiting import wait_for
 from zero_comm import waiting
-from zero_comm.waiting import Interrupt, Waiter
+from zero_comm.waiting import Interrupt, Waiter, transport_failures
+from zero_contract.errors import ConfigError, PeerLost
 
 
 class Exchange:
@@ -130,3 +132,37 @@ def test_a_device_is_asked_again_and_again_until_it_has_got_there_or_an_interrup
 def test_a_device_that_never_gets_there_is_an_error_after_the_groups_timeout() -> None:
     with pytest.raises(RuntimeError, match=r"timed out waiting for 0\.02 s"):
         Waiter(None, timeout_s=0.02).poll(lambda: False, nothing)
+
+
+NCCL = "NCCL error in: NCCLUtils.cpp:77, {} (run with NCCL_DEBUG=WARN for details)\nLast error:\n{}"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        (
+            NCCL.format("remote process exited or there was a network error", "ncclRemoteError: a"),
+            PeerLost,
+            r"meeting: a peer is gone: NCCL error",
+        ),
+        (
+            NCCL.format(
+                "invalid usage",
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+                "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+            ),
+            ConfigError,
+            "^meeting: two ranks use one device, which NCCL refuses: start at most as many workers",
+        ),
+        (
+            NCCL.format("invalid argument", "ncclInvalidArgument: Invalid value for an argument."),
+            dist.DistBackendError,
+            "Invalid value",
+        ),
+    ],
+)
+def test_a_call_that_nccl_refuses_is_no_lost_peer(
+    text: str, kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says), transport_failures("meeting"):
+        raise dist.DistBackendError(text)
