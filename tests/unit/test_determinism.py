@@ -9,7 +9,7 @@ import torch
 
 from zero_comm.determinism import Deterministic, Hardware, changes, check, mixture, mode_of
 from zero_contract.errors import ConfigError
-from zero_engine.core.self_test import checksum, gradients_differ, output_differs
+from zero_engine.core.self_test import checksum, gradients_differ, output_differs, remedy
 
 CPU: dict[str, Any] = {
     "processor": "Xeon",
@@ -120,3 +120,11 @@ def test_the_gradient_that_differs_first_is_the_last_in_the_order_of_forward() -
     assert gradients_differ([["a"], ["c", "a"], []], ["a", "b", "c", "d"]) == (
         "outputs are equal, and 2 gradients differ, in the order of backward first that of 'c'"
     )
+
+
+def test_on_a_gpu_the_remedy_is_the_setting_with_which_attention_repeats_itself() -> None:
+    """With "warn" only GPUs run the self-test, where the fused attention does not repeat itself."""
+    assert 'scaled_dot_product_attention, set elastic.deterministic to "error"' in remedy(
+        Deterministic.WARN
+    )
+    assert remedy(Deterministic.ERROR).endswith('set elastic.deterministic to "off"')

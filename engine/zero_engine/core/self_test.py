@@ -145,8 +145,8 @@ class SelfTest:
             problem = gradients_differ([each[1] for each in by_rank], order)
         text = (
             f"the first micro-batch has other bits when it is run again: {problem}. A kernel does "
-            "not repeat itself, or the module keeps state that is not a buffer; see "
-            'docs/determinism.md, or set elastic.deterministic to "off"'
+            "not repeat itself, or the module keeps state that is not a buffer; "
+            f"{remedy(core.hardware.mode)}"
         )
         if core.hardware.mode is Deterministic.ERROR:
             raise ZeroError(text)
@@ -177,6 +177,17 @@ class SelfTest:
         half = len(seen) // 2
         pairs = enumerate(zip(seen[:half], seen[half:], strict=False))
         return next(((turn, old[0]) for turn, (old, new) in pairs if old != new), None)
+
+
+def remedy(mode: Deterministic) -> str:
+    """What to do about it: on a GPU torch's attention repeats itself if torch may refuse others."""
+    if mode is Deterministic.WARN:
+        return (
+            'if the model uses scaled_dot_product_attention, set elastic.deterministic to "error", '
+            'without which its backward does not repeat itself on a GPU; "off" ends this test; see '
+            "docs/determinism.md"
+        )
+    return 'see docs/determinism.md, or set elastic.deterministic to "off"'
 
 
 def output_differs(by_rank: Sequence[Sequence[Any] | None]) -> str:
