@@ -66,7 +66,8 @@ class Fold:
     ) -> None:
         self._backend = backend
         self._most = most
-        self._is_broken = False
+        self.is_broken = False
+        """Whether one could not be made, or was wrong: from then on additions run one by one."""
         self.kernels: dict[_Key, Callable[..., object]] = {}
 
     def run(
@@ -95,7 +96,7 @@ class Fold:
         run_one_by_one(additions, memory, dtype, pool)
 
     def _kernel(self, key: _Key, dtype: torch.dtype) -> Callable[..., object] | None:
-        if self._is_broken or (key not in self.kernels and len(self.kernels) >= self._most):
+        if self.is_broken or (key not in self.kernels and len(self.kernels) >= self._most):
             return None
         if key not in self.kernels:
             kernel = torch.compile(
@@ -114,7 +115,7 @@ class Fold:
         return self.kernels[key]
 
     def _give_up(self, reason: str) -> None:
-        self._is_broken = True
+        self.is_broken = True
         _log.warning(
             "gradients are added one by one, which gives the same sums in more time, because %s; "
             "%s=0 chooses this without a warning",

@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 REQUIREMENTS = ("torch", "numpy", "safetensors", "fsspec", "xxhash", "hjson", "tenacity")
 LIMIT_S = 120.0
@@ -78,27 +81,44 @@ def run_all(names: list[str]) -> int:
     for name in names or CHECKS:
         begun = time.monotonic()
         limit_s = max(1.0, min(LIMIT_S * slower, end - begun))
-        try:
-            ended = subprocess.run(
-                [sys.executable, "-m", "tests.gpu", "--one", name],
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            verdict, told = "FAILED", f"no end within {limit_s:.0f} s"
-        else:
-            lines = (ended.stdout.strip() or ended.stderr.strip()).splitlines()
-            verdict = {0: "ok", SKIPPED: "skipped"}.get(ended.returncode, "FAILED")
-            told = lines[-1] if lines else ""
-            if verdict == "FAILED":
-                told = f"exit {ended.returncode}\n{(ended.stdout + ended.stderr)[-3000:]}"
+        command = [sys.executable, "-m", "tests.gpu", "--one", name]
+        code, out, err = run_limited(command, environ, limit_s)
+        lines = (out.strip() or err.strip()).splitlines()
+        verdict = "FAILED" if code is None else {0: "ok", SKIPPED: "skipped"}.get(code, "FAILED")
+        told = lines[-1] if lines else ""
+        if verdict == "FAILED":
+            how = f"no end within {limit_s:.0f} s" if code is None else f"exit {code}"
+            told = f"{how}\n{(out + err)[-3000:]}"
         failed += verdict == "FAILED"
         took_s = time.monotonic() - begun
         print(f"{verdict:<8}{took_s:6.1f} s  {name.replace('_', ' ')}: {told}", flush=True)
     return failed
+
+
+def run_limited(
+    command: Sequence[str], environ: Mapping[str, str], limit_s: float
+) -> tuple[int | None, str, str]:
+    """The exit code of a process, None at its limit, and what it has printed.
+
+    Nothing that it has started is left: it would use the device beside the next check.
+    """
+    with subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            out, err = running.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            return None, *running.communicate()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+        return running.returncode, out, err
 
 
 if __name__ == "__main__":

@@ -31,13 +31,14 @@ from zero_checkpoint import weight_hash
 from zero_checkpoint.block_digests import AT_ONCE_BYTES, BLOCK_BYTES
 from zero_comm import fold
 from zero_comm.collectives import Collectives
-from zero_comm.distributed import leave_group, local_device
+from zero_comm.distributed import backend_for, leave_group, local_device
 from zero_comm.errors import LeavingNow
 from zero_comm.reduction import NORM_BLOCK, block_norms
 from zero_comm.waiting import Interrupt
 
 CHECKS: dict[str, Callable[[], str]] = {}
 HAS_GPU = torch.cuda.is_available()
+HAS_NCCL = HAS_GPU and dist.is_nccl_available()
 STAGES = (0, 1, 2, 3)
 DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -132,7 +133,7 @@ def world_sizes_give_the_same_bits() -> str:
 @check
 def a_script_s_nccl_group_is_enough() -> str:
     """`init_process_group("nccl")` reaches no CPUs: the engine makes its own control group."""
-    _meet_alone("nccl" if HAS_GPU else "gloo")
+    _meet_alone("nccl" if HAS_NCCL else "gloo")
     first = trained(3)
     return equal({"the script's group": first, "ours": _in_processes(1, "hashes")["3"]})
 
@@ -142,7 +143,7 @@ def a_group_is_aborted_and_another_founded_in_the_same_process() -> str:
     """As a survivor does."""
     hashes, seconds = {}, []
     for turn in range(3):
-        _meet_alone("cpu:gloo,cuda:nccl" if HAS_GPU else "gloo")
+        _meet_alone(backend_for(has_gpu=HAS_GPU, has_nccl=HAS_NCCL))
         hashes[turn] = trained(2)
         begun = time.monotonic()
         assert leave_group(), "the abort has not ended in time"
@@ -154,9 +155,16 @@ def a_group_is_aborted_and_another_founded_in_the_same_process() -> str:
 @on_a_gpu
 def an_interrupt_ends_a_wait_for_a_busy_device() -> str:
     """A stream that is busy for seconds, as one that waits for a lost peer is for ever."""
+    if not HAS_NCCL:
+        return "not seen: torch is built without NCCL"
     _meet_alone("cpu:gloo,cuda:nccl")
     interrupt = Interrupt()
     group = Collectives(interrupt=interrupt)
+    # The driver loads a kernel, and allocates pinned memory, when they are first asked for, and may
+    # wait for a busy device then. That would be a wait inside of it, and none of ours.
+    for _ in range(2):
+        torch.cuda._sleep(1)
+        group.to_host(torch.ones(1, device=local_device()), "a number")
     torch.cuda._sleep(8_000_000_000)  # cycles: about 4 s
     told: list[float] = []
 
@@ -315,7 +323,8 @@ def additions_are_one_kernel_with_the_bits_of_doing_them_one_by_one() -> str:
             os.environ[fold.SWITCH] = switch
             found[switch] = trained(2, dtype)
         told.append(f"{dtype}: {equal(found)}")
-    assert fold.ON_GPU.kernels, "additions could not be compiled; the log says why"
+    assert not fold.ON_GPU.is_broken, "some additions could not be compiled; the log says why"
+    assert fold.ON_GPU.kernels
     return f"{len(fold.ON_GPU.kernels)} kernels; {'; '.join(told)}"
 
 
@@ -326,8 +335,16 @@ def nothing_reads_or_writes_outside_its_memory() -> str:
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(tool).exists():
         return "not seen: there is no compute-sanitizer"
-    command = [tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu", "--rank", "short"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    # What torch asks of the driver and gets refused is no access to memory. Each tensor has memory
+    # of its own: in the blocks of torch's allocator the neighbour's would be read without an error.
+    options = ["--error-exitcode", "9", "--report-api-errors", "no"]
+    ended = subprocess.run(
+        [tool, *options, sys.executable, "-m", "tests.gpu", "--rank", "short"],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-2000:]
     return "stage 3, two steps: no error"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.gpu.__main__ import run_limited
 
 
 @pytest.mark.full
@@ -19,3 +23,23 @@ def test_what_the_gpu_checks_claim_holds_here() -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout
+
+
+def test_a_check_that_hangs_is_told_and_leaves_no_process_behind() -> None:
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    code, out, _ = run_limited(command, os.environ, 0.3)
+    assert code is None
+    state = Path(f"/proc/{int(out)}/stat")
+    assert not state.exists() or ") Z " in state.read_text()
+
+
+def test_the_checks_are_found_beside_a_package_that_is_also_called_tests(tmp_path: Path) -> None:
+    """Some wheels install one; Python prefers it to a folder without an __init__.py."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    path = os.pathsep.join((".", "engine", "orchestrator", str(tmp_path)))
+    asked = [sys.executable, "-c", "import importlib.util as i; print(i.find_spec('tests.gpu'))"]
+    found = subprocess.run(
+        asked, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert "'tests.gpu'" in found.stdout, found.stderr
