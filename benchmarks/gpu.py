@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS_S = {
-    "overhead": 150,
+    "overhead": 140,
     "determinism": 150,
-    "processes": 100,
-    "saves": 80,
+    "processes": 120,
+    "saves": 70,
     "offload": 80,
     "profile": 40,
 }
@@ -53,7 +55,11 @@ def main() -> int:
             "PYTHONUNBUFFERED": "1",
         }
         with subprocess.Popen(
-            command + ["--small"] * args.small, env=environ, stdout=subprocess.PIPE, text=True
+            command + ["--small"] * args.small,
+            env=environ,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         ) as running:
             limit_s = LIMITS_S[section] * (10 if args.small else 1)
             code = show(running, section, args.out, begun + limit_s)
@@ -62,12 +68,26 @@ def main() -> int:
     return failed
 
 
-def show(
-    running: subprocess.Popen[str], section: str, out: Path | None, deadline: float
-) -> int | None:
-    """Print the lines of a section as they come, until it ends or its time is over."""
-    killer = threading.Timer(deadline - time.monotonic(), running.kill)
+def show(running: subprocess.Popen[str], section: str, out: Path | None, deadline: float) -> int:
+    """Print the lines of a section as they come, until it ends or its time is over.
+
+    No process that it has started is left: it would use the device beside the next section.
+    """
+    killer = threading.Timer(deadline - time.monotonic(), kill, [running])
     killer.start()
+    try:
+        return _show(running, section, out)
+    finally:
+        killer.cancel()
+        kill(running)
+
+
+def kill(section: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(section.pid, signal.SIGKILL)
+
+
+def _show(running: subprocess.Popen[str], section: str, out: Path | None) -> int:
     assert running.stdout is not None
     for line in running.stdout:
         try:
@@ -79,9 +99,7 @@ def show(
         if out is not None:
             with out.open("a") as file:
                 print(json.dumps({"section": section, **figures}), file=file)
-    code = running.wait()
-    killer.cancel()
-    return code
+    return running.wait()
 
 
 if __name__ == "__main__":

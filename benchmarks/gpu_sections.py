@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiled
@@ -56,8 +57,9 @@ def tell(**figures: Any) -> None:
 
 
 def synchronize() -> None:
+    """Wait for the stream of the script; copies of a save beside it do not hold it up."""
     if GPU:
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
 
 def timed_ms(call: Callable[[], object]) -> float:
@@ -89,7 +91,8 @@ def summary(times: list[float]) -> dict[str, float]:
 
 def model() -> GPT:
     torch.manual_seed(0)
-    return GPT(SHAPE).to(DEVICE)
+    with DEVICE:  # a third of a billion random numbers take a CPU seconds
+        return GPT(SHAPE)
 
 
 def tokens(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
@@ -107,6 +110,8 @@ def engine(stage: int, dtype: str, micros: int = 1, **more: Any) -> Any:
         "train_micro_batch_size_per_gpu": SHAPE.micro,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": stage},
+        # As `plain` beside it: torch has these switches once in a process.
+        "elastic": {"deterministic": "error"},
         **DTYPES[dtype],
         **more,
     }
@@ -209,6 +214,8 @@ def determinism() -> None:
 
 def _replay(switch: str, attention: str, backend: SDPBackend, *, compiled: bool) -> None:
     net = model().to(torch.bfloat16)
+    # What is compiled has the attention in it that was chosen then, and is used for every model.
+    torch.compiler.reset()
     if compiled:
         for block in net.blocks:
             block.compile()
@@ -268,7 +275,6 @@ def processes() -> None:
 def rank() -> None:
     """One of them: 4 micro-batches a step in all, whatever the world."""
     dist.init_process_group("cpu:gloo,cuda:gloo" if GPU else "gloo")
-    torch.use_deterministic_algorithms(True)
     micros = 4 // _world()
     of = engine(2, "bf16", micros)
     step = step_of(of, micros)
@@ -286,7 +292,7 @@ def saves() -> None:
     step = step_of(of)
     state = sum(p.numel() for p in of.module.parameters()) * 12
     alone = in_turns({"": step}, 5)[""]
-    with room() as directory:
+    with room(4 * state) as directory:
         for turn in range(3):
             stall = timed_ms(lambda: of.save_checkpoint(str(directory), blocking=False))
             during = [timed_ms(partial(step, number)) for number in range(5)]
@@ -295,6 +301,7 @@ def saves() -> None:
                 save=turn,
                 state_gb=round(state / 1e9, 2),
                 stall_ms=round(stall, 2),
+                next_step_ms=round(during[0], 2),
                 step_ms=round(statistics.median(during), 2),
                 step_without_ms=round(statistics.median(alone), 2),
             )
@@ -302,8 +309,11 @@ def saves() -> None:
 
 
 @contextmanager
-def room() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+def room(size: int) -> Iterator[Path]:
+    """A directory for so many bytes: in memory, if there is as much."""
+    memory = Path("/dev/shm")
+    fits = memory.is_dir() and shutil.disk_usage(memory).free > size
+    directory = Path(tempfile.mkdtemp(dir=memory if fits else None))
     try:
         yield directory
     finally:
@@ -356,13 +366,16 @@ def profile() -> None:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * GPU
     with profiled(activities=activities) as seen:
         took = timed_ms(partial(step, 3))
-    rows = seen.key_averages()
+    averages = seen.key_averages()
+    # An operator has the time of its kernels as well, which have rows of their own.
+    kind = DeviceType.CUDA if GPU else DeviceType.CPU
+    rows = [row for row in averages if row.device_type == kind and not row.is_user_annotation]
     busy = "self_device_time_total" if GPU else "self_cpu_time_total"
     total = sum(getattr(row, busy) for row in rows) / 1e3
     tell(step_ms=round(took, 2), busy_ms=round(total, 2))
     for row in sorted(rows, key=lambda row: -getattr(row, busy))[:12]:
         tell(kernel=row.key[:60], calls=row.count, ms=round(getattr(row, busy) / 1e3, 3))
-    waits = [row for row in rows if "Synchronize" in row.key or row.key == "aten::item"]
+    waits = [row for row in averages if "Synchronize" in row.key or row.key == "aten::item"]
     tell(host_waits={row.key: row.count for row in waits})
 
 
