@@ -99,11 +99,13 @@ class Fold:
         if self.is_broken or (key not in self.kernels and len(self.kernels) >= self._most):
             return None
         if key not in self.kernels:
+            # Not with fullgraph: where torch does not compile (the modes that count operations), it
+            # would run the additions as they are, and raise afterwards. And no module, for which
+            # hooks of all modules would be called.
             kernel = torch.compile(
-                graph_of(key[0], key[1], dtype),
+                graph_of(key[0], key[1], dtype).forward,
                 backend=self._backend,
                 dynamic=True,
-                fullgraph=True,
                 options=_OPTIONS if self._backend == "inductor" else None,
             )
             with _beside(key[2]):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from zero_comm.additions import TOTAL, Addition, Memory, run_one_by_one
 from zero_comm.buffer_pool import BufferPool
@@ -144,6 +146,17 @@ def test_what_cannot_be_compiled_is_added_one_by_one_and_said_once(
     (record,) = caplog.records
     assert "gradients are added one by one" in record.getMessage()
     assert "no such compiler" in record.getMessage()
+
+
+def test_under_a_counter_of_operations_each_addition_is_done_once() -> None:
+    """torch compiles nothing there; config key "flops_profiler" counts the operations of a step."""
+    fold, begun = Fold(backend="eager"), next_sums(Progress(), (0,) * 8, 8, last=False)[1]
+    additions, _ = next_sums(begun, (0,) * 8, 8, last=False)
+    assert Addition(TOTAL, TOTAL, Memory("given", 0)) in additions
+    for context in (nullcontext(), FlopCounterMode(display=False)):
+        with context:
+            check(compiled(fold), additions, torch.bfloat16, 64, shared=False)
+    assert not fold.is_broken
 
 
 def test_a_kernel_with_other_bits_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
