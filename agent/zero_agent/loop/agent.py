@@ -34,7 +34,7 @@ from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
 from zero_agent.loop.log_limit import LogLimit
 from zero_agent.loop.network_watch import NetworkWatch, probe_through
 from zero_agent.loop.node_time import NodeTime
-from zero_agent.loop.node_workers import SOCKET, NodeWorkers
+from zero_agent.loop.node_workers import SOCKET, Handlers, NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
@@ -114,12 +114,10 @@ class Agent:
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
-        self._node_workers = self._make_workers(environ)
         ask = partial(ask_for_stacks, telemetry, job)
         network = NetworkWatch(clock, self._post, partial(probe_through, telemetry, job))
         self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)
-        self._node_workers.why_stuck = lambda: self._verdicts.why_stuck
-        self._node_workers.on_times = self._verdicts.times
+        self._node_workers = self._make_workers(environ)
         self._strain = Strain(clock)
         self._ram = NodeMemory(
             job,
@@ -155,6 +153,13 @@ class Agent:
 
     def _make_workers(self, environ: Mapping[str, str]) -> NodeWorkers:
         """Start the forkserver, and connect its events with the parts that handle them."""
+        handlers = Handlers(
+            on_port=lambda n, port: self._store_writes.master(n, self._config.where_store_is(port)),
+            on_commit=self._store_writes.commit,
+            on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
+            on_times=self._verdicts.times,
+            why_stuck=lambda: self._verdicts.why_stuck,
+        )
         made = NodeWorkers(
             self._config,
             self._job,
@@ -163,9 +168,7 @@ class Agent:
             journal=self._journal,
             environ=environ,
             post=self._post,
-            on_port=lambda n, port: self._store_writes.master(n, self._config.where_store_is(port)),
-            on_commit=self._store_writes.commit,
-            on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
+            handlers=handlers,
         )
         made.steps.on_report = self._on_step
         made.steps.on_saved = self._on_saved

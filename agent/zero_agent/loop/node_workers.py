@@ -14,6 +14,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,23 @@ Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Handlers:
+    """What the agent does about its workers; called on the agent's thread."""
+
+    on_port: Callable[[int, int], None]
+    """Receives a round and the port of the TCPStore opened for it."""
+    on_commit: Callable[[int, int, CommitRequest, Reply], None]
+    """Receives the round, its fence, a worker's request to publish a checkpoint, and the function
+    that replies to it."""
+    on_peer_memory: Callable[[PeerMemoryRequest], PeerMemoryReply]
+    """Replies to a worker that asks for memory for its checkpoints."""
+    on_times: Callable[[RankTimes], None]
+    """Receives the times of all ranks, if rank 0 is here."""
+    why_stuck: Callable[[], str]
+    """Returns who is waited for, if that is known and no rank takes a step."""
+
+
 class NodeWorkers:
     """This node's workers; nothing runs before `start`."""
 
@@ -88,9 +106,7 @@ class NodeWorkers:
         journal: Journal,
         environ: Mapping[str, str],
         post: Post,
-        on_port: Callable[[int, int], None],
-        on_commit: Callable[[int, int, CommitRequest, Reply], None],
-        on_peer_memory: Callable[[PeerMemoryRequest], PeerMemoryReply],
+        handlers: Handlers,
     ) -> None:
         """Start the forkserver, so that its imports overlap with the rendezvous.
 
@@ -103,22 +119,13 @@ class NodeWorkers:
             journal: Receives the events of the workers.
             environ: The environment that workers inherit.
             post: Wraps handlers so that they run on the agent's thread.
-            on_port: Receives a round and the port of the TCPStore opened for it.
-            on_commit: Receives the round, its fence, a worker's request to publish a checkpoint,
-                and the function that replies to it.
-            on_peer_memory: Replies to a worker that asks for memory for its checkpoints.
+            handlers: What the agent does about them.
         """
         self._config = config
         self._clock = clock
         self._journal = journal
         self._post = post
-        self._on_port = on_port
-        self._on_commit = on_commit
-        self._on_peer_memory = on_peer_memory
-        self.on_times: Callable[[RankTimes], None] = lambda times: None
-        """Called with the times of all ranks, if rank 0 is here."""
-        self.why_stuck: Callable[[], str] = lambda: ""
-        """Returns who is waited for, if that is known and no rank takes a step."""
+        self._handlers = handlers
         self.steps = Steps(config.hang, clock)
         self.recent = RecentOutput()
         """The last output of the workers; may be read on any thread."""
@@ -343,7 +350,7 @@ class NodeWorkers:
             assert self._group is not None
             if hung := self.steps.too_slow():
                 rank, verdict = hung
-                if why := self.why_stuck():
+                if why := self._handlers.why_stuck():
                     verdict = f"{verdict}; {why}"
                 self._kill_s = self._clock.now()
                 self._group.mark_hung(rank, verdict)
@@ -390,7 +397,7 @@ class NodeWorkers:
             self._pass_word()
         elif "port" in news and news["id"] in self._stores:
             self._listening.add(news["id"])
-            self._on_port(self._stores[news["id"]], news["port"])
+            self._handlers.on_port(self._stores[news["id"]], news["port"])
         elif "pid" in news and self._group is not None:
             pid = news["pid"]
             rank = self._group.runs_as(news["id"], pid)
@@ -454,7 +461,7 @@ class NodeWorkers:
                 self.steps.promise()
             case CommitRequest():
                 request = message.request
-                self._on_commit(
+                self._handlers.on_commit(
                     self.round,
                     self.fence,
                     message,
@@ -466,7 +473,7 @@ class NodeWorkers:
                     ),
                 )
             case PeerMemoryRequest():
-                self._channel.send(rank, self._on_peer_memory(message))
+                self._channel.send(rank, self._handlers.on_peer_memory(message))
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Restored():
@@ -498,6 +505,6 @@ class NodeWorkers:
             case Preparing():
                 self.steps.prepares(rank, message)
             case RankTimes():
-                self.on_times(message)
+                self._handlers.on_times(message)
             case _:
                 pass
