@@ -33,7 +33,7 @@ def main() -> None:
     )
 
     run = zero_torch.protect(model, optimizer, loader, microbatches=8)
-    run.load(directory)  # the newest checkpoint that is whole, or none
+    run.load(directory)  # the newest complete checkpoint, if there is one
     first = run.global_step
     for _ in range(run.loader.epoch, EPOCHS):
         for batch, targets in run.loader:  # one micro-batch

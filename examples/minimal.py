@@ -36,7 +36,7 @@ def main() -> None:
 
     engine = zero_engine.initialize(model, training_data=dataset, config=CONFIG)
     loader: Any = engine.training_dataloader
-    engine.load_checkpoint(directory)  # the newest one that is whole, or none
+    engine.load_checkpoint(directory)  # the newest complete one, if there is one
     for _ in range(loader.epoch, EPOCHS):
         for batch, targets in loader:  # begins after the last committed step
             loss = F.mse_loss(engine(batch), targets)

@@ -1,6 +1,6 @@
 """Stock DDP with zero_torch. It can be killed at any step and resume at any world size.
 
-zero-agent --nnodes=1:4 --max-restarts=3 examples/plain_ddp.py
+    zero-agent --nnodes=1:4 --max-restarts=3 examples/plain_ddp.py
 
 The final weights are the same in every case, and those of fsdp2.py.
 """
@@ -31,7 +31,7 @@ def main() -> None:
     )
 
     run = zero_torch.protect(model, optimizer, loader, microbatches=8)
-    run.load(directory)  # the newest checkpoint that is whole, or none
+    run.load(directory)  # the newest complete checkpoint, if there is one
     first = run.global_step
     for _ in range(run.loader.epoch, EPOCHS):
         for batch, targets in run.loader:  # one micro-batch

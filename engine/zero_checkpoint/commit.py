@@ -9,7 +9,7 @@ Must always hold: the rename is the only commit point. A process that dies befor
 directory without a manifest, which no load chooses; one that dies after it leaves a whole
 checkpoint. A rank that has voted removes its file only on the verdict "not published": without a
 verdict the rename may have happened, and if the storage has failed in it, rank 0 does not know
-either. Then no rank removes anything: a load takes a checkpoint that is whole, a later sweep
+either. Then no rank removes anything: a load takes a complete checkpoint, a later sweep
 removes a directory without a manifest. Earlier checkpoints are never touched.
 
 Every rank calls `save`, in step, on the thread of its saves. Source of the protocol: two-phase

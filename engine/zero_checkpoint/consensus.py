@@ -48,7 +48,7 @@ _PROOF_BYTES = 32
 _PART_BYTES = 4 << 20
 """A TCPStore refuses values of more than 8 MiB (libuv backend), so long ones go in parts."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
-_FAREWELL_S = 5.0
+_ANSWERED_S = 5.0
 """The time that rank 0 waits until all others have read a verdict; a dead rank never reads it."""
 
 
@@ -147,7 +147,7 @@ class StoreConsensus:
         if self.world > 1:
             heard, count = f"{question}/heard", f"{question}/count"
             self._published += [*self._put(question, verdict), heard, count]
-            limit_s = min(self._timeout_s, _FAREWELL_S)
+            limit_s = min(self._timeout_s, _ANSWERED_S)
             if waits and self._await(partial(self._has, [heard]), limit_s, lambda: None):
                 # A rank that has read this verdict has read all before it.
                 self._delete(self._published)

@@ -153,7 +153,7 @@ def load(
     tag: str | None = None,
     consensus: StoreConsensus | None = None,
 ) -> Restored | None:
-    """Load the newest checkpoint that is whole; every rank calls it, in a group of any size.
+    """Load the newest complete checkpoint; every rank calls it, in a group of any size.
 
     Args:
         root: As given to `save`.

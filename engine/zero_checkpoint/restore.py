@@ -1,4 +1,4 @@
-"""Loads the newest checkpoint that is whole, on all ranks or on none.
+"""Loads the newest complete checkpoint, on all ranks or on none.
 
     rank 0 takes the next candidate            announce: its name, digest and manifest
     each rank reads and verifies its weights   exchange: the ranks may begin to pass them on

@@ -225,7 +225,7 @@ class MovedStates:
         if self.inconsistent is not None and not refills:
             raise ZeroError(
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "
-                f"{self.inconsistent.reason}; load a whole checkpoint, or start again"
+                f"{self.inconsistent.reason}; load a checkpoint, or start again"
             )
         if self.given_away:
             raise ZeroError(

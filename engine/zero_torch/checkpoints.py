@@ -144,7 +144,7 @@ class Checkpoints:
     # ---- loading and saving ----
 
     def load(self, directory: str | os.PathLike[str], tag: str | float | None = None) -> str | None:
-        """Resume from the newest checkpoint that is whole, of any world size and wrapper.
+        """Resume from the newest complete checkpoint, of any world size and wrapper.
 
         Args:
             directory: As given to `save`: a directory that all ranks share, or a URL.

@@ -102,7 +102,7 @@ def test_what_a_run_comes_from_is_its_own() -> None:
 
 
 def test_a_run_without_a_checkpoint_begins_at_step_0_and_says_so() -> None:
-    reason = "this run has no whole checkpoint yet: training begins at step 0"
+    reason = "this run has no complete checkpoint yet: training begins at step 0"
     assert choose(None, RUN, []) == Choice(path=None, reason=reason)
     assert choose(True, RUN, []) == Choice(path=None, reason=reason)
 

@@ -57,7 +57,7 @@ class Reader(StorageReader):
         Args:
             root: As given to `Writer`, `zero_torch`, `zero_engine` or `zero_checkpoint.save`;
                 None: the parent of the `checkpoint_id` that `dcp.load` is given.
-            tag: Only a checkpoint of this name; None: the newest one that is whole.
+            tag: Only a checkpoint of this name; None: the newest complete one.
             model: The key of the model's state_dict in the state, for a checkpoint of
                 `zero_engine` or `zero_torch`; "": the state is the model's.
             optimizer: The same of the optimizer's state_dict.

@@ -67,7 +67,7 @@ def plan_prune(
     protected: tuple[Place, ...] = ()
     plan = Plan()
     if candidates:
-        # The newest checkpoint that is whole stays, whatever the policy says.
+        # The newest complete checkpoint stays, whatever the policy says.
         for candidate in candidates:
             if not (damages := check(candidate)):
                 plan.notes.append(f"{candidate.path}: verified, every byte is what was saved")

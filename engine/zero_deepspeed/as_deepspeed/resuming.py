@@ -218,7 +218,7 @@ def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]
     """
     if record is not None:
         own = [one for one in seen if record.others.get(one.path.name) != one.written_ns]
-        return _newest(own) or _anew(asked, "this run has no whole checkpoint yet")
+        return _newest(own) or _anew(asked, "this run has no complete checkpoint yet")
     if asked is True:
         return _newest(seen) or _anew(asked, "there is no checkpoint yet")
     if not asked and (whole := [one for one in seen if not one.flaw]):
