@@ -171,7 +171,7 @@ def fail_half_way(path: str) -> list[str]:
 def test_nothing_is_made_of_a_step_that_failed_half_way(worlds: WorldPool, tmp_path: Path) -> None:
     failed, again, saved = worlds.run(1, fail_half_way, str(tmp_path))[0]
     assert "Input/output error; the disk is failing: name another one as nvme_path" in failed
-    half = f"because a step has failed half way: {failed}; load a whole checkpoint, or start again"
+    half = f"because a step has failed half way: {failed}; load a checkpoint, or start again"
     assert again == f"step(): the state is neither the old one nor that of a checkpoint, {half}"
     assert saved.startswith("save_checkpoint(): the state is neither the old one nor that of")
 
