@@ -46,8 +46,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = f"port of the page (default {PORT}; 0: a free one)"
     parser.add_argument("--port", type=arguments.port, default=PORT, metavar="PORT", help=text)
     text = (
-        "address on which the page is served (default: the loopback); whoever reaches another one "
-        "may read the page without a token"
+        "address on which the page is served (default: the loopback); anyone who reaches "
+        "another address can read the page without a token"
     )
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
     text = "file with the token for drain and stop (default: a new one, which is printed)"

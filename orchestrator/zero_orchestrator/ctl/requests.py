@@ -118,7 +118,7 @@ def include(store: KeyValueStore, job: str, name: str) -> str:
     hosts = [exclusion.host for exclusion in view.exclusions]
     host = name if name in hosts else _host(view, name)
     if not store.delete(Keys(job).excluded(host)):
-        raise NoSuchNode(f"{host} is not excluded in job {job}; {', '.join(hosts) or 'nobody'} is")
+        raise NoSuchNode(f"{host} is not excluded in job {job}; {', '.join(hosts) or 'no host'} is")
     return host
 
 
