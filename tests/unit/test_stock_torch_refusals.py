@@ -120,7 +120,7 @@ def test_the_config_has_the_sections_of_the_engine() -> None:
     [
         ({"checkpoints": {}}, "checkpoints: .*; did you mean 'checkpoint'"),
         ({"checkpoint": {"keep_lst": 2}}, "checkpoint.keep_lst: .*; did you mean 'keep_last'"),
-        ({"elastic": {"reduction_block": 6}}, "no power of two"),
+        ({"elastic": {"reduction_block": 6}}, "not a power of two"),
         ({"elastic": 3}, "elastic: 3 is not an object"),
         ({"checkpoint": {"every_steps": "soon"}}, "every_steps: 'soon' is not an integer"),
     ],
