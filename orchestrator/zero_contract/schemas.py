@@ -1,4 +1,4 @@
-"""JSON Schemas made from the dataclasses that a command prints with `--json`.
+"""What a command prints with `--json`: its lines, and JSON Schemas made from its dataclasses.
 
 `zero_orchestrator.ctl.schemas` and `zero_checkpoint.tools.schemas` name the records; the pages of
 docs/ show the schemas.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import math
 import types
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -67,3 +69,21 @@ def _object(kind: type[Any], docs: Docs, simple: Mapping[Any, Schema]) -> Schema
         about = {"description": meanings[field.name]} if field.name in meanings else {}
         properties[field.name] = {**about, **schema_of(hints[field.name], docs, simple)}
     return {"type": "object", "required": list(properties), "properties": properties}
+
+
+def line_of(record: Mapping[str, Any]) -> str:
+    """A record as one line of JSON, which has no NaN and no infinity: those become null."""
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(record))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value

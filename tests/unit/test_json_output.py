@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 
 import jsonschema
@@ -14,7 +15,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.test_status import Job
 from zero_agent.loop.answers import Answers
-from zero_orchestrator.ctl import cli
+from zero_orchestrator.ctl import cli, status
 from zero_orchestrator.ctl.events import events_prefix, progress_prefix
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.errors import SpecError
@@ -88,6 +89,15 @@ def test_what_is_printed_has_the_keys_of_the_page_and_no_other(store, capsys, li
     schema = closed(SCHEMAS[args.command])
     for record in found:
         jsonschema.validate(record, schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_a_loss_that_is_not_finite_is_null_and_no_change_in_itself(store, capsys):
+    """JSON has no NaN: most parsers refuse the line, and a watch would print it each second."""
+    store.put(progress_prefix("gpt") + "a", json.dumps({"step": 7, "loss": math.nan, "time": 2.0}))
+    JsonView().watch(status.read(store, "gpt") for _ in range(3))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "NaN" not in line
+    assert [row["loss"] for row in json.loads(line)["members"]] == [None, None]
 
 
 def test_what_gc_deletes_is_a_record(capsys):

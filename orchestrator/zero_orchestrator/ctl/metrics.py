@@ -57,7 +57,8 @@ class Sample:
     name: str
     """Name of the metric; that of a counter ends in `_total`."""
     labels: dict[str, str]
-    value: float
+    value: float | None
+    """null: it is not finite, such as a loss that is NaN."""
 
 
 def samples(metrics: Iterable[Metric]) -> Iterator[Sample]:

@@ -19,6 +19,7 @@ from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
 from zero_contract.errors import ZeroError
+from zero_contract.schemas import line_of
 from zero_orchestrator.ctl import pace
 from zero_orchestrator.ctl.events import (
     by_node,
@@ -97,6 +98,7 @@ class NodeRow:
     step_time_s: float | None = None
     """When the node reported that step: its wall clock, seconds since the epoch."""
     loss: float | None = None
+    """Loss of that step; null as well if it is not finite."""
     ram_used_bytes: int | None = None
     """Memory that in-memory checkpoints use; None: there are none."""
     ram_budget_bytes: int | None = None
@@ -189,7 +191,7 @@ class JobStatus:
 
     def to_json(self) -> str:
         """The status as one line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
+        return line_of(dataclasses.asdict(self))
 
 
 # ---- reading ----

@@ -6,7 +6,6 @@ pipe is complete, however narrow the terminal is.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from zero_contract.schemas import line_of
 from zero_contract.values import in_words
 from zero_orchestrator.ctl.events import Event
 from zero_orchestrator.ctl.goodput import from_record, in_parts, total_ns
@@ -105,11 +105,11 @@ class JsonView:
     def event(self, event: Event, offset_s: float | None = None) -> None:
         """As `View.event`."""
         offset = {} if offset_s is None else {"offset_s": round(offset_s, 3)}
-        print(json.dumps({"revision": event.revision, **event.record, **offset}), flush=True)
+        print(line_of({"revision": event.revision, **event.record, **offset}), flush=True)
 
     def record(self, record: Mapping[str, Any]) -> None:
         """As `View.record`."""
-        print(json.dumps(record), flush=True)
+        print(line_of(record), flush=True)
 
     def line(self, text: str | Text) -> None:
         """As `View.line`."""
@@ -178,11 +178,11 @@ def event_line(event: Event, offset_s: float | None = None) -> Text:
 
 def _changes(statuses: Iterable[JobStatus]) -> Iterator[JobStatus]:
     """The statuses that differ from the one before."""
-    last: JobStatus | None = None
+    last = ""
     for status in statuses:
-        if status != last:
+        if (text := status.to_json()) != last:  # a loss that is no number differs from itself
             yield status
-        last = status
+        last = text
 
 
 def age(time_s: float | None) -> str:
