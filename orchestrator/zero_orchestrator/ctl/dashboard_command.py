@@ -40,9 +40,7 @@ class Served:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument(
-        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
-    )
+    parser.add_argument("job", nargs="?", help=status.OR_NEWEST)
     text = f"port of the page (default {PORT}; 0: a free one)"
     parser.add_argument("--port", type=arguments.port, default=PORT, metavar="PORT", help=text)
     text = (

@@ -20,9 +20,7 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument(
-        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
-    )
+    parser.add_argument("job", nargs="?", help=status.OR_NEWEST)
     parser.add_argument(
         "--follow", "-f", action="store_true", help="print new events until the job ends"
     )

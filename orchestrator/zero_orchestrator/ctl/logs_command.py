@@ -43,9 +43,7 @@ _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument(
-        "job", nargs="?", help="name of the job (default: the running one, else the newest)"
-    )
+    parser.add_argument("job", nargs="?", help=status.OR_NEWEST)
     parser.add_argument("--rank", type=int, metavar="N", help="only the worker with this rank")
     parser.add_argument(
         "--follow", "-f", action="store_true", help="print new output until the job ends"

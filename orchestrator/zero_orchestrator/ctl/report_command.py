@@ -21,9 +21,7 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument(
-        "job", nargs="?", help="name of the job (default: the newest that runs, else the newest)"
-    )
+    parser.add_argument("job", nargs="?", help=status.OR_NEWEST)
     text = "file that receives the report, replaced if it exists (default: JOB.html)"
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help=text)
     text = (

@@ -483,6 +483,13 @@ def is_open(jobs: Sequence[JobStatus]) -> bool:
     return len(running or jobs) > 1
 
 
+OR_NEWEST = (
+    "name of the job (default: the running job that started last; if no job runs, the job that "
+    "started last)"
+)
+"""The help of an argument without which `newest_job` chooses."""
+
+
 def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
     """The running job that began last; if none runs, the job that began last.
 
