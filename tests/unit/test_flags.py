@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import sys
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from zero_agent.command.command_line import _find, make_parser, parse
 from zero_agent.command.flags import FLAGS, OURS
+from zero_agent.command.resolve import program_of
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError
 
@@ -20,6 +22,20 @@ TORCHRUNS = {
     for option in action.option_strings
     if option.startswith("--") and "_" not in option and option != "--help"
 }
+
+
+def test_a_module_is_looked_for_without_an_import_of_its_package(tmp_path, monkeypatch):
+    """Which may need a GPU: its failure is one of the workers, and not of every agent."""
+    inner = tmp_path / "fails" / "no_package"
+    inner.mkdir(parents=True)
+    (tmp_path / "fails" / "__init__.py").write_text("raise RuntimeError('it needs a GPU')")
+    (inner / "train.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    module = "fails.no_package.train"
+    program = program_of(parse(["-m", module], {}), {})
+    assert (program.target, program.is_module, "fails" in sys.modules) == (module, True, False)
+    with pytest.raises(SpecError, match=r"-m fails\.trian: there is no such module"):
+        program_of(parse(["-m", "fails.trian"], {}), {})
 
 
 def test_every_flag_of_torchrun_is_known():

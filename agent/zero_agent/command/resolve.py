@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -184,10 +185,7 @@ def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
         )
     if args.module:
         sys.path.insert(0, os.getcwd())  # as `python -m`
-        found = None
-        with contextlib.suppress(ModuleNotFoundError, ValueError):
-            found = find_spec(args.script)
-        if found is None:
+        if not _is_there(args.script):
             raise SpecError(f"-m {args.script}: there is no such module; give its full dotted name")
     elif not Path(args.script).is_file():
         raise SpecError(
@@ -203,6 +201,23 @@ def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
     return Program(
         target=args.script, is_module=args.module, arguments=args.arguments, command=command
     )
+
+
+def _is_there(module: str) -> bool:
+    """Whether there is a module of this full name; its packages are not imported, if that helps.
+
+    What they do then is for the workers: they may start threads, use a GPU, or fail.
+    """
+    name, *below = module.split(".")
+    with contextlib.suppress(Exception):
+        spec = find_spec(name)
+        for part in below:
+            places = spec.submodule_search_locations if spec is not None else None
+            spec = PathFinder.find_spec(part, list(places or ()))
+        if spec is None:  # a package may add places when it is imported
+            spec = find_spec(module)
+        return spec is not None
+    return False
 
 
 def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
