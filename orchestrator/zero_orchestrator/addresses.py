@@ -32,5 +32,5 @@ def route_towards(endpoint: str) -> str | None:
         with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no DNS name, such as a..b
         return None

@@ -310,3 +310,12 @@ def test_different_slots_need_a_launcher_that_can_tell_hosts_apart():
 )
 def test_the_exit_code_is_that_of_an_agent_that_saw_the_jobs_end(codes, code):
     assert verdict(codes) == code
+
+
+def test_a_host_that_is_not_in_the_hostfile_is_refused_with_the_numbers_there_are(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("zero-a slots=1\nzero-b slots=1\n")
+    where = ["--no-ssh", f"--hostfile={tmp_path}/hosts", "--master-addr=zero-a"]
+    with pytest.raises(SystemExit) as ended:
+        main([*where, "--node-rank=2", "s.py"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "zero-ctl launch: --node-rank=2: with 2 hosts write 0 to 1\n"

@@ -261,6 +261,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             name="master-addr",
+            kind=_host,
             metavar="HOST",
             help="address of node 0, where the nodes meet instead of --rdzv-endpoint; the number "
             "of nodes is then fixed",
@@ -291,6 +292,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         ),
         Flag(
             name="local-addr",
+            kind=_host,
             metavar="HOST",
             help="address of this machine on which the agent listens for other nodes (default: "
             "the local address of the route to etcd)",

@@ -220,9 +220,10 @@ def _addresses(host: str) -> list[str]:
     """The IP addresses of a host, without the IPv4 loopback (127.0.0.0/8)."""
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: no DNS name, such as a..b
+        why = error.strerror if isinstance(error, OSError) else "not a host name"
         raise SpecError(
-            f"--master-addr={host}: {error.strerror}; write the address or the name of the "
+            f"--master-addr={host}: {why}; write the address or the name of the "
             "machine with --node-rank=0"
         ) from error
     found = {str(info[4][0]).partition("%")[0] for info in infos}

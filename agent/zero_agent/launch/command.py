@@ -115,7 +115,10 @@ def _own_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
         meet = [f"--nnodes={count}", f"--node-rank={args.node_rank}"]
         meet += [f"--master-addr={args.master_addr}"]
         meet += [f"--master-port={args.master_port}"] if args.master_port else []
-    slots = list(hosts.values())[args.node_rank or 0] if hosts else None
+    rank = args.node_rank or 0
+    if not 0 <= rank < count:
+        raise SpecError(f"--node-rank={rank}: with {count} hosts write 0 to {count - 1}")
+    slots = list(hosts.values())[rank] if hosts else None
     return [*meet, f"--nproc-per-node={len(slots) if slots else args.num_gpus or 'auto'}"]
 
 

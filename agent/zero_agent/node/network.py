@@ -93,7 +93,7 @@ def is_local(address: str) -> bool:
         family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(where)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: no DNS name, such as a..b
         return False
     return True
 
