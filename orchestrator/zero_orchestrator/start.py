@@ -3,8 +3,8 @@
 What they import takes up to seconds, above all torch, and Python answers a Ctrl-C in it with a
 traceback through other people's modules; so who starts them as processes may have blocked SIGINT,
 and here it is let in. Must always hold: this module imports next to nothing; the programs are
-known to it by name alone; they have all three standard streams. Who calls it: the console scripts,
-`python -m`.
+known to it by name alone; they have all three standard streams, which take any text. Who
+calls it: the console scripts, `python -m`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ def run(module: str) -> NoReturn:
             if descriptor > number:
                 os.close(descriptor)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+    # What a terminal cannot show (the name of a file that is not UTF-8, a table in a locale of 8
+    # bits) is shown as Python writes it: one such character in a job would end every look at it.
+    if sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         with _killed_by_interrupt():
             main = import_module(module).main

@@ -64,6 +64,14 @@ def test_what_is_closed_leads_nowhere_and_is_no_file_that_is_opened_next(tmp_pat
     assert (tmp_path / "opened").read_bytes() == b""
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "latin-1"])
+def test_a_character_that_the_terminal_cannot_show_ends_no_program(tmp_path, encoding, monkeypatch):
+    """A worker has failed at a file whose name is not UTF-8: its job can be looked at."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = run(tmp_path, "def main(): print('data/\\udce4.bin')\n")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "data/\\udce4.bin\n", "")
+
+
 def test_every_console_script_begins_here_and_brings_little_along():
     root = Path(__file__).resolve().parents[2]
     scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
