@@ -85,6 +85,22 @@ def test_no_agent_gives_a_job_up_that_waits_for_nothing_but_room_in_etcd():
         one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES, lambda: None)
 
 
+def test_an_outage_of_etcd_is_no_time_in_which_too_few_nodes_have_come():
+    """It has a limit of its own, and after it nodes have the time that they had before it."""
+    one = Told()
+    silent = partial(fail, StoreUnavailable("no answer"))
+    for _ in range(5):
+        one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES, silent)
+        one.clock.advance(JOIN_S + 1)
+    one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES, silent)
+    one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES)
+    one.clock.advance(JOIN_S - 1)
+    one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES)
+    one.clock.advance(2)
+    with pytest.raises(AgentFailed, match="--join-timeout"):
+        one.limits.check_waiting(FORMING, "waiting for 1", Wait.NODES)
+
+
 @pytest.mark.parametrize("nodes", [1, 100, 2000])
 def test_all_agents_of_a_job_together_ask_a_full_etcd_no_more_than_a_few_hundred_times_a_second(
     nodes,

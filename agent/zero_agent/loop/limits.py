@@ -154,8 +154,11 @@ class Limits:
                 self._is_full(error)
                 self._waiting.stop()
                 return
-            except STORE_FAILS:
-                pass  # the limit of an outage is another one
+            except StoreUnavailable:  # an outage has a limit of its own; nodes come back after it
+                self._waiting.stop()
+                return
+            except StoreRefused as error:
+                reason = f"{reason}; {error}"
             raise AgentFailed(
                 AgentExit.NO_NODES,
                 f"no round began within {self._config.join_timeout_s:g} s (--join-timeout): "
