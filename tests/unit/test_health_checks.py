@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_for
+from zero_agent.command import resolve
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_clock
 from zero_agent.etcd.etcd_access import Access
@@ -102,6 +104,20 @@ def test_gpus_are_counted_by_the_drivers_own_tool(tmp_path, monkeypatch):
     tool.write_text("#!/bin/sh\necho 'GPU 0 is lost. Reboot the system.'; exit 15")
     broken = found(node)["GPUs"]
     assert str(broken) == "GPUs: nvidia-smi: GPU 0 is lost. Reboot the system.; look at dmesg"
+
+
+def test_gpus_that_cannot_be_counted_are_a_fault_of_the_machine(tmp_path, monkeypatch):
+    """A GPU that hangs keeps whoever asks for it, and no bare traceback tells that."""
+    (tmp_path / "nvidia0").touch()
+    hangs = tmp_path / "python"
+    hangs.write_text("#!/bin/sh\nexec sleep 600\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(resolve, "DEVICES", tmp_path)
+    monkeypatch.setattr(resolve, "COUNT_S", 0.1)
+    monkeypatch.setattr(sys, "executable", str(hangs))
+    with pytest.raises(AgentFailed, match="has not counted the GPUs") as failed:
+        resolve.count_slots("gpu")
+    assert failed.value.code == AgentExit.UNHEALTHY
 
 
 def test_an_etcd_that_does_not_let_this_node_in_is_a_finding():

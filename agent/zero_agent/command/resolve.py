@@ -43,6 +43,9 @@ NODES_PER_LEASE_S = 200
 """The default lease is one second longer for each of so many nodes: etcd has more to refresh."""
 NO_FILES = Path(os.devnull)
 """--log-dir=/dev/null: output is shown and not kept, as with torchrun."""
+DEVICES = Path("/dev")
+COUNT_S = 120.0
+"""The longest time in which torch is imported and counts the GPUs."""
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -308,20 +311,11 @@ def count_slots(text: str) -> int:
 
     Raises:
         SpecError: The text is invalid.
-        AgentFailed: The text is `gpu`, and there is none.
+        AgentFailed: The text is `gpu`, and there is none; or the GPUs cannot be counted.
     """
     check_slots(text)
-    gpus = 0
-    if text in {"auto", "gpu"} and list(Path("/dev").glob("nvidia[0-9]*")):
-        # Counted in another process, since the agent never imports torch.
-        answer = subprocess.run(
-            [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        gpus = int(answer.stdout) if answer.stdout.strip().isdecimal() else 0
+    counted = text in {"auto", "gpu"} and list(DEVICES.glob("nvidia[0-9]*"))
+    gpus = _count_gpus() if counted else 0
     cpus = len(os.sched_getaffinity(0))
     by_name = {"auto": gpus or cpus, "cpu": cpus, "gpu": gpus}
     if text == "gpu" and not gpus:
@@ -329,6 +323,27 @@ def count_slots(text: str) -> int:
         why = "--nproc-per-node=gpu: torch sees no GPU here; use cpu or a number"
         raise AgentFailed(AgentExit.UNHEALTHY, why)
     return by_name[text] if text in by_name else int(text)
+
+
+def _count_gpus() -> int:
+    """The number of GPUs that torch sees, in another process: the agent never imports torch.
+
+    Raises:
+        AgentFailed: The process does not end, as on a machine with a GPU that hangs.
+    """
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    try:
+        answer, _ = process.communicate(timeout=COUNT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, it may never end
+            process.communicate(timeout=1.0)
+        why = f"torch has not counted the GPUs of this machine within {COUNT_S:g} s"
+        remedy = "look at nvidia-smi and dmesg, or write the number into --nproc-per-node"
+        raise AgentFailed(AgentExit.UNHEALTHY, f"{why}; {remedy}") from None
+    return int(answer) if answer.strip().isdecimal() else 0
 
 
 def check_slots(text: str) -> None:
