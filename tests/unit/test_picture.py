@@ -1,5 +1,7 @@
 """What the dashboard and the report show of a job, made of its records."""
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,7 +19,7 @@ from zero_orchestrator.ctl.events import Event, events_prefix, goodput_prefix, h
 from zero_orchestrator.ctl.goodput import to_record
 from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.picture import RANKS, Records, picture
+from zero_orchestrator.ctl.picture import RANKS, Json, Records, picture
 from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
 from zero_orchestrator.ctl.verdicts import Kind, Verdict
 from zero_orchestrator.ctl.views import TableView
@@ -382,3 +384,18 @@ def test_only_what_has_changed_is_sent_and_of_lists_only_their_changed_items():
         "events": [1, 2],
         "patches": {"tiles": [[1, 9]]},
     }
+
+
+def test_a_page_whose_job_cannot_be_read_says_that_it_shows_the_past():
+    """Whatever the reason: a dashboard that stands still in silence looks as if all were well."""
+    server = pytest.importorskip("zero_orchestrator.ctl.page.server")
+
+    def look() -> Json:
+        raise KeyError("step")
+
+    async def first() -> Json | None:
+        async with contextlib.aclosing(server.Feed(look).news()) as news:
+            return await anext(news)
+
+    said = asyncio.run(first())["trouble"]
+    assert said == "The page shows the job as it was: internal error, KeyError('step')"

@@ -128,6 +128,11 @@ class Feed:
                 found = {**await run_in_threadpool(self._look), "trouble": ""}
             except ZeroError as error:
                 found = {"trouble": f"The page shows the job as it was: {error}"}
+            except (
+                Exception
+            ) as error:  # records that nobody expected; the page must not look current
+                _log.exception("the job cannot be shown")
+                found = {"trouble": f"The page shows the job as it was: internal error, {error!r}"}
             async with self._changed:
                 self._number, self._newest = self._number + 1, found
                 self._changed.notify_all()
