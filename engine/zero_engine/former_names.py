@@ -1,6 +1,6 @@
-"""Former names: an error for each, with its new place or a remedy.
+"""Former names, and names of DeepSpeed's that do not exist here: an error for each, with a remedy.
 
-Must always hold: for a mere question (`hasattr`, `importlib.util.find_spec`) a former name does not
+Must always hold: for a mere question (`hasattr`, `importlib.util.find_spec`) such a name does not
 exist; its use or import is an error with the new place or the remedy.
 """
 
@@ -71,9 +71,96 @@ FORMER_NAMES = {
 """Former name -> its present name, or a sentence with the remedy."""
 
 
+_INFERENCE = (
+    "there are no kernels for inference; call the trained module itself, or serve what "
+    "zero-ckpt export writes"
+)
+_PIPELINE = (
+    "there is no pipeline parallelism; give initialize() the whole model: stage 3 divides what one "
+    "rank cannot hold"
+)
+_TENSOR = "there is no tensor parallelism; stage 3 divides what one rank cannot hold"
+_SEQUENCE = "each rank computes whole sequences; recompute activations of long ones"
+_DATA = (
+    "select and order samples in the dataset, and set elastic.shuffle to false: what a step trains "
+    "on follows from seed and position alone"
+)
+_KERNELS = "nothing is compiled: optimizers and layers use torch's kernels; leave it out"
+_CHECKPOINTS = (
+    "every checkpoint loads at every world size; zero-ckpt import --from deepspeed reads those of "
+    "DeepSpeed"
+)
+_LAYERS = "there are no layers for it; call torch.nn.functional.scaled_dot_product_attention"
+_LOADS = (
+    "leave it out: no checkpoint contains pickled objects, and the loss scale is engine.loss_scale"
+)
+
+ABSENT_NAMES = {
+    "zero_deepspeed.DeepSpeedConfig": "zero_engine.config.load_config(config) reads and checks one",
+    "zero_deepspeed.DeepSpeedHybridEngine": _INFERENCE,
+    "zero_deepspeed.DeepSpeedTransformerConfig": _LAYERS,
+    "zero_deepspeed.DeepSpeedTransformerLayer": _LAYERS,
+    "zero_deepspeed.InferenceEngine": _INFERENCE,
+    "zero_deepspeed.OnDevice": (
+        'make the model within torch.device("meta"): initialize() creates it unit by unit'
+    ),
+    "zero_deepspeed.PipelineEngine": _PIPELINE,
+    "zero_deepspeed.PipelineModule": _PIPELINE,
+    "zero_deepspeed.add_tuning_arguments": 'write the "scheduler" section into the config',
+    "zero_deepspeed.autotuning": (
+        "nothing tunes itself; python -m zero_engine FILE estimates the memory of a config"
+    ),
+    "zero_deepspeed.checkpoint.DeepSpeedCheckpoint": _CHECKPOINTS,
+    "zero_deepspeed.checkpoint.ds_to_universal": _CHECKPOINTS,
+    "zero_deepspeed.compression.compress": (
+        "the model is trained as it is; compress what save_16bit_model exports"
+    ),
+    "zero_deepspeed.default_inference_config": _INFERENCE,
+    "zero_deepspeed.inference": _INFERENCE,
+    "zero_deepspeed.init_inference": _INFERENCE,
+    "zero_deepspeed.launcher": (
+        "zero-agent starts scripts, and zero-ctl launch starts it on the hosts of a hostfile"
+    ),
+    "zero_deepspeed.linear": "LoRA of the package peft works at every stage",
+    "zero_deepspeed.model_implementations": _INFERENCE,
+    "zero_deepspeed.module_inject": _INFERENCE,
+    "zero_deepspeed.monitor": (
+        "engine.monitor.write_events adds curves to those of csv_monitor, tensorboard and wandb in "
+        "the config"
+    ),
+    "zero_deepspeed.ops.op_builder": _KERNELS,
+    "zero_deepspeed.ops.sparse_attention": (
+        "DeepSpeed has removed it, too; call torch's flex_attention in the model"
+    ),
+    "zero_deepspeed.ops.transformer": _LAYERS,
+    "zero_deepspeed.pipe": _PIPELINE,
+    "zero_deepspeed.profiling": (
+        'write the "flops_profiler" section into the config, or use torch.utils.flop_counter'
+    ),
+    "zero_deepspeed.runtime.bf16_optimizer": _LOADS,
+    "zero_deepspeed.runtime.data_pipeline": _DATA,
+    "zero_deepspeed.runtime.fp16": _LOADS,
+    "zero_deepspeed.runtime.hybrid_engine": _INFERENCE,
+    "zero_deepspeed.runtime.pipe": _PIPELINE,
+    "zero_deepspeed.runtime.progressive_layer_drop": (
+        "the model decides what runs; leave layers out in its forward"
+    ),
+    "zero_deepspeed.runtime.sequence_parallel": _SEQUENCE,
+    "zero_deepspeed.runtime.tensor_parallel": _TENSOR,
+    "zero_deepspeed.runtime.zero.config": _LOADS,
+    "zero_deepspeed.sequence": _SEQUENCE,
+    "zero_deepspeed.tp_model_init": _TENSOR,
+    "zero_deepspeed.utils.groups": (
+        "all ranks are data-parallel: torch.distributed has their number and their group"
+    ),
+}
+"""A name of DeepSpeed's that has no equivalent -> what to do instead."""
+
+
 def _message(name: str, spoken: str) -> str | None:
-    now = FORMER_NAMES.get(name)
-    if now is None:
+    if (instead := ABSENT_NAMES.get(name)) is not None:
+        return f"{spoken} does not exist here: {instead}"
+    if (now := FORMER_NAMES.get(name)) is None:
         return None
     return f"there is no {spoken} any more: " + (now if " " in now else f"it is {now} now")
 
@@ -108,7 +195,7 @@ class _Last(MetaPathFinder):
 
 
 def explain_imports(package: str, spoken: str | None = None) -> None:
-    """Let failing imports of a package's former names raise with the new place.
+    """Let failing imports of the names in the tables raise with the new place or the remedy.
 
     Args:
         package: The name of the package in the table.

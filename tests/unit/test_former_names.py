@@ -1,4 +1,4 @@
-"""A name that a script may know from before is an error that says where it went."""
+"""A name that a script knows from before, or from DeepSpeed, is an error that says what to do."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import pytest
 import zero_deepspeed
 import zero_engine
 from tests.support.cluster import environment
-from zero_engine.former_names import FORMER_NAMES
+from zero_engine.former_names import ABSENT_NAMES, FORMER_NAMES
 
+NAMES = FORMER_NAMES | ABSENT_NAMES
 MOVED = {name: now for name, now in FORMER_NAMES.items() if " " not in now}
 
 
 def said(name: str) -> str:
+    if name in ABSENT_NAMES:
+        return f"{name} does not exist here: {ABSENT_NAMES[name]}"
     now = FORMER_NAMES[name]
     return f"there is no {name} any more: " + (f"it is {now} now" if name in MOVED else now)
 
 
-@pytest.mark.parametrize("name", FORMER_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_who_uses_or_imports_it_reads_where_it_went(name: str) -> None:
     package, _, last = name.rpartition(".")
     with pytest.raises(ModuleNotFoundError) as imported:
@@ -34,7 +37,7 @@ def test_who_uses_or_imports_it_reads_where_it_went(name: str) -> None:
     assert [str(error.value) for error in (imported, taken, looked_up)] == [said(name)] * 3
 
 
-@pytest.mark.parametrize("name", FORMER_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_who_only_asks_is_told_that_it_is_not_there(name: str) -> None:
     package, _, last = name.rpartition(".")
     module = importlib.import_module(package)

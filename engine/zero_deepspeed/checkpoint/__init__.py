@@ -1,1 +1,8 @@
 """DeepSpeed's `deepspeed.checkpoint`: tensors copied out of flat buffers."""
+
+from typing import TYPE_CHECKING
+
+from zero_engine.former_names import raising_getattr
+
+if not TYPE_CHECKING:  # for which every name would be there
+    __getattr__ = raising_getattr(__name__)

@@ -1,5 +1,7 @@
 """DeepSpeed's `deepspeed.runtime`: the modules that scripts import from, or name in full."""
 
+from typing import TYPE_CHECKING
+
 from zero_deepspeed.runtime import (
     activation_checkpointing,
     base_optimizer,
@@ -10,6 +12,7 @@ from zero_deepspeed.runtime import (
     utils,
     zero,
 )
+from zero_engine.former_names import raising_getattr
 
 __all__ = [
     "activation_checkpointing",
@@ -21,3 +24,6 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+if not TYPE_CHECKING:  # for which every name would be there
+    __getattr__ = raising_getattr(__name__)

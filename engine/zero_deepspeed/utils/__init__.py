@@ -7,12 +7,13 @@ the same parameters; the *local* ones use this rank's share of the flattened par
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from zero_deepspeed.loaders import RepeatingLoader
 from zero_deepspeed.utils.logging import log_dist, logger
+from zero_engine.former_names import raising_getattr
 from zero_engine.parameters.access import owned
 from zero_engine.sharding.leaf_modules import (
     get_z3_leaf_modules,
@@ -117,3 +118,7 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Replace this rank's share of a state; every rank calls it."""
     owned(param).set_state_share(optim_state_key, value)
+
+
+if not TYPE_CHECKING:  # for which every name would be there
+    __getattr__ = raising_getattr(__name__)
