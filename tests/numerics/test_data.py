@@ -308,6 +308,7 @@ def test_a_loader_that_the_engine_knows_nothing_of_is_told_of_in_one_line(
         "the batches come from your own DataLoader, and no checkpoint knows which"
     )
     assert worlds.run(1, lines_of_own_loader) == [[]]
+    assert worlds.run(1, lines_of_foreign_loader, True) == [[]]  # as accelerate's loops do
 
 
 class Lines(logging.Handler):
@@ -321,8 +322,10 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def lines_of_foreign_loader() -> list[str]:
+def lines_of_foreign_loader(declares: bool = False) -> list[str]:
     engine = make_engine(config(1), training_data=None)
+    if declares:
+        engine.set_gradient_accumulation_boundary(True)
     return lines_of(engine, DataLoader(Tokens(8), batch_size=2))
 
 

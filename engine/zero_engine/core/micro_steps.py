@@ -296,13 +296,15 @@ class MicroSteps:
         run = self._run
         if run.loader is None:
             if not self._warned and run.rank == 0:
-                _log.warning(
-                    "the batches come from your own DataLoader, and no checkpoint knows which "
-                    "samples have been trained on: unless the script skips them, a run that "
-                    "resumes begins its data again, and with another number of ranks in another "
-                    "order; for each sample exactly once give initialize() the training_data, or "
-                    "your DataLoader batch_sampler=engine.batch_sampler(dataset)"
-                )
+                if not run.declared:  # the loop of a library skips what was trained on
+                    _log.warning(
+                        "the batches come from your own DataLoader, and no checkpoint knows which "
+                        "samples have been trained on: unless the script skips them, a run that "
+                        "resumes begins its data again, and with another number of ranks in "
+                        "another order; for each sample exactly once give initialize() the "
+                        "training_data, or your DataLoader "
+                        "batch_sampler=engine.batch_sampler(dataset)"
+                    )
                 if run.accumulation.where is not Where.OWNER and not run.withholds:
                     _log.warning(
                         'elastic.accumulate: "%s" acts as "owner", because the engine does not '
