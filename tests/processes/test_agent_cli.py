@@ -176,6 +176,18 @@ def test_the_tracebacks_of_a_failed_job_are_one_and_it_comes_last(tmp_path):
     assert done.stderr.count("; no restarts are allowed (--max-restarts)") == 1
 
 
+def test_a_wrong_argument_of_the_script_ends_the_job_with_restarts_left(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    flags = ("--standalone", "--max-restarts=3")
+    done = agent(*flags, str(script), "--epohcs=2", env=light_imports(tmp_path))
+    assert done.returncode == AgentExit.JOB_FAILED
+    assert "unrecognized arguments: --epohcs=2" in done.stderr
+    assert done.stderr.count("round 1 runs on 1 node") == done.stderr.count(" runs on 1 node") == 1
+    assert "train.py refused its arguments (exit code 2) on node " in done.stderr
+    assert "; a restart would meet the same error" in done.stderr
+
+
 def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

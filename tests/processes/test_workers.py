@@ -15,6 +15,7 @@ import pytest
 from tests.support.cluster import COLD, agent, descendants, environment, is_alive, kill_all
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
+from zero_agent.workers.exits import read_error_file
 from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, Tap, Terminal
@@ -96,6 +97,34 @@ def test_a_script_gets_arguments_of_any_length(forking, tmp_path):
     env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     assert status_of(forkserver.start(program, env, *taps), news) == 0
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all files to be closed")
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "permanent"),
+    [
+        ("raise ValueError('no')", "ValueError: no", False),
+        ("raise SystemExit('in words')", "in words", False),
+        ("raise SystemExit(2)", "", False),
+        ("import argparse; argparse.ArgumentParser().parse_args()", "refused its arguments", True),
+        ("exec('a b')", "SyntaxError: invalid syntax", True),
+        (
+            "from zero_contract.errors import ConfigError\nraise ConfigError('x: unknown')",
+            "ConfigError: x: unknown",
+            True,
+        ),
+    ],
+)
+def test_its_error_file_says_whether_a_restart_would_meet_the_error_again(
+    forking, tmp_path, code, message, permanent
+):
+    start, _, news = forking
+    assert status_of(start(code), news) != 0
+    left = read_error_file(tmp_path / "error.json")
+    assert (message in left.message, bool(left.message), left.permanent) == (
+        True,
+        bool(message),
+        permanent,
+    )
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_an_error_of_an_earlier_run_is_kept_and_not_taken_for_a_new_one(tmp_path
         fresh_error_file(tmp_path).write_text(text)
     path = fresh_error_file(tmp_path)
     assert not path.exists()
-    assert exits.read_error_file(path) == ("", "")
+    assert exits.read_error_file(path) == ("", "", False)
     kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert kept == {"error.1.json": "first", "error.2.json": "second"}
 

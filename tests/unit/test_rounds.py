@@ -140,6 +140,12 @@ def test_a_failed_worker_costs_one_restart_however_many_report():
     assert verdict(job) == (Move.INTERRUPT, "b broke; restart 1 of 1")
 
 
+def test_an_error_that_a_restart_would_meet_again_ends_the_job_before_its_first_step():
+    job = replace(active("ab"), failures=(replace(failed("b"), permanent=True),))
+    assert verdict(job) == (Move.FAIL, "b broke; a restart would meet the same error")
+    assert verdict(replace(job, n=2)) == (Move.INTERRUPT, "b broke; restart 1 of 1")
+
+
 def test_a_failure_with_the_budget_spent_ends_the_job():
     job = replace(active("ab"), failures=(failed("b"),), charged=(CHARGE,))
     assert verdict(job) == (

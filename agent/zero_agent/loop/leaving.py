@@ -155,6 +155,7 @@ def failure_of(node_workers: NodeWorkers, node: str) -> Failure:
         pid=end.pid,
         status=end.status,
         error_file=end.error_file,
+        permanent=end.permanent,
     )
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zero_contract.worker import ExitCode
 
@@ -72,6 +73,8 @@ class Exit:
     pid: int | None = None
     error_file: str = ""
     """Path of its error file; empty if the worker left none."""
+    permanent: bool = False
+    """Whether a restart would meet the same error: the config or the arguments are wrong."""
 
     @classmethod
     def of(
@@ -86,9 +89,15 @@ class Exit:
             wanted: As the field.
             killer: Why the worker was killed, if that is known: the message if it left none.
         """
-        message, traceback = ("", "") if status == ExitCode.OK else read_error_file(error_file)
-        message = message or killer
-        return cls(rank=rank, status=status, wanted=wanted, message=message, traceback=traceback)
+        left = ErrorFile() if status == ExitCode.OK else read_error_file(error_file)
+        return cls(
+            rank=rank,
+            status=status,
+            wanted=wanted,
+            message=left.message or killer,
+            traceback=left.traceback,
+            permanent=left.permanent,
+        )
 
     @property
     def symptom(self) -> bool:
@@ -124,8 +133,17 @@ def read_stacks(paths: Mapping[int, Path]) -> str:
     return "\n".join(found)[-TRACEBACK_LIMIT:]
 
 
-def read_error_file(path: Path) -> tuple[str, str]:
-    """The message and traceback in a torchelastic error file; both empty if there is no file.
+class ErrorFile(NamedTuple):
+    """The contents of a torchelastic error file."""
+
+    message: str = ""
+    traceback: str = ""
+    permanent: bool = False
+    """As `Exit.permanent`; torchelastic's own files do not have it."""
+
+
+def read_error_file(path: Path) -> ErrorFile:
+    """Read a torchelastic error file; all is empty if there is no file.
 
     Some messages have millions of characters, such as the names of all parameters that a checkpoint
     lacks. Of such a message both texts have the beginning.
@@ -133,13 +151,14 @@ def read_error_file(path: Path) -> tuple[str, str]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
         if isinstance(record, str):
-            return _shortened(record), ""
-        message = str(record.get("message", ""))
-        traceback = str(record.get("extraInfo", {}).get("py_callstack", ""))
+            return ErrorFile(_shortened(record))
+        message, facts = str(record.get("message", "")), record.get("extraInfo", {})
         short = _shortened(message)
-        return short, traceback.replace(message, short)[-TRACEBACK_LIMIT:]
+        traceback = str(facts.get("py_callstack", "")).replace(message, short)
+        permanent = facts.get("permanent") is True
+        return ErrorFile(short, traceback[-TRACEBACK_LIMIT:], permanent)
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return "", ""
+        return ErrorFile()
 
 
 def _shortened(message: str) -> str:

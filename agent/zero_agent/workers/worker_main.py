@@ -9,6 +9,7 @@ Source of the format: torch.distributed.elastic.multiprocessing.errors.ErrorHand
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import bz2
 import contextlib
@@ -31,7 +32,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from zero_contract.errors import ConfigError
+
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+PERMANENT = (ConfigError, SyntaxError)
+"""Errors that a restart would meet again."""
+ARGPARSE_REFUSAL = 2
+"""The exit code with which argparse refuses arguments."""
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 """On this signal a worker writes the stacks of all its threads beside its error file, and
 continues."""
@@ -85,11 +92,7 @@ def run(program: Program) -> NoReturn:
         code = 0
     except SystemExit as end:
         _LEFT.append(end)
-        if end.code is None or isinstance(end.code, int):
-            code = (end.code or 0) & 0xFF
-        else:  # as the interpreter: a message is printed, and means 1
-            print(end.code, file=sys.stderr)
-            code = 1
+        code = _code_of(end, program.target)
     except KeyboardInterrupt as interrupt:
         _LEFT.append(interrupt)
         traceback.print_exception(interrupt.with_traceback(_users_frames(interrupt)))
@@ -99,6 +102,17 @@ def run(program: Program) -> NoReturn:
         write_error_file(error)
         code = 1
     end_process(code)
+
+
+def _code_of(end: SystemExit, program: str) -> int:
+    """The exit code that a program has asked for; its reason is written to the error file."""
+    if end.code is None or isinstance(end.code, int):
+        if _is_of_argparse(end):
+            write_error(f"{program} refused its arguments", permanent=True)
+        return (end.code or 0) & 0xFF
+    print(end.code, file=sys.stderr)  # as the interpreter: a message is printed, and means 1
+    write_error(str(end.code))
+    return 1
 
 
 def _replace(command: list[str]) -> NoReturn:
@@ -139,16 +153,37 @@ def stacks_file(error_file: str) -> Path:
 
 
 def write_error_file(error: Exception) -> None:
-    """Write the traceback to the error file, without this package's frames."""
-    path = os.environ.get(ENV_ERROR_FILE)
+    """Write an exception to the error file, without this package's frames in its traceback."""
     text = "".join(traceback.format_exception(error.with_traceback(_users_frames(error))))
+    if ENV_ERROR_FILE not in os.environ:
+        sys.stderr.write(text)
+    message, permanent = f"{type(error).__name__}: {error}", isinstance(error, PERMANENT)
+    write_error(message, text, permanent=permanent)
+
+
+def write_error(message: str, text: str = "", *, permanent: bool = False) -> None:
+    """Write the error file, unless there is one already.
+
+    Args:
+        message: The error in one line.
+        text: Its traceback.
+        permanent: Whether a restart would meet the same error.
+    """
+    path = os.environ.get(ENV_ERROR_FILE)
     if path is None or Path(path).exists():
-        if path is None:
-            sys.stderr.write(text)
         return
-    facts = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": facts}}
+    facts = {"py_callstack": text, "timestamp": str(int(time.time())), "permanent": permanent}
+    record = {"message": {"message": message, "extraInfo": facts}}
     Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _is_of_argparse(end: SystemExit) -> bool:
+    """Whether argparse has refused the arguments of the program, and printed why."""
+    frame = end.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    at = "" if frame is None else frame.tb_frame.f_globals.get("__name__")
+    return end.code == ARGPARSE_REFUSAL and at == argparse.__name__
 
 
 def _users_frames(error: BaseException) -> types.TracebackType | None:

@@ -140,6 +140,8 @@ class Failure:
     """Exit code, or the negative number of the signal that ended the worker; None: it runs."""
     error_file: str = ""
     """Path on that host; empty: the worker left no error file."""
+    permanent: bool = False
+    """A restart would meet the same error: the config or the arguments are wrong."""
     revision: int = 0
     """Store revision of the report: orders failures across nodes without comparing clocks."""
 

@@ -198,7 +198,10 @@ def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decisi
     if job.yielding is not None and causes[0].revision > job.yield_revision:
         # Workers of other nodes have begun to leave: what breaks now is collateral, and free.
         return go(Move.FORM, job.yielding)
-    return _interrupt(job, causes[0].summary, workers=True, host=_culprit(job, causes))
+    # Later the world may be another one, which a restart may change once more.
+    permanent = causes[0].permanent and job.n == 1 and not job.reached
+    host = _culprit(job, causes)
+    return _interrupt(job, causes[0].summary, workers=True, host=host, permanent=permanent)
 
 
 def _a_node_is_lost(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -313,8 +316,10 @@ def _culprit(job: Snapshot, causes: Sequence[Failure]) -> str:
     return machines.pop() if len(machines) == 1 else ""
 
 
-def _interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = "") -> Decision:
-    """A failure: one restart of the budget, or the end of the job when none is left."""
+def _interrupt(
+    job: Snapshot, cause: str, *, workers: bool = False, host: str = "", permanent: bool = False
+) -> Decision:
+    """A failure: one restart of the budget, or the end of the job when none is left or can help."""
     if job.stop is not None:
         return go(Move.FORM, f"{cause}; nothing restarts, {job.stop}")
     charge = Charge(
@@ -325,7 +330,7 @@ def _interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = 
         workers=workers,
         host=host,
     )
-    if ending := _no_more(job, charge):
+    if ending := (Move.FAIL, _SAME_ERROR) if permanent else _no_more(job, charge):
         move, why = ending
         return go(move, f"{cause}; {why}", charge=charge)
     exclusion, remark = _excluded_by(job, host, lost=not workers)
@@ -334,6 +339,9 @@ def _interrupt(job: Snapshot, cause: str, *, workers: bool = False, host: str = 
     restart = f"restart {job.spent + 1} of {job.spec.max_restarts}"
     said = f"{cause}; {restart}{remark}"
     return go(Move.INTERRUPT, said, charge=charge, exclusion=exclusion)
+
+
+_SAME_ERROR = "a restart would meet the same error"
 
 
 def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:
