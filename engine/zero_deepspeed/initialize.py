@@ -17,6 +17,7 @@ from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing
 from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from zero_deepspeed.utils.logging import logger
 from zero_engine.core import initialize as core
 from zero_engine.core.initialize import OptimizerLike
 from zero_engine.optim.optimizers import Parameters
@@ -98,6 +99,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if stepped is None and isinstance(optimizer, torch.optim.Optimizer):
         stepped = optimizer  # it has frozen parameters only, which the engine does not step
     made = cast(DeepSpeedEngine, engine)
+    if made._config.log_level is not None:
+        logger.setLevel(made._config.log_level.upper())
     if "activation_checkpointing" in engine.config:
         checkpointing.use(made._config.activation_checkpointing)
     if made.optimizer is not None and made.zero_optimization_stage() == 3:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from zero_deepspeed.accelerator import get_accelerator
+from zero_deepspeed.utils.logging import logger
 
 __all__ = ["see_memory_usage", "set_random_seed"]
 
-_log = logging.getLogger(__name__)
 _GIB = 1 << 30
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log this rank's memory, now and at its peak; as in DeepSpeed only with `force`."""
-    if force:
+    """Log the memory of rank 0, now and at its peak; as in DeepSpeed only with `force`."""
+    if force and not (dist.is_initialized() and dist.get_rank()):
         device = get_accelerator()
         now, peak = device.memory_allocated(), device.max_memory_allocated()
-        _log.info("%s: %.2f GiB in use, at most %.2f GiB", message, now / _GIB, peak / _GIB)
+        logger.info("%s: %.2f GiB in use, at most %.2f GiB", message, now / _GIB, peak / _GIB)
 
 
 def set_random_seed(seed: int) -> None:

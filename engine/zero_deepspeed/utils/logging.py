@@ -1,4 +1,8 @@
-"""DeepSpeed's `deepspeed.utils.logging`: its logger, and lines from some ranks only."""
+"""DeepSpeed's `deepspeed.utils.logging`: the logger of scripts, and lines from some ranks only.
+
+Must always hold: a script that has not configured logging reads its own lines, whatever the config
+asks the engine to report, and before `initialize` as well.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
+from zero_engine.observe.reporting import add_handler
+
 __all__ = ["log_dist", "logger", "print_rank_0"]
 
-logger = logging.getLogger("zero_deepspeed")
+logger = logging.getLogger("DeepSpeed")
+logger.setLevel(logging.INFO)
+add_handler(logger)
 
 
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:

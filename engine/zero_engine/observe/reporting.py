@@ -92,6 +92,14 @@ class Reporter:
             _log.info("step %d: %s", cursor.step, parts)
 
 
+def add_handler(*loggers: logging.Logger) -> None:
+    """Let loggers write to stderr, as long as the script has not configured logging."""
+    handler = _Unconfigured()
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
+    for logger in loggers:
+        logger.addHandler(handler)
+
+
 class _Unconfigured(logging.StreamHandler):  # type: ignore[type-arg]
     """A handler that writes only as long as the script has not configured logging."""
 
@@ -115,9 +123,7 @@ def _configure_logging(config: Config) -> None:
         isinstance(h, _Unconfigured) for h in loggers[0].handlers
     ):
         return
-    handler = _Unconfigured()
-    handler.setFormatter(logging.Formatter("[%(asctime)s] %(levelname)s %(name)s: %(message)s"))
+    add_handler(*loggers)
     for logger in loggers:
-        logger.addHandler(handler)
         if logger.level == logging.NOTSET and not logging.getLogger().handlers:
             logger.setLevel(logging.INFO)
