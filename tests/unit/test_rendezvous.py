@@ -11,7 +11,7 @@ from zero_orchestrator.errors import SpecError, StoreUnavailable, TakenForGone
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
 from zero_orchestrator.membership.rounds import Timing
-from zero_orchestrator.membership.runs import current_run
+from zero_orchestrator.membership.runs import command_name, current_run
 from zero_orchestrator.membership.spec import JobSpec
 
 
@@ -397,3 +397,15 @@ def test_a_machine_that_is_taken_away_after_it_was_told_to_leave_costs_no_restar
     cluster.kill("b")
     cluster.settle()
     assert (cluster.order(), cluster.view.charges) == ("a", 1), "this one was not told"
+
+
+@pytest.mark.parametrize(
+    ("program", "command", "is_module", "name"),
+    [
+        ("a/train.py", ["/x/a/train.py", "run.py"], False, "train"),
+        ("pkg.train", ["pkg.train", "--epochs=2"], True, "pkg.train"),
+        ("zero_deepspeed.as_deepspeed", ["m", "hf/run_clm.py", "--bf16"], True, "run_clm"),
+    ],
+)
+def test_a_job_has_the_name_of_its_script(program, command, is_module, name):
+    assert command_name(program, command, is_module=is_module).rpartition("-")[0] == name

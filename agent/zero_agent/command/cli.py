@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zero_agent.command import command_line, mistakes
@@ -250,9 +249,8 @@ def _take_part(
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
     on_unhealthy = health.waits if health is not None else lambda why: None
-    target = config.program.target
-    stem = target if config.program.is_module else Path(target).stem
-    name = command_name(stem, config.spec.command)
+    program = config.program
+    name = command_name(program.target, config.spec.command, is_module=program.is_module)
     idle = Stopwatch(clock := SystemClock())
 
     def unhealthy(why: str) -> None:

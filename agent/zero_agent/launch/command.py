@@ -139,8 +139,8 @@ def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> Plan:
     command = (args.script, *args.arguments)
-    stem = args.script if args.module else Path(args.script).stem
-    job = args.rdzv_id or f"{command_name(stem, command)}.{secrets.token_hex(2)}"
+    name = command_name(args.script, command, is_module=args.module)
+    job = args.rdzv_id or f"{name}.{secrets.token_hex(2)}"
     return Plan(
         hosts=hosts,
         job=check_job_name(job),

@@ -17,6 +17,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, State
@@ -27,8 +28,18 @@ ATTEMPTS = 20
 """Most lost races: after each, another agent has started the next run, which this one joins."""
 
 
-def command_name(program: str, command: Sequence[str]) -> str:
-    """A readable, collision-free name for a command: `train_gpt-5f3a9c21`."""
+def command_name(program: str, command: Sequence[str], *, is_module: bool) -> str:
+    """A readable, collision-free name for a command: `train_gpt-5f3a9c21`.
+
+    Args:
+        program: The path of a script, or the name of a module. A module that runs a script, as
+            `zero_deepspeed.as_deepspeed train.py`, has the name of the script.
+        command: The program as the other nodes know it, and its arguments.
+        is_module: Whether `program` is a module.
+    """
+    runs_script = is_module and any(argument.endswith(".py") for argument in command[1:2])
+    if runs_script or not is_module:
+        program = Path(command[1] if runs_script else program).stem
     digest = hashlib.sha256(json.dumps(list(command)).encode()).hexdigest()[:8]
     stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in program).strip("._-")
     return f"{stem[:80] or 'job'}-{digest}"
