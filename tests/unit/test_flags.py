@@ -101,6 +101,9 @@ def test_a_doubled_comma_in_a_filter_is_a_comma():
     [
         ("", "no script is given; write zero-agent [FLAG ...] SCRIPT"),
         ("--nnodess=3 s.py", "--nnodess: there is no such flag; did you mean --nnodes?"),
+        ("--num_gpus=2 s.py", "--num_gpus: there is no such flag; did you mean --nproc-per-node?"),
+        ("--hostfile=h s.py", "--hostfile: there is no such flag; zero-ctl launch has it, which"),
+        ("--use_env s.py", "--use_env: there is no such flag; leave it out: LOCAL_RANK is in the"),
         ("--xyz s.py", "--xyz: there is no such flag; --help lists the flags"),
         ("-x s.py", "-x: there is no such flag"),
         ("--etcd-c s.py", "--etcd-c: could be any of --etcd-ca, --etcd-cert"),

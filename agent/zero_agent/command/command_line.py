@@ -161,10 +161,34 @@ def _find(name: str) -> tuple[Flag | None, str]:
     if fitting:
         choice = ", ".join(f"--{flag}" for flag in fitting)
         return FLAGS[fitting[0]], f"{name}: could be any of {choice}"
-    near = nearest(words, FLAGS)
+    near = _OTHER_LAUNCHERS.get(words) or nearest(words, FLAGS)
     remedy = f"did you mean --{near}?" if near else "--help lists the flags"
     meant = FLAGS[near] if near else None
-    return meant, f"{name}: there is no such flag; {remedy}"
+    return meant, f"{name}: there is no such flag; {_ELSEWHERE.get(words, remedy)}"
+
+
+_OTHER_LAUNCHERS = {
+    "bind-cores-to-rank": "numa-binding",
+    "machine-rank": "node-rank",
+    "main-process-ip": "master-addr",
+    "main-process-port": "master-port",
+    "num-gpus": "nproc-per-node",
+    "num-machines": "nnodes",
+    "num-nodes": "nnodes",
+    "num-processes": "nproc-per-node",
+}
+"""A flag of the launchers of DeepSpeed and accelerate -> the flag here."""
+_HOSTFILE = "zero-ctl launch has it, which starts an agent on every host of a hostfile"
+_ELSEWHERE = {
+    "config-file": "give its values to the Accelerator or to TrainingArguments in the script",
+    "exclude": _HOSTFILE,
+    "hostfile": _HOSTFILE,
+    "include": _HOSTFILE,
+    "mixed-precision": "give it to the Accelerator or to TrainingArguments in the script",
+    "no-local-rank": "leave it out: LOCAL_RANK is in the environment, and is no argument",
+    "use-env": "leave it out: LOCAL_RANK is in the environment, and is no argument",
+}
+"""A flag of another launcher that has no counterpart here -> what to do."""
 
 
 _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}

@@ -77,7 +77,7 @@ _FLAGS: Sequence[tuple[str, str, Mapping[str, object]]] = (
         "with --no-ssh: port of the etcd on host 0",
         {"type": int, "metavar": "PORT"},
     ),
-    ("--module", "run SCRIPT as a module, as `python -m` does", {}),
+    ("-m --module", "run SCRIPT as a module, as `python -m` does", {}),
     ("--no-python", "run SCRIPT as a program, without Python", {}),
     ("--no-local-rank", "no effect: LOCAL_RANK is in the environment, not an argument", {}),
     ("--force-multi", "reach a single host through --launcher, too", {}),
