@@ -146,6 +146,8 @@ def test_a_ledger_is_told_with_its_largest_part_first_and_kept_as_nanoseconds():
     used_ns = {Use.IDLE: 100, Use.USEFUL: 700, Use.REFORMING: 200}
     assert in_parts(used_ns) == "70.0 % useful steps, 20.0 % re-forming, 10.0 % idle"
     assert in_parts({}) == "no time yet"
+    silent = {Use.STARTING: 1, Use.UNREPORTED: 3}
+    assert in_parts(silent) == "75.0 % unreported, 25.0 % starting and ending"
     assert to_record(used_ns) == {"idle": 100, "useful_steps": 700, "re_forming": 200}
     assert from_record(to_record(used_ns)) == used_ns
     assert from_record({"warming_up": 3}) == {Use.UNREPORTED: 3}

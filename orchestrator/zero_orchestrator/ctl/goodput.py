@@ -206,13 +206,17 @@ def goodput(used_ns: Mapping[Use, int]) -> float | None:
 
 
 def in_parts(used_ns: Mapping[Use, int]) -> str:
-    """A ledger for people: `91.3 % useful steps, 6.1 % re-forming, ...`; the largest part first."""
+    """A ledger for people: `91.3 % useful steps, 6.1 % re-forming, ...`; the largest part first.
+
+    Useful steps come first, and not at all where no step was reported.
+    """
     all_ns = total_ns(used_ns)
     if not all_ns:
         return "no time yet"
     rest = sorted((use for use in used_ns if use is not Use.USEFUL), key=lambda u: -used_ns[u])
-    parts = [f"{100 * used_ns.get(use, 0) / all_ns:.1f} % {use}" for use in (Use.USEFUL, *rest)]
-    return ", ".join(parts)
+    silent = not used_ns.get(Use.USEFUL) and used_ns.get(Use.UNREPORTED)
+    uses = rest if silent else [Use.USEFUL, *rest]
+    return ", ".join(f"{100 * used_ns.get(use, 0) / all_ns:.1f} % {use}" for use in uses)
 
 
 def to_record(used_ns: Mapping[Use, int]) -> dict[str, int]:
