@@ -73,29 +73,46 @@ class Parser:
         """One level of a config as an instance of `cls`; "auto" takes the default.
 
         Raises:
-            ConfigError: A key is unknown, missing or given twice, or a value is wrong.
+            ConfigError: Keys are unknown, missing or given twice, or values are wrong: one line
+                each.
         """
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        values = {}
+        values: dict[str, Any] = {}
+        wrong = []
         for written, value in data.items():
-            key = self.canonical(path, written)
-            if key not in fields:
-                self.unknown(path, written, value, set(fields))
-                continue
-            if key in values:
-                raise ConfigError(f"{join(path, written)}: {key} is given twice; keep one")
-            if value != AUTO or "Auto" in str(fields[key].type):
-                values[key] = self._coerce(str(fields[key].type), value, join(path, key))
-        missing = [
-            f.name
+            try:
+                self._take(values, fields, path, written, value)
+            except ConfigError as error:
+                wrong.append(str(error))
+        # A key that is wrong may be the one that is missing.
+        wrong = wrong or [
+            f"{join(path, f.name)}: missing"
             for f in fields.values()
             if f.name not in values
             and f.default is dataclasses.MISSING
             and f.default_factory is dataclasses.MISSING
         ]
-        if missing:
-            raise ConfigError(f"{join(path, missing[0])}: missing")
+        if wrong:  # all at once: each start of a job takes a while
+            raise ConfigError("\n".join(wrong))
         return cls(**values)
+
+    def _take(
+        self,
+        values: dict[str, Any],
+        fields: Mapping[str, dataclasses.Field[Any]],
+        path: str,
+        written: str,
+        value: Any,
+    ) -> None:
+        """Add one key of a level to the values of its fields."""
+        key = self.canonical(path, written)
+        if key not in fields:
+            self.unknown(path, written, value, set(fields))
+            return
+        if key in values:
+            raise ConfigError(f"{join(path, written)}: {key} is given twice; keep one")
+        if value != AUTO or "Auto" in str(fields[key].type):
+            values[key] = self._coerce(str(fields[key].type), value, join(path, key))
 
     def _coerce(self, annotation: str, value: Any, where: str) -> Any:
         """`value` as the type that a field's annotation names."""

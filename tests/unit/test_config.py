@@ -155,6 +155,18 @@ def test_a_key_with_the_path_of_a_section_is_not_read_and_said_to_be_so(
         load_config({"zero_optimisation.stage": 3})
 
 
+def test_all_mistakes_of_a_config_are_told_at_once() -> None:
+    wrong = {"gradient_cliping": 1, "zero_optimization": {"stge": 2, "stage": "two"}, "seed": "x"}
+    with pytest.raises(ConfigError) as caught:
+        load_config(wrong)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "gradient_cliping",
+        "zero_optimization.stge",
+        "zero_optimization.stage",
+        "seed",
+    ]
+
+
 @pytest.mark.parametrize(("switch", "stage"), [(True, 1), (False, 0), ({"stage": 2}, 2)])
 def test_zero_optimization_true_is_stage_one(switch: object, stage: int) -> None:
     assert load_config({"zero_optimization": switch}).zero_optimization.stage == stage
