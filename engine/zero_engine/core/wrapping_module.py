@@ -32,7 +32,15 @@ class WrappingModule(nn.Module):
             # methods that copy and pickle look up are those of the engine, not of the module.
             if name == "module" or name.startswith("__"):
                 raise
-        return getattr(self.module, name)
+        try:
+            return getattr(self.module, name)
+        except AttributeError as error:
+            ours, its = type(self).__name__, type(self.module).__name__
+            raise AttributeError(
+                f"neither {ours!r} nor its module {its!r} has an attribute {name!r}",
+                name=name,
+                obj=self,
+            ) from error
 
     def train(self, mode: bool = True) -> Self:
         """Put the module in training or evaluation mode."""

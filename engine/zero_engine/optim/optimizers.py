@@ -115,9 +115,18 @@ def make_optimizer(
     return optimizer
 
 
+_ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
+"""An optimizer of DeepSpeed's that compresses its traffic -> the one to set instead."""
+
+
 def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
     name = config.type.lower()
     cls = BY_NAME.get(name)
+    if name in _ONE_BIT:
+        raise ConfigError(
+            f"optimizer.type: {config.type!r} does not exist here, and DeepSpeed has removed it; "
+            f'set {_ONE_BIT[name]!r}, and "zero_quantized_gradients" to send less'
+        )
     if cls is None:
         known = ", ".join(sorted(name for name, cls in BY_NAME.items() if _why_not(cls) is None))
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
