@@ -63,7 +63,7 @@ def test_a_long_job_leaves_next_to_nothing_in_the_store():
 
 
 def test_rank_0_stays_until_the_others_have_heard_because_it_may_host_the_store(monkeypatch):
-    monkeypatch.setattr("zero_checkpoint.consensus._FAREWELL_S", 60.0)
+    monkeypatch.setattr("zero_checkpoint.consensus._ANSWERED_S", 60.0)
     heard = []
 
     def work(consensus):
