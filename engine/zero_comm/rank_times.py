@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median_low
 
 import torch
 
-from zero_contract.worker import RankTimes
+from zero_contract.worker import SLOW_FACTOR, RankTimes
 
 REPORT_S = 1.0
 """Seconds between two reports of the times of all ranks, or `REPORT_PER_RANK_S` times the number of
@@ -139,6 +140,7 @@ class EveryonesTimes:
         self._steps = -1
         self._compute_s: list[float] = []
         self._wait_s: list[float] = []
+        self._slow_steps: list[int] = []
 
     def add(self, step: int, times: Sequence[Sequence[float]]) -> RankTimes | None:
         """Add what each rank has measured in a step; a message if one is due.
@@ -150,10 +152,13 @@ class EveryonesTimes:
         self._steps += 1
         if not self._steps:  # the first step of a round is not measured
             self._compute_s, self._wait_s = [0.0] * len(times), [0.0] * len(times)
+            self._slow_steps = [0] * len(times)
             return None
+        slow_s = SLOW_FACTOR * median_low(compute_s for compute_s, *_ in times)
         for rank, (compute_s, wait_s, *_) in enumerate(times):
             self._compute_s[rank] += compute_s
             self._wait_s[rank] += wait_s
+            self._slow_steps[rank] += compute_s >= slow_s > 0
         if self._now() < self._due_s:
             return None
         self._due_s = self._now() + max(REPORT_S, REPORT_PER_RANK_S * len(times))
@@ -162,6 +167,7 @@ class EveryonesTimes:
             steps=self._steps,
             compute_s=tuple(round(each, 6) for each in self._compute_s),
             wait_s=tuple(round(each, 6) for each in self._wait_s),
+            slow_steps=tuple(self._slow_steps),
             write_bytes_per_s=tuple(float(round(of_rank[2])) for of_rank in times),
             write_s=tuple(round(of_rank[3], 3) for of_rank in times),
         )

@@ -164,6 +164,10 @@ class Progress:
     """Seconds in which this rank waited for other ranks, since the last message of this kind."""
 
 
+SLOW_FACTOR = 1.25
+"""A rank is slow in a step that it computes at least so many times as long as half of the ranks."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankTimes:
     """Of rank 0: how long each rank has computed and waited since the round's first step."""
@@ -176,6 +180,8 @@ class RankTimes:
     """By rank; without saves."""
     wait_s: tuple[float, ...]
     """By rank: waits for other ranks."""
+    slow_steps: tuple[int, ...]
+    """By rank: the number of steps in which it was slow, as `SLOW_FACTOR` says."""
     write_bytes_per_s: tuple[float, ...] = ()
     """By rank: the rate at which it has written its part of the last checkpoint; 0: of none."""
     write_s: tuple[float, ...] = ()

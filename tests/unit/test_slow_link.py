@@ -112,7 +112,11 @@ def reports(*phases, ranks=3):
                 compute_s[rank] += own_s[rank] * times
                 wait_s[rank] += waits_s[rank] * times
             yield RankTimes(
-                step=steps, steps=steps, compute_s=tuple(compute_s), wait_s=tuple(wait_s)
+                step=steps,
+                steps=steps,
+                compute_s=tuple(compute_s),
+                wait_s=tuple(wait_s),
+                slow_steps=(),
             )
 
 

@@ -20,6 +20,7 @@ def after(*checkpoints, size_bytes=1000 * MB):
             steps=1,
             compute_s=(),
             wait_s=(),
+            slow_steps=(),
             write_bytes_per_s=tuple(rate * MB for rate in rates),
             write_s=tuple(size_bytes / (rate * MB) if rate else 0.0 for rate in rates),
         )

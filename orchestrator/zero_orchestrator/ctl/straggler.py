@@ -4,9 +4,9 @@ A pure function of the times that rank 0 reports. The reports are divided into w
 `WINDOW_S` of training. A rank is a straggler if it is slow in `WINDOWS` windows in a row, and no
 straggler any more when it is not slow in as many.
 
-Must always hold: a rank is slow only if the others lose time by it. So what slows all ranks, or one
-rank for a moment, or delays nobody, is no verdict. Clocks of two nodes are never compared: each
-rank measures the length of its own computing and of its own waits.
+Must always hold: a rank is slow only if the others lose time by it, step by step. So what slows all
+ranks, or one rank for a moment, or delays nobody, is no verdict. Clocks of two nodes are never
+compared: each rank measures the length of its own computing and of its own waits.
 
 Source of the idea: NVRx's straggler detection, which compares the ranks with each other.
 """
@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zero_contract.worker import RankTimes
+from zero_contract.worker import SLOW_FACTOR, RankTimes
 
-FACTOR = 1.25
-"""A slow rank computes at least so many times as long as the median of the other ranks."""
+SLOW_STEPS = 0.5
+"""The part of the steps of a window in which a slow rank is slow, at least. A pause in one step may
+be longer than the rest of the window; it makes no straggler."""
 LOST = 0.5
 """The part of what it computes longer that the other ranks wait longer than it, at least: half of
 them, in half of the steps."""
@@ -39,7 +40,7 @@ class Straggler:
     factor: float
     """How many times as long as the other ranks it computes, in the last window."""
     since_step: int
-    """The last step before it became slow."""
+    """The step before the first window in which it was slow."""
     lost_s: float
     """The time that each step takes longer because of it, in the last window."""
 
@@ -87,7 +88,15 @@ class Stragglers:
         trained_s = steps * min(map(sum, zip(compute_s, wait_s, strict=True)), default=0.0)
         if steps < WINDOW_STEPS or trained_s < WINDOW_S:
             return self
-        found = slow_ranks(compute_s, wait_s)
+        often = [
+            rank
+            for rank, (first, last) in enumerate(
+                zip(begin.slow_steps, report.slow_steps, strict=True)
+            )
+            if last - first >= SLOW_STEPS * steps
+        ]
+        slower = slow_ranks(compute_s, wait_s)
+        found = {rank: slower[rank] for rank in often if rank in slower}
         ranks = self.slow.keys() | found.keys()
         now = {rank: self._next(rank, found.get(rank), begin.step) for rank in ranks}
         slow = {rank: one for rank, one in now.items() if one is not None}
@@ -117,7 +126,7 @@ def _per_step(begin_s: Sequence[float], end_s: Sequence[float], steps: int) -> l
 def slow_ranks(
     compute_s: Sequence[float], wait_s: Sequence[float]
 ) -> dict[int, tuple[float, float]]:
-    """By slow rank: its factor, and the seconds that the others lose in a step.
+    """By rank that is slow in the mean: its factor, and the seconds that the others lose in a step.
 
     Args:
         compute_s: By rank, the mean time of computing in a step.
@@ -127,7 +136,7 @@ def slow_ranks(
     usual_s, others_wait_s = _others_median(compute_s), _others_median(wait_s)
     for rank, (own_s, usual) in enumerate(zip(compute_s, usual_s, strict=True)):
         lost_s = others_wait_s[rank] - wait_s[rank]
-        if own_s >= FACTOR * usual > 0 and lost_s >= LOST * (own_s - usual):
+        if own_s >= SLOW_FACTOR * usual > 0 and lost_s >= LOST * (own_s - usual):
             found[rank] = (own_s / usual, lost_s)
     return found
 
