@@ -233,7 +233,10 @@ def test_the_next_round_does_not_wait_for_a_node_that_still_imports(
     job.start("b", PYTHONPATH=str(tmp_path))
     wait_for(lambda: len(job.events("activate")) == 2, 150, "the next round")
     job.wait_for_step(25, world=2)
+    job.pace(6 * LONG_S)  # the steps that are left outlast the imports of the third node
     gate.touch()
+    wait_for(lambda: len(job.events("activate")) == 3, 150, "a round with all three")
+    job.pace(0)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     rounds = [sorted(event["nodes"]) for event in job.events("activate")]
     assert rounds == [["a", "b"], ["a", "b"], ["a", "b", "c"]]
