@@ -20,3 +20,14 @@ def test_every_path_named_in_the_tour_exists():
     paths = re.findall(r"\b((?:orchestrator|agent|engine|tests)/[\w/]+(?:\.py)?)", TOUR)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_decision_in_the_tour_is_where_the_tour_says():
+    rows = re.findall(r"^\| .* \| `([\w.]+)` in `([\w/.]+)` \|$", TOUR, re.MULTILINE)
+    assert len(rows) > 15
+    for name, path in rows:
+        text = (ROOT / path).read_text()
+        missing = [
+            part for part in name.split(".") if not re.search(rf"(def|class) {part}\b", text)
+        ]
+        assert missing == [], path
