@@ -87,8 +87,7 @@ def config() -> str:
     """Each key of the config with its type, default and meaning."""
     from zero_engine.config import keys, schema
 
-    spellings = {f"{path.rpartition('.')[0]}.{key}": path for path, key in keys.ALIASES.items()}
-    written = {"checkpoint.asynchronous": spellings["checkpoint.asynchronous"]}
+    written = keys.WRITTEN
 
     def sections(kind: type[Any], path: str) -> Iterator[str]:
         docs, inner = attribute_docs(kind), []

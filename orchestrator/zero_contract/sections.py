@@ -112,24 +112,25 @@ class Parser:
         if key in values:
             raise ConfigError(f"{join(path, written)}: {key} is given twice; keep one")
         if value != AUTO or "Auto" in str(fields[key].type):
-            values[key] = self._coerce(str(fields[key].type), value, join(path, key))
+            where = join(path, key), join(path, written)
+            values[key] = self._coerce(str(fields[key].type), value, *where)
 
-    def _coerce(self, annotation: str, value: Any, where: str) -> Any:
-        """`value` as the type that a field's annotation names."""
+    def _coerce(self, annotation: str, value: Any, path: str, written: str) -> Any:
+        """`value` as the type that a field's annotation names; errors name the key as written."""
         wanted = annotation.removesuffix(" | None")
         if value is None and wanted != annotation:
             return None
         if wanted in self.short and isinstance(value, bool):
             value = self.short[wanted](value)
         if wanted not in self.sections:
-            return _scalar(wanted, value, where)
+            return _scalar(wanted, value, written)
         section = self.sections[wanted]
         if not isinstance(value, Mapping):
             key = {str: "type", bool: "enabled"}.get(type(value))
             known = key in {field.name for field in dataclasses.fields(section)}
             hint = f"; write {json.dumps({key: value})}" if known else ""
-            raise ConfigError(f"{where}: {value!r} is not an object{hint}")
-        return self.parse(section, value, where)
+            raise ConfigError(f"{written}: {value!r} is not an object{hint}")
+        return self.parse(section, value, path)
 
 
 # ---- one value ----

@@ -404,3 +404,9 @@ def test_a_free_param_of_another_type_is_named(name: str, written: Any, message:
     with pytest.raises(ConfigError) as caught:
         check_params("params", make_something, {name: written})
     assert str(caught.value) == message
+
+
+def test_an_error_names_a_key_as_the_file_has_it() -> None:
+    for section, key in (("checkpoint", "async"), ("zero_optimization", "zero_stage")):
+        with pytest.raises(ConfigError, match=rf"^{section}\.{key}: 'often' is not "):
+            load_config({section: {key: "often"}})

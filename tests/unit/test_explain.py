@@ -29,9 +29,18 @@ def test_resolved_values_say_which_are_from_the_file() -> None:
     told = lines({"train_batch_size": 32.0, "zero_optimization": True, "gradient_clipping": "auto"})
     assert "  * train_batch_size = 32" in told
     assert "  * gradient_clipping = 1.0" in told
-    assert "    fp16.enabled = False" in told
+    assert "    fp16.enabled = false" in told
     assert not any("loss_scale_window" in line for line in told)  # of what is off, nothing
     assert "  * zero_optimization.stage = 1" in told
+
+
+def test_what_is_printed_can_be_written_into_the_file() -> None:
+    data = {"bfloat16": {"enabled": True}, "checkpoint": {"async": True}}
+    told = lines(data)
+    assert "  * bf16.enabled = true" in told
+    assert "  * checkpoint.async = true" in told
+    assert "    checkpoint.every_steps = null" in told
+    assert not any("asynchronous" in line for line in told)
 
 
 def test_keys_without_effect_come_with_the_reason() -> None:

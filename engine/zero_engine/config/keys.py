@@ -209,6 +209,9 @@ ALIASES = {
 }
 """Path of another spelling -> the key."""
 
+WRITTEN = {"checkpoint.asynchronous": "checkpoint.async"}
+"""Path of a field whose key is a word of Python -> the path of the key."""
+
 MOVED = {"reduction": "elastic.reduction"}
 """Former path of a key -> its present one."""
 

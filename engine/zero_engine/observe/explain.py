@@ -6,6 +6,7 @@ Everything here is a pure function to lines of text.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.sections import AUTO
 from zero_data.global_batch import BatchShape, resolve_batch
 from zero_engine.config.elasticity import choose_batch
+from zero_engine.config.keys import ALIASES, WRITTEN
 from zero_engine.config.parse import without_effect
 from zero_engine.config.schema import Config
 from zero_engine.observe.memory import estimate_for, is_stepped_whole, optimizer_states
@@ -97,10 +99,11 @@ def check_batch(config: Config) -> None:
 
 
 def _leaves(data: Mapping[str, Any], parent: str = "") -> set[str]:
+    """The paths of the fields that a config sets, whatever the spelling of their keys."""
     found = set()
     for key, value in data.items():
-        path = f"{parent}.{key}" if parent else key
-        found |= _leaves(value, path) if isinstance(value, Mapping) else {path}
+        path = f"{parent}{ALIASES.get(f'{parent}{key}', key)}"
+        found |= _leaves(value, f"{path}.") if isinstance(value, Mapping) else {path}
     return found
 
 
@@ -118,7 +121,8 @@ def _values(record: Any, written: set[str], parent: str = "") -> Iterator[str]:
                 f"{name}.".startswith(f"{path}.") or f"{path}.".startswith(f"{name}.")
                 for name in written
             )
-            yield f"  {'*' if given else ' '} {path} = {value!r}"
+            shown = json.dumps(value, default=str)
+            yield f"  {'*' if given else ' '} {WRITTEN.get(path, path)} = {shown}"
 
 
 def _batch(config: Config, world: int, *, first_round: bool = False) -> tuple[BatchShape, bool]:
