@@ -184,7 +184,8 @@ def load(
             infos = {name: manifest.tensors[tensor] for name, tensor in ids.items()}
             filled.clear()  # of a checkpoint that was tried before
             filled.update(
-                (n, _whole(torch.empty(i.shape, dtype=i.dtype))) for n, i in infos.items()
+                (n, _whole(torch.empty(i.shape, dtype=i.dtype, device="cpu")))
+                for n, i in infos.items()
             )
         parts = {ids.get(name, TensorId(PARAM, name)): part for name, part in filled.items()}
         tensors = {t: TensorInfo(part.shape, part.data.dtype) for t, part in parts.items()}

@@ -130,7 +130,7 @@ class _Reader:
         self._pieces = pieces
         longest = max((file.size_bytes for file in manifest.files), default=0)
         read_bytes = max(READ_BYTES, manifest.block_bytes)
-        self._scratch = torch.empty(min(longest, read_bytes), dtype=torch.uint8)
+        self._scratch = torch.empty(min(longest, read_bytes), dtype=torch.uint8, device="cpu")
 
     def read(self, reads: Iterable[Read]) -> int:
         """Carry out reads, those of a file from its first good copy; returns the bytes read."""

@@ -37,7 +37,8 @@ def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
     if tag is None or mode == IGNORE or collectives.world == 1:
         return
     own = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big", signed=True)
-    digests = collectives.everybodys(torch.tensor([own]), "the name of a checkpoint").flatten()
+    digest = torch.tensor([own], device="cpu")
+    digests = collectives.everybodys(digest, "the name of a checkpoint").flatten()
     others = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0]]
     if not others:
         return

@@ -152,7 +152,7 @@ class Collectives:
         Raises:
             ConfigError: This rank's ZERO_NODE_RANKS does not describe this world.
         """
-        own = torch.tensor(place_of(environ, self.rank, self.world))
+        own = torch.tensor(place_of(environ, self.rank, self.world), device="cpu")
         places = self.everybodys(own, "which ranks share a node").tolist()
         return concluded([(node, local) for node, local in places])
 
@@ -481,7 +481,7 @@ class Collectives:
 
     def barrier(self, what: str) -> None:
         """Return when every rank has called this."""
-        wait(self.all_gather(torch.zeros(self.world), what))
+        wait(self.all_gather(torch.zeros(self.world, device="cpu"), what))
 
     def _count(self, kind: str, full: Tensor) -> int:
         sent_bytes = full.nbytes // self.world * (self.world - 1)

@@ -236,7 +236,8 @@ def meet(
         return Hardware(mode=mode, records=(own,))
     what = "the hardware of the ranks"
     decisive = {key: own[key] for key in (*_names(own), *_OF_RUN)}
-    digest = torch.tensor([zlib.crc32(json.dumps(decisive, sort_keys=True).encode())])
+    checksum = zlib.crc32(json.dumps(decisive, sort_keys=True).encode())
+    digest = torch.tensor([checksum], device="cpu")
     seen = everybodys(digest, what)
     if bool((seen == seen[0]).all()):
         return Hardware(mode=mode, records=(own,))

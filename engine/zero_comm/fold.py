@@ -199,10 +199,10 @@ def _differs(kernel: Callable[..., object], key: _Key, dtype: torch.dtype) -> bo
 
 def _sample(seed: int, dtype: torch.dtype) -> Tensor:
     """Numbers of all sizes, NaN and infinities among them; below the normal ones; of one size."""
-    draw = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(1 << 31), 1 << 31, (2, _SAMPLE), generator=draw, dtype=torch.int32)
+    draw, whole = torch.Generator("cpu").manual_seed(seed), (-(1 << 31), 1 << 31)
+    bits = torch.randint(*whole, (2, _SAMPLE), generator=draw, dtype=torch.int32, device="cpu")
     bits[1] &= -(1 << 31) | (1 << 23) - 1
-    alike = torch.randn(2 * _SAMPLE, generator=draw)
+    alike = torch.randn(2 * _SAMPLE, generator=draw, device="cpu")
     return torch.cat([bits.view(torch.float32).flatten(), alike]).to(dtype)
 
 

@@ -193,8 +193,8 @@ class BlockNorm:
         per_rank = sum(shares) // NORM_BLOCK
         order, column = [], 0
         for count, share in zip(self._blocks, shares, strict=True):
-            columns = torch.arange(column, column + share // NORM_BLOCK)
-            places = torch.tensor(owners)[:, None] * per_rank + columns
+            columns = torch.arange(column, column + share // NORM_BLOCK, device="cpu")
+            places = torch.tensor(owners, device="cpu")[:, None] * per_rank + columns
             order.append(places.flatten()[:count])
             column += share // NORM_BLOCK
         self._order = torch.cat(order).to(device)

@@ -130,7 +130,7 @@ class Transport:
         Through pinned memory: a copy from other memory waits for the stream inside the driver, and
         so for every exchange before it.
         """
-        pinned = torch.tensor(values, dtype=torch.float32, pin_memory=True)
+        pinned = torch.tensor(values, dtype=torch.float32, device="cpu", pin_memory=True)
         return pinned.to(self.device, non_blocking=True)
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:

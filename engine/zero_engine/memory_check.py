@@ -58,7 +58,8 @@ def check_memory(core: Core, run: Run) -> None:
     else:  # device and host are one
         here, free = kept, host_free
     own = RankMemory(here, kept - here, by_owner, free, host_free)
-    rows = core.collectives.everybodys(torch.tensor(astuple(own)), "memory that is left").tolist()
+    numbers = torch.tensor(astuple(own), device="cpu")
+    rows = core.collectives.everybodys(numbers, "memory that is left").tolist()
     compare(chosen, [RankMemory(*row) for row in rows])
 
 

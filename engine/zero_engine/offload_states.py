@@ -125,7 +125,9 @@ class MovedStates:
                     if moved or not storage.nbytes() or not storage.resizable():
                         continue
                     pin = pin_memory and tensor.is_cuda
-                    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+                    copy = torch.empty(
+                        storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pin
+                    )
                     copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
                     # On a GPU the next user of this memory runs after the copy, on one stream.
                     storage.resize_(0)

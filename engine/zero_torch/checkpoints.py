@@ -276,7 +276,8 @@ class Checkpoints:
 
     def _notes(self) -> Tensor:
         """What all ranks are told at the end of a step."""
-        return torch.tensor([*self._persistence.notes(), self._loss], dtype=torch.float32)
+        notes = [*self._persistence.notes(), self._loss]
+        return torch.tensor(notes, dtype=torch.float32, device="cpu")
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if makes_state(self._optimizer):

@@ -128,7 +128,7 @@ class OrderedGradients:
         """Begin a micro-step."""
         if now.number == 0:
             for gone in self._sums.keys() - self._of_step:  # DDP has other buckets now
-                self._sums.pop(gone).total = torch.empty(0)
+                self._sums.pop(gone).total = torch.empty(0, device="cpu")
                 self._totals.pop(gone, None)
             self._of_step.clear()
         self._received.clear()

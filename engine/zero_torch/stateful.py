@@ -83,7 +83,7 @@ class Statefuls:
                 if isinstance(like, DTensor) and like.shape == info.shape:
                     made: Tensor = torch.empty_like(like, dtype=info.dtype)
                 else:
-                    made = torch.empty(info.shape, dtype=info.dtype)
+                    made = torch.empty(info.shape, dtype=info.dtype, device="cpu")
                 self._tensors[stored[path]] = made
 
     def restore(self) -> list[str]:

@@ -175,3 +175,15 @@ def test_lists_beyond_the_bound_are_added_one_by_one() -> None:
         additions, _ = next_sums(Progress(), (0,) * count, 8, last=False)
         check(compiled(fold), additions, torch.float16, 64, shared=False)
     assert len(fold.kernels) == 2
+
+
+def test_a_default_device_of_the_script_makes_no_difference() -> None:
+    additions, _ = next_sums(Progress(), (0,) * 3, 8, last=False)
+    fold = Fold(backend="eager")
+
+    def run(additions: Additions, memory: dict[Memory, Tensor]) -> None:
+        with torch.device("meta"):
+            compiled(fold)(additions, memory)
+
+    check(run, additions, torch.bfloat16, 64, shared=False)
+    assert fold.kernels

@@ -187,7 +187,11 @@ class _Filling:
             info = manifest.tensors[tensor]
             target = self._planner.resolve_tensor(item).detach()
             as_stored = target.is_contiguous() and target.dtype == info.dtype
-            memory = target if as_stored else torch.empty(tuple(item.lengths), dtype=info.dtype)
+            memory = (
+                target
+                if as_stored
+                else torch.empty(tuple(item.lengths), dtype=info.dtype, device="cpu")
+            )
             self._read.append((item, target, memory))
             pieces += cut(tensor, info.shape, item.storage_offsets, memory)
         wanted = {piece.id: manifest.tensors[piece.id] for piece in pieces}

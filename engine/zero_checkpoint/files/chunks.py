@@ -70,7 +70,7 @@ class Copy:
 def copies(layout: FileLayout, buffers: Iterable[memoryview]) -> Iterator[Copy]:
     """All of a file as copies that fill one buffer each; only the last may be shorter."""
     vectors = parts(layout)
-    rest = nothing = torch.empty(0, dtype=torch.uint8)
+    rest = nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     for buffer in buffers:
         sources, free = [], len(buffer)
         while free and (rest.numel() or (rest := next(vectors, nothing)).numel()):

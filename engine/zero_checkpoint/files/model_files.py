@@ -99,7 +99,7 @@ class TorchFile:
             flat = (
                 torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
                 if count
-                else torch.empty(0, dtype=dtype)
+                else torch.empty(0, dtype=dtype, device="cpu")
             )
             self._tensors[name] = flat.view(shape)
             at += sizes[name]

@@ -353,7 +353,9 @@ def meet(
         rows = gather(torch.frombuffer(bytearray(row), dtype=torch.uint8), "where the ranks are")
         cards = [json.loads(bytes(each.tolist())) for each in rows]
         sees = [_readable(card, cards[rank]) for card in cards]
-        mutual = gather(torch.tensor(sees, dtype=torch.uint8), "who reads whose memory").bool()
+        mutual = gather(
+            torch.tensor(sees, dtype=torch.uint8, device="cpu"), "who reads whose memory"
+        ).bool()
         run = next(run for run in runs(mutual & mutual.t()) if rank in run)
         members = _connect(listener, rank, run, cards)
     if rank == run.start and len(run) > 1:

@@ -42,7 +42,7 @@ class HostTransport(Transport):
 
     def from_host(self, values: Sequence[float]) -> Tensor:
         """Numbers as an fp32 tensor."""
-        return torch.tensor(values, dtype=torch.float32)
+        return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 class CpuTransport(HostTransport):

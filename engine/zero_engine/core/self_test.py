@@ -133,7 +133,7 @@ class SelfTest:
         gradients = [
             name for name, bits in first.gradients.items() if second.gradients[name] != bits
         ]
-        differs = torch.tensor([int(outputs or bool(gradients))])
+        differs = torch.tensor([int(outputs or bool(gradients))], device="cpu")
         if not core.collectives.everybodys(differs, "whether a replay has the same bits").any():
             return
         by_rank = self._gathered([outputs, gradients], "what differs in a replay")

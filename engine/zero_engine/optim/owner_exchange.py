@@ -66,7 +66,7 @@ class OwnerExchange:
             The parameter of this rank, flat, and what to wait for; empty if this rank owns none.
         """
         owned = self.owned(exchange_group)
-        whole, wanted = torch.empty(0), {}
+        whole, wanted = torch.empty(0, device="cpu"), {}
         held = {owner: shared.mine for owner, shared in enumerate(exchange_group) if shared.divided}
         if owned is not None:
             whole = owned.mine.new_empty(owned.slot.numel)

@@ -160,7 +160,7 @@ class StepByOwners:
                     tensor.data = tensor.contiguous()
         going = []
         for number, turn in enumerate(self._turns):
-            whole = torch.empty(0)
+            whole = torch.empty(0, device="cpu")
             if turn.owned is not None:
                 param, dtype = turn.owned.param, turn.weights[0].mine.dtype
                 whole = param.data.to(dtype).contiguous().view(-1)
@@ -174,7 +174,7 @@ class StepByOwners:
     def _agree(self) -> None:
         """All-gather the tree specs if one has changed: a save is no collective and cannot ask."""
         mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
-        own_mark = torch.tensor([mark])  # among the CPUs, where a wait can be ended
+        own_mark = torch.tensor([mark], device="cpu")  # among the CPUs, where a wait can be ended
         gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")
         marks = gathered.flatten().tolist()
         if marks != self.marks:

@@ -137,7 +137,7 @@ class ShardedWhole:
         self, exchange_groups: Sequence[ExchangeGroup], number: int
     ) -> tuple[Tensor, Pending]:
         if number == len(exchange_groups):
-            return torch.empty(0), Pending("")
+            return torch.empty(0, device="cpu"), Pending("")
         return self._exchange.collect(
             exchange_groups[number], f"whole parameters, exchange group {number}"
         )

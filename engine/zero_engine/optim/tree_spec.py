@@ -91,7 +91,11 @@ def tensors_in(nest: Any) -> Iterator[Tensor]:
 
 def stored(leaf: Tensor | Number) -> Tensor:
     """A leaf as a checkpoint has it: a number becomes a tensor."""
-    return leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=_NUMBERS[_kind(leaf)])
+    return (
+        leaf
+        if isinstance(leaf, Tensor)
+        else torch.tensor(leaf, dtype=_NUMBERS[_kind(leaf)], device="cpu")
+    )
 
 
 def described(known: Any, path: Path = ()) -> Iterator[tuple[str, str, list[int]]]:
@@ -124,7 +128,7 @@ def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
             place = device if shape else of_scalars
             return torch.zeros(shape, dtype=DTYPES[dtype], device=place)
         case {"number": dtype}:
-            return torch.zeros((), dtype=DTYPES[dtype])
+            return torch.zeros((), dtype=DTYPES[dtype], device="cpu")
         case {"dict": members}:
             return {key: blank(inner, device, of_scalars) for key, inner in members.items()}
         case list():

@@ -300,14 +300,14 @@ class SteppedWhole(OwnedParam):
         """The whole state on the rank that owns the parameter, else an empty tensor."""
         own = self._owned_state()
         if own is None:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         value = own.get(key)
         return value.flatten().clone() if isinstance(value, Tensor) else value
 
     def set_state_share(self, key: str, value: Tensor) -> None:
         """Replace the whole state on the rank that owns the parameter. Not collective."""
         own = self._owned_state()
-        place = torch.empty(0) if own is None else own.get(key)
+        place = torch.empty(0, device="cpu") if own is None else own.get(key)
         if not isinstance(place, Tensor):
             raise ZeroError(f"{self.slot.fqn} has no optimizer state {key!r} to set")
         _write(place.view(-1), value, f"{key} of {self.slot.fqn}")

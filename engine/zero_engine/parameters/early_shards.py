@@ -44,7 +44,7 @@ class EarlyGroup:
 
     def agree(self, answer: bool, what: str) -> bool:
         """The answer of rank 0. Collective."""
-        told = torch.tensor([float(answer)])
+        told = torch.tensor([float(answer)], device="cpu")
         with exit_on_peer_loss(agent_link(self.collectives.rank)):
             self.collectives.broadcast(told, what)
         return bool(told.item())

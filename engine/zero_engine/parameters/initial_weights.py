@@ -102,7 +102,7 @@ class InitialWeights:
         """
         if not self._without_values:
             return
-        failed = torch.tensor([float(self._problem is not None)])
+        failed = torch.tensor([float(self._problem is not None)], device="cpu")
         self._collectives.broadcast(failed, "whether the initial weights are set")
         if self._problem is not None:
             raise ConfigError(str(self._problem)) from self._problem

@@ -46,7 +46,7 @@ def leave_meta(model: nn.Module) -> frozenset[int]:
     moved = set()
     for param in model.parameters():
         if param.is_meta:
-            blank = torch.empty((), dtype=param.dtype).expand(param.shape)
+            blank = torch.empty((), dtype=param.dtype, device="cpu").expand(param.shape)
             # The parameter stays the same object: optimizers, ties and flat lists refer to it.
             torch._C._swap_tensor_impl(param, nn.Parameter(blank, param.requires_grad))
             hide(param)
@@ -176,7 +176,7 @@ class Initialisers:
                         continue
                     place = places.get(id(tensor))
                     if place is None or not _is_host(place) or place.dtype != tensor.dtype:
-                        place = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        place = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     tensor.data = place
                     _unset(tensor)
             yield

@@ -133,7 +133,8 @@ class ParamCoordinator:
             return
         # After the first step: the order in which the modules ran, if it was the same on all ranks.
         (forward, backward), self._traces = self._traces, None
-        own = torch.tensor([zlib.crc32(repr((forward, backward)).encode())])
+        checksum = zlib.crc32(repr((forward, backward)).encode())
+        own = torch.tensor([checksum], device="cpu")
         with self._guard():
             seen = self._collectives.everybodys(own, "the order of the modules")
         if bool((seen == seen[0]).all()):

@@ -213,6 +213,6 @@ def _nameless(directory: Path) -> int:
 def aligned(size_bytes: int, *, pin: bool = False) -> Tensor:
     """Undefined bytes [size rounded up to pages] that begin on a page."""
     size = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-    raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=pin)
+    raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pin)
     begin = -raw.data_ptr() % PAGE_BYTES
     return raw[begin : begin + size]
