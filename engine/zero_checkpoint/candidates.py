@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
-from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.files.read_retry import patiently
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
@@ -82,7 +83,7 @@ class Found:
     rejected: tuple[Rejected, ...]
 
 
-def find(root: Place) -> Found:
+def find(root: str | os.PathLike[str] | Place) -> Found:
     """All checkpoints under `root`, newest first, and why the other directories are none.
 
     Raises:
@@ -90,7 +91,7 @@ def find(root: Place) -> Found:
         OSError: The root or a manifest could not be read, for a reason other than damage. A
             root that does not exist has no checkpoints.
     """
-    seen = list(scan(root))
+    seen = list(scan(place(root)))
     return Found(
         tuple(entry for entry in seen if isinstance(entry, Candidate)),
         tuple(entry for entry in seen if isinstance(entry, Rejected)),

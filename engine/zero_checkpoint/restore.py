@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -35,6 +35,7 @@ from zero_checkpoint.candidates import (
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_checkpoint.files.place import Place
+from zero_checkpoint.foreign import hint
 from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
 from zero_checkpoint.format.parse import ManifestError, parse
 from zero_checkpoint.format.pieces import State
@@ -295,12 +296,18 @@ class _Search:
                 "reason": f"no usable checkpoint under {self.root}: {'; '.join(unusable)}. "
                 "Restore one of them, or use an empty directory to start from scratch",
             }
+        foreign = ""
+        with suppress(OSError):  # this is no reason to fail
+            foreign = hint(self.root) if self.root.is_dir() else ""
         if self.tag is None:
+            if foreign:  # the run starts from nothing, which its user may not expect
+                _log.warning("%s: there are no checkpoints here%s", self.root, foreign)
             return {}
         known = ", ".join(repr(tag) for tag in dict.fromkeys(self.tags)) or "none"
         also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
         reason = (
             f"no checkpoint tagged {self.tag!r} under {self.root}; tags there are: {known}{also}"
+            f"{foreign}"
         )
         return {"outcome": Outcome.FAILED, "reason": reason}
 

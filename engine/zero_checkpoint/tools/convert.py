@@ -12,6 +12,7 @@ import torch
 from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
+from zero_checkpoint.foreign import hint
 from zero_checkpoint.tools import adopt, export, locate, output
 from zero_checkpoint.tools.deepspeed import read_deepspeed
 from zero_checkpoint.tools.export_dcp import export_dcp
@@ -135,7 +136,7 @@ def _read(options: argparse.Namespace) -> Foreign:
                 f"{error}. {source} holds checkpoints of this engine, which need no import: give "
                 "it to load_checkpoint(), or to zero-ckpt show"
             ) from error
-        meant = locate.hint(source) if source.is_dir() else ""
+        meant = hint(source) if source.is_dir() else ""
         if meant.endswith(f" import {source} DIR --from {options.kind}"):
             raise  # the hint would repeat the command that was typed
         raise CheckpointError(f"{error}{meant}") from error
@@ -158,8 +159,8 @@ def run_import(options: argparse.Namespace) -> None:
         foreign = adopt.tie(_read(options), dict(options.tie))
     foreign = adopt.freeze(foreign, options.frozen)
     if foreign.left_out:
-        hint = _KEYS if options.kind == "dcp" else ""
-        _log.warning(_LEFT_OUT, ", ".join(foreign.left_out), hint)
+        keys = _KEYS if options.kind == "dcp" else ""
+        _log.warning(_LEFT_OUT, ", ".join(foreign.left_out), keys)
     if foreign.moments and options.step is None and "step" not in foreign.run:
         _log.warning(_NO_STEP)
     if loose := adopt.unexplained(foreign):

@@ -7,12 +7,9 @@ directory above such roots stands for all of them.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from fnmatch import fnmatchcase
 from itertools import chain
 
 from zero_checkpoint.candidates import (
-    LATEST,
     WAS_COMMITTED,
     Candidate,
     Rejected,
@@ -24,6 +21,7 @@ from zero_checkpoint.candidates import (
 )
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.foreign import directories, hint
 from zero_checkpoint.format.manifest import MANIFEST
 
 _log = logging.getLogger(__name__)
@@ -125,20 +123,13 @@ def roots(path: Place) -> list[Place]:
     """The directory itself if there are checkpoints in it; else its directories that hold some."""
     if _steps(path):
         return [path]
-    steps = {inner: _steps(inner) for inner in _directories(path)}
+    steps = {inner: _steps(inner) for inner in directories(path)}
     return sorted((i for i, found in steps.items() if found), key=lambda i: steps[i], reverse=True)
 
 
 def _steps(path: Place) -> list[str]:
     """The names of the checkpoints in a directory, which begin with their steps; newest first."""
-    return sorted((inner.name for inner in _directories(path) if is_ours(inner.name)), reverse=True)
-
-
-def _directories(path: Place) -> list[Place]:
-    try:
-        return [inner for inner in path.iterdir() if inner.is_dir()]
-    except PermissionError:  # a directory beside the checkpoints that this user may not read
-        return []
+    return sorted((inner.name for inner in directories(path) if is_ours(inner.name)), reverse=True)
 
 
 def split(name: str) -> tuple[Place, str | None]:
@@ -168,29 +159,3 @@ def is_checkpoint(path: Place) -> bool:
     """Whether a directory is, or was meant to be, one checkpoint."""
     entry = examine(path.resolve())
     return isinstance(entry, Candidate) or entry.why is not Why.OTHER or (path / MANIFEST).exists()
-
-
-def hint(path: Place) -> str:
-    """The foreign format that a directory seems to hold, and the command that imports it; or ""."""
-    others = (each for each in _directories(path) if not is_ours(each.resolve().name))
-    names: dict[Place, list[str]] = {}
-    for each in (path, *sorted(others, key=str)):
-        names[each] = []
-        with suppress(PermissionError):
-            names[each] = [inner.name for inner in each.iterdir()]
-    for kind, (pattern, what) in _FOREIGN.items():
-        for directory, there in names.items():
-            if any(fnmatchcase(name, pattern) for name in there):
-                whole = path if kind == _DEEPSPEED and LATEST in names[path] else directory
-                which = "it" if whole == path else whole.name
-                return f"; {which} looks like {what}: zero-ckpt import {whole} DIR --from {kind}"
-    return ""
-
-
-_DEEPSPEED = "deepspeed"
-_FOREIGN = {
-    "dcp": (".metadata", "a checkpoint of torch.distributed.checkpoint"),
-    _DEEPSPEED: ("*_model_states.pt", "a checkpoint of DeepSpeed"),
-    "hf": ("*.safetensors*", "a Hugging Face model"),
-}
-"""Format of an import -> the pattern of its files, and its name; the richest format comes first."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from zero_checkpoint import restore
@@ -27,7 +26,6 @@ from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.restore import Loaded
-from zero_checkpoint.tools.locate import hint
 from zero_comm.collectives import Pending
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.sharding.flat_unit import FlatUnit
@@ -98,10 +96,6 @@ class Loading:
             else:
                 self._moved.inconsistent = self._before
             raise
-        if loaded is None and self._state.collectives.rank == 0:
-            with suppress(OSError):  # the run starts from nothing; checkpoints may lie below
-                if root.is_dir() and (found := hint(root)):
-                    _log.warning("%s: there are no checkpoints here%s", root, found)
         return loaded
 
     def adopt(self, run: Mapping[str, Any]) -> None:

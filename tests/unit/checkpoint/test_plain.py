@@ -87,6 +87,23 @@ def test_where_nothing_was_saved_nothing_is_loaded(tmp_path: Path) -> None:
     assert zero_checkpoint.load(tmp_path) is None
 
 
+def test_where_another_library_has_saved_a_load_names_the_import(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `zero_torch` and the reader of DCP say, too: without a word the training begins anew."""
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / ".metadata").touch()
+    told = (
+        f"; step-5 looks like a checkpoint of torch.distributed.checkpoint: "
+        f"zero-ckpt import {tmp_path}/step-5 DIR --from dcp"
+    )
+    assert zero_checkpoint.load(tmp_path) is None
+    assert caplog.messages == [f"{tmp_path}: there are no checkpoints here{told}"]
+    with pytest.raises(CheckpointError, match=re.escape(f"tags there are: none{told}")):
+        zero_checkpoint.load(tmp_path, tag="step-5")
+    assert zero_checkpoint.find(str(tmp_path)).candidates == ()
+
+
 def test_a_damaged_checkpoint_makes_the_load_fall_back_to_the_one_before(tmp_path: Path) -> None:
     zero_checkpoint.save(tmp_path, {"w": torch.zeros(4)}, step=1)
     newest = zero_checkpoint.save(tmp_path, {"w": torch.ones(4)}, step=2)
