@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_contract.errors import ConfigError
 from zero_deepspeed.as_deepspeed.resuming import (
     STATE,
     CannotGoOn,
@@ -18,6 +19,7 @@ from zero_deepspeed.as_deepspeed.resuming import (
     Seen,
     Start,
     check_loop,
+    check_processes,
     check_schedule,
     choose,
     look,
@@ -208,3 +210,9 @@ def test_a_loop_that_begins_again_over_its_checkpoint_is_refused() -> None:
 def test_a_loop_whose_batch_has_changed_with_the_world_is_refused() -> None:
     with pytest.raises(CannotGoOn, match=r"a step took 8 samples .*, and takes 4 now"):
         check_loop(2, 5, 8, 4)
+
+
+def test_an_accelerator_that_counts_one_process_of_several_is_refused_with_the_remedy() -> None:
+    check_processes(2, 2)
+    with pytest.raises(ConfigError, match=r"counts 1 process, and there are 2: .*backend='gloo'"):
+        check_processes(1, 2)

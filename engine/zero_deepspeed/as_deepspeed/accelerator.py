@@ -3,12 +3,14 @@
 Such a loop saves and loads by itself. In a restarted round it may begin again although there is a
 checkpoint, or resume with a batch that has changed with the number of ranks. Neither can be
 corrected from here, so both are refused. The Trainer's loop is exempt: `trainer` guides it.
+An Accelerator that counts fewer processes than there are is refused as well.
 
 Imported after accelerate.accelerator; `resuming` decides.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,15 +18,22 @@ from typing import Any
 from accelerate.accelerator import Accelerator
 
 from zero_comm.agent_link import committed_step, current_round
-from zero_deepspeed.as_deepspeed.resuming import check_loop
+from zero_deepspeed.as_deepspeed.resuming import check_loop, check_processes
 
 _exempt: list[str] = []
 """The guides of the loops of this process, if there are any."""
 
 
 def install() -> None:
-    """Wrap `Accelerator.backward`, once."""
+    """Wrap the constructor of `Accelerator` and its `backward`, once."""
     original: Callable[..., Any] = Accelerator.backward
+    constructor: Callable[..., None] = Accelerator.__init__
+
+    @wraps(constructor)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        constructor(self, *args, **named)
+        if getattr(self.state, "deepspeed_plugin", None) is not None:
+            check_processes(self.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
 
     @wraps(original)
     def backward(self: Any, loss: Any, **named: Any) -> Any:
@@ -37,6 +46,7 @@ def install() -> None:
         return original(self, loss, **named)
 
     setattr(Accelerator, backward.__name__, backward)
+    setattr(Accelerator, init.__name__, init)
 
 
 def exempt(guide: str) -> None:

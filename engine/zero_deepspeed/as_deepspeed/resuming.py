@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from zipfile import is_zipfile
 
-from zero_contract.errors import ZeroError
+from zero_contract.errors import ConfigError, ZeroError
 
 RECORD = "zero_run.json"
 STATE = "trainer_state.json"
@@ -295,4 +295,23 @@ def check_loop(round: int, committed: int, loaded: int | None, samples: int) -> 
             "Let the script set Accelerator(gradient_accumulation_steps=...) to the samples per "
             "step, divided by the micro-batch and by WORLD_SIZE; or keep the number of ranks "
             "(--nnodes)"
+        )
+
+
+def check_processes(counted: int, world: int) -> None:
+    """Check that accelerate knows of all processes.
+
+    Args:
+        counted: The processes that accelerate counts.
+        world: The processes that there are.
+
+    Raises:
+        ConfigError: It knows of fewer; another batch than the script's would be trained.
+    """
+    if counted < world:
+        raise ConfigError(
+            f"accelerate counts {counted} process{'es' if counted > 1 else ''}, and there are "
+            f"{world}: without a GPU it chooses no backend. Give it one: "
+            "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')], ...), or "
+            "TrainingArguments(use_cpu=True) for the Trainer"
         )
