@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.workers.progress import HangPolicy, Steps
-from zero_contract.worker import Preparing, Progress
+from zero_agent.workers.progress import HangPolicy, Steps, load_in_words
+from zero_contract.worker import Preparing, Progress, Restored
 
 
 def begun(tmp_path: Path) -> tuple[Steps, ManualClock]:
@@ -55,3 +55,12 @@ def test_what_the_worker_that_is_least_far_does_is_said_until_each_has_taken_a_s
     steps.prepares(0, Preparing(what="first step"))
     steps.begin({})
     assert steps.preparing == ""
+
+
+def test_a_load_after_steps_of_the_round_does_not_read_as_if_training_went_back(tmp_path):
+    """As that of the Trainer's best weights at the end of its training."""
+    steps, _ = begun(tmp_path)
+    loaded = Restored(step=4, tag="global_step4")
+    assert load_in_words(loaded, begun=steps.begun).startswith("the workers resume from step 4: ")
+    steps.beat(0, Progress(step=12))
+    assert load_in_words(loaded, begun=steps.begun).startswith("the workers have loaded step 4: ")

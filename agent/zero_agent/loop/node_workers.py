@@ -32,7 +32,7 @@ from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, PAUSE_S
-from zero_agent.workers.progress import Steps
+from zero_agent.workers.progress import Steps, load_in_words
 from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.stacks import Process
 from zero_agent.workers.wait_replies import WaitReplies
@@ -477,11 +477,9 @@ class NodeWorkers:
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
             case Restored():
-                where = "in memory" if message.in_memory else "on disk"
                 self._journal.tell(
                     "restore",
-                    f"the workers resume from step {message.step}: checkpoint {message.tag} "
-                    f"{where}, and what they read of it has its digests",
+                    load_in_words(message, begun=self.steps.begun),
                     step=message.step,
                     tag=message.tag,
                     in_memory=message.in_memory,

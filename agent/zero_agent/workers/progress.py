@@ -236,3 +236,18 @@ class Steps:
             if verdict := clock.verdict(now_s):
                 return rank, verdict
         return None
+
+
+def load_in_words(loaded: Restored, *, begun: bool) -> str:
+    """A load for people: workers resume, or load later, as the Trainer loads the best weights.
+
+    Args:
+        loaded: The report of the load.
+        begun: Whether a worker has finished a step of this round.
+    """
+    what = "have loaded" if begun else "resume from"
+    where = "in memory" if loaded.in_memory else "on disk"
+    return (
+        f"the workers {what} step {loaded.step}: checkpoint {loaded.tag} {where}, and what they "
+        "read of it has its digests"
+    )
