@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,6 +97,8 @@ def test_one_looks_into_a_checkpoint_and_finds_what_the_engine_wrote(trained, ck
     assert weight_hash in shown.stdout
     assert "head.weight is tied to embed.weight" in shown.stdout
     assert "in tree order, blocks of 8" in shown.stdout
+    assert re.search(r"^threads per rank +\d+ *$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^hardware +\w.*; deterministic", shown.stdout, re.MULTILINE)
 
     record = of_json("show", f"{root}@global_step3")
     assert record["run"]["weight_hash"] == weight_hash
@@ -132,7 +135,7 @@ def test_a_damaged_manifest_is_damage_and_not_passed_over_in_silence(root, ckpt,
         done = ckpt("verify", root, *flags)
         assert done.returncode == 1
         assert f"{newest}: DAMAGED in 1 places\n  MANIFEST.json, bytes 0:" in done.stdout
-        assert f"{older}: whole" in done.stdout
+        assert f"{older}: intact" in done.stdout
     results = of_json("verify", root, "--all")
     assert [bool(result["damage"]) for result in results] == [True, False, False]
 

@@ -181,6 +181,9 @@ def _facts(shown: Description) -> Iterator[tuple[str, object]]:
             yield label, run[key]
     if isinstance(order := run.get("reduction"), Mapping):
         yield "gradients summed", _order(order)
+    machines = run.get("hardware")
+    for machine in dict.fromkeys(map(_machine, machines if isinstance(machines, list) else ())):
+        yield "hardware", machine
     if shown.client:
         yield "client state", ", ".join(shown.client)
     yield "manifest", shown.digest
@@ -194,17 +197,25 @@ def _order(reduction: Mapping[str, Any]) -> str:
     return f"in {reduction.get('order')} order, blocks of {reduction.get('block')}{to_int8}"
 
 
+def _machine(record: Any) -> str:
+    """What a rank has computed on, from the record of the run."""
+    named = record if isinstance(record, Mapping) else {}
+    parts = (named.get(key) for key in ("device", "processor", "instructions", "kernels"))
+    return "; ".join(str(part) for part in parts if part) or "unknown"
+
+
 _RUN = {
     "stage": "ZeRO stage",
     "dtype": "computed in",
     "samples": "samples consumed",
     "tokens": "tokens consumed",
     "dataset_size": "dataset size",
-    "leaves": "micro-batches a step",
-    "micro_batch": "samples a micro-batch",
+    "leaves": "micro-batches per step",
+    "micro_batch": "samples per micro-batch",
     "skipped": "steps skipped",
     "seed": "seed",
     "torch": "torch",
+    "threads": "threads per rank",
     "weight_hash": "weight hash",
 }
 
@@ -240,7 +251,7 @@ def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None
     """`verify`, for one checkpoint."""
     out = console()
     if not damages:
-        out.print(f"{path}: [green]whole[/green], {decimal(size_bytes)} verified", soft_wrap=True)
+        out.print(f"{path}: [green]intact[/green], {decimal(size_bytes)} verified", soft_wrap=True)
         return
     out.print(f"{path}: [red]DAMAGED[/red] in {len(damages)} places", soft_wrap=True)
     for damage in damages:
