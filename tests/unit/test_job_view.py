@@ -123,6 +123,24 @@ def test_an_agent_outside_reports_a_failure_and_learns_why_the_round_ended():
     assert cluster.view.n == 2
 
 
+def test_when_all_nodes_fail_together_the_agents_outside_read_the_first_report_alone(monkeypatch):
+    """A thousand agents that let etcd sort a thousand tracebacks keep it busy for half a minute."""
+    cluster = running()
+    for name in reversed(NAMES):
+        cluster.agents[name].report_failure(1, Failure(node=name, symptom=False, summary=name))
+    outside = [agent for agent in cluster.agents.values() if not agent._job_view.whole]
+    for agent in cluster.agents.values():
+        if agent not in outside:
+            agent.poll()
+    read = []
+    for agent in outside:
+        monkeypatch.setattr(agent._store, "range", lambda prefix, **how: read.append(prefix))
+        seen = agent.poll()
+        assert (seen.state, seen.failed) == (State.FORMING, NAMES[-1])
+        assert min(seen.failures, key=lambda failure: failure.revision).node == NAMES[-1]
+    assert read == []
+
+
 def test_an_agent_outside_that_was_taken_for_dead_is_back_in_the_next_round():
     cluster = running()
     victim = cluster.agents["n09"].node

@@ -193,6 +193,9 @@ class Snapshot:
     """Seconds from the request to leave the round before to this one; 0: there was none."""
     by: str = ""
     """The move that led to the state."""
+    failed: str | None = None
+    """The node whose workers failed first in round n, once the round is over; empty: none did;
+    None: an agent of an older version has not said."""
     committed: int = 0
     """The step of the newest published checkpoint; 0 without one."""
     committed_revision: int = 0

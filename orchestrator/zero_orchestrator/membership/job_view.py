@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import heapq
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zero_contract.clock import Clock
 from zero_orchestrator.errors import StoreReplaced
@@ -44,7 +44,7 @@ LOOKS_PER_S = 25
 LONGEST_S = 15.0
 """Longest pause of a follower: half of a large job may be gone at once."""
 CAUSES = 8
-"""Number of failure reports, the oldest, that a follower reads."""
+"""Number of failure reports, the oldest, that a follower reads beside agents of other versions."""
 
 
 class JobView:
@@ -282,12 +282,19 @@ class _FollowerView:
         self._orders.close()
 
     def _failures(self, job: Snapshot) -> tuple[Failure, ...]:
-        """Why the round ended, for the agents that must know; read once."""
+        """Why the round ended, for the agents that must know; read once.
+
+        To find the oldest, etcd would look through the reports of all nodes, for each agent.
+        """
         if job.state not in {State.FORMING, State.FAILED} or job.n == 0:
             return ()
         if job.fence != self._causes_of:
             prefix = self._keys.report(job.n, "fail/")
-            found = self._store.range(prefix, limit=CAUSES, oldest=True)
-            self._causes = failures(found.items, prefix)
+            found: Sequence[KeyValue] = ()
+            if job.failed is None:
+                found = self._store.range(prefix, limit=CAUSES, oldest=True).items
+            elif job.failed and (item := self._store.get(prefix + job.failed)) is not None:
+                found = [item]
+            self._causes = failures(found, prefix)
             self._causes_of = job.fence
         return self._causes

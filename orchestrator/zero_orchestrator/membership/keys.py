@@ -5,8 +5,8 @@ Under `/zero/v1/<job>/` (all values JSON):
     spec                    the JobSpec, written once
     secret                  known to the job's agents alone; written once
     nodes/<id>              a live agent; leased
-    round                   {n, state, cause, by, at, took_s}: the round that is ACTIVE, or being
-                            left (FORMING), or how the job ended
+    round                   {n, state, cause, by, at, took_s, failed}: the round that is ACTIVE, or
+                            being left (FORMING), or how the job ended
     rounds/<n>/members      ordered membership; written once, in the transition to ACTIVE
     rounds/<n>/master       where the round's TCPStore listens; written once by rank 0's agent
     rounds/<n>/yield        why the workers are asked to stop at the next step boundary

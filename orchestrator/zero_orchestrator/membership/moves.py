@@ -120,6 +120,8 @@ def transaction(
     n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
     record = {"n": n, "state": target, "cause": transition.cause, "by": transition.move}
     record |= {"at": at_s} if at_s else {}
+    if source is State.ACTIVE:  # all agents read this one report, and not those of all nodes
+        record["failed"] = next((f.node for f in job.failures if not f.symptom), "")
     if transition.move is Move.ACTIVATE and took_s:
         record["took_s"] = round(took_s, 3)
     writes: list[Write] = [Put(keys.round, json.dumps(record))]

@@ -76,6 +76,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         charged=tuple(sorted(charges, key=attrgetter("n"))),
         took_s=float(record.get("took_s", 0.0)),
         by=record.get("by", ""),
+        failed=record.get("failed"),
         committed=json.loads(latest.value)["step"] if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,
         stop=request,
