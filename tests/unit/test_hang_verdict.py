@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from tests.support.manual_clock import ManualClock
@@ -140,3 +143,28 @@ def test_the_agents_of_all_nodes_learn_who_is_waited_for_until_steps_are_taken_a
     assert (first.why_stuck, second.why_stuck) == ("", "")
     for _, publisher in made:
         publisher.close()
+
+
+def test_ranks_that_are_all_busy_for_an_hour_are_asked_a_few_times():
+    """As in an evaluation: a thousand nodes answer with megabytes, which etcd keeps for an hour."""
+    node = Node(id="n0", incarnation="1", address="x", slots=2)
+    dump = 'Thread 0x1 (most recent call first):\n  File "/app/eval.py", line 33 in evaluate\n'
+    ranks = [{"rank": rank, "pid": rank, "text": dump} for rank in range(2)]
+    asked: list[float] = []
+
+    def ask(nodes: Sequence[str]) -> dict[str, dict[str, Any]]:
+        asked.append(idle_s)
+        return {"n0": {"ranks": ranks}}
+
+    publisher = Publisher(MemoryStore(ManualClock()), "gpt", "n0", "1", ManualClock())
+    network = NetworkWatch(ManualClock(), post, lambda nodes: [])
+    one = Verdicts(publisher, Journal("n0", None), post, ask, network)
+    one.follow(Snapshot(JobSpec(min_nodes=1, max_nodes=1), n=1, members=Members((node,))), 1)
+    for idle_s in range(16, 3600):
+        before, due_s = len(asked), one._asks_again_s
+        one.look(float(idle_s), 12)
+        if one._asks_again_s != due_s:
+            wait_for(lambda count=before: len(asked) > count, 60, "the question")
+    publisher.close()
+    assert asked == [16, 33, 67, 135, 271, 543, 1087, 2175]
+    assert one.why_stuck == ""

@@ -42,7 +42,9 @@ Ask = Callable[[Sequence[str]], Mapping[str, Mapping[str, Any]]]
 ASK_S = 8.0
 """How long their answers are waited for."""
 AGAIN_S = 15.0
-"""The interval at which they are asked again, if their answers name no rank."""
+"""After this time they are asked again if their answers name no rank, and later whenever the time
+since the last step has doubled: a question interrupts all workers, and etcd keeps its answers for
+an hour."""
 LISTEN_S = 5.0
 """The interval at which other agents read the verdicts of that of rank 0, while no step is taken.
 """
@@ -176,7 +178,7 @@ class Verdicts:
                 self._write()
             self._asks_again_s = None
         elif self._stuck is None and (self._asks_again_s is None or idle_s > self._asks_again_s):
-            self._asks_again_s = idle_s + AGAIN_S
+            self._asks_again_s = idle_s + max(AGAIN_S, idle_s)
             nodes = [node.id for node in self._members.nodes]
             found = partial(self._post(self._name_stuck), self._round, idle_s, step)
             threading.Thread(target=lambda: found(self._ask(nodes)), daemon=True).start()
