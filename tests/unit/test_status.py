@@ -476,3 +476,12 @@ def test_the_goodput_is_that_of_all_nodes_together(memory):
     now = read(job)
     assert (now.goodput, now.time_ns["re_forming"]) == (0.9, 10**10)
     assert "90.0 % useful steps, 10.0 % re-forming; of 100 s of all nodes" in shown(now)
+
+
+def test_of_thousands_of_arguments_a_person_is_shown_the_first_and_a_tool_all():
+    command = ("train.py", *(f"data/{number:04}.parquet" for number in range(5000)))
+    now = status.JobStatus(job="gpt", state="ACTIVE", now="runs", command=command)
+    page = " ".join(shown(now).split())
+    assert "train.py data/0000.parquet" in page
+    assert f"... ({len(' '.join(command)) - 1000:,} more characters)" in page
+    assert json.loads(now.to_json())["command"] == list(command)

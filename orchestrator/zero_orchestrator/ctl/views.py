@@ -34,6 +34,7 @@ from zero_orchestrator.ctl.status import (
 )
 
 _PIPE_COLUMNS = 250
+_COMMAND_CHARACTERS = 1000
 SLOWEST = 8
 """Most ranks whose steps are shown."""
 _STYLES = {
@@ -228,11 +229,19 @@ def status_page(status: JobStatus) -> RenderableType:
         facts.add_row(name, text)
     for verdict in status.verdicts:
         facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
-    facts.add_row("command", " ".join(status.command))
+    facts.add_row("command", _in_short(" ".join(status.command)))
     tables: list[RenderableType] = [_nodes_table((*status.members, *status.spares))]
     if len(ranks := slowest_ranks(status)) > 1:
         tables += ["", _ranks_table(ranks)]
     return Group(title, facts, "", *tables)
+
+
+def _in_short(command: str) -> str:
+    """A command for people: of thousands of arguments the first are enough."""
+    more = len(command) - _COMMAND_CHARACTERS
+    return (
+        command if more <= 0 else f"{command[:_COMMAND_CHARACTERS]}... ({more:,} more characters)"
+    )
 
 
 def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
