@@ -90,7 +90,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             worker.ENV_COMMITTED: "Newest committed step when the round began.",
             worker.ENV_SOCKET: "Unix socket of the agent.",
             worker.ENV_HEARTBEAT: "File that zero_agent.heartbeat() touches.",
-            worker.ENV_LEAVE: "File whose existence makes zero_agent.should_leave() return True.",
+            worker.ENV_LEAVE: "File that zero_agent.should_leave() makes; it returns True once the "
+            "agent has made the file longer than 0 bytes.",
             worker.ENV_VOTE_KEY: "Key that signs what ranks write into the workers' store.",
         },
         ENGINE: {

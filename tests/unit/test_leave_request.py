@@ -1,7 +1,9 @@
 """A script that asks whether it should leave, and what the agent sees of it."""
 
 import os
+import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -49,3 +51,29 @@ def test_the_names_are_those_of_the_contract():
     with pytest.raises(SystemExit) as left:
         zero_agent.leave()
     assert left.value.code == ExitCode.LEFT
+
+
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from zero_agent.node.leave_request import LeaveRequests
+file, rest = Path(sys.argv[1], "leave"), Path(sys.argv[1], "rest")
+file.touch()
+try:
+    with rest.open("wb", buffering=0) as full:
+        while full.write(bytes(4096)):
+            pass
+except OSError as error:
+    print(error.strerror)
+LeaveRequests({0: file}).ask()
+print(file.stat().st_size)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a small disk")
+def test_a_worker_is_asked_on_a_disk_without_room_for_another_byte(tmp_path):
+    """Where it keeps its temporary files: else it would be killed with what it has not saved."""
+    small = 'mount -t tmpfs -o size=64k none "$4" && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", ON_A_FULL_DISK]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("No space left on device\n1\n", "")
