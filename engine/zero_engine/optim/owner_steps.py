@@ -216,4 +216,4 @@ def _shared(units: Sequence[FlatUnit], tensors: Sequence[Tensor]) -> Iterator[Sh
 
 def _hollow(slot: Slot, device: torch.device) -> Tensor:
     """A tensor of a parameter's shape that takes no memory."""
-    return torch.zeros((), device=device).expand(slot.shape)
+    return torch.zeros((), dtype=torch.float32, device=device).expand(slot.shape)

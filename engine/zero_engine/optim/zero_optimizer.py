@@ -109,7 +109,9 @@ class ZeroOptimizer:
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
         sizes = [unit.padded // collectives.world for unit in units]
-        self._gradients = tuple(torch.zeros(u.master.numel(), device=device) for u in units)
+        self._gradients = tuple(
+            torch.zeros(u.master.numel(), dtype=torch.float32, device=device) for u in units
+        )
         self.totals = self._gradients
         if not stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
