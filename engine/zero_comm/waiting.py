@@ -45,8 +45,8 @@ _SIGNS = (
     "socket timeout",
     "timed out waiting",
 )
-_MISUSE = ("ncclinvalidargument", "ncclinvalidusage")
-"""Signs of a call that NCCL refuses, whoever its peers are."""
+_OWN = ("ncclinvalidargument", "ncclinvalidusage", "out of memory", "shared memory segment")
+"""Signs of a failure of NCCL on this host, whoever the peers are: its words name the remedy."""
 _SHARED = "duplicate gpu"
 _ONE_EACH = (
     "two ranks use one device, which NCCL refuses: start at most as many workers on a node as it "
@@ -72,7 +72,7 @@ def transport_failures(what: str) -> Iterator[None]:
         if _SHARED in text:
             raise ConfigError(f"{what}: {_ONE_EACH}") from error
         is_lost = isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
-        if not is_lost or any(sign in text for sign in _MISUSE):
+        if not is_lost or any(sign in text for sign in _OWN):
             raise
         raise PeerLost(f"{what}: a peer is gone: {_NOISE.sub('', str(error))}") from error
 

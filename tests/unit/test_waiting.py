@@ -159,9 +159,22 @@ NCCL = "NCCL error in: NCCLUtils.cpp:77, {} (run with NCCL_DEBUG=WARN for detail
             dist.DistBackendError,
             "Invalid value",
         ),
+        (
+            NCCL.format("unhandled cuda error", "Cuda failure 2 'out of memory'"),
+            dist.DistBackendError,
+            "out of memory",
+        ),
+        (
+            NCCL.format(
+                "unhandled system error",
+                "Error while creating shared memory segment /dev/shm/nccl-7 (size 9637888)",
+            ),
+            dist.DistBackendError,
+            "/dev/shm/nccl-7",
+        ),
     ],
 )
-def test_a_call_that_nccl_refuses_is_no_lost_peer(
+def test_what_nccl_cannot_do_on_this_host_is_no_lost_peer(
     text: str, kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says), transport_failures("meeting"):
