@@ -333,22 +333,14 @@ def meet(
     Raises:
         OSError: A peer is lost.
     """
-    if _willing():
-        let_siblings_read()
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # the kernel finds a name, in this network namespace
-        listener.listen(world)
-        spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        card = {  # where this rank is
-            "willing": _willing(),
-            "host": [boot, *spaces],
-            "pid": os.getpid(),
-            "listens": listener.getsockname().hex(),
-            "address": ctypes.addressof(token),
-            "token": token.raw.hex(),
-        }
+        card: dict[str, Any] = {"willing": False}
+        if _willing():
+            try:
+                card = _card(listener, world, token)
+            except OSError as error:  # not the kernel that this was made for
+                _log.debug("this rank cannot say where it is: %s", error)
         row = json.dumps(card).encode().ljust(_CARD_BYTES)
         rows = gather(torch.frombuffer(bytearray(row), dtype=torch.uint8), "where the ranks are")
         cards = [json.loads(bytes(each.tolist())) for each in rows]
@@ -361,6 +353,25 @@ def meet(
     if rank == run.start and len(run) > 1:
         _log.debug("ranks %d to %d read from each other", run.start, run.stop - 1)
     return run, SameHostPeers(members, changed) if members else None
+
+
+def _card(
+    listener: socket.socket, world: int, token: ctypes.Array[ctypes.c_char]
+) -> dict[str, Any]:
+    """Where this rank is, and where it listens from now on. Raises OSError."""
+    let_siblings_read()
+    listener.bind("")  # the kernel finds a name, in this network namespace
+    listener.listen(world)
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return {
+        "willing": True,
+        "host": [boot, *spaces],
+        "pid": os.getpid(),
+        "listens": listener.getsockname().hex(),
+        "address": ctypes.addressof(token),
+        "token": token.raw.hex(),
+    }
 
 
 def _willing() -> bool:
