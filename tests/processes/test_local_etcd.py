@@ -18,13 +18,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import is_alive
+from tests.support.memory_store import MemoryStore
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd import etcd_process, local_etcd
-from zero_agent.etcd.etcd_keeper import Idleness, ServerUse
+from zero_agent.etcd.etcd_keeper import Idleness, ServerUse, look
 from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
+from zero_orchestrator.ctl.events import output_prefix
 from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Put
 
@@ -331,3 +334,12 @@ def test_a_server_is_idle_while_no_node_lives_nothing_changes_and_nobody_asks_fo
         idleness.look(ServerUse(revision=6, nodes=True, handed_out_ns=2), 60.0),
     ]
     assert seen == [0.0, 10.0, 0.0, 0.0, 5.0, 0.0, 0.0]
+
+
+def test_what_a_job_leaves_behind_for_a_while_does_not_keep_its_server(tmp_path: Path) -> None:
+    store, directory, keys = MemoryStore(), SharedDirectory(tmp_path), Keys("job")
+    for key in (output_prefix("job") + "a", keys.excluded("host")):
+        store.put(key, "{}", lease=store.grant(3600))
+    assert not look(store, directory).nodes
+    store.put(keys.node("a"), "{}", lease=store.grant(3))
+    assert look(store, directory).nodes

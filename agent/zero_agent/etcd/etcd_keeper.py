@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -24,12 +25,14 @@ from zero_agent.etcd.etcd_process import EtcdProcess, Member
 from zero_agent.etcd.local_etcd import IDLE_TIMEOUT_S, SharedDirectory
 from zero_contract.errors import ZeroError
 from zero_orchestrator.ctl.gc import collect
+from zero_orchestrator.ctl.status import JOBS_PREFIX
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store.kv import KeyValueStore
 
 _log = logging.getLogger("keeper")
 
-JOBS_PREFIX = "/zero/"
+_NODE = re.compile(rf"{JOBS_PREFIX}[^/]+/nodes/")
+"""The keys of live agents. Others have leases, too: what workers printed last, for an hour."""
 
 _LOOKS = 20
 """How often the keeper looks within the idle timeout, at most every `_LONGEST_LOOK_S`."""
@@ -74,7 +77,7 @@ def look(store: KeyValueStore, directory: SharedDirectory) -> ServerUse:
         StoreError: The server does not answer.
     """
     jobs = store.range(JOBS_PREFIX)
-    nodes = any(item.lease for item in jobs.items)
+    nodes = any(item.lease and _NODE.match(item.key) for item in jobs.items)
     handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0
     return ServerUse(jobs.revision, nodes, handed_out_ns)
 
