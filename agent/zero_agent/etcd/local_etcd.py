@@ -38,6 +38,7 @@ from zero_agent.node.scratch import Scratch
 from zero_agent.node.signals import held
 from zero_contract import owned_dir
 from zero_orchestrator.addresses import host_port
+from zero_orchestrator.ctl import private_etcd
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import LOCAL_NAMES, write_certificates
 
@@ -77,7 +78,7 @@ def private_server(
     made = contextlib.ExitStack()
     try:
         # A killed agent leaves a large directory, often in memory: etcd preallocates 64 MiB.
-        scratch = made.enter_context(contextlib.closing(Scratch("zero-etcd-")))
+        scratch = made.enter_context(contextlib.closing(Scratch(private_etcd.PREFIX)))
         directory = scratch.path
         known_as = (*LOCAL_NAMES, *addresses, *names)
         tls = write_certificates(directory, token, known_as) if token else None
@@ -97,6 +98,8 @@ def private_server(
             except StoreUnavailable:
                 if not left or process.running:
                     raise
+        if not token:  # a client with the token is told the endpoint by whoever started the server
+            private_etcd.note(directory, member.endpoint)
         yield member.endpoint
     finally:
         with held():

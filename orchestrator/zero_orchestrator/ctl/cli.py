@@ -37,6 +37,7 @@ from zero_orchestrator.ctl import (
     events,
     events_command,
     logs_command,
+    private_etcd,
     probe_command,
     report_command,
     requests,
@@ -111,7 +112,11 @@ _ETCD_FILES = {
     "etcd-password-file": "file with the password of --etcd-user",
 }
 _ETCD_FLAGS = {
-    "rdzv-endpoint": ("HOST:PORT[,...]", f"addresses of etcd (default {DEFAULT_ENDPOINT})"),
+    "rdzv-endpoint": (
+        "HOST:PORT[,...]",
+        f"addresses of etcd (default {DEFAULT_ENDPOINT}; if nothing answers there, the etcd of the "
+        "job of one node on this machine)",
+    ),
     "etcd-user": ("NAME", "user name to log in to etcd with"),
     **{name: ("FILE", text) for name, text in _ETCD_FILES.items()},
 }
@@ -313,12 +318,9 @@ def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
             cert=Path(cert) if cert else None,
             key=Path(key) if key else None,
         )
+        endpoint = args.rdzv_endpoint or private_etcd.choose(DEFAULT_ENDPOINT)
         try:
-            return EtcdStore(
-                args.rdzv_endpoint or DEFAULT_ENDPOINT,
-                timeout_s=timeout_s,
-                credentials=credentials,
-            )
+            return EtcdStore(endpoint, timeout_s=timeout_s, credentials=credentials)
         except SpecError as error:
             raise SpecError(f"--rdzv-endpoint={args.rdzv_endpoint}: {error}") from error
 
