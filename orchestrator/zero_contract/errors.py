@@ -26,3 +26,7 @@ class CommitRefused(ZeroError):
         super().__init__(message)
         self.passing = passing
         """Whether the refusal is temporary: etcd does not accept writes, and the agent retries."""
+
+
+class UsageExit(SystemExit):
+    """The end of a program whose command line is wrong: a message, which a restart would repeat."""

@@ -105,7 +105,12 @@ def test_a_script_gets_arguments_of_any_length(forking, tmp_path):
         ("raise ValueError('no')", "ValueError: no", False),
         ("raise SystemExit('in words')", "in words", False),
         ("raise SystemExit(2)", "", False),
-        ("import argparse; argparse.ArgumentParser().parse_args()", "refused its arguments", True),
+        ("from zero_contract.errors import UsageExit\nraise UsageExit('no')", "no", True),
+        (
+            "import argparse; argparse.ArgumentParser().parse_args()",
+            "script.py refused its arguments",
+            True,
+        ),
         ("exec('a b')", "SyntaxError: invalid syntax", True),
         (
             "from zero_contract.errors import ConfigError\nraise ConfigError('x: unknown')",

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zero_contract.errors import ConfigError
+from zero_contract.errors import ConfigError, UsageExit
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PERMANENT = (ConfigError, SyntaxError)
@@ -92,7 +92,7 @@ def run(program: Program) -> NoReturn:
         code = 0
     except SystemExit as end:
         _LEFT.append(end)
-        code = _code_of(end, program.target)
+        code = _code_of(end)
     except KeyboardInterrupt as interrupt:
         _LEFT.append(interrupt)
         traceback.print_exception(interrupt.with_traceback(_users_frames(interrupt)))
@@ -104,14 +104,14 @@ def run(program: Program) -> NoReturn:
     end_process(code)
 
 
-def _code_of(end: SystemExit, program: str) -> int:
+def _code_of(end: SystemExit) -> int:
     """The exit code that a program has asked for; its reason is written to the error file."""
     if end.code is None or isinstance(end.code, int):
-        if _is_of_argparse(end):
+        if program := _refused_by_argparse(end):
             write_error(f"{program} refused its arguments", permanent=True)
         return (end.code or 0) & 0xFF
     print(end.code, file=sys.stderr)  # as the interpreter: a message is printed, and means 1
-    write_error(str(end.code))
+    write_error(str(end.code), permanent=isinstance(end, UsageExit))
     return 1
 
 
@@ -177,13 +177,15 @@ def write_error(message: str, text: str = "", *, permanent: bool = False) -> Non
     Path(path).write_text(json.dumps(record), encoding="utf-8")
 
 
-def _is_of_argparse(end: SystemExit) -> bool:
-    """Whether argparse has refused the arguments of the program, and printed why."""
-    frame = end.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    at = "" if frame is None else frame.tb_frame.f_globals.get("__name__")
-    return end.code == ARGPARSE_REFUSAL and at == argparse.__name__
+def _refused_by_argparse(end: SystemExit) -> str:
+    """The program whose arguments argparse has refused, after printing why; "" if it has not."""
+    trace = end.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or end.code != ARGPARSE_REFUSAL:
+        return ""
+    parser = trace.tb_frame.f_locals.get("self")
+    return parser.prog if isinstance(parser, argparse.ArgumentParser) else ""
 
 
 def _users_frames(error: BaseException) -> types.TracebackType | None:
