@@ -54,7 +54,7 @@ def make(given: dict[str, Any]) -> Any:
             model = Stack(width, layers)
     elif given["how"] == "again":
         model = given["module"]
-    elif given["how"] in ("meta", "load"):
+    elif given["how"] in ("meta", "load", "dictionary"):
         with torch.device("meta"):
             model = Stack(width, layers)
     else:
@@ -64,6 +64,8 @@ def make(given: dict[str, Any]) -> Any:
     engine = zero_deepspeed.initialize(model=model, config=settings)[0]
     if given["how"] == "load":
         engine.load_checkpoint(given["directory"])
+    if given["how"] == "dictionary":
+        engine.load_state_dict(given["weights"])
     return engine
 
 
@@ -77,13 +79,20 @@ def measure(given: dict[str, Any], rank: int, store: str) -> dict[str, int]:
         make(given | {"how": "meta"}).save_checkpoint(given["directory"])
     if given["how"] == "again":
         given["module"] = make(given | {"how": "meta"}).module
+    if given["how"] == "dictionary":
+        make(given | {"how": "meta"}).save_16bit_model(given["directory"], "given.bin")
+        path = os.path.join(given["directory"], "given.bin")
+        mapped = torch.load(path, mmap=True) if rank == 0 else {}
+        given["weights"] = {f"module.{name}": value for name, value in mapped.items()}
     gc.collect()
     before = resident("VmRSS")
     held = resident("VmData") + given["limit_bytes"]
     resource.setrlimit(resource.RLIMIT_DATA, (held, held))
     peaks = {}
     Path("/proc/self/clear_refs").write_text("5")
+    peak = AnonymousPeak()
     engine = make(given)
+    peaks["anonymous"] = peak.end()
     peaks["made"] = resident("VmHWM") - before
     if given["save"]:
         gc.collect()

@@ -7,14 +7,15 @@ dictionary holds its shards and one unit.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
+from zero_engine.core.given_weights import load_given
 from zero_engine.core.wrapping_module import WrappingModule
 from zero_engine.offload_states import WEIGHTS
-from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parts import Core
 from zero_engine.sharding.weights import module_state_dict
 
@@ -67,14 +68,21 @@ class WholeWeights(WrappingModule):
 
         Args:
             state_dict: Tensors by the names of `state_dict()`, which begin with `module.`.
-                Parameters are broadcast from rank 0; each rank loads its own buffers.
+                Parameters are those of rank 0, each rank loads its own buffers; another rank that
+                passes an empty dictionary takes the buffers of rank 0, too. Beside the dictionary
+                a rank needs memory for its shards and one unit.
             strict: As for torch.
             assign: Without effect: weights are always copied into the engine's buffers.
 
         Returns:
             The missing and the unexpected keys.
+
+        Raises:
+            RuntimeError: The dictionary of a rank does not fit, on all ranks; no rank has changed.
+                Or a rank has no memory for a unit; the weights are inconsistent then.
         """
         del assign
-        self._core.moved.need("load_state_dict()", WEIGHTS)
-        with GatheredParameters(self.module, modifier_rank=0):
-            return super().load_state_dict(state_dict, strict)
+        load = partial(super().load_state_dict, state_dict, strict)
+        given = self._core.collectives.rank == 0 or bool(state_dict)
+        with exit_on_peer_loss(self._link):
+            return load_given(self._core, self, load, given=given)

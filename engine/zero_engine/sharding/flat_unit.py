@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zero_comm import left_under_way
 from zero_comm.collectives import Collectives, Pending, wait
-from zero_comm.quantization import pack, packed_size, unpack
+from zero_comm.quantization import pack, packed_size, rounded, unpack
 from zero_comm.reduction import NORM_BLOCK
 from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
 from zero_engine.sharding.partition import UnitSpec
@@ -304,22 +304,38 @@ class FlatUnit:
         if self.local is not self.shard:
             self.rests.put(self.local[start : start + values.numel()], values)
 
-    def adopt_full(self, source: int) -> None:
+    def open(self) -> Tensor:
+        """`full`, to be written to and adopted; undefined where it is not gathered."""
+        if self._arriving is not None:
+            self.gather()
+        if not self.gathered:
+            self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
+        return self.full
+
+    def adopt_full(self, source: int, slots: Sequence[Slot] | None = None) -> None:
         """Broadcast what rank `source` has written into its full parameters. Collective.
 
         Only elements that differ from the shard in the compute dtype are changed: the others keep
         the precision that they have in the shard.
+
+        Args:
+            source: The rank.
+            slots: Those that it has written; None: all of them.
         """
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)
         shard = self.shard.to(own.device)
         published = shard.to(self.full.dtype)
         if self._quantized:
-            packed = published.new_empty((1, packed_size(shard.numel())), dtype=torch.uint8)
-            pack(published.view(1, -1), packed)
-            unpack(packed, published.view(1, -1))
-        changed = own != published
-        self.shard.copy_(torch.where(changed, own.to(shard.dtype), shard))
+            published = rounded(published, torch.empty_like(published))  # it may be the shard
+        low, high = self.interval
+        written = [(low, high)] if slots is None else [(slot.start, slot.stop) for slot in slots]
+        for limits in written:
+            start, stop = overlap(*limits, low, high)
+            part = slice(start - low, stop - low)
+            changed = own[part] != published[part]
+            new = torch.where(changed, own[part].to(shard.dtype), shard[part])
+            self.shard[part].copy_(new)
         if self._stage.shards_parameters:
             self.let_go()
         self.restore()

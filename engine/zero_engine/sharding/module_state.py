@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.module_hooks import Hook
+from zero_engine.sharding.recorded_load import is_recorded
 
 _log = logging.getLogger(__name__)
 
@@ -106,9 +107,11 @@ class ModuleState:
     ) -> None:
         """Refuse to load a parameter that is not gathered: there is no memory to write to."""
         for name, param in module._parameters.items():
-            if param is not None and prefix + name in state and not self._is_there(param):
+            if param is None or prefix + name not in state or is_recorded(param):
+                continue
+            if not self._is_there(param):
                 raise ZeroError(
                     f"load_state_dict() at stage 3: {prefix}{name} is divided; load the weights "
-                    "before initialize(), or inside zero.GatheredParameters(parameters, "
-                    "modifier_rank=0)"
+                    "before initialize(), with engine.load_state_dict(), or inside "
+                    "zero.GatheredParameters(parameters, modifier_rank=0)"
                 )
