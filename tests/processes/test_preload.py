@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,8 +24,35 @@ from tests.support.cluster import (
 from tests.support.waiting import wait_for
 from zero_agent.workers.forkserver_client import CLOSE_TIMEOUT_S
 from zero_contract.exit_codes import AgentExit
+from zero_orchestrator.ctl import private_etcd, status
+from zero_orchestrator.store.etcd.client import EtcdStore
 
 pytestmark = pytest.mark.processes
+
+
+def test_status_finds_the_job_of_one_node_and_says_what_is_imported_until_the_script_runs(tmp_path):
+    waits = "import pathlib, time\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.01)"
+    imported, ended, script = (tmp_path / name for name in ("imported", "ended", "script.py"))
+    (tmp_path / "slow.py").write_text(waits.format(str(imported)))
+    script.write_text(waits.format(str(ended)))
+    command = (sys.executable, "-m", "zero_agent", "--standalone", "--preload=slow", str(script))
+    job = subprocess.Popen(command, env=light_imports(tmp_path) | {"TMPDIR": str(tmp_path)})
+    try:
+        wait_for(lambda: private_etcd.running([tmp_path]), 60, "the etcd of the job")
+        with contextlib.closing(EtcdStore(private_etcd.choose("", [tmp_path]))) as store:
+
+            def prepares() -> list[str]:
+                jobs = [status.find(store, each.job) for each in status.read_all(store)]
+                return [row.preparing for job in jobs for row in job.members]
+
+            wait_for(lambda: "slow" in "".join(prepares()), 60, "what is imported")
+            imported.touch()
+            wait_for(lambda: prepares() == [""], 20, "a script that prepares nothing")
+        ended.touch()
+        assert job.wait(timeout=60) == AgentExit.OK
+    finally:
+        job.kill()
+        job.wait()
 
 
 def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_path):

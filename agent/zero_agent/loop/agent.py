@@ -449,16 +449,15 @@ class Agent:
         preparing = steps.preparing if runs else ""
         if self._config.preload and not self._node_workers.prepared:
             preparing = f"importing {', '.join(self._config.preload)}"
-        if steps.last is not None or preparing:
-            self._publisher.progress(
-                steps.last,
-                lease=self._rdzv.lease,
-                nodes=nodes,
-                preparing=preparing,
-                ram=self._ram.use,
-                strain=self._strain.look,
-                pace=lambda: steps.pace,
-            )
+        self._publisher.progress(
+            steps.last,
+            lease=self._rdzv.lease,
+            nodes=nodes,
+            preparing=preparing,
+            ram=self._ram.use,
+            strain=self._strain.look,
+            pace=lambda: steps.pace,
+        )
         self._verdicts.follow(job, self._rdzv.lease)
         idle_s = steps.stalled_s() if runs else None
         if job.members.index(self._rdzv.node) == 0:
