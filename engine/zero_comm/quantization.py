@@ -44,6 +44,8 @@ def pack(values: Tensor, into: Tensor) -> None:
         usable = torch.isfinite(scale) & (scale > 0)
         divisor = torch.where(usable, scale, 1.0).unsqueeze(1)
         steps = torch.where(usable.unsqueeze(1), blocks / divisor, 0.0).round_()
+        # The scale of subnormal numbers is rounded, perhaps down: the largest are saturated then.
+        steps.clamp_(-_LARGEST, _LARGEST)
         row_codes.copy_(steps.flatten())
 
 

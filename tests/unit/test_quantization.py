@@ -50,5 +50,16 @@ def test_zeros_stay_zeros_and_the_smallest_numbers_do_no_harm() -> None:
     assert back.abs().max() <= 1e-40
 
 
+@pytest.mark.parametrize("largest", [2.0**-149 * n for n in (1, 63, 64, 100, 190, 191, 1000)])
+def test_subnormal_numbers_keep_their_signs_and_are_off_by_their_largest_at_most(
+    largest: float,
+) -> None:
+    """The scale of such a block is rounded to a few steps of the smallest number, or to zero."""
+    values = torch.linspace(-largest, largest, QUANT_BLOCK)
+    back = there_and_back(values, 1)
+    assert ((back == 0) | (back.sign() == values.sign())).all()
+    assert (back - values).abs().max() <= largest
+
+
 def test_a_row_takes_a_quarter_of_fp32() -> None:
     assert packed_size(1024) == 1024 + 4 * 4
