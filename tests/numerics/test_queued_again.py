@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.numerics import (
+    test_accumulate,
     test_branches,
     test_declared_boundaries,
     test_frozen_modules,
@@ -25,6 +26,7 @@ from tests.support.world import WorldPool
 
 pytestmark = pytest.mark.full
 MODULES = (
+    test_accumulate,
     test_branches,
     test_declared_boundaries,
     test_frozen_modules,
