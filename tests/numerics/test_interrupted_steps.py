@@ -14,7 +14,7 @@ from zero_contract.errors import ZeroError
 from zero_engine.core.engine import Engine
 
 WORLD, BROKEN_AT, ENDS_AT = 2, 2, 4
-HALF_WAY = "because a step has failed half way: (Ctrl-C|the schedule is over); load a whole"
+HALF_WAY = "because a step has failed half way: (Ctrl-C|the schedule is over); load a checkpoint"
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
