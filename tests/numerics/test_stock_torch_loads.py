@@ -107,6 +107,7 @@ def load_beside_a_lost_peer(directory: str, lost: int) -> None:
         run.load(directory)
     assert time.monotonic() - began < GROUP_TIMEOUT_S / 2  # its patience has not ended
     Path(directory, f"rank{rank}").touch()
+    os._exit(0)  # as a script's error ends it: a peer may wait for this survivor, not for the dead
 
 
 def die(*_: Any) -> None:
@@ -118,7 +119,7 @@ def test_survivors_of_a_peer_that_dies_while_it_loads_say_so_and_the_checkpoint_
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     (expected, *_) = worlds.run(3, saved, str(tmp_path))
-    with pytest.raises(WorldError, match=r"^rank 1 died, exit -9$"):
+    with pytest.raises(WorldError, match="rank 1 died, exit -9"):
         worlds.run(3, load_beside_a_lost_peer, str(tmp_path), 1)
     assert [(tmp_path / f"rank{rank}").exists() for rank in (0, 2)] == [True, True]
     ranks = worlds.run(2, loaded, "ddp", str(tmp_path))
