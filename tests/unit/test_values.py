@@ -40,7 +40,9 @@ def test_a_size_may_be_decimal_or_binary_in_any_spelling(text, size_bytes):
 @pytest.mark.parametrize("parse", [parse_seconds, parse_size_bytes])
 @pytest.mark.parametrize("text", ["", "-1", "1e3", "5 apples", "nan", "1.2.3"])
 def test_what_is_neither_is_shown_with_the_right_form(parse, text):
-    with pytest.raises(argparse.ArgumentTypeError, match=rf"^{text} is not a .*; write .*such as \d"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=rf"^{text} is not a .*; write .*such as \d"
+    ):
         argument_type(parse)(text)
 
 

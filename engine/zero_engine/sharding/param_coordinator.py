@@ -4,7 +4,8 @@ Owns the gather and release hooks. Must always hold:
 
 - A unit is gathered before its module's forward and before the backward of that module's
   outputs, and is released when the pass through the module ends. The root stays gathered from the
-  beginning of forward to the end of backward, because tied and stray parameters live there. Where
+  beginning of forward to the end of backward, because tied and stray parameters live there, also
+  while a forward without gradients runs in between; a further backward gathers it again. Where
   a script runs modules without the model's own forward (a method beside it), it is gathered by the
   first that owns one of those.
 - Every rank gathers every unit in the order of `gather_order`, also those that its branch leaves
@@ -90,6 +91,8 @@ class ParamCoordinator:
                 root.register_forward_hook(Hook(self._after_root)),
                 ModuleState(root, units),
             ]
+        self._root_awaits_backward = False
+        """Whether the root was there before the forward under way, as after one with gradients."""
         self._host: nn.Module | None = None
         """The module for which the root was gathered, without the model's own forward."""
         strays = [param for unit in self._root_units for param in unit.params]
@@ -119,6 +122,7 @@ class ParamCoordinator:
     def begin_backward(self) -> None:
         """Begin a backward pass: forwards in it are recomputations, and do not release units."""
         self._in_backward = True
+        self._gather(self._root_units)  # a backward before this one has released it
         self._begin(self._backward)
 
     def end_gathers(self) -> None:
@@ -167,6 +171,7 @@ class ParamCoordinator:
 
     def _before_root(self, _module: nn.Module, _args: Any) -> None:
         self._forget_ran()
+        self._root_awaits_backward = all(unit.gathered for unit in self._root_units)
         self._gather(self._root_units)
         if not self._in_backward:
             self._begin(self._forward)
@@ -174,7 +179,7 @@ class ParamCoordinator:
     def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not self._in_backward:
             self._end()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self._root_awaits_backward:
             self._release(self._root_units)
 
     def _before_stray(self, module: nn.Module, _args: Any) -> None:
