@@ -38,18 +38,18 @@ def test_status_finds_the_job_of_one_node_and_says_what_is_imported_until_the_sc
     command = (sys.executable, "-m", "zero_agent", "--standalone", "--preload=slow", str(script))
     job = subprocess.Popen(command, env=light_imports(tmp_path) | {"TMPDIR": str(tmp_path)})
     try:
-        wait_for(lambda: private_etcd.running([tmp_path]), 60, "the etcd of the job")
+        wait_for(lambda: private_etcd.running([tmp_path]), 150, "the etcd of the job")
         with contextlib.closing(EtcdStore(private_etcd.choose("", [tmp_path]))) as store:
 
             def prepares() -> list[str]:
                 jobs = [status.find(store, each.job) for each in status.read_all(store)]
                 return [row.preparing for job in jobs for row in job.members]
 
-            wait_for(lambda: "slow" in "".join(prepares()), 60, "what is imported")
+            wait_for(lambda: "slow" in "".join(prepares()), 150, "what is imported")
             imported.touch()
-            wait_for(lambda: prepares() == [""], 20, "a script that prepares nothing")
+            wait_for(lambda: prepares() == [""], 150, "a script that prepares nothing")
         ended.touch()
-        assert job.wait(timeout=60) == AgentExit.OK
+        assert job.wait(timeout=150) == AgentExit.OK
     finally:
         job.kill()
         job.wait()
