@@ -1,6 +1,10 @@
 """Which workers are taken for hung, and which are only slow."""
 
+from itertools import accumulate
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.manual_clock import ManualClock
 from zero_agent.workers.progress import (
@@ -29,13 +33,42 @@ def test_quick_steps_are_given_the_shortest_limit():
     clock = beats(HangPolicy(), 0.0, 0.1, 0.2)
     assert clock.limit_s == FLOOR_S
     assert clock.verdict(0.2 + FLOOR_S) is None
-    assert clock.verdict(0.3 + FLOOR_S) == "no step for 300.1 s (limit 300.0 s, 10x the longest)"
+    assert clock.verdict(0.3 + FLOOR_S) == "no step for 300.1 s (limit 300.0 s, 10x a long step)"
 
 
-def test_a_long_pause_seen_once_is_allowed_for_ever():
-    clock = beats(HangPolicy(), 0.0, 60.0, 61.0)
+def test_long_steps_that_are_usual_are_allowed():
+    clock = beats(HangPolicy(), 0.0, 60.0, 61.0, 121.0, 122.0)
     assert clock.limit_s == FACTOR * 60.0
-    assert clock.verdict(61.0 + 599.0) is None
+    assert clock.verdict(122.0 + 599.0) is None
+
+
+@given(
+    usual_s=st.lists(st.integers(1, 600), min_size=1, max_size=400),
+    at=st.integers(0, 400),
+    hiccup_s=st.integers(600, 10**6),
+)
+def test_a_step_that_took_long_once_does_not_raise_the_limit_of_the_others(usual_s, at, hiccup_s):
+    """A stall of ten minutes that ended by itself must not hide the next one."""
+    without = beats(HangPolicy(), *accumulate([0, *usual_s]))
+    at %= len(usual_s) + 1
+    with_it = beats(HangPolicy(), *accumulate([0, *usual_s[:at], hiccup_s, *usual_s[at:]]))
+    assert with_it.limit_s <= max(FLOOR_S, FACTOR * max(usual_s))
+    assert with_it.limit_s >= without.limit_s
+
+
+def test_a_stall_after_one_that_ended_by_itself_is_noticed_as_soon():
+    clock = ManualClock()
+    steps = Steps(HangPolicy(), clock)
+    steps.begin({})
+
+    def step(took_s: float) -> None:
+        clock.advance(took_s)
+        steps.beat(0)
+
+    for took_s in (1.0, 1.0, 1.0, 600.0):
+        step(took_s)
+    clock.advance(15.1)
+    assert steps.stalled_s() == pytest.approx(15.1)
 
 
 def test_a_fixed_limit_holds_from_the_first_step():

@@ -432,7 +432,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             default="auto",
             metavar="SECONDS|auto|off",
             help="seconds without a step after which a worker counts as hung and is killed; auto: "
-            "ten times its longest step, at least 300; applies to workers that report their steps, "
+            "ten times a long step, at least 300; applies to workers that report their steps, "
             "by zero_engine, zero_torch or zero_agent.heartbeat() (default auto)",
         ),
         Flag(

@@ -1,19 +1,22 @@
 """Hang detection: the steps of this node's workers, and which worker counts as hung.
 
 Steps come from two sources, which count the same: workers under zero_engine report each step on
-their socket (`Progress`), any other script may send heartbeats. The limit is the longest time
-between two steps so far, saves included, times a factor, and some minutes at least: killing a
-healthy run is worse than noticing a hang late. The user can set the limit with --hang-timeout.
-Before the second step there is no limit: the first step compiles, loads and warms up.
+their socket (`Progress`), any other script may send heartbeats. The limit is the usual time of a
+long step, saves included, times a factor, and some minutes at least: killing a healthy run is worse
+than noticing a hang late. The user can set the limit with --hang-timeout. Before the second step
+there is no limit: the first step compiles, loads and warms up.
 
 Must always hold: a worker that has sent nothing never counts as hung; time in which the agent
-itself stood still counts for no worker.
+itself stood still counts for no worker; one step, however long it took before it ended by itself,
+does not raise the limit of those after it.
 
-Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen).
+Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen); the
+quantile is ours.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +42,11 @@ it (`docker pause`, `scontrol suspend`), or it has not read what they reported m
 SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
 STALL_FACTOR = 5.0
-"""The same for workers whose steps are long: so many times the longest one."""
+"""The same for workers whose steps are long: so many times the usual time of a long one."""
+RECENT_STEPS = 1000
+"""The steps of which the usual time of a long one is known."""
+LONG_PART = 0.99
+"""The part of them that takes at most that time; the longest one of all never counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +65,26 @@ class StepClock:
         self._policy = policy
         self.last_s: float | None = None
         """When the last step has ended."""
-        self.longest_s: float | None = None
-        """The longest time between two steps."""
+        self._took_s: deque[float] = deque(maxlen=RECENT_STEPS)
+        """The times between two steps."""
+        self._long_s: float | None = None
+        """What `long_s` returns, as long as it is known."""
 
     def beat(self, now_s: float) -> None:
         """A step has ended."""
         if self.last_s is not None:
-            self.longest_s = max(self.longest_s or 0.0, now_s - self.last_s)
+            self._took_s.append(now_s - self.last_s)
+            self._long_s = None
         self.last_s = now_s
+
+    @property
+    def long_s(self) -> float | None:
+        """The usual time of a long step; None before the second step."""
+        if self._long_s is None and self._took_s:
+            ordered = sorted(self._took_s)
+            place = min(int(LONG_PART * len(ordered)), len(ordered) - 2)
+            self._long_s = ordered[max(place, 0)]
+        return self._long_s
 
     def leave_out(self, pause_s: float) -> None:
         """So much of the time since the last step does not count."""
@@ -79,14 +98,14 @@ class StepClock:
             return None
         if self._policy.limit_s is not None:
             return self._policy.limit_s
-        return None if self.longest_s is None else max(FLOOR_S, FACTOR * self.longest_s)
+        return None if self.long_s is None else max(FLOOR_S, FACTOR * self.long_s)
 
     def verdict(self, now_s: float) -> str | None:
         """Why this worker is hung, or None if it is not."""
         limit_s = self.limit_s
         if limit_s is None or self.last_s is None or now_s - self.last_s <= limit_s:
             return None
-        how = "--hang-timeout" if self._policy.limit_s is not None else f"{FACTOR:g}x the longest"
+        how = "--hang-timeout" if self._policy.limit_s is not None else f"{FACTOR:g}x a long step"
         return f"no step for {now_s - self.last_s:.1f} s (limit {limit_s:.1f} s, {how})"
 
 
@@ -169,9 +188,9 @@ class Steps:
         last = [one.last_s for one in clocks if one.last_s is not None]
         if not last:  # the first step compiles, loads and warms up
             return None
-        longest_s = max((one.longest_s or SECOND_STEP_S for one in clocks), default=0.0)
+        long_s = max((one.long_s or SECOND_STEP_S for one in clocks), default=0.0)
         idle_s = self._clock.now() - max(last)
-        return idle_s if idle_s > max(STALL_S, STALL_FACTOR * longest_s) else None
+        return idle_s if idle_s > max(STALL_S, STALL_FACTOR * long_s) else None
 
     def begin(self, heartbeats: Mapping[int, Path]) -> None:
         """A round begins.
