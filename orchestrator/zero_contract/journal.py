@@ -162,7 +162,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             story=True,
         ),
         "stacks": Event(when="The stacks of all ranks are written to files: one rank hangs."),
-        "forkserver": Event(when="The forkserver has ended, or does not answer and is killed."),
+        "forkserver": Event(
+            when="The forkserver has ended, or does not answer and is killed, or leaves a module "
+            "to the workers, because workers cannot be forked after its import.",
+            facts=("left_out",),
+        ),
         "unkillable": Event(
             when="A worker cannot be killed, so its node leaves the job.", story=True
         ),

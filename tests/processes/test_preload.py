@@ -69,23 +69,49 @@ def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_pa
 
 
 def test_what_cannot_be_preloaded_is_named_with_the_remedy(tmp_path):
-    (tmp_path / "threads.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
     (tmp_path / "broken.py").write_text("raise ValueError('no luck')")
     script = tmp_path / "script.py"
     script.touch()
     env = light_imports(tmp_path)
     for flags, told in (
         (("--preload=torch,nowhere.at.all",), "there is no module nowhere.at.all; install it"),
-        (("--preload=threads", "--cold-start"), "leave out --preload, or --cold-start"),
-        (("--preload=threads",), "importing threads starts a thread"),
+        (("--preload=json", "--cold-start"), "leave out --preload, or --cold-start"),
         (("--preload=broken",), "importing broken has failed: ValueError: no luck; python -c"),
     ):
         done = agent("--standalone", *flags, str(script), env=env)
         assert (done.returncode != 0, done.stdout) == (True, "")
         assert told in done.stderr
         assert "Traceback" not in done.stderr
+
+
+NAMED_THREAD = """
+import ctypes, threading
+named = threading.Event()
+def wait():
+    ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)
+    named.set()
+    threading.Event().wait()
+threading.Thread(target=wait, daemon=True).start()
+named.wait()
+"""
+
+
+def test_a_module_whose_threads_would_be_lost_is_left_to_the_workers_with_a_warning(tmp_path):
+    """The thread of jemalloc, which `import pyarrow` starts, is known not to be needed."""
+    (tmp_path / "arrow.py").write_text(NAMED_THREAD.format(name=b"jemalloc_bg_thd"))
+    (tmp_path / "threads.py").write_text(NAMED_THREAD.format(name=b"poller"))
+    (tmp_path / "script.py").write_text(
+        "import json, sys\nprint([name in sys.modules for name in ('arrow', 'threads', 'later')])"
+    )
+    (tmp_path / "later.py").touch()
+    flags = ("--standalone", "--preload=arrow,threads,later", str(tmp_path / "script.py"))
+    done = agent(*flags, env=light_imports(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "[True, False, True]\n"), done.stderr
+    assert "starting: importing torch, arrow, threads, later\n" in done.stderr
+    assert (
+        "importing threads starts a thread (poller), which forked workers would lack: each worker "
+        "imports threads itself, at every start" in done.stderr
+    )
 
 
 @pytest.fixture

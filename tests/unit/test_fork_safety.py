@@ -24,20 +24,18 @@ BLAS = frozenset({"libscipy_openblas64_.so"})
         (
             Native(blas=BLAS),
             Native(name="python", threads={8: "python", 9: "python"}, blas=BLAS),
-            "importing m starts 2 threads, which forked workers would lack; leave it out of "
-            "--preload",
+            "importing m starts 2 threads, which forked workers would lack",
         ),
         (
             Native(),
-            Native(name="python", threads={7: "python", 8: "jemalloc_bg_thd"}, blas=BLAS),
-            "importing m starts a thread (jemalloc_bg_thd), which forked workers would lack; "
-            "leave it out of --preload",
+            Native(name="python", threads={7: "python", 8: "poller"}, blas=BLAS),
+            "importing m starts a thread (poller), which forked workers would lack",
         ),
+        (Native(), Native(name="python", threads={7: "jemalloc_bg_thd"}), ""),
         (
             Native(),
             Native(name="python", threads={8: "cuda-EvtHandlr"}, cuda=True),
-            "importing m initializes CUDA, which does not work in forked workers; leave it out of "
-            "--preload",
+            "importing m initializes CUDA, which does not work in forked workers",
         ),
         (Native(cuda=True), Native(cuda=True), ""),  # it has been told of another module
     ],

@@ -242,8 +242,8 @@ class Agent:
         Raises:
             ZeroError: The agent cannot continue; none of its processes is left.
         """
-        if self._config.preload:
-            log.info("starting: importing %s", ", ".join(self._config.preload))
+        if imports := self._config.imports:
+            log.info("starting: importing %s", imports)
         try:
             while not self._joined():
                 self._handle_events()
@@ -447,8 +447,8 @@ class Agent:
         if steps.begun:
             self._rdzv.stepped(self._node_workers.round)
         preparing = steps.preparing if runs else ""
-        if self._config.preload and not self._node_workers.prepared:
-            preparing = f"importing {', '.join(self._config.preload)}"
+        if self._config.imports and not self._node_workers.prepared:
+            preparing = f"importing {self._config.imports}"
         self._publisher.progress(
             steps.last,
             lease=self._rdzv.lease,

@@ -75,6 +75,12 @@ class AgentConfig:
     """How long to wait for enough nodes."""
 
     @property
+    def imports(self) -> str:
+        """The modules of `preload` for people: torch stands for those that every worker has."""
+        own = [module for module in self.preload if module not in AgentConfig.preload]
+        return ", ".join(["torch", *own] if self.preload else own)
+
+    @property
     def store_listens_on(self) -> str:
         """The address on which a round's TCPStore listens: the loopback behind `show_store`."""
         return loopback() if self.show_store else self.address

@@ -395,6 +395,10 @@ class NodeWorkers:
             self._forkserver_is_gone()
         elif "ready" in news:
             self._pass_word()
+        elif "left_out" in news:
+            module = news["left_out"]
+            text = f"{news['why']}: each worker imports {module} itself, at every start"
+            self._journal.tell("forkserver", text, level=logging.WARNING, left_out=module)
         elif "port" in news and news["id"] in self._stores:
             self._listening.add(news["id"])
             self._handlers.on_port(self._stores[news["id"]], news["port"])

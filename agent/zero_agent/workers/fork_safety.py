@@ -5,7 +5,8 @@ ever, and a CUDA context does not work there at all. Must always hold: the decis
 names the module and the remedy.
 
 BLAS libraries (OpenBLAS, MKL) also start threads, and stop them around a fork by themselves
-(`pthread_atfork`). Their threads have no name of their own.
+(`pthread_atfork`). Their threads have no name of their own. `HARMLESS` lists the threads with a
+name for which the same is known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _BLAS = ("openblas", "mkl", "blis")
+HARMLESS: Mapping[str, str] = {
+    "jemalloc_bg_thd": "jemalloc (in pyarrow): its pthread_atfork handlers take its locks, and the "
+    "copy runs without background threads",
+}
+"""Threads that a fork may leave behind, by the name that the kernel shows, and why."""
 _CUDA = "/dev/nvidia-uvm"
 """Opened by the first call of CUDA, and by nothing that only looks at the devices."""
 
@@ -62,12 +68,13 @@ def hindrance(module: str, before: Native, after: Native) -> str:
         before: The process before that.
         after: The process after that.
     """
-    remedy = "leave it out of --preload"
     if after.cuda and not before.cuda:
-        return (
-            f"importing {module} initializes CUDA, which does not work in forked workers; {remedy}"
-        )
-    new = {thread: name for thread, name in after.threads.items() if thread not in before.threads}
+        return f"importing {module} initializes CUDA, which does not work in forked workers"
+    new = {
+        thread: name
+        for thread, name in after.threads.items()
+        if thread not in before.threads and name not in HARMLESS
+    }
     if after.blas - before.blas:
         new = {thread: name for thread, name in new.items() if name != after.name}
     if not new:
@@ -76,5 +83,5 @@ def hindrance(module: str, before: Native, after: Native) -> str:
     which = f" ({', '.join(named)})" if named else ""
     return (
         f"importing {module} starts {'a thread' if len(new) == 1 else f'{len(new)} threads'}"
-        f"{which}, which forked workers would lack; {remedy}"
+        f"{which}, which forked workers would lack"
     )

@@ -20,8 +20,9 @@ The socket carries one JSON object a packet. From the agent:
 
 An order that is longer than a packet is in a file, the first of the descriptors of `LONG_ORDER`.
 
-To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`, and
-`{"obeyed": true}` once for each order, which shows that this process is not stuck.
+To the agent: `{"ready": true}`, `{"id", "pid"}`, `{"id", "port"}`, `{"id", "status"}`,
+`{"left_out": module, "why"}` for a module that is left to the workers, and `{"obeyed": true}` once
+for each order, which shows that this process is not stuck.
 
 Run as `python -m zero_agent.workers.forkserver FD MODULE...`; only `forkserver_client` does.
 """
@@ -243,11 +244,14 @@ def host_timers(agent: socket.socket, path: str) -> None:
         signal.pause()
 
 
-def preload(modules: list[str]) -> None:
+def preload(modules: list[str], agent: socket.socket) -> None:
     """Import the modules that workers need; a package that is not installed is left to them.
 
+    So is a module that would make forks unsafe, because it starts a thread or initializes CUDA:
+    this process begins again without it, since what an import has started cannot be undone.
+
     Raises:
-        SystemExit: An import fails, starts a thread, or initializes CUDA.
+        SystemExit: An import fails.
     """
     for module in modules:
         before = Native.here()
@@ -262,19 +266,22 @@ def preload(modules: list[str]) -> None:
                 f"python -c 'import {module}' shows where"
             ) from None
         if why := hindrance(module, before, Native.here()):
-            raise SystemExit(f"zero-agent: {why}")
+            agent.send(json.dumps({"left_out": module, "why": why}).encode())
+            os.execv(sys.executable, [word for word in sys.orig_argv if word != module])
     gc.freeze()  # no collection in a worker touches these pages: they stay shared (copy-on-write)
 
 
 def main() -> None:
     """Serve the agent; in a forked worker, run its program."""
-    os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
+    if os.getsid(0) != os.getpid():  # it is, after `preload` has begun again
+        os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
     adopt_orphans()
     fd, *modules = sys.argv[1:]
+    agent = socket.socket(fileno=int(fd))
     die_with_parent(os.getppid())
-    preload(modules)
+    preload(modules, agent)
     outlive_parent()  # to kill the processes that workers leave behind
-    program = Forkserver(socket.socket(fileno=int(fd))).serve()
+    program = Forkserver(agent).serve()
     if program is not None:
         worker_main.run(program)
     worker_main.end_process(0)
