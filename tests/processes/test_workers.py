@@ -85,6 +85,17 @@ def test_a_worker_ends_as_its_script_would(forking, code, status):
     assert status_of(start(code), news) == status
 
 
+def test_ps_and_top_tell_each_rank_from_the_forkserver(forking):
+    start, forkserver, news = forking
+    code = (
+        "title, name = (open(f'/proc/self/{file}').read() for file in ('cmdline', 'comm'))\n"
+        "assert (title.rstrip(chr(0)), name) == ('zero-worker rank 7', 'zero-rank 7' + chr(10))"
+    )
+    assert status_of(start(code), news) == 0
+    ps = ("ps", "-o", "args=,comm=", "-p", str(forkserver.pid))
+    assert subprocess.check_output(ps, text=True).split() == ["zero-forkserver"] * 2
+
+
 def test_a_script_gets_arguments_of_any_length(forking, tmp_path):
     """As a shell makes them of `data/*.parquet`: the kernel takes 2 MiB in all."""
     _, forkserver, news = forking

@@ -101,7 +101,10 @@ def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memor
     job.round(2, "ACTIVE", "ab")
     memory.put(job.keys.charged(1), Charge(n=1, cause="lost node d").to_json())
     memory.put(job.keys.latest, '{"step": 40, "tag": "t", "digest": "d", "samples": 320}')
-    memory.put(progress_prefix("gpt") + "b", '{"step": 44, "samples": 352, "loss": 1.5}')
+    memory.put(
+        progress_prefix("gpt") + "b",
+        '{"step": 44, "samples": 352, "loss": 1.5, "pids": {"2": 4711, "3": 4712}}',
+    )
     now = read(job)
     assert (now.state, now.round, now.world_size, now.ended) == ("ACTIVE", 2, 4, False)
     assert (now.restarts, now.max_restarts, now.min_nodes, now.max_nodes) == (1, 2, 1, 3)
@@ -111,6 +114,8 @@ def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memor
         ("b", 2, 2, "host-b"),
     ]
     assert [(r.step, r.loss) for r in now.members] == [(None, None), (44, 1.5)]
+    assert [r.pids for r in now.members] == [{}, {"2": 4711, "3": 4712}]
+    assert "  4711, 4712  host-b  " in shown(now)
     assert [(r.node, r.first_rank, r.condition) for r in now.spares] == [
         ("c", None, Condition.SPARE)
     ]

@@ -454,6 +454,7 @@ class Agent:
             lease=self._rdzv.lease,
             nodes=nodes,
             preparing=preparing,
+            pids={each.rank: each.pid for each in self._node_workers.processes},
             ram=self._ram.use,
             strain=self._strain.look,
             pace=lambda: steps.pace,

@@ -425,7 +425,9 @@ class NodeWorkers:
         end = self._group.ended(process, status) if self._group else None
         if end is not None and end.status != 0 and not end.wanted:
             facts = {"symptom": True} if end.symptom else {}
-            self._journal.tell("exit", end.summary, round=self.round, rank=end.rank, **facts)
+            self._journal.tell(
+                "exit", end.summary, round=self.round, rank=end.rank, pid=end.pid, **facts
+            )
 
     def _forkserver_is_gone(self) -> None:
         status = self._forkserver.close()

@@ -1,4 +1,4 @@
-"""Linux process control that the standard library does not have: prctl, and a process's children.
+"""Linux process control that the standard library does not have: prctl, titles, child processes.
 
 `dying_with_parent(command)` gives the command line of a command that cannot outlive the process
 that starts it, however that one ends: this file, as a script, asks the kernel to end it when its
@@ -16,6 +16,7 @@ Source: prctl(2), proc(5).
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import signal
 import sys
@@ -23,8 +24,12 @@ import threading
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_ARG_START = 45
+"""Index of `arg_start` in `/proc/self/stat` after the name, `arg_end` follows: proc_pid_stat(5)."""
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 def die_with_parent(parent: int) -> None:
@@ -47,6 +52,28 @@ def outlive_parent() -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, instead of init."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_title(title: str, name: str = "") -> None:
+    """Change what `ps` and `top` show of this process; a title that is too long is cut.
+
+    The kernel reads the command line from the memory of this process, between the two addresses in
+    `/proc/self/stat`, and a fork has a copy of it.
+
+    Args:
+        title: Replaces the command line.
+        name: Replaces the name of the main thread (the first 15 bytes); by default the title.
+    """
+    try:  # where it is installed, it must find the command line first: a script may use it as well
+        importlib.import_module("setproctitle").setproctitle(title)
+    except ImportError:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
+        if 0 < begin < end:  # the kernel may hide the addresses
+            room = end - begin
+            ctypes.memmove(begin, title.encode()[: room - 1].ljust(room, b"\0"), room)
+    buffer = ctypes.create_string_buffer((name or title).encode())
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def children(pid: int) -> list[int]:

@@ -48,6 +48,7 @@ from zero_agent.node.process_control import (
     children,
     die_with_parent,
     outlive_parent,
+    set_title,
 )
 from zero_agent.workers import worker_main
 from zero_agent.workers.fork_safety import Native, hindrance
@@ -163,6 +164,8 @@ class Forkserver:
         if order["op"] == "timers":
             host_timers(self._agent, order["path"])
         self._agent.close()
+        rank = order["env"].get("RANK")
+        set_title(f"zero-worker rank {rank}", f"zero-rank {rank}")
         if order["cpus"]:
             os.sched_setaffinity(0, order["cpus"])
         os.environ.update(order["env"])
@@ -218,6 +221,7 @@ def host_store(agent: socket.socket, worker: int, address: str, ports: range) ->
     except OSError as error:
         raise SystemExit(f"zero-agent: no store for the workers: {error.strerror}") from None
     port = listener.getsockname()[1]
+    set_title(f"zero-store port {port}", "zero-store")
     agent.send(json.dumps({"id": worker, "port": port}).encode())
     agent.close()
     select.select([listener], [], [])
@@ -239,6 +243,7 @@ def host_timers(agent: socket.socket, path: str) -> None:
     """Serve torch's `FileTimerClient`s until killed: a worker whose timer expires gets SIGKILL."""
     timer = importlib.import_module("torch.distributed.elastic.timer")
     agent.close()
+    set_title("zero-timers")
     timer.FileTimerServer(path, run_id="", max_interval=TIMERS_S).start()
     while True:
         signal.pause()
@@ -276,6 +281,7 @@ def main() -> None:
     if os.getsid(0) != os.getpid():  # it is, after `preload` has begun again
         os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
     adopt_orphans()
+    set_title("zero-forkserver")
     fd, *modules = sys.argv[1:]
     agent = socket.socket(fileno=int(fd))
     die_with_parent(os.getppid())

@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from zero_contract.clock import Clock
@@ -202,7 +203,7 @@ class Publisher:
         self._output = output_prefix(job) + node
         self._clock = clock
         self._count = 0
-        self._shown: tuple[Progress | None, str] = None, ""
+        self._shown: tuple[Progress | None, str, Mapping[int, int]] = None, "", {}
         self._due_s = clock.now()
         self._seen_due_s: float | None = None
         self._goodput_due_s = clock.now()
@@ -241,6 +242,7 @@ class Publisher:
         lease: int,
         nodes: int,
         preparing: str = "",
+        pids: Mapping[int, int] = MappingProxyType({}),
         ram: Callable[[], MemoryUse | None] = lambda: None,
         strain: Callable[[], Mapping[str, float]] = lambda: {},
         pace: Callable[[], Pace] = Pace,
@@ -252,19 +254,22 @@ class Publisher:
             lease: Lease of the key, which vanishes with the agent.
             nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
             preparing: What the workers do before their first step of this round; empty: nothing.
+            pids: The process ids of the workers that run, by rank.
             ram: Returns the memory that in-memory checkpoints use, or None; called at each write.
             strain: Returns what slows the node down, see `strain`; called at each write.
             pace: Returns how fast the workers train in this round; called at each write.
         """
-        if self._clock.now() < self._due_s or (progress, preparing) == self._shown:
+        shown = progress, preparing, pids
+        if self._clock.now() < self._due_s or shown == self._shown:
             return
         self._due_s = self._clock.now() + max(PROGRESS_S, nodes * PROGRESS_PER_NODE_S)
-        self._shown = progress, preparing
+        self._shown = shown
         use = ram()
         record = dataclasses.asdict(progress) if progress is not None else {}
         record |= {"ram": dataclasses.asdict(use)} if use is not None else {}
         record |= {"strain": dict(strain()), "pace": paces.to_record(pace())}
-        value = json.dumps({**record, "preparing": preparing, "time": time.time()})
+        record |= {"preparing": preparing, "pids": dict(pids)}
+        value = json.dumps({**record, "time": time.time()})
         self._enqueue(lambda: self._put(self._progress, value, lease))
 
     def verdicts(self, verdicts: Sequence[Verdict], *, lease: int) -> None:

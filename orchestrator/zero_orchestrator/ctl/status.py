@@ -107,6 +107,8 @@ class NodeRow:
     """What its workers do before their first step of the round; empty: they take steps."""
     ranks: dict[str, Quantiles] = dataclasses.field(default_factory=dict)
     """Rank -> how long its steps of this round take."""
+    pids: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Rank -> process id of its worker on that node, while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,6 +429,7 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
         ram_budget_bytes=ram.get("budget_bytes"),
         preparing=str(last.get("preparing", "")),
         ranks=dict(pace.from_record(last.get("pace")).ranks),
+        pids=dict(last.get("pids", {})),
     )
 
 

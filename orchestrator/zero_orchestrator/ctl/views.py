@@ -338,7 +338,7 @@ def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Table:
 def _nodes_table(rows: Sequence[NodeRow]) -> Table:
     in_memory = any(row.ram_used_bytes is not None for row in rows)
     prepares = any(row.preparing for row in rows)
-    columns = ("rank", "node", "state", "workers", "address", "step", "reported", "loss")
+    columns = ("rank", "node", "state", "workers", "pids", "address", "step", "reported", "loss")
     table = _table(
         *columns, *(["memory"] if in_memory else []), *(["prepares"] if prepares else [])
     )
@@ -355,6 +355,7 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
             row.node,
             _styled(row.condition),
             str(row.slots),
+            ", ".join(map(str, row.pids.values())) or "-",
             row.address,
             "-" if row.step is None else str(row.step),
             "-" if row.step_time_s is None else age(row.step_time_s),
