@@ -7,7 +7,7 @@ reads the one verdict: ranks cannot disagree.
 Must always hold: a key is never reused (every call draws the next number, and all ranks make
 the same calls in the same order); every wait ends, by an answer or by its deadline. With a secret
 key, a stranger that can connect to the store can neither cast a vote nor pass a verdict: each
-record is signed (HMAC) together with its name, and a record without a valid signature counts as
+record is signed together with its name, and a record without a valid signature counts as
 not there yet. A rank waits by calling `check` at growing intervals, because a `wait` that times out
 on a TCPStore writes warnings to stderr, and because the caller's `on_wait` can then raise at any
 time.
@@ -17,7 +17,6 @@ Source of the idea: torchsnapshot's LinearBarrier on a store.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import time
@@ -31,6 +30,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from zero_checkpoint.errors import CheckpointError
 from zero_contract.errors import PeerLost
+from zero_contract.signing import PROOF_BYTES, Key, sign, verify
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ Judge = Callable[[list[Record | None]], Record]
 
 _MOST_PARTS = 1 << 12
 """The most parts of one record: 16 GiB."""
-_PROOF_BYTES = 32
 _PART_BYTES = 4 << 20
 """A TCPStore refuses values of more than 8 MiB (libuv backend), so long ones go in parts."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
@@ -63,7 +62,7 @@ class StoreConsensus:
         *,
         timeout_s: float = 600,
         on_wait: Callable[[], None] | None = None,
-        key: str = "",
+        key: Key | None = None,
     ) -> None:
         """Join the votes of a group.
 
@@ -75,8 +74,7 @@ class StoreConsensus:
                 time that the others wait for its verdict.
             on_wait: Called between looks at the store; may raise to leave a broken group, for
                 example on a message of the agent.
-            key: A secret of the ranks of this group, which signs their records. Empty if no agent
-                has given them one.
+            key: Signs the records of the ranks of this group. None if no agent has given them one.
         """
         self.rank = rank
         self.world = world
@@ -84,7 +82,7 @@ class StoreConsensus:
         self._timeout_s = timeout_s
         self.on_wait = on_wait or (lambda: None)
         """Raises if the group is lost."""
-        self._key = key.encode()
+        self._key = key
         self._asked = 0
         self._refused: set[str] = set()
         self._published: list[str] = []
@@ -229,8 +227,8 @@ class StoreConsensus:
             self._refuse(key)
         with _store_errors():
             value = b"".join([first, *(self._store.get(name) for name in names[1:])])
-        packed = value[_PROOF_BYTES:] if self._key else value
-        if not hmac.compare_digest(self._proof(key, packed), value[: len(value) - len(packed)]):
+        proof, packed = (value[:PROOF_BYTES], value[PROOF_BYTES:]) if self._key else (b"", value)
+        if self._key and not verify(self._key, proof, key.encode(), packed):
             self._refuse(key)
         length, rest = packed.split(b" ", 1)
         at = int(length)
@@ -240,10 +238,8 @@ class StoreConsensus:
         return record, names
 
     def _proof(self, key: str, packed: bytes) -> bytes:
-        """The HMAC of a record and its name, which proves who wrote it; empty without a key."""
-        if not self._key:
-            return b""
-        return hmac.new(self._key, b"%s\0%s" % (key.encode(), packed), "sha256").digest()
+        """The signature of a record and its name; empty without a key."""
+        return sign(self._key, key.encode(), packed) if self._key else b""
 
     def _refuse(self, key: str) -> NoReturn:
         if key not in self._refused:

@@ -107,8 +107,9 @@ class Persistence:
     def _consensus_of(self, part: str, on_wait: Callable[[], None]) -> StoreConsensus:
         """Votes of this rank under a prefix: questions of different parts do not mix."""
         store, training = group_store(part), self.training
-        key = self._link.votes_key(store.path)
-        return StoreConsensus(store, training.rank, training.world, on_wait=on_wait, key=key)
+        return StoreConsensus(
+            store, training.rank, training.world, on_wait=on_wait, key=store.votes_key
+        )
 
     # ---- among the trainings of the process ----
 

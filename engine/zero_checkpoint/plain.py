@@ -35,7 +35,6 @@ from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId,
 from zero_checkpoint.housekeeping import Keep, tidy
 from zero_comm.agent_link import current_round
 from zero_comm.distributed import group_store
-from zero_contract import worker as contract
 
 UNKNOWN_RUN: Mapping[str, Any] = {
     "step": 0,
@@ -301,6 +300,6 @@ def group_consensus(part: str, group: dist.ProcessGroup | None = None) -> StoreC
     if group is not None:  # its ranks count their calls apart from those of other groups
         part = f"{part}/{','.join(map(str, dist.get_process_group_ranks(group)))}"
     store = group_store(part)
-    key = os.environ.get(contract.ENV_VOTE_KEY, "")
-    key = key and contract.derived_key(key, store.path)
-    return StoreConsensus(store, dist.get_rank(group), dist.get_world_size(group), key=key)
+    return StoreConsensus(
+        store, dist.get_rank(group), dist.get_world_size(group), key=store.votes_key
+    )

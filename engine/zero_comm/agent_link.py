@@ -141,11 +141,6 @@ class AgentLink:
         """Whether the agent wants this worker out of its group."""
         return self._leave.is_set()
 
-    def votes_key(self, part: str) -> str:
-        """Signs the votes in one part of the round's store; empty without an agent."""
-        key = os.environ.get(contract.ENV_VOTE_KEY, "")
-        return key and contract.derived_key(key, part)
-
     def raise_if_leaving(self, what: str) -> None:
         """Raise LeavingNow, which names what this worker does, if it is to leave at once."""
         if self.interrupt.reason:

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from zero_comm.discovery import discover
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError
-from zero_contract.worker import ENV_SOCKET
+from zero_contract.signing import Key, Purpose, derive
+from zero_contract.worker import ENV_SOCKET, ENV_VOTE_KEY
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +129,12 @@ class GroupStore(PrefixStore):
     def __init__(self, path: str, store: Store) -> None:
         super().__init__(path, store)
         self.path = path
+
+    @property
+    def votes_key(self) -> Key | None:
+        """Signs what ranks vote on here; None if no agent has given them a key of the round."""
+        of_round = Key(os.environ.get(ENV_VOTE_KEY, ""))
+        return derive(of_round, Purpose.VOTES, self.path) if of_round else None
 
 
 def group_store(name: str) -> GroupStore:

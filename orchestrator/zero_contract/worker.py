@@ -14,7 +14,6 @@ are ignored) and refused by name when its kind is unknown. No pickle crosses the
 from __future__ import annotations
 
 import dataclasses
-import hmac
 import json
 from enum import IntEnum, StrEnum
 from typing import Any, get_args
@@ -30,11 +29,6 @@ ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
 ENV_VOTE_KEY = "ZERO_VOTE_KEY"
 """Key that signs what the ranks of a round write into the TCPStore, which authenticates nobody."""
 ENV_LEAVE = "ZERO_LEAVE_FILE"
-
-
-def derived_key(secret: str, purpose: str) -> str:
-    """A key for one purpose, from which the secret cannot be derived (HMAC-SHA256, hex)."""
-    return hmac.new(secret.encode(), purpose.encode(), "sha256").hexdigest()
 
 
 class ExitCode(IntEnum):

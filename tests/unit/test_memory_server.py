@@ -19,11 +19,14 @@ from tests.support.waiting import wait_for
 from zero_agent.node.memory import GRACE_S, NodeMemory, sweep
 from zero_agent.node.memory_server import MemoryServer
 from zero_contract import peer_memory
+from zero_contract.handshake import CLIENT, SERVER, StrangerError, WireError, receive
 from zero_contract.owned_dir import OWNER
-from zero_contract.peer_memory import Get, Put, Reply, WireError
+from zero_contract.peer_memory import Get, Put, Reply, Session
+from zero_contract.signing import Purpose, Secret, derive
 from zero_contract.worker import PeerMemoryRequest
 
-KEY = peer_memory.key_of("the job's secret")
+SECRET = Secret("the job's secret")
+KEY = derive(SECRET, Purpose.PEER_MEMORY)
 BLOCK = 1000
 DATA = os.urandom(3500)
 FILE = "0123456789abcdef/step-000000007.g2.ab12/r00001.safetensors"
@@ -45,20 +48,20 @@ def put(data: bytes = DATA, path: str = FILE, **more: object) -> Put:
 
 def offer(server: MemoryServer, wish: Put, data: bytes = DATA) -> Reply:
     """The last reply to a Put."""
-    with closing(peer_memory.dial(server.address, KEY)) as connection:
-        peer_memory.send(connection, wish)
-        reply = peer_memory.receive_reply(connection)
+    with closing(peer_memory.dial(server.address, KEY)) as session:
+        session.send(wish)
+        reply = session.receive_reply()
         if reply.ok:
-            connection.sendall(data)
-            reply = peer_memory.receive_reply(connection)
+            session.connection.sendall(data)
+            reply = session.receive_reply()
         return reply
 
 
 def get(server: MemoryServer, path: str, offset: int, length: int) -> bytes | str:
-    with closing(peer_memory.dial(server.address, KEY)) as connection:
-        peer_memory.send(connection, Get(path=path, offset=offset, length=length))
-        reply = peer_memory.receive_reply(connection)
-        return peer_memory.receive(connection, reply.length) if reply.ok else reply.reason
+    with closing(peer_memory.dial(server.address, KEY)) as session:
+        session.send(Get(path=path, offset=offset, length=length))
+        reply = session.receive_reply()
+        return receive(session.connection, reply.length) if reply.ok else reply.reason
 
 
 def files(directory: Path) -> list[str]:
@@ -83,10 +86,10 @@ def test_a_copy_that_arrives_damaged_is_refused_and_leaves_nothing(server, tmp_p
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(server, tmp_path):
-    with closing(peer_memory.dial(server.address, KEY)) as connection:
-        peer_memory.send(connection, put())
-        assert peer_memory.receive_reply(connection).ok
-        connection.sendall(DATA[:2000])
+    with closing(peer_memory.dial(server.address, KEY)) as session:
+        session.send(put())
+        assert session.receive_reply().ok
+        session.connection.sendall(DATA[:2000])
         assert files(tmp_path) != []
     wait_for(lambda: files(tmp_path) == [], 60, "the sweep of what was begun")
 
@@ -140,12 +143,12 @@ def test_sizes_that_do_not_fit_each_other_are_refused_before_anything_is_taken(
 
 @pytest.mark.parametrize(
     "said",
-    [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x01x", b"\x00\x00\x00\x04null"],
+    [b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}" + bytes(32), b"\x00\x00\x00\x01x" + bytes(32)],
 )
 def test_who_speaks_another_language_is_hung_up_on_and_others_are_served(server, said):
-    with closing(peer_memory.dial(server.address, KEY)) as connection:
-        connection.sendall(said)
-        assert connection.recv(1) == b""
+    with closing(peer_memory.dial(server.address, KEY)) as session:
+        session.connection.sendall(said)
+        assert session.connection.recv(1) == b""
     assert offer(server, put()).ok
 
 
@@ -154,18 +157,18 @@ def test_a_number_is_one_and_not_negative(field):
     record = {"path": FILE, "offset": 0, "length": 1, **field}
     near, far = socket.socketpair()
     with near, far:
-        peer_memory.send(near, Get(**record))
+        Session(near, KEY, CLIENT).send(Get(**record))
         with pytest.raises(WireError):
-            peer_memory.receive_record(far)
+            Session(far, KEY, SERVER).receive()
 
 
 def test_who_does_not_know_the_secret_is_neither_served_nor_believed(server, tmp_path):
     (tmp_path / FILE).parent.mkdir(parents=True)
     (tmp_path / FILE).write_bytes(DATA)
     with pytest.raises(OSError, match=r"hung up|reset"):
-        peer_memory.dial(server.address, peer_memory.key_of("another secret"))
+        peer_memory.dial(server.address, derive(Secret("another"), Purpose.PEER_MEMORY))
     with closing(socket.create_connection(server.address.split(":"), 5)) as stranger:
-        theirs = peer_memory.receive(stranger, 16)
+        theirs = receive(stranger, 16)
         stranger.sendall(theirs + bytes(32))  # no proof
         assert stranger.recv(100) == b""
 
@@ -178,7 +181,9 @@ def test_a_server_that_does_not_know_the_secret_gets_nothing():
             command, pass_fds=[listener.fileno()], stdout=subprocess.PIPE
         ) as process:
             assert process.stdout.readline() == b"listens\n"  # who dials does not wait for long
-            with pytest.raises(WireError, match=f"{address} does not know the job's secret"):
+            with pytest.raises(
+                StrangerError, match=f"{address}: the other end does not know the job's"
+            ):
                 peer_memory.dial(address, KEY)
             process.kill()
 
@@ -189,7 +194,7 @@ print("listens", flush=True)
 connection, _ = socket.socket(fileno=int(sys.argv[1])).accept()
 connection.sendall(bytes(16))
 connection.recv(48)
-connection.sendall(bytes(32))
+connection.sendall(bytes(34))
 connection.recv(1)
 """
 
@@ -283,7 +288,7 @@ def test_nothing_is_taken_before_a_worker_asks_and_all_is_given_back_at_the_end(
     )
     assert (first.request, second.request, first.budget_bytes) == (1, 2, 9)
     assert (first.directory, first.address) == (second.directory, second.address)
-    assert first.key == peer_memory.key_of("secret") != "secret"
+    assert first.key == derive(Secret("secret"), Purpose.PEER_MEMORY)
     assert Path(first.directory).name.startswith("zero-ram.my-job.node-1.")
     ram.close()
     assert list(tmp_path.iterdir()) == []

@@ -25,14 +25,14 @@ from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import Put
 
 OLD = {
-    Node: {"id", "incarnation", "address", "slots"},
-    JobSpec: {"min_nodes", "max_nodes", "max_restarts", "command"},
+    Node: {"id", "incarnation", "address", "slots", "protocol"},
+    JobSpec: {"min_nodes", "max_nodes", "max_restarts", "command", "protocol"},
     Failure: {"node", "symptom", "summary"},
     DrainOrder: {"node", "incarnation", "by"},
     Charge: {"n", "cause"},
     Exclusion: {"host", "why"},
 }
-"""The fields that the first version of each record had: those that every reader may count on."""
+"""The fields of the first version that speaks this protocol: every reader may count on them."""
 
 
 def older(record: Any) -> Any:
@@ -172,8 +172,9 @@ def test_agents_of_another_protocol_are_told_what_to_install():
 
 
 def test_a_specification_that_says_nothing_of_the_protocol_is_of_the_first():
-    text = json.dumps(older(json.loads(JobSpec(min_nodes=1, max_nodes=2).to_json())))
-    assert JobSpec.from_json(text).protocol == FIRST_PROTOCOL
+    record = json.loads(JobSpec(min_nodes=1, max_nodes=2).to_json())
+    assert record.pop("protocol") == PROTOCOL
+    assert JobSpec.from_json(json.dumps(record)).protocol == FIRST_PROTOCOL
 
 
 def test_an_upgrade_under_a_running_agent_is_seen(tmp_path):

@@ -51,6 +51,7 @@ from zero_agent.node.strain import Strain
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
+from zero_contract.signing import Purpose, derive
 from zero_contract.values import in_words
 from zero_contract.worker import Progress, Saved
 from zero_orchestrator.ctl.events import Publisher
@@ -247,8 +248,9 @@ class Agent:
         try:
             while not self._joined():
                 self._handle_events()
-            self._ring.start(self._rdzv.node, self._rdzv.secret)
-            self._node_workers.leave_word(self._ring.listener, self._rdzv.secret)
+            key = derive(self._rdzv.secret, Purpose.RING)
+            self._ring.start(self._rdzv.node, key)
+            self._node_workers.leave_word(self._ring.listener, key)
             while (code := self._turn()) is None:
                 pass
             return code

@@ -39,6 +39,7 @@ from zero_agent.workers.wait_replies import WaitReplies
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
+from zero_contract.signing import Key, Secret
 from zero_contract.worker import (
     Ability,
     CommitReply,
@@ -149,7 +150,7 @@ class NodeWorkers:
             # NAT need not lead back from behind itself.
             store_host=config.address if config.advertised else "",
         )
-        self._word: tuple[int, str] | None = None
+        self._word: tuple[int, Key] | None = None
         self._directory: Path | None = None
         """The directory of the last round's files."""
         self._forkserver = self._open_forkserver()
@@ -248,14 +249,14 @@ class NodeWorkers:
 
     # ---- actions ----
 
-    def leave_word(self, listener: int, secret: str) -> None:
+    def leave_word(self, listener: int, key: Key) -> None:
         """Give the forkserver what it needs to prove this agent's death to its ring neighbour.
 
         Args:
             listener: The descriptor of the ring's listening socket.
-            secret: The job's secret.
+            key: The ring's.
         """
-        self._word = listener, secret
+        self._word = listener, key
         self._pass_word()
 
     def _pass_word(self) -> None:
@@ -267,7 +268,7 @@ class NodeWorkers:
         config = self._config
         self._stores[self._forkserver.host_store(config.store_listens_on, config.store_ports)] = n
 
-    def start(self, job: Snapshot, node: Node, secret: str) -> None:
+    def start(self, job: Snapshot, node: Node, secret: Secret) -> None:
         """Start the workers of the job's round on this node, given the job's secret."""
         self._can_leave.clear()
         self._channel.hang_up()

@@ -16,7 +16,6 @@ removes exactly what dead agents have left: at the start of an agent, what was n
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ from zero_agent.node.memory_server import MemoryServer, used_bytes
 from zero_agent.node.network import ANY_PORT
 from zero_contract import owned_dir
 from zero_contract.owned_dir import OwnedDir
-from zero_contract.peer_memory import key_of
+from zero_contract.signing import Purpose, Secret, derive
 from zero_contract.worker import PeerMemoryReply, PeerMemoryRequest
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.ctl.events import MemoryUse
@@ -78,7 +77,7 @@ class NodeMemory:
         self._of_job = f"{job}.*"
         sweep(directory, spare=f"{self._name}.*", grace_s=GRACE_S)
 
-    def open(self, request: PeerMemoryRequest, secret: str) -> PeerMemoryReply:
+    def open(self, request: PeerMemoryRequest, secret: Secret) -> PeerMemoryReply:
         """Give a worker the directory, the address and the key for its snapshots.
 
         Args:
@@ -88,10 +87,10 @@ class NodeMemory:
         Returns:
             What the worker needs, or the reason why there is no memory.
         """
-        key = key_of(secret)
+        key = derive(secret, Purpose.PEER_MEMORY)
         try:
             if self._memory is None:
-                name = f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+                name = f"{self._name}.{derive(secret, Purpose.MEMORY_NAME)[:8]}"
                 # Remove what earlier runs of the job have left.
                 sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")
                 for left in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):

@@ -23,8 +23,10 @@ from stat import S_ISREG
 import xxhash
 
 from zero_agent.node.network import ANY_PORT, PatientServer, first_free
-from zero_contract import peer_memory
-from zero_contract.peer_memory import FILE, Get, Put, Reply, WireError
+from zero_contract import handshake, peer_memory
+from zero_contract.handshake import StrangerError, WireError
+from zero_contract.peer_memory import FILE, Get, Put, Reply
+from zero_contract.signing import Key
 from zero_orchestrator.addresses import host_port
 
 log = logging.getLogger("zero")
@@ -40,7 +42,7 @@ class MemoryServer:
     """Serves one directory on daemon threads until it is closed."""
 
     def __init__(
-        self, directory: Path, address: str, key: str, budget_bytes: int, ports: range = ANY_PORT
+        self, directory: Path, address: str, key: Key, budget_bytes: int, ports: range = ANY_PORT
     ) -> None:
         """Listen on the first free one of `ports` at the node's own address.
 
@@ -77,7 +79,7 @@ class _Server(PatientServer):
     block_on_close = False
     request_queue_size = 128
     directory: Path
-    key: str
+    key: Key
     budget_bytes: int
 
     def __init__(
@@ -99,27 +101,25 @@ class _Caller(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         connection = self.request
-        connection.settimeout(peer_memory.TRANSFER_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            peer_memory.serve_greeting(connection, self.server.key)
-        except WireError as error:
+            session = self._session = peer_memory.serve(connection, self.server.key)
+        except StrangerError as error:
             log.warning("memory: refused %s: %s", self.client_address[0], error)
             return
         with suppress(EOFError):
             while True:
-                record = peer_memory.receive_record(connection)
+                record = session.receive()
                 match record:
                     case Get():
                         try:
                             file = self._path(record.path).open("rb")
                         except (OSError, WireError) as error:
-                            peer_memory.send(connection, Reply(ok=False, reason=str(error)))
+                            session.send(Reply(ok=False, reason=str(error)))
                             continue
                         with file:
                             there = max(os.fstat(file.fileno()).st_size - record.offset, 0)
                             length = min(record.length, there)
-                            peer_memory.send(connection, Reply(ok=True, length=length))
+                            session.send(Reply(ok=True, length=length))
                             if length:
                                 connection.sendfile(file, record.offset, length)
                     case Put():
@@ -155,17 +155,17 @@ class _Caller(socketserver.BaseRequestHandler):
                 descriptor = os.open(incoming, flags, 0o600)
                 os.truncate(descriptor, wish.size_bytes)  # pages are allocated as they are written
         except (OSError, WireError) as error:
-            peer_memory.send(self.request, Reply(ok=False, reason=str(error)))
+            self._session.send(Reply(ok=False, reason=str(error)))
             return
         try:
-            peer_memory.send(self.request, Reply(ok=True))
+            self._session.send(Reply(ok=True))
             problem = self._receive(descriptor, wish, digests)
             if not problem:
                 incoming.replace(path)
         finally:
             os.close(descriptor)
             incoming.unlink(missing_ok=True)
-        peer_memory.send(self.request, Reply(ok=not problem, reason=problem))
+        self._session.send(Reply(ok=not problem, reason=problem))
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
         """Write all blocks to the file; the first wrong checksum in words, empty if none is."""
@@ -175,7 +175,7 @@ class _Caller(socketserver.BaseRequestHandler):
         problem = ""
         for begin in range(0, wish.size_bytes, chunk_bytes):
             chunk = buffer[: min(chunk_bytes, wish.size_bytes - begin)]
-            peer_memory.receive_into(self.request, chunk)
+            handshake.receive_into(self.request, chunk)
             for at in range(0, len(chunk), size):
                 number = (begin + at) // size
                 if xxhash.xxh3_64_intdigest(chunk[at : at + size]) != digests[number]:

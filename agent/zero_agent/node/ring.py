@@ -9,8 +9,8 @@ a *suspicion*: a firewall that rejects looks the same, and the lease is the coun
 (`suspects`). Any other error (no answer, no route) proves nothing, and the lease decides.
 
 Must always hold: only a process that this agent has completed a handshake with, at that address, is
-reported, and only once until the next handshake with it. Both ends prove that they know the job's
-secret (`handshake`); after that, nothing is sent but the frames of a `probe`.
+reported, and only once until the next handshake with it. Both ends prove that they know the key of
+the ring (`handshake`); after that, nothing is sent but the frames of a `probe`.
 
 Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
 notice, with a confirmation, is ours.
@@ -19,17 +19,18 @@ notice, with a confirmation, is ours.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import secrets
 import socket
 import socketserver
 import threading
 from collections.abc import Callable, Sequence
 
 from zero_agent.node import identity, probe
-from zero_agent.node.handshake import TIMEOUT_S, answer, digest, read_line
+from zero_agent.node.last_word import TIMEOUT_S, answer
 from zero_agent.node.network import ANY_PORT, PatientServer, first_free
+from zero_contract import handshake
+from zero_contract.handshake import StrangerError
+from zero_contract.signing import Key
 from zero_orchestrator.addresses import host_port, split_host_port
 from zero_orchestrator.membership.job_state import Node
 
@@ -80,10 +81,10 @@ class Ring:
         self._misses = 0
         """Failed attempts since that handshake."""
 
-    def start(self, me: Node, secret: str) -> None:
-        """Answer and watch from now on."""
-        self._secret = secret
-        self._server.answer = lambda connection: answer(connection, secret, me.id, me.incarnation)
+    def start(self, me: Node, key: Key) -> None:
+        """Answer and watch from now on, with the key of the ring."""
+        self._key = key
+        self._server.answer = lambda connection: answer(connection, key, me.id, me.incarnation)
         for name, work in (("answers", self._server.serve_forever), ("watches", self._watch)):
             threading.Thread(target=work, name=f"zero-ring-{name}", daemon=True).start()
 
@@ -108,7 +109,7 @@ class Ring:
             self._open = False
             self._hang_up()
             self._changed.notify_all()
-        if hasattr(self, "_secret"):
+        if hasattr(self, "_key"):
             threading.Thread(target=self._server.shutdown, daemon=True).start()
         self._server.server_close()
 
@@ -185,24 +186,16 @@ class Ring:
             OSError: The address cannot be reached, or its process does not know the secret; or this
                 ring has not started.
         """
-        if not hasattr(self, "_secret"):
+        if not hasattr(self, "_key"):
             raise ConnectionAbortedError("this agent has not joined the job yet")
         where = split_host_port(target.ring)
         connection = socket.create_connection(where, TIMEOUT_S)
         try:
             connection.settimeout(TIMEOUT_S)
-            theirs = read_line(connection)
-            mine = secrets.token_hex(16)
-            connection.sendall(f"{digest(self._secret, theirs)} {mine}\n".encode())
-            node, incarnation, proof = read_line(connection).split(" ")
-            expected = digest(self._secret, f"{mine} {node} {incarnation}")
-            if not hmac.compare_digest(proof, expected):
-                raise ConnectionAbortedError("it does not know the job's secret")
+            name, _ = handshake.greet(connection, self._key)
+            node, _, incarnation = name.rpartition(" ")
             if (node, incarnation) != (target.id, target.incarnation):
                 raise _AnotherProcess(node)
-        except ValueError as error:
-            connection.close()
-            raise ConnectionAbortedError("it does not speak the ring's protocol") from error
         except BaseException:
             connection.close()
             raise
@@ -223,7 +216,7 @@ class _Server(PatientServer):
     daemon_threads = True
     allow_reuse_address = False
     block_on_close = False
-    answer: Callable[[socket.socket], bool]
+    answer: Callable[[socket.socket], None]
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.debug("ring: %s went away during the handshake", client_address)
@@ -234,8 +227,10 @@ class _Answer(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         server: _Server = self.server  # type: ignore[assignment]
-        if not server.answer(self.request):
-            log.warning("ring: %s does not know the job's secret", self.client_address)
+        try:
+            server.answer(self.request)
+        except StrangerError as error:
+            log.warning("ring: refused %s: %s", self.client_address[0], error)
             return
         probe.serve(self.request)
 

@@ -16,6 +16,7 @@ from zero_agent.errors import AgentFailed
 from zero_agent.workers.exits import fresh_error_file
 from zero_agent.workers.streams import NAMES, Route, Std, Streams
 from zero_contract.exit_codes import AgentExit
+from zero_contract.signing import Purpose, Secret, derive
 from zero_contract.worker import (
     ENV_COMMITTED,
     ENV_FENCE,
@@ -26,7 +27,6 @@ from zero_contract.worker import (
     ENV_ROUND,
     ENV_SOCKET,
     ENV_VOTE_KEY,
-    derived_key,
 )
 from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
@@ -62,7 +62,7 @@ def worker_env(
     error_file: str,
     heartbeat_file: str,
     leave_file: str,
-    secret: str,
+    secret: Secret,
 ) -> dict[str, str]:
     """The variables that a worker of the job's round gets beside those of its agent.
 
@@ -108,7 +108,7 @@ def worker_env(
         ENV_SOCKET: socket_path,
         ENV_HEARTBEAT: heartbeat_file,
         ENV_LEAVE: leave_file,
-        ENV_VOTE_KEY: derived_key(secret, f"votes of round {job.n}"),
+        ENV_VOTE_KEY: derive(secret, Purpose.ROUND, str(job.n)),
     }
     return {key: str(value) for key, value in values.items()}
 
@@ -216,7 +216,7 @@ class Orders:
         self._environ = environ
         self._socket_path = socket_path
 
-    def of(self, job: Snapshot, node: Node, secret: str) -> list[Order]:
+    def of(self, job: Snapshot, node: Node, secret: Secret) -> list[Order]:
         """The orders of a round's workers on this node, by local rank, given the job's secret.
 
         Raises:
@@ -247,7 +247,7 @@ class Orders:
         """A file beside the socket: that is a local disk, wherever the logs are."""
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
-    def _order(self, job: Snapshot, node: Node, place: Place, secret: str) -> Order:
+    def _order(self, job: Snapshot, node: Node, place: Place, secret: Secret) -> Order:
         directory = self.directory(job)
         own = directory / str(place.local_rank)
         try:

@@ -15,7 +15,7 @@ The socket carries one JSON object a packet. From the agent:
     {"op": "store", "id": 8, "address": ...}    host a TCPStore there, on a free port
     {"op": "timers", "id": 9, "path": "..."}    host torch's file timers: kill whose time is up
     {"op": "signal", "id": 7, "signal": 15}     to the worker's whole process group
-    {"op": "word", "node": ..., "secret": ...}  + the agent's listener: answer there when it is dead
+    {"op": "word", "node": ..., "key": ...}  + the agent's listener: answer there when it is dead
     {"op": "stop"}                              the agent lives, and ends this process
 
 An order that is longer than a packet is in a file, the first of the descriptors of `LONG_ORDER`.
@@ -41,7 +41,7 @@ import sys
 import time
 from typing import Any
 
-from zero_agent.node.handshake import last_word
+from zero_agent.node.last_word import last_word
 from zero_agent.node.network import first_free
 from zero_agent.node.process_control import (
     adopt_orphans,
@@ -52,6 +52,7 @@ from zero_agent.node.process_control import (
 )
 from zero_agent.workers import worker_main
 from zero_agent.workers.fork_safety import Native, hindrance
+from zero_contract.signing import Key
 from zero_orchestrator.addresses import family_of
 
 PACKET_BYTES = 1 << 17
@@ -73,7 +74,7 @@ class Forkserver:
         self._ids: dict[int, int] = {}
         self._parent = os.getppid()
         self._listener: socket.socket | None = None
-        self._word: dict[str, str] = {}
+        self._word: tuple[Key, str] | None = None
 
     def serve(self) -> worker_main.Program | None:
         """Serve the agent until it is gone.
@@ -100,8 +101,8 @@ class Forkserver:
                     data, fds = b"", []
                 if not data:  # the agent is gone, however it ended
                     self._kill_children()
-                    if self._listener is not None:
-                        last_word(self._listener, self._parent, **self._word)
+                    if self._listener is not None and self._word is not None:
+                        last_word(self._listener, self._parent, *self._word)
                     # One generation after the other: the orphans of a killed generation are
                     # adopted, and killed next.
                     deadline = time.monotonic() + KILL_TIMEOUT_S
@@ -131,7 +132,7 @@ class Forkserver:
         if order["op"] in {"word", "stop"}:
             if self._listener is not None:
                 self._listener.close()
-            self._word = {"secret": order["secret"], "node": order["node"]} if fds else {}
+            self._word = (order["key"], order["node"]) if fds else None
             self._listener = socket.socket(fileno=fds[0]) if fds else None
             return None
         forkserver = os.getpid()
@@ -148,7 +149,7 @@ class Forkserver:
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
         """In the forked worker: give up everything that belongs to the forkserver."""
-        self._word.clear()
+        self._word = None
         if self._listener is not None:
             self._listener.close()
         signal.set_wakeup_fd(-1)

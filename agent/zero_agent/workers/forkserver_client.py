@@ -29,6 +29,7 @@ from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import Tap
 from zero_agent.workers.worker_main import Program
 from zero_contract.clock import Clock, Stopwatch, SystemClock
+from zero_contract.signing import Key
 
 log = logging.getLogger("zero")
 
@@ -105,9 +106,9 @@ class ForkserverClient:
         """Fork a process that hosts torch's file timers at a path; returns its id."""
         return self._order({"op": "timers", "path": path}, [])
 
-    def keep_word(self, node: str, listener: int, secret: str) -> None:
+    def keep_word(self, node: str, listener: int, key: Key) -> None:
         """Give the forkserver what it needs to answer in the place of a dead agent."""
-        self._order({"op": "word", "node": node, "secret": secret}, [listener])
+        self._order({"op": "word", "node": node, "key": key}, [listener])
 
     def signal(self, worker: int, number: int) -> None:
         """Signal a worker's whole process group; nothing happens if it is gone.

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from zero_checkpoint.format.manifest import MANIFEST, NAME, age
 from zero_checkpoint.staging import FrozenImage
+from zero_contract.signing import Key
 
 _TEMPORARY = f"{MANIFEST}.tmp."
 
@@ -39,8 +40,8 @@ class MemoryNode:
     directory: Path
     address: str
     """The address at which the agent serves the memory; it identifies the node."""
-    key: str
-    """The secret that opens the memory of all nodes of the job."""
+    key: Key
+    """Opens the memory of all nodes of the job."""
     budget_bytes: int
 
     def directory_of(self, home: str, name: str) -> Path:

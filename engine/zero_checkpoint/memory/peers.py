@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import math
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,8 +17,10 @@ from itertools import islice
 from zero_checkpoint.files.source import Span
 from zero_checkpoint.format.manifest import FileRecord
 from zero_checkpoint.staging import FrozenImage
-from zero_contract import peer_memory
-from zero_contract.peer_memory import Get, Put
+from zero_contract import handshake, peer_memory
+from zero_contract.handshake import WireError
+from zero_contract.peer_memory import Get, Put, Session
+from zero_contract.signing import Key
 
 PUSH_LIMIT_S = 30.0
 """A replica peer that takes longer for one image is too slow to keep one."""
@@ -48,7 +49,7 @@ def replica_peers(roster: Sequence[str], own: str, replicas: int) -> list[str]:
 class ReplicaPeers:
     """Sends images to replica peers, and avoids those that have failed."""
 
-    key: str
+    key: Key
     _avoid_until_s: dict[str, float] = field(default_factory=dict)
     _leave_at_s: float = field(default=math.inf, init=False)
 
@@ -77,24 +78,24 @@ class ReplicaPeers:
             limit_s = time.monotonic() + PUSH_LIMIT_S
             digests = file.digests.astype(">u8").tobytes().hex()
             put = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
-            with closing(peer_memory.dial(address, self.key)) as connection:
-                peer_memory.send(connection, put)
-                _expect_consent(connection)
+            with closing(peer_memory.dial(address, self.key)) as session:
+                session.send(put)
+                _expect_consent(session)
                 for chunk in image.chunks():
                     if time.monotonic() > self._leave_at_s:
                         raise TimeoutError("it was not done when this worker wanted to leave")
                     if time.monotonic() > limit_s:
                         raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
-                    connection.sendall(chunk)
-                _expect_consent(connection)
+                    session.connection.sendall(chunk)
+                _expect_consent(session)
         except (OSError, EOFError) as error:
             self._avoid_until_s[address] = time.monotonic() + AVOID_S
             return f"{address} took no copy: {error}"
         return ""
 
 
-def _expect_consent(connection: socket.socket) -> None:
-    reply = peer_memory.receive_reply(connection)
+def _expect_consent(session: Session) -> None:
+    reply = session.receive_reply()
     if not reply.ok:
         raise ConnectionError(reply.reason)
 
@@ -102,18 +103,18 @@ def _expect_consent(connection: socket.socket) -> None:
 # ---- reading back ----
 
 
-def read_whole(address: str, key: str, path: str, limit_bytes: int) -> bytes:
+def read_whole(address: str, key: Key, path: str, limit_bytes: int) -> bytes:
     """A small file of another node. Raises OSError."""
-    with closing(peer_memory.dial(address, key)) as connection:
-        peer_memory.send(connection, Get(path=path, offset=0, length=limit_bytes))
-        reply = peer_memory.receive_reply(connection)
+    with closing(peer_memory.dial(address, key)) as session:
+        session.send(Get(path=path, offset=0, length=limit_bytes))
+        reply = session.receive_reply()
         if not reply.ok or reply.length > limit_bytes:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
-        return peer_memory.receive(connection, reply.length)
+        return handshake.receive(session.connection, reply.length)
 
 
 @contextmanager
-def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
+def open_remote(address: str, key: Key, path: str) -> Iterator[RemoteFile]:
     """A file of another node as a `source.Source`.
 
     Raises:
@@ -121,8 +122,8 @@ def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
             meanwhile.
     """
     try:
-        with closing(peer_memory.dial(address, key)) as connection:
-            yield RemoteFile(connection, path)
+        with closing(peer_memory.dial(address, key)) as session:
+            yield RemoteFile(session, path)
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise
@@ -133,8 +134,8 @@ def open_remote(address: str, key: str, path: str) -> Iterator[RemoteFile]:
 class RemoteFile:
     """Ranges of a file over one connection; expected ranges are requested ahead."""
 
-    def __init__(self, connection: socket.socket, path: str) -> None:
-        self._connection = connection
+    def __init__(self, session: Session, path: str) -> None:
+        self._session = session
         self._path = path
         self._later: Iterator[Span] = iter(())
         self._requested: list[Span] = []
@@ -152,20 +153,20 @@ class RemoteFile:
             self._later = iter([(offset, length)])
             self._request(1)
         assert self._requested.pop(0) == (offset, length), "not the range that was expected"
-        reply = peer_memory.receive_reply(self._connection)
+        reply = self._session.receive_reply()
         if not reply.ok:
             raise FileNotFoundError(errno.ENOENT, reply.reason)
         if reply.length > length:
-            raise peer_memory.WireError(f"{reply.length} bytes instead of {length}")
+            raise WireError(f"{reply.length} bytes instead of {length}")
         left = reply.length
         for buffer in buffers:
             part = buffer[: min(len(buffer), left)]
-            peer_memory.receive_into(self._connection, part)
+            handshake.receive_into(self._session.connection, part)
             left -= len(part)
         self._request(1)
         return length - reply.length
 
     def _request(self, count: int) -> None:
         for offset, length in islice(self._later, count):
-            peer_memory.send(self._connection, Get(path=self._path, offset=offset, length=length))
+            self._session.send(Get(path=self._path, offset=offset, length=length))
             self._requested.append((offset, length))

@@ -36,6 +36,7 @@ from zero_checkpoint.publish import Fence
 from zero_checkpoint.staging import Background, FrozenImage, OnPart, Outcome, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, SharedStaging, sweep
 from zero_contract.errors import CommitRefused
+from zero_contract.signing import Key
 from zero_contract.worker import PeerMemoryReply
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class InMemoryCheckpoints:
             self._node = MemoryNode(
                 directory=Path(reply.directory),
                 address=reply.address,
-                key=reply.key,
+                key=Key(reply.key),
                 budget_bytes=reply.budget_bytes,
             )
             sweep(self._node.directory)
@@ -101,7 +102,7 @@ class InMemoryCheckpoints:
         self._needs = needs
         self._consensus = consensus
         self._background = Background()
-        self._peers = ReplicaPeers(reply.key)
+        self._peers = ReplicaPeers(Key(reply.key))
         self._search: MemorySearch | None = None
         self._root: Place | None = None
         self._newest: Callable[[], tuple[int, int] | None] = lambda: None

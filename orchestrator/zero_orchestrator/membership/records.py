@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from zero_orchestrator.errors import SpecMismatch
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of what agents tell each other in the store, of the keys and of the moves of a job."""
 FIRST_PROTOCOL = 1
 """That of records which do not say."""

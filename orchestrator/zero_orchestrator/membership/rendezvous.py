@@ -23,6 +23,7 @@ from typing import Any
 from zero_contract.clock import Clock
 from zero_contract.errors import ZeroError
 from zero_contract.journal import Journal
+from zero_contract.signing import Secret
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.durations import Durations
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
@@ -102,7 +103,7 @@ class Rendezvous:
         self._job_view: JobView | None = None
         self._asked_s: float | None = None
         """When it first tried to join."""
-        self.secret = ""
+        self.secret = Secret("")
         """Shared by the job's agents; known once registered."""
         self._durations = Durations(clock)
         self._registration = Registration(
@@ -151,7 +152,7 @@ class Rendezvous:
             self._asked_s = self._clock.now()
         agreed = self._agree(self.keys.spec, self._spec.to_json())
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
-        self.secret = self._agree(self.keys.secret, secrets.token_hex(32))
+        self.secret = Secret(self._agree(self.keys.secret, secrets.token_hex(32)))
         self._registration.write()
         if self._clock.now() - self._asked_s > PROMPT_S:
             self._durations.heard("it did not answer at once")  # leases may have lapsed meanwhile

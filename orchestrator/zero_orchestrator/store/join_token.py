@@ -15,7 +15,6 @@ The `cryptography` package makes the certificates; it is imported only when ther
 from __future__ import annotations
 
 import argparse
-import hmac
 import ipaddress
 import os
 import secrets
@@ -25,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zero_contract.signing import Purpose, Secret, derive
 from zero_orchestrator.errors import SpecError
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
         PrivateFormat,
     )
 
-    # The authority's key is a function of the token that does not lead back to it. The digest has
-    # twice as many bits as the order has, so that the remainder is as good as uniform.
-    secret = check_token(token).encode()
-    digest = hmac.new(secret, b"zero-elastic: authority of a job, 1", "sha512").digest()
-    number = int.from_bytes(digest, "big") % (_ORDER - 1) + 1
+    # The authority's key is a function of the token that does not lead back to it. The two halves
+    # have twice as many bits as the order has, so that the remainder is as good as uniform.
+    secret = Secret(check_token(token))
+    halves = (derive(secret, Purpose.AUTHORITY, half) for half in ("high", "low"))
+    number = int("".join(halves), 16) % (_ORDER - 1) + 1
     authority = ec.derive_private_key(number, ec.SECP256R1())
     own = ec.generate_private_key(ec.SECP256R1())
     contents = {

@@ -128,7 +128,7 @@ def on_ranks(
     work: Callable[[StoreConsensus], T],
     timeout_s: float = 50,
     store: HashStore | None = None,
-    key: str = "",
+    key: str | None = None,
 ) -> list[T]:
     """What `work` returns on each rank, or the exception it raised."""
     store, results = store or HashStore(), [None] * world

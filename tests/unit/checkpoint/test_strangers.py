@@ -17,7 +17,9 @@ KEY = "of the ranks"
 FULL = {TensorId(PARAM, "w"): torch.arange(1000, dtype=torch.float32)}
 
 
-def forged(name: str, record: dict, *, key: str = "", signed_as: str = "") -> dict[str, bytes]:
+def forged(
+    name: str, record: dict, *, key: str | None = None, signed_as: str = ""
+) -> dict[str, bytes]:
     """What a stranger would write as `name`, perhaps what a rank once signed for another name."""
     store = HashStore()
     StoreConsensus(store, 1, 2, key=key)._put(signed_as or name, record)
