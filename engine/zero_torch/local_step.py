@@ -20,24 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
+from zero_torch.optimizers import is_elementwise
 from zero_torch.wrapped import like
-
-_BY_ELEMENT = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
-"""Optimizers whose step of an element depends on that element and on numbers alone."""
 
 
 @contextmanager
@@ -92,7 +76,7 @@ def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
         base._global_optimizer_post_hooks,
     )
     of_dtensors = any(isinstance(each, DTensor) for each in every)
-    return of_dtensors and type(optimizer) in _BY_ELEMENT and not any(hooks)
+    return of_dtensors and is_elementwise(optimizer) and not any(hooks)
 
 
 def _local(value: Any) -> Any:

@@ -35,18 +35,17 @@ from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.local_step import local_tensors
+from zero_torch.optimizers import check_members, check_step, step_without_fusion, unwrapped
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
     Wrapped,
     Wrapper,
     check_gradients,
-    check_optimizer,
     held_bounds,
     local,
     recognize,
     rows_of,
-    step_without_fusion,
 )
 
 _log = logging.getLogger(__name__)
@@ -126,9 +125,11 @@ def protect(
     chosen = settings.read(config or {})
     init_distributed()
     wrapped = recognize(model)
-    check_optimizer(optimizer, wrapped.trained())
+    optimizer = unwrapped(optimizer)
+    check_members(optimizer, wrapped.trained())
     if loader is not None:
         check_gradients(wrapped, dist.get_world_size())
+        check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
         if step_without_fusion(optimizer) and dist.get_rank() == 0:
             _log.warning("%s", _FUSED.format(type(optimizer).__name__))
     made: Run | Checkpoints

@@ -6,7 +6,7 @@ them, so that DDP, FSDP2 and one process name them alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import cast
@@ -217,41 +217,3 @@ def rows_of(gradient: Tensor) -> Tensor:
     if isinstance(gradient, DTensor) and gradient.placements[-1] != Shard(0):
         gradient = gradient.redistribute(placements=[*gradient.placements[:-1], Shard(0)])
     return local(gradient).reshape(-1)
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
-    """Check that an optimizer steps this model.
-
-    Raises:
-        ConfigError: It has other parameters.
-    """
-    names = {parameter: name for name, parameter in trained.items()}
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    kind = type(optimizer).__name__
-    if foreign := sum(p.requires_grad and p not in names for p in stepped):
-        raise ConfigError(
-            f"{kind} has {foreign} parameters that are not the model's; make the optimizer from "
-            "model.parameters() after fully_shard(model), which replaces them"
-        )
-    if absent := sorted(names[p] for p in names.keys() - set(stepped)):
-        raise ConfigError(
-            f"{absent[0]} is trained and {kind} does not have it; give it to the optimizer, or "
-            "set requires_grad=False"
-        )
-
-
-def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:
-    """Let an optimizer step with kernels that round each element alike, wherever it lies.
-
-    A fused kernel rounds the end of a tensor differently, and the world size decides where shards
-    end. DDP has no shards, and must have the bits of FSDP2 all the same.
-
-    Returns:
-        Whether it was fused.
-    """
-    fused = [group for group in optimizer.param_groups if group.get("fused")]
-    for group in fused:
-        group["fused"], group["foreach"] = False, True
-    if fused:  # GradScaler asks for it: a fused kernel unscales by itself
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-    return bool(fused)

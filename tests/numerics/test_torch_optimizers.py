@@ -12,6 +12,7 @@ import torch
 import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.plain import plain_torch
+from tests.support.torch_optimizers import OPTIONS, classes
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_engine.core.engine import Engine
@@ -21,28 +22,6 @@ STEPS, SAVED_AT = 3, 2
 STAGES = {1: (0,), 2: (1, 3), 3: (2, 3)}
 """World size -> the stages that are trained there."""
 
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "ASGD": [{}, {"foreach": True, "t0": 2, "lambd": 0.01}],
-    "Adadelta": [{}, {"foreach": True, "maximize": True, "weight_decay": 0.1}],
-    "Adafactor": [{}, {"foreach": True, "d": 2.0}, {"maximize": True, "weight_decay": 0.1}],
-    "Adagrad": [{"lr_decay": 0.1}, {"foreach": True, "initial_accumulator_value": 0.1}],
-    # Without "fused": its kernel rounds the elements that do not fill a vector register in another
-    # way, and those are others in flat shards than in tensors of odd sizes.
-    "Adam": [
-        {"amsgrad": True, "foreach": False},
-        {"foreach": True, "maximize": True, "weight_decay": 0.1},
-    ],
-    "AdamW": [{"amsgrad": True, "foreach": False}, {"foreach": True, "maximize": True}],
-    "Adamax": [{}, {"foreach": True, "weight_decay": 0.1}],
-    "NAdam": [{}, {"foreach": True, "decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "RAdam": [{}, {"foreach": True, "decoupled_weight_decay": True, "weight_decay": 0.1}],
-    "RMSprop": [{}, {"foreach": True, "centered": True, "momentum": 0.9}],
-    "Rprop": [{}, {"foreach": True, "maximize": True}],
-    "SGD": [
-        {"momentum": 0.9, "nesterov": True, "foreach": False},
-        {"momentum": 0.5, "dampening": 0.1, "maximize": True, "foreach": True},
-    ],
-}
 CASES = [(name, options) for name, cases in OPTIONS.items() for options in cases]
 REFUSED = {
     "LBFGS": "LBFGS calls the model again within a step, and sees all parameters as one vector; us",
@@ -51,9 +30,8 @@ REFUSED = {
 
 
 def test_every_class_of_torch_is_accounted_for() -> None:
-    classes = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
     in_test_muon = {"Muon"}
-    assert classes == OPTIONS.keys() | REFUSED.keys() | in_test_muon | {"Optimizer"}
+    assert classes() == OPTIONS.keys() | REFUSED.keys() | in_test_muon
 
 
 def with_object(

@@ -20,14 +20,13 @@ from zero_contract.errors import ConfigError
 from zero_torch import settings
 from zero_torch.checkpoints import makes_state
 from zero_torch.loader import shuffles
+from zero_torch.optimizers import check_members, step_without_fusion
 from zero_torch.wrapped import (
     Wrapper,
     check_gradients,
-    check_optimizer,
     own_name,
     recognize,
     shard_problem,
-    step_without_fusion,
 )
 
 DATA = TensorDataset(torch.zeros(8, 1))
@@ -56,10 +55,10 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     trained = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=r"SGD has 2 parameters that are not the model's"):
-        check_optimizer(torch.optim.SGD(other.parameters()), trained)
+        check_members(torch.optim.SGD(other.parameters()), trained)
     with pytest.raises(ConfigError, match=r"bias is trained and SGD does not have it"):
-        check_optimizer(torch.optim.SGD([model.weight]), trained)
-    check_optimizer(torch.optim.SGD(model.parameters()), trained)
+        check_members(torch.optim.SGD([model.weight]), trained)
+    check_members(torch.optim.SGD(model.parameters()), trained)
 
 
 def test_a_fused_optimizer_steps_with_the_bits_of_foreach() -> None:

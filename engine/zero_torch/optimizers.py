@@ -1,0 +1,137 @@
+"""Which optimizers can be protected, and how they step.
+
+Owns the list of torch's optimizers that step each element by itself. Must always hold: an optimizer
+whose bits would depend on where the elements lie is refused by name, before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_contract.errors import ConfigError
+
+_BY_ELEMENT = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+"""Optimizers whose step of an element depends on that element and on numbers alone."""
+_STEPS = frozenset(cls.step.__module__ for cls in _BY_ELEMENT)
+
+_NO_STEP = {
+    "LBFGS": "calls the model again within a step, which cannot be held until the last micro-batch",
+    "SparseAdam": "takes sparse gradients, and those of zero_torch are dense",
+}
+"""Optimizers that cannot step, whatever wraps the model, and why."""
+
+NEEDS_WHOLE = "needs_whole_parameters"
+"""The attribute of an optimizer or its class: whether its step looks at whole parameters."""
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps: of one that a library has prepared, the one inside.
+
+    Raises:
+        ConfigError: There is none inside whose step can be held.
+    """
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "ZeroRedundancyOptimizer divides its state among the ranks by itself, and a checkpoint "
+            "would have that of one rank; call fully_shard(model) and use the optimizer inside"
+        )
+    if "_optimizer_step_pre_hooks" in vars(optimizer):
+        return optimizer
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    inner: Any = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(f"{kind} is no optimizer of torch; give protect the optimizer inside")
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ConfigError(
+            f"{kind} has a loss scaler of its own, which steps behind zero_torch's back; train in "
+            "bf16, or give protect the optimizer inside, and a scaler"
+        )
+    return unwrapped(inner)
+
+
+def check_members(optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    """Check that an optimizer steps this model.
+
+    Raises:
+        ConfigError: It has other parameters.
+    """
+    names = {parameter: name for name, parameter in trained.items()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    kind = type(optimizer).__name__
+    if foreign := sum(p.requires_grad and p not in names for p in stepped):
+        raise ConfigError(
+            f"{kind} has {foreign} parameters that are not the model's; make the optimizer from "
+            "model.parameters() after fully_shard(model), which replaces them"
+        )
+    if absent := sorted(names[p] for p in names.keys() - set(stepped)):
+        raise ConfigError(
+            f"{absent[0]} is trained and {kind} does not have it; give it to the optimizer, or "
+            "set requires_grad=False"
+        )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has the step of one of torch's that step each element by itself."""
+    return type(optimizer).step.__module__ in _STEPS  # a subclass may have inherited it
+
+
+def check_step(optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
+    """Check that the bits of a step do not depend on the world size.
+
+    Args:
+        optimizer: The optimizer.
+        sharded: Whether a rank has a part of each parameter.
+
+    Raises:
+        ConfigError: They would, or it cannot be known; or the optimizer cannot step at all.
+    """
+    kind = type(optimizer).__name__
+    if kind in _NO_STEP:
+        raise ConfigError(f"{kind} {_NO_STEP[kind]}; use Adam or AdamW")
+    needs_whole = getattr(optimizer, NEEDS_WHOLE, None)
+    if not sharded or is_elementwise(optimizer) or needs_whole is False:
+        return
+    if needs_whole or kind in vars(torch.optim):
+        raise ConfigError(
+            f"{kind} looks at whole parameters, of which FSDP2 gives each rank a part: the bits "
+            "would depend on the world size; wrap the model in DistributedDataParallel, or train "
+            "with zero_engine, which gives it whole parameters at every stage"
+        )
+    raise ConfigError(
+        f"{kind} is none of torch's optimizers, and FSDP2 gives each rank a part of each "
+        "parameter: if what it does to an element depends on that element alone, set its attribute "
+        f"{NEEDS_WHOLE} = False; otherwise wrap the model in DistributedDataParallel"
+    )
+
+
+def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:
+    """Let an optimizer step with kernels that round each element alike, wherever it lies.
+
+    A fused kernel rounds the end of a tensor differently, and the world size decides where shards
+    end. DDP has no shards, and must have the bits of FSDP2 all the same.
+
+    Returns:
+        Whether it was fused.
+    """
+    # Those of param groups that are added later come from the defaults.
+    fused = [g for g in (*optimizer.param_groups, optimizer.defaults) if g.get("fused")]
+    for group in fused:
+        group["fused"], group["foreach"] = False, True
+    if fused:  # GradScaler asks for it: a fused kernel unscales by itself
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return bool(fused)

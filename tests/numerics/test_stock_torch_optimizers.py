@@ -1,0 +1,145 @@
+"""Every class of torch.optim under zero_torch: torch's bits everywhere, or a refusal by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.stock_recipes import PLACES, Net, Recipe, by_torch_alone, everywhere
+from tests.support.torch_optimizers import OPTIONS, classes
+from tests.support.world import WorldPool
+
+KERNELS: dict[str, list[dict[str, Any]]] = {
+    "Adagrad": [{"fused": True}],
+    "Adam": [{"fused": True, "amsgrad": True}],
+    "AdamW": [{"fused": True}, {"lr": torch.tensor(0.1)}],
+    "Muon": [{}, {"nesterov": False, "weight_decay": 0.0, "ns_steps": 3}],
+    "SGD": [{}, {"fused": True, "momentum": 0.9}],
+}
+"""What the engine's table does not have."""
+CASES = [(name, each) for table in (OPTIONS, KERNELS) for name in table for each in table[name]]
+CANNOT_STEP = {
+    "LBFGS": "LBFGS calls the model again within a step",
+    "SparseAdam": "SparseAdam takes sparse gradients",
+}
+LOOKS_AT_WHOLE = {"Adafactor", "Muon"}
+
+
+def test_every_class_of_torch_is_accounted_for() -> None:
+    assert classes() == {name for name, _ in CASES} | CANNOT_STEP.keys()
+
+
+def made(name: str, options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(trained, **{"lr": 0.1, **options})
+    return optimizer
+
+
+def matrices() -> nn.Module:
+    """A model whose matrices are trained."""
+    model = Net()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    return model
+
+
+def recipe_of(name: str, options: dict[str, Any]) -> Recipe:
+    model: Callable[[], nn.Module] = matrices if name == "Muon" else Net
+    return Recipe(model=model, optimizer=partial(made, name, options))
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.corners(name=["Muon"], options=KERNELS["Muon"][:1])
+def test_its_bits_are_those_of_torch_alone_or_it_is_refused(
+    worlds: WorldPool, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    unfused = {"fused": False, "foreach": True} if options.get("fused") else {}
+    (expected,) = worlds.run(1, by_torch_alone, recipe_of(name, options | unfused))
+    found = everywhere(worlds, recipe_of(name, options), tmp_path)
+    for (wrapper, world), hashes in found.items():
+        if name in LOOKS_AT_WHOLE and wrapper in ("fsdp2", "hsdp"):
+            assert f"ConfigError: {name} looks at whole parameters" in hashes[0]
+        elif name == "Adafactor":  # its state has other shapes than the parameters
+            assert hashes[:2] == expected[:2], (wrapper, world)
+            assert hashes[2].startswith("CheckpointError: optimizer state col_var of up.weight")
+        else:
+            assert hashes == expected, (wrapper, world)
+
+
+@pytest.mark.parametrize("name", CANNOT_STEP)
+def test_one_that_cannot_step_is_refused_by_name(
+    worlds: WorldPool, tmp_path: Path, name: str
+) -> None:
+    found = everywhere(worlds, recipe_of(name, {}), tmp_path, [("plain", 1)])
+    assert found["plain", 1][0].startswith(f"ConfigError: {CANNOT_STEP[name]}")
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of the script's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def own(says: bool | None, model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = Own(model.parameters(), lr=0.1)
+    optimizer.needs_whole_parameters = says  # type: ignore[attr-defined]
+    return optimizer
+
+
+def test_one_of_the_scripts_own_has_to_say_whether_shards_suffice(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    unknown, shards = Recipe(optimizer=partial(own, None)), Recipe(optimizer=partial(own, False))
+    (expected,) = worlds.run(1, by_torch_alone, unknown)
+    places = [("ddp", 2), ("fsdp2", 2)]
+    found = everywhere(worlds, unknown, tmp_path / "unknown", places)
+    assert found["ddp", 2] == expected
+    assert "set its attribute needs_whole_parameters = False" in found["fsdp2", 2][0]
+    found = everywhere(worlds, shards, tmp_path / "shards", places)
+    assert found == dict.fromkeys(places, expected)
+
+
+HOW = ("nothing", "accelerate", "zero", "averaged")
+
+
+def prepared(how: str, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that a library has wrapped."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if how == "nothing":
+        return inner
+    if how == "accelerate":
+        from accelerate import Accelerator
+
+        found: torch.optim.Optimizer = Accelerator(cpu=True).prepare_optimizer(inner)
+        return found
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    if how == "zero":
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    return PostLocalSGDOptimizer(inner, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+def test_one_that_a_library_has_wrapped_is_unwrapped_or_refused(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    recipes = {how: Recipe(optimizer=partial(prepared, how), own_loop=True) for how in HOW}
+    (expected,) = worlds.run(1, by_torch_alone, recipes["nothing"])
+    found = {
+        how: everywhere(worlds, recipe, tmp_path / how, [("ddp", 2)])["ddp", 2]
+        for how, recipe in recipes.items()
+    }
+    assert found["nothing"] == found["accelerate"] == expected
+    assert "ZeroRedundancyOptimizer divides its state" in found["zero"][0]
+    assert "PostLocalSGDOptimizer is no optimizer of torch" in found["averaged"][0]
+
+
+def test_hsdp_is_among_the_places() -> None:
+    assert {"plain", "ddp", "fsdp2", "hsdp"} == {wrapper for wrapper, _ in PLACES}
