@@ -112,6 +112,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "start": Event(when="A node starts its workers of a round.", facts=("world_size",)),
         "worker": Event(when="A worker process runs.", facts=("rank", "pid")),
         "logs": Event(when="The workers' output goes to another directory."),
+        "world size": Event(
+            when="The world size has changed under a script that has neither the engine nor "
+            "`zero_torch.protect`: its batch, schedule and order of samples are its own. Written "
+            "once, by the node of rank 0.",
+        ),
         "leave": Event(when="The workers are asked to leave at their next step boundary."),
         "restore": Event(
             when="The workers of a round have loaded a checkpoint. What they read of it has the "
@@ -124,7 +129,7 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "exit": Event(
             when="A worker, or the workers' store, has ended with an error. `symptom` marks a "
             "healthy worker that lost its peers.",
-            facts=("rank", "symptom"),
+            facts=("rank", "pid", "symptom"),
         ),
         "hang": Event(when="A worker has taken no step for too long.", story=True),
         "stuck": Event(

@@ -57,6 +57,10 @@ def test_a_script_that_asks_saves_and_leaves_at_a_join_and_repeats_no_step(
     asked = "b joins: the script is asked to save and leave (zero_agent.should_leave), within 300 s"
     assert asked in job.agents["a"].output
     assert "rank 0: left as it was asked to" in job.agents["a"].output
+    # Its batch, and so its result, is its own; rank 0's node alone says so.
+    (warned,) = job.events("world size")
+    assert (warned["node"], warned["round"]) == ("a", 2)
+    assert "the world size is 2 and was 1, and the script has announced neither" in warned["text"]
 
 
 @pytest.mark.full

@@ -43,6 +43,7 @@ def assert_as_if_nothing_had_happened(job, undisturbed_hash):
     assert report.problems == ()
     assert (report.steps, report.samples) == (STEPS, SAMPLES)
     assert final_hash(job.output) == undisturbed_hash
+    assert job.events("world size") == []
 
 
 def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed_hash, etcd_store):

@@ -40,6 +40,7 @@ def test_a_killed_node_and_a_late_one_change_neither_weights_nor_samples(
     report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
     assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
     assert final_hash(job.output) == undisturbed(tmp_path / "alone")
+    assert job.events("world size") == []
 
 
 def undisturbed(directory: Path) -> str:

@@ -36,6 +36,7 @@ from zero_agent.workers.progress import Steps, load_in_words
 from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.stacks import Process
 from zero_agent.workers.wait_replies import WaitReplies
+from zero_agent.workers.world_size import WorldSize
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
@@ -158,6 +159,7 @@ class NodeWorkers:
         """Whether the forkserver before this one was killed while it imported."""
         self._group: WorkerGroup | None = None
         self._can_leave: set[int] = set()
+        self._world_size = WorldSize(clock)
         self._askings = LeaveRequests({})
         self._asked_s: float | None = None
         self._stop_s: float | None = None
@@ -291,6 +293,7 @@ class NodeWorkers:
                 self._forkserver.signal(self._timer_host, signal.SIGKILL)
             self._timer_host = self._forkserver.host_timers(str(self._timers))
         self.steps.begin(self._orders.heartbeats(job, node))
+        self._world_size.begin(job.members.world_size, tells=job.members.index(node) == 0)
         self._askings = LeaveRequests(self._orders.askings(job, node))
         orders = self._orders.of(job, node, secret)
         directory = self._orders.directory(job)
@@ -356,6 +359,8 @@ class NodeWorkers:
                 self._kill_s = self._clock.now()
                 self._group.mark_hung(rank, verdict)
                 self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
+        if self.state in (Workers.RUNNING, Workers.SUCCEEDED):
+            self._warn_of_world_size()
         # A forkserver that is stuck would keep its workers, and the whole job, for ever.
         unresponsive_s = self._forkserver.stuck_s(self._config.join_timeout_s)
         if unresponsive_s is not None:
@@ -363,6 +368,11 @@ class NodeWorkers:
             text += ", and the workers with it"
             self._journal.tell("forkserver", text, level=logging.WARNING)
             self._forkserver.kill()
+
+    def _warn_of_world_size(self) -> None:
+        text = self._world_size.warning(done=self.state is Workers.SUCCEEDED)
+        if text:
+            self._journal.tell("world size", text, level=logging.WARNING)
 
     def close(self) -> None:
         """End every process of this node."""
@@ -464,6 +474,7 @@ class NodeWorkers:
                 # The worker is gone: a reply would reach nobody, and the fence is another round's.
                 log.debug("rank %d of round %d, which is over: %s", rank, message.round, message)
             case Hello() if Ability.BOUNDARY in message.can:
+                self._world_size.announced()
                 self._can_leave.add(rank)
                 self.steps.promise()
             case CommitRequest():

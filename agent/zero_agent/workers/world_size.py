@@ -1,0 +1,62 @@
+"""Whether the world size has changed under a script whose batch, schedule and data are its own.
+
+A torchrun script divides its global batch by the world size of its start, and so its schedule and
+its order of samples. Under the engine and `zero_torch.protect` none of them depends on it. Those
+announce themselves (`Hello`), so a script that announces nothing is told apart from them, and the
+user gets one warning.
+
+Must always hold: the decision depends on the clock and on what was recorded alone; a script that
+has announced itself once, in any round, gets no warning.
+"""
+
+from __future__ import annotations
+
+from zero_contract.clock import Clock, Stopwatch
+
+QUIET_S = 60.0
+"""A script that runs for so long, or to its end, without an announcement, has none to make. An
+engine announces itself when it is made, which follows imports and the load of a model."""
+
+
+class WorldSize:
+    """The world sizes of the rounds in which this node has run workers."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._runs = Stopwatch(clock)
+        self._now = self._before = 0
+        self._tells = self._settled = False
+
+    def begin(self, world_size: int, *, tells: bool) -> None:
+        """A round begins.
+
+        Args:
+            world_size: The number of its ranks.
+            tells: Whether this node warns, for all nodes of the round.
+        """
+        if self._now != world_size:
+            self._before, self._now = self._now, world_size
+        self._tells = tells
+        self._runs.stop()
+        self._runs.start()
+
+    def announced(self) -> None:
+        """A worker has the engine or `zero_torch.protect`."""
+        self._settled = True
+
+    def warning(self, *, done: bool) -> str:
+        """What to warn of, once; empty if there is nothing, or not yet.
+
+        Args:
+            done: Whether all workers have ended with exit code 0. Otherwise they run.
+        """
+        if self._settled or not (self._before and self._tells):
+            return ""
+        if not (done or self._runs.past(QUIET_S)):
+            return ""
+        self._settled = True
+        return (
+            f"the world size is {self._now} and was {self._before}, and the script has announced "
+            "neither the engine nor zero_torch.protect: if it trains, its global batch, its "
+            "schedule and its order of samples follow the world size, and so does the result; "
+            "docs/elastic-jobs.md, 'When the world size changes', has what to do"
+        )
