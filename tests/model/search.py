@@ -35,7 +35,7 @@ from tests.model.world import (
 )
 from zero_agent.loop.supervise import Action
 from zero_agent.node.state import Workers
-from zero_orchestrator.membership.job_state import ENDED, State
+from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
 from zero_orchestrator.membership.moves import LEGAL
 from zero_orchestrator.membership.rounds import Move
 from zero_orchestrator.store.kv import KeyValue, Put, Write, unchanged
@@ -163,7 +163,7 @@ def running(world: World) -> World:
 
 
 def check_move(before: World, after: World, plan: Plan) -> None:
-    """I1, I3, I4, I5, I10, I11: of one transition that has succeeded."""
+    """I1, I3, I4, I5, I10, I11, I12: of one transition that has succeeded."""
     spec, old, new = before.spec, before.job, after.job
     transition = plan.transition
     assert transition is not None
@@ -185,7 +185,17 @@ def check_move(before: World, after: World, plan: Plan) -> None:
         assert needed or len(free) == len(ids), "I4: excluded, and could be done without"
     else:
         assert new.members == old.members, "I1: members never change"
+    if transition.move is Move.YIELD:
+        check_yield(plan.view)
     check_charge(before, after, transition.move)
+
+
+def check_yield(view: Snapshot) -> None:
+    """I12: no worker is asked to leave for the sake of a node that has finished, nor at the end."""
+    running = [m for m in view.members.nodes if m.id not in view.done]
+    wish = {node.id for node in view.nodes if node.draining or view.barred(node)}
+    grows = bool(view.joiners) and len(running) == len(view.members.nodes)
+    assert view.stop or grows or any(m.id in wish for m in running), "I12: nobody who runs leaves"
 
 
 def check_charge(before: World, after: World, move: Move) -> None:
@@ -234,7 +244,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     leases = {agent.lease: number for number, agent in enumerate(alike)}
     values = ((_key(i.key, order), _value(i.value, order), leases.get(i.lease)) for i in items)
     return (
-        (world.faults, world.may_stop, world.commits, world.drains, world.sticks),
+        (world.faults, world.may_stop, world.commits, world.drains, world.sticks, world.late),
         frozenset(values),
         _written(items, order, "/nodes/"),
         _written(items, order, "/fail/", "/symptom/", "/yield"),

@@ -86,6 +86,8 @@ class World:
     """So many nodes may still be told to leave."""
     sticks: int = 0
     """So many nodes may still get a worker that cannot be killed."""
+    late: bool = False
+    """Only a node that has finished fails, or is told to leave."""
 
     def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
         agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
@@ -106,12 +108,22 @@ def begin(
     commits: int = 0,
     drains: int = 0,
     sticks: int = 0,
+    late: bool = False,
 ) -> World:
     """Nobody is there yet."""
     names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
     agents = tuple(Agent(name, 0, 0, alive=False) for name in names)
     return World(
-        spec, Database(), agents, Snapshot(spec=spec), faults, may_stop, commits, drains, sticks
+        spec,
+        Database(),
+        agents,
+        Snapshot(spec=spec),
+        faults,
+        may_stop,
+        commits,
+        drains,
+        sticks,
+        late,
     )
 
 
@@ -260,6 +272,16 @@ ACT: dict[Action, Callable[[World, int], World]] = {
 # ---- what happens to an agent ----
 
 
+def has_finished(world: World, agent: Agent) -> bool:
+    """Whether a node has reported that its workers of the round are done, or the round is over."""
+    return agent.round != world.job.n or agent.id in world.job.done
+
+
+def in_time(world: World, agent: Agent) -> bool:
+    """Whether something may happen to this node now."""
+    return not world.late or agent.id in world.job.done
+
+
 def workers_end(world: World, index: int) -> Iterator[World]:
     """Running workers finish, or leave once any agent of the round asked; that is no fault."""
     agent = world.agents[index]
@@ -307,6 +329,8 @@ def forgive(world: World) -> Iterator[World]:
 def faults(world: World, index: int) -> Iterator[World]:
     """Whatever may go wrong with a node once."""
     agent = world.agents[index]
+    if not in_time(world, agent):
+        return
     fewer = replace(world, faults=world.faults - 1)
     if agent.workers is Workers.RUNNING:
         yield fewer.with_agent(index, replace(agent, workers=Workers.FAILED))
@@ -318,9 +342,15 @@ def faults(world: World, index: int) -> Iterator[World]:
 
 
 def drain(world: World, index: int) -> Iterator[World]:
-    """A node is told to leave, and tells the others that it wants to."""
+    """A node is told to leave, and tells the others that it wants to.
+
+    One whose workers have finished says that first.
+    """
     agent = world.agents[index]
-    if world.drains and not agent.draining and still_registered(world, agent):
+    if agent.workers is Workers.SUCCEEDED and not has_finished(world, agent):
+        return
+    may = world.drains and not agent.draining and in_time(world, agent)
+    if may and still_registered(world, agent):
         told = replace(agent, draining=True, plan=None)
         says = Put(KEYS.node(agent.id), told.node.to_json(), agent.lease)
         notes = KEYS.report(world.job.n, "leaving", agent.id)

@@ -8,6 +8,7 @@ in which an invariant is broken.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,26 @@ def test_a_stop_asked_for_at_any_time_ends_the_job_for_everybody(
 def test_whoever_is_told_to_leave_at_any_time_keeps_nobody_waiting():
     spec = JobSpec(min_nodes=1, max_nodes=2)
     assert explore(begin(spec, 2, faults=0, drains=1), max_round=2) > 500
+
+
+FINISHING_JOBS = {
+    "two nodes, both needed, one of which is told to leave": (2, (2, 2), 0, 1),
+    "two nodes, both needed, one of which dies": (2, (2, 2), 1, 0),
+    "a third node, which comes at any time": (3, (2, 3), 0, 0),
+}
+"""Nodes there are, nodes wanted, faults that happen, nodes that are told to leave."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bounds", "faults", "drains"), FINISHING_JOBS.values(), ids=FINISHING_JOBS
+)
+def test_what_happens_to_a_node_that_has_finished_costs_the_others_nothing(
+    nodes, bounds, faults, drains
+):
+    spec = JobSpec(min_nodes=bounds[0], max_nodes=bounds[1], max_restarts=0)
+    first = running(begin(spec, 2, faults, drains=drains, late=True))
+    newcomers = begin(spec, nodes, 0).agents[2:]
+    assert explore(replace(first, agents=(*first.agents, *newcomers)), max_round=1) > 20
 
 
 STUCK_JOBS = {

@@ -212,6 +212,16 @@ def test_a_member_that_drains_lets_the_workers_stop_at_a_boundary():
     assert verdict(job) == (Move.YIELD, "b is leaving")
 
 
+def test_a_member_that_has_finished_drains_without_the_others():
+    job = replace(active("ab"), nodes=(node("a"), node("b", draining=True)), done=frozenset("b"))
+    assert verdict(job) == (None, "round 1 runs on 2 nodes")
+
+
+def test_nobody_joins_a_round_in_which_a_member_has_finished():
+    job = replace(active("ab", live="abc"), done=frozenset("b"))
+    assert verdict(job) == (None, "the workers of b are done; spare: c")
+
+
 def test_a_drained_node_that_is_gone_was_not_lost():
     job = replace(active("ab", live="a"), yielding="b is leaving", quiet=frozenset("ab"))
     assert verdict(job) == (Move.FORM, "b is leaving")

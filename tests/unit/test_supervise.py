@@ -124,3 +124,13 @@ def test_a_draining_agent_leaves_when_its_workers_have():
     assert act(replace(FORMS, quiet=frozenset({"me"})), Workers.LEFT) is Action.EXIT
     assert act(job(State.ACTIVE, members=(OTHER,)), Workers.NONE, 0) is Action.EXIT
     assert act(RUNS, Workers.NONE, 0) is Action.REPORT_QUIET
+
+
+def test_a_draining_agent_whose_workers_are_done_keeps_the_store_that_the_others_use():
+    done = replace(RUNS, done=frozenset({"me"}))
+    now = Situation(
+        job=done, node=replace(ME, draining=True), workers=Workers.SUCCEEDED, round=2, hosting=True
+    )
+    assert next_action(now)[0] is Action.WAIT
+    assert next_action(replace(now, hosting=False))[0] is Action.EXIT
+    assert next_action(replace(now, job=replace(done, state=State.DONE)))[0] is Action.EXIT

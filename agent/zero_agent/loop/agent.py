@@ -340,9 +340,7 @@ class Agent:
                 and self._health_checks.complaint != self._rdzv.node.unhealthy
             ):
                 self._rdzv.set_unhealthy(self._health_checks.complaint)
-            stopping = self._node_workers.state is Workers.STOPPING
-            self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
-            action, reason = next_action(self._situation())
+            action, reason = self._next_action()
             if action is Action.EXIT:
                 self._log_time()
                 return log_end(
@@ -381,6 +379,18 @@ class Agent:
         self._limits.check_waiting(self._rdzv.snapshot, reason, waits_for, self._rdzv.confirm)
         self._handle_events()
         return None
+
+    def _next_action(self) -> tuple[Action, str]:
+        """The next action, once the job knows of this node's wish to leave.
+
+        That its workers are done is reported first: then no other node stops for the wish.
+        """
+        action, reason = next_action(self._situation())
+        if action is Action.REPORT_DONE:
+            return action, reason
+        stopping = self._node_workers.state is Workers.STOPPING
+        self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
+        return next_action(self._situation())
 
     def _meanwhile(self) -> None:
         """Check the limits and handle events once, while a call to etcd is under way."""

@@ -157,6 +157,14 @@ def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
     return rule
 
 
+def _succeeded(now: Situation) -> Step:
+    """The node's part is done: report it, then leave if asked, unless the others need it still."""
+    reason = "the workers have finished"
+    if now.reported and now.node.draining and now.hosting:
+        return Action.WAIT, f"{reason}; this node hosts the store of those that have not"
+    return _once(Action.REPORT_DONE, reason)(now)
+
+
 def _ended(now: Situation) -> Step:
     if now.busy and not now.unkillable:
         return _kill(now, f"the job is {now.job.state}")
@@ -175,7 +183,7 @@ _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
     Workers.STOPPING: _stopping,
     Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
     Workers.LEFT: _once(Action.REPORT_QUIET, "the workers have left"),
-    Workers.SUCCEEDED: _once(Action.REPORT_DONE, "the workers have finished"),
+    Workers.SUCCEEDED: _succeeded,
     Workers.PEER_LOST: _once(Action.REPORT_FAILURE, "the workers lost a peer"),
     Workers.FAILED: _once(Action.REPORT_FAILURE, "a worker failed"),
 }

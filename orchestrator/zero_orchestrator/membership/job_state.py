@@ -234,6 +234,11 @@ class Snapshot:
         return tuple(m for m in self.members.nodes if (m.id, m.incarnation) in self.alive)
 
     @cached_property
+    def unfinished(self) -> tuple[Node, ...]:
+        """Live members of round n, as registered now, whose workers have not all exited with 0."""
+        return tuple(n for n in self.nodes if self.has_member(n) and n.id not in self.done)
+
+    @cached_property
     def lost(self) -> tuple[Node, ...]:
         """Members of round n whose agents vanished while their workers ran."""
         gone = (m for m in self.members.nodes if (m.id, m.incarnation) not in self.alive)

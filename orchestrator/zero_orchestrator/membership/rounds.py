@@ -16,7 +16,8 @@ I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with a
 I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold. I5 at most one charge
 per round, and the job fails iff a failure finds the restart budget spent, or the last restarts
 made no progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins after a request to
-stop the job, and only such a job is STOPPED.
+stop the job, and only such a job is STOPPED. I12 workers are asked to leave for a node that leaves
+only if its own workers run, and for one that joins only while those of all nodes do.
 
 Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
 compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
@@ -254,15 +255,23 @@ def _the_job_is_to_stop(job: Snapshot, seen: Observation, timing: Timing) -> Dec
 
 
 def _a_member_drains(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    draining = [node.id for node in job.nodes if node.draining and job.has_member(node)]
+    draining = [node.id for node in job.unfinished if node.draining]
     if draining:
         return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
     return None
 
 
 def _a_member_is_excluded(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    reasons = [str(e) for node in job.nodes if job.has_member(node) and (e := job.barred(node))]
+    reasons = [str(e) for node in job.unfinished if (e := job.barred(node))]
     return go(Move.YIELD, _some(reasons, "; ")) if reasons else None
+
+
+def _some_have_finished(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
+    """Nobody joins: the others would begin again what these have finished."""
+    if not (job.done and job.joiners):
+        return None
+    names = _some([node.id for node in job.joiners])
+    return Decision(None, f"the workers of {_some(sorted(job.done))} are done; spare: {names}")
 
 
 def _room_for_joiners(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -426,6 +435,7 @@ _WATCH_RULES: Sequence[_Rule] = (
     _the_job_is_to_stop,
     _a_member_drains,
     _a_member_is_excluded,
+    _some_have_finished,
     _room_for_joiners,
 )
 _DECIDE: Mapping[State | None, Callable[[Snapshot, Observation, Timing], Decision]] = {
