@@ -37,6 +37,7 @@ def job(store: MemoryStore, name: str, state: str, *, age_s: float, alive: bool 
     told = {"time": NOW_S - age_s, "event": "finish", "text": "done"}
     store.put(events_prefix(name) + "a.1.000001", json.dumps(told))
     store.put(keys.in_memory, "{}")
+    store.put(keys.secret, "of the job")
     if alive:
         lease = store.grant(3)
         node = Node(id="a", incarnation="1", address="a", slots=1)
@@ -61,6 +62,7 @@ def test_jobs_that_have_been_over_for_long_go_with_everything_that_was_kept_of_t
     gone = {item.key for item in before} - {item.key for item in memory.range("/zero/").items}
     whose = ("/zero/v1/old/", "/zero/v1/older/", "/zero/events/old/", "/zero/events/older/")
     whose += ("/zero/progress/old/", "/zero/progress/older/")
+    whose += ("/zero/secret/old/", "/zero/secret/older/")
     assert gone == {item.key for item in before if item.key.startswith(whose)}
     assert names(memory) == []
 

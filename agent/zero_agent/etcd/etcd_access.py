@@ -166,7 +166,7 @@ _REMEDIES = {
     "user name is empty": "give --etcd-user and --etcd-password-file",
     "authentication is not enabled": "leave out --etcd-user",
     "permission denied": "grant the role of --etcd-user readwrite on the prefix /zero/, or with "
-    "--rdzv-id=JOB on /zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/",
+    "--rdzv-id=JOB on /zero/v1/JOB/, /zero/secret/JOB/, /zero/events/JOB/ and /zero/progress/JOB/",
 }
 """Remedy by a part of the error of etcd or of TLS; the first entry that matches counts."""
 

@@ -131,7 +131,8 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
         revision = stopped.revision
         if _has_agents(store, keys):
             return False  # a new agent reads that the job was stopped, and exits
-    prefixes = (keys.prefix, events.events_prefix(remains.job), events.progress_prefix(remains.job))
+    elsewhere = (events.events_prefix(remains.job), events.progress_prefix(remains.job))
+    prefixes = (keys.prefix, keys.secrets, *elsewhere)
     writes = [Delete(prefix, prefix=True) for prefix in prefixes]
     return store.txn([unchanged(keys.round, revision)], writes).succeeded
 

@@ -3,7 +3,6 @@
 Under `/zero/v1/<job>/` (all values JSON):
 
     spec                    the JobSpec, written once
-    secret                  known to the job's agents alone; written once
     nodes/<id>              a live agent; leased
     round                   {n, state, cause, by, at, took_s, failed}: the round that is ACTIVE, or
                             being left (FORMING), or how the job ended
@@ -23,6 +22,8 @@ Under `/zero/v1/<job>/` (all values JSON):
 
 Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_memory`, the
 newest checkpoint in the memory of the nodes. `events` names the other keys below that prefix.
+And `/zero/secret/<job>/key`, the job's secret, which its first agent writes once: whoever may read
+the job otherwise (a status page, a dashboard) need not be able to read it.
 
 What starts with `round` is the job's *course*: a handful of changes in each round, which every
 agent watches (`job_view.py`). What every node writes is elsewhere, and only the first few agents
@@ -54,8 +55,13 @@ class Keys:
 
     @property
     def secret(self) -> str:
-        """What the job's agents prove to each other that they know."""
-        return self.prefix + "secret"
+        """What the job's agents prove to each other that they know; no other process reads it."""
+        return f"{self.secrets}key"
+
+    @property
+    def secrets(self) -> str:
+        """What the keys start with that the job's agents alone may read."""
+        return f"/zero/secret/{self.job}/"
 
     @property
     def round(self) -> str:

@@ -45,17 +45,17 @@ def test_whoever_has_the_token_gets_in_and_a_stranger_learns_and_changes_nothing
     with private_server(["127.0.0.2"], token=token, names=["node-0"]) as endpoint:
         elsewhere = f"127.0.0.2:{endpoint.rpartition(':')[2]}"
         with store(elsewhere, mine) as member:
-            member.put("/zero/v1/job/secret", "x")
+            member.put("/zero/secret/job/key", "x")
         for address in (endpoint, elsewhere):
             assert is_healthy(address, mine)
             assert probe(address) is not Found.ETCD, "in plain text"
             assert probe(address, theirs) is not Found.ETCD, "with another token"
             for who in (None, theirs):
                 with store(address, who, 1.0) as stranger, pytest.raises(StoreUnavailable):
-                    stranger.put("/zero/v1/job/secret", "stolen")
+                    stranger.put("/zero/secret/job/key", "stolen")
             assert not lets_in(address, ssl._create_unverified_context()), "without a certificate"
         with store(endpoint, mine) as member:
-            assert member.get("/zero/v1/job/secret").value == "x"
+            assert member.get("/zero/secret/job/key").value == "x"
         look = [sys.executable, "-m", "zero_orchestrator", "status", "--all"]
         done = subprocess.run(
             [*look, f"--rdzv-endpoint={elsewhere}"],
@@ -85,7 +85,7 @@ def test_another_etcd_is_not_taken_for_the_jobs(files):
         store(anothers, mine, 1.0) as member,
         pytest.raises(StoreUnavailable),
     ):
-        member.put("/zero/v1/job/secret", "told to a stranger")
+        member.put("/zero/secret/job/key", "told to a stranger")
 
 
 def test_certificates_are_for_this_user_alone(files):

@@ -54,7 +54,8 @@ _REMEDIES = {
     "authentication is not enabled": "leave the user and the password out",
     "permission denied": (
         "grant the user's role readwrite on the prefix /zero/, or for the job JOB alone on "
-        "/zero/v1/JOB/, /zero/events/JOB/ and /zero/progress/JOB/"
+        "/zero/v1/JOB/, /zero/secret/JOB/, /zero/events/JOB/ and /zero/progress/JOB/; to look at "
+        "the job, read on all of them but /zero/secret/JOB/"
     ),
     "database space exceeded": REMEDY_WHEN_FULL,
 }
