@@ -5,6 +5,8 @@ has one link, however many engines it has (a GAN, actor and critic): the agent s
 
 - Requests have numbers, so each engine receives the replies to its own requests.
 - Progress: each engine's step is a heartbeat; the step of the most advanced engine is reported.
+- SIGTERM: a scheduler such as Slurm signals every process of a job. The agent decides then what its
+  workers do, so a worker with a link ignores the signal, unless the script handles it.
 - Leaving: as soon as the consensus of one engine's step decides it, it holds for all engines; the
   process leaves at the script's next save of all, because the script alone knows at which point
   their states belong together.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import socket
 import struct
 import threading
@@ -90,6 +93,8 @@ class AgentLink:
         """
         self.round = current_round()
         self._leave = threading.Event()
+        self._pid = os.getpid()
+        self._sigterm_came = False
         self._last_save_by_s = 0.0
         self._numbers = itertools.count(1)
         self._answers: dict[int, CommitReply | PeerMemoryReply] = {}
@@ -135,6 +140,11 @@ class AgentLink:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
             can = (Ability.BOUNDARY,)
             self._send(contract.Hello(rank=rank, pid=os.getpid(), can=can, round=self.round))
+
+    def handles_sigterm(self) -> bool:
+        """Note a SIGTERM; whether the agent, and not the signal, decides about this process."""
+        self._sigterm_came = True
+        return self._pid == os.getpid() and self._socket is not None and not self.interrupt.reason
 
     @property
     def leave_asked(self) -> bool:
@@ -355,6 +365,8 @@ class AgentLink:
                             if now:
                                 self.interrupt.request(message.reason)
                                 self.group_lost.set()
+                                if self._sigterm_came:  # before the request, so it was ignored
+                                    os.kill(os.getpid(), signal.SIGTERM)
                         case CommitReply() | PeerMemoryReply():
                             with self._changed:
                                 self._answers[message.request] = message
@@ -408,7 +420,20 @@ def agent_link(rank: int) -> AgentLink:
     global _link  # noqa: PLW0603 - it is the process that has one
     if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
         _link = AgentLink(rank)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if _link.present and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _on_sigterm)
     return _link
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    """Leave SIGTERM to the agent while there is one.
+
+    A handler, not SIG_IGN: programs that the script executes begin with the default.
+    """
+    if _link is None or not _link.handles_sigterm():
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 @contextmanager

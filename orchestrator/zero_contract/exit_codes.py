@@ -208,14 +208,16 @@ def page() -> str:
     lines = [
         _HEAD,
         "## zero-agent\n",
-        "| code | what happened | Kubernetes | systemd: the unit | `zero-ctl launch` |",
+        "| code | what happened | Kubernetes | systemd: the unit; Slurm: the node "
+        "| `zero-ctl launch` |",
         "| --- | --- | --- | --- | --- |",
         *agent_rows,
         "",
         "Any other code is treated like 70. `zero-ctl launch`, `zero-ctl run --on local` and the",
         "batch script for Slurm exit with the code of an agent that saw the job's end, 0 first; if",
         "none did, with the highest. The batch script asks etcd whether the job is done, because",
-        "srun reports only the highest code, and requeues itself after 143 before its time limit.",
+        "srun reports only the highest code. After 143 it requeues the job, unless Slurm has ended",
+        "the job (`scancel`).",
         "",
         "## Workers, as their agent reads them\n",
         "| code | what happened |",

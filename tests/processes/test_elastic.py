@@ -125,12 +125,18 @@ def test_training_does_not_stand_still_while_a_late_node_imports(
     assert [event["round"] for event in job.events("activate")] == [1, 2]
 
 
-@pytest.mark.full
-def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_hash):
+@pytest.mark.parametrize("receivers", ["its agent", "every process"])
+@pytest.mark.corners(receivers=["every process"])
+def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_hash, receivers):
+    """Slurm and others signal every process of a job: only the agents act on it."""
     job = cluster(flags=("--nnodes=1:2",))
     job.start("a", "b")
     job.wait_for_step(10, world=2)
-    job.agents["a"].process.send_signal(signal.SIGTERM)
+    agent = job.agents["a"].process
+    if receivers == "every process":
+        for pid in descendants(agent.pid):
+            os.kill(pid, signal.SIGTERM)
+    agent.send_signal(signal.SIGTERM)
     assert job.agents.pop("a").wait() == 128 + signal.SIGTERM
     job.wait_for_step(11, world=1)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)

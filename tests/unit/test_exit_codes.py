@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ from zero_contract.exit_codes import (
 ROOT = Path(__file__).resolve().parents[2]
 JOB = next(yaml.safe_load_all((ROOT / "deploy/kubernetes/base/job.yaml").read_text()))
 UNIT = (ROOT / "deploy/systemd/zero-agent@.service").read_text()
+
+SBATCH = (ROOT / "deploy/slurm/zero_agent.sbatch").read_text()
 
 
 def codes_of(consequence: object) -> set[int]:
@@ -57,6 +60,12 @@ def test_systemd_does_what_the_table_says():
     [final] = re.findall(r"^RestartPreventExitStatus=(.*)$", UNIT, re.MULTILINE)
     down = {0, *map(int, success.split()), *map(int, final.split())}
     assert down == codes_of(Systemd.STAYS_DOWN)
+
+
+def test_the_batch_script_starts_an_agent_again_as_the_table_says():
+    [final] = re.findall(r"case \$code in (.*)\) exit", SBATCH)
+    by_hand = {128 + signal.SIGHUP, 128 + signal.SIGINT}
+    assert set(map(int, final.split("|"))) == codes_of(Systemd.STAYS_DOWN) | by_hand
 
 
 @pytest.mark.parametrize(

@@ -324,6 +324,9 @@ class NodeWorkers:
         """Send this signal now, and SIGKILL once the shutdown timeout since the first is over."""
         if self._stop_s is None:
             self._stop_s = self._clock.now()
+        now = Leave(round=self.round, when=When.NOW, reason=reason)
+        for rank in self._can_leave:  # they ignore SIGTERM until their agent has said so
+            self._channel.send(rank, now)
         self._end(number, reason)
 
     def pass_on(self, number: signal.Signals) -> None:

@@ -153,7 +153,10 @@ class Forkserver:
         if self._listener is not None:
             self._listener.close()
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        numbers = [signal.SIGCHLD, signal.SIGHUP]
+        if order["op"] == "start":  # the hosts of stores and timers go on ignoring SIGTERM
+            numbers.append(signal.SIGTERM)
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -281,6 +284,8 @@ def main() -> None:
     """Serve the agent; in a forked worker, run its program."""
     if os.getsid(0) != os.getpid():  # it is, after `preload` has begun again
         os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
+    # So is the SIGTERM that a scheduler such as Slurm sends to every process of a job.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     adopt_orphans()
     set_title("zero-forkserver")
     fd, *modules = sys.argv[1:]
