@@ -157,16 +157,21 @@ def is_ours(name: str) -> bool:
     return NAME.fullmatch(name.removeprefix(REMOVED)) is not None
 
 
-def newest_committed(root: Place) -> tuple[int, int] | None:
-    """(round, step) of the newest directory with a manifest and no quarantine, by name alone."""
+def committed(root: Place) -> Iterator[Place]:
+    """The directories with a manifest and no quarantine, newest first, by name alone."""
     for path in _newest_first(root):
         if (
             NAME.fullmatch(path.name)
             and (path / MANIFEST).exists()
             and not (path / QUARANTINE).exists()
         ):
-            return age(path.name)
-    return None
+            yield path
+
+
+def newest_committed(root: Place) -> tuple[int, int] | None:
+    """(round, step) of the newest of `committed`."""
+    newest = next(committed(root), None)
+    return age(newest.name) if newest is not None else None
 
 
 def quarantine(path: Place, reason: str, disk: Disk | None = None) -> None:

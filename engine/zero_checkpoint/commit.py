@@ -28,9 +28,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from zero_checkpoint import ownership
 from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
-from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
@@ -89,6 +90,7 @@ def save(
         CommitRefused: The fence refused; nothing is published. On every rank.
         DiskFull: One or more ranks lacked room, and nothing else failed; nothing is published.
             On every rank.
+        OtherRun: Another run saves to `root`, see `ownership`; nothing is published. On every rank.
         CheckpointError: A rank failed, and nothing is published; names rank, file and cause.
             On every rank. Or: no verdict came, or the storage failed in the commit itself, and the
             outcome is unknown.
@@ -99,7 +101,14 @@ def save(
     _raise_problem(opened)
     block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
     number, nonce = opened["round"], opened["nonce"]
-    header = Header(tag=tag, step=step, block_bytes=block_bytes, round=number, nonce=nonce)
+    header = Header(
+        tag=tag,
+        step=step,
+        block_bytes=block_bytes,
+        round=number,
+        nonce=nonce,
+        runs=ownership.runs(),
+    )
     name = directory_name(step, number, nonce)
     directory = _as_opened(root, opened["root"], name) / name
     path = directory / file_name(consensus.rank)
@@ -162,19 +171,29 @@ class Lineage:
 def _open(root: Place, step: int, round: int, disk: Disk) -> Record:
     """Rank 0: make a directory that never existed; its round and nonce, or the problem."""
     try:
+        _check_runs(root)
         number = generation(round, step, newest_committed(root))
         disk.make_directories(root)
         for _ in range(_NONCES):
             nonce = secrets.token_hex(2)
+            name = directory_name(step, number, nonce)
             try:
-                disk.make_directory(root / directory_name(step, number, nonce))
+                disk.make_directory(root / name)
             except FileExistsError:
                 continue
+            ownership.written(root, name)
             where = root.absolute() if isinstance(root, Path) else root
             return {"round": number, "nonce": nonce, "root": str(where)}
         raise CheckpointError(f"{_NONCES} names for step {step} are taken; remove some")
+    except OtherRun as error:
+        return {"problem": str(error), "other_run": True}
     except Exception as error:
         return _problem(f"rank {COORDINATOR}: no new directory under {root}", error)
+
+
+def _check_runs(root: Place) -> None:
+    if problem := ownership.refusal(root):
+        raise OtherRun(problem)
 
 
 def _as_opened(own: Place, first: str, name: str) -> Place:
@@ -251,10 +270,14 @@ def _judge(
 ) -> Record:
     """Rank 0: publish the files of all ranks; or remove them, unless they may be published."""
     try:
-        publish(directory, assemble(state, header, votes), fence, disk)
+        manifest = assemble(state, header, votes)
+        _check_runs(directory.parent)  # once more: the files may have taken long to write
+        publish(directory, manifest, fence, disk)
         return {}
     except CommitRefused as error:
         verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
+    except OtherRun as error:
+        verdict = {"problem": str(error), "other_run": True}
     except CheckpointError as error:
         # The disk is full if every rank that failed has failed for want of room alone.
         failed = [vote for vote in votes if vote is None or "problem" in vote]
@@ -282,4 +305,5 @@ def _raise_problem(verdict: Record) -> None:
     if verdict.get("refused"):
         raise CommitRefused(verdict["problem"], passing=verdict["passing"])
     if "problem" in verdict:
-        raise (DiskFull if verdict.get("full") else CheckpointError)(verdict["problem"])
+        full, other = verdict.get("full"), verdict.get("other_run")
+        raise (OtherRun if other else DiskFull if full else CheckpointError)(verdict["problem"])

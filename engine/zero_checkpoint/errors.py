@@ -13,6 +13,10 @@ class DiskFull(CheckpointError):
     """Disk full (ENOSPC, EDQUOT) or no room in the store: nothing was published; free some room."""
 
 
+class OtherRun(CheckpointError):
+    """Another run saves to the directory; see `ownership`. Nothing was published or deleted."""
+
+
 class DamagedCheckpoint(CheckpointError):
     """Bytes on disk are not the bytes that were saved: truncated, flipped, missing, swapped."""
 

@@ -1,8 +1,8 @@
 """After a commit: delete expired checkpoints, and what dead saves have left.
 
 Must always hold: only the rank that has just committed removes anything, so a stale worker, whose
-commits are refused, removes nothing; the checkpoint just committed stays; a failure here is a
-warning, because the save itself has succeeded.
+commits are refused, removes nothing; nothing is removed where another run saves as well; the
+checkpoint just committed stays; a failure here is a warning, because the save itself has succeeded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from zero_checkpoint.candidates import Rejected, examine, find
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
+from zero_checkpoint.ownership import refusal
 from zero_checkpoint.retention import Best, abandoned, expired, remove, sweep
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEA
         dead_after_s: The time for which an attempt must have been idle to count as dead.
     """
     try:
+        if problem := refusal(root):
+            _log.warning("nothing was deleted: %s", problem)
+            return
         if keep.last is not None:
             paths = expired(
                 find(root).candidates,

@@ -28,7 +28,7 @@ from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.departure import Departure, choose_departure
-from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.tier import InMemoryCheckpoints
@@ -97,6 +97,8 @@ class Persistence:
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
         self._refused = 0
         """Consecutive saves that were refused for good, so that training saves in vain."""
+        self._other_run: OtherRun | None = None
+        """The refusal of a save, if the script has not been told yet."""
         self.number = link.add(self)
         self._some_rank_busy = False
         self._some_memory_busy = False
@@ -352,6 +354,8 @@ class Persistence:
         if outcome is not None:
             self._note(outcome)
             self.saver.report(outcome)
+            if isinstance(outcome.error, OtherRun):
+                self._other_run = outcome.error
 
     def _note(self, outcome: Outcome) -> None:
         self._link.saved_file(_report(outcome, self._began))
@@ -366,6 +370,9 @@ class Persistence:
 
     def _check_refusals(self) -> None:
         """Stop a script whose saves are refused: without a checkpoint all of its work is lost."""
+        error, self._other_run = self._other_run, None
+        if error is not None:
+            raise error
         if self._refused > 1:
             self._refused = 0  # a script that catches the error may try again
             raise CheckpointError(

@@ -51,6 +51,8 @@ class Header:
     nonce: str
     tag: str
     block_bytes: int
+    runs: tuple[str, ...] = ()
+    """See `ownership.runs`; rank 0's count."""
 
 
 @uncollected()
@@ -116,6 +118,7 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
         fragments=fragments,
         meta=state.meta,
         block_bytes=header.block_bytes,
+        runs=header.runs,
     )
 
 

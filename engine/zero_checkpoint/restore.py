@@ -24,10 +24,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
+from zero_checkpoint import ownership
 from zero_checkpoint.candidates import (
     WAS_COMMITTED,
     Candidate,
     Rejected,
+    committed,
     quarantine,
     read_manifest,
     scan,
@@ -252,6 +254,8 @@ class _Search:
     tags: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
     """The manifest of the checkpoint that was offered last."""
+    _present: tuple[str, ...] = ()
+    """The checkpoints on disk when the search began."""
     _entries: Iterator[_Entry] | None = None
 
     def next_offer(self, world: int) -> Record:
@@ -272,7 +276,9 @@ class _Search:
 
     def _next_candidate(self) -> tuple[Record, Manifest] | None:
         """Its part of an offer, from which `_open` finds it, and its manifest."""
-        self._entries = self._entries or _newest_first(self.root, self.ram)
+        if self._entries is None:
+            self._present = tuple(path.name for path in committed(self.root))
+            self._entries = _newest_first(self.root, self.ram)
         for entry in self._entries:
             if isinstance(entry, tuple):
                 kept, manifest = entry
@@ -302,6 +308,7 @@ class _Search:
         if self.tag is None:
             if foreign:  # the run starts from nothing, which its user may not expect
                 _log.warning("%s: there are no checkpoints here%s", self.root, foreign)
+            ownership.loaded(self.root, self._present, ())
             return {}
         known = ", ".join(repr(tag) for tag in dict.fromkeys(self.tags)) or "none"
         also = f"; not usable: {'; '.join(unusable)}" if unusable else ""
@@ -319,6 +326,9 @@ class _Search:
             if isinstance(offered, _OnDisk):
                 self.damaged.append(verdict["reason"])
                 quarantine(offered.path, verdict["reason"])
+        elif verdict["outcome"] == Outcome.GOOD:
+            assert self.manifest is not None
+            ownership.loaded(self.root, self._present, self.manifest.runs)
         return verdict
 
 

@@ -85,6 +85,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         WORKER_OURS: {
             worker.ENV_JOB: "Name of the job.",
             worker.ENV_NODE: "Name of the node.",
+            worker.ENV_RUN: "Id of the job's run, the same after every restart; checkpoints name "
+            "it.",
             worker.ENV_ROUND: "Number of the round.",
             worker.ENV_FENCE: "Fence of the round: a commit of an older round is refused.",
             worker.ENV_COMMITTED: "Newest committed step when the round began.",

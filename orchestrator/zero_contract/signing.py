@@ -29,6 +29,7 @@ class Purpose(StrEnum):
     RING = "liveness ring"
     PEER_MEMORY = "peer memory"
     MEMORY_NAME = "directory of in-memory checkpoints"
+    RUN = "id of the job's run in its checkpoints"
     ROUND = "workers of a round"
     VOTES = "votes in one part of a round's store"
     SESSION = "records of one connection"

@@ -21,6 +21,7 @@ from typing import Any, get_args
 # Environment of a worker under zero-agent, beside torchrun's.
 ENV_JOB = "ZERO_JOB"
 ENV_NODE = "ZERO_NODE"
+ENV_RUN = "ZERO_RUN"
 ENV_ROUND = "ZERO_ROUND"
 ENV_FENCE = "ZERO_FENCE"
 ENV_COMMITTED = "ZERO_COMMITTED_STEP"

@@ -60,6 +60,7 @@ def test_every_worker_of_a_round_reads_the_same_restart_count():
 def test_a_worker_finds_every_variable_of_torchrun():
     found = environments(2)[1]
     assert len(found.pop("ZERO_VOTE_KEY")) == 64
+    assert len(found.pop("ZERO_RUN")) == 16
     assert found == {
         "RANK": "4",
         "LOCAL_RANK": "1",
@@ -96,6 +97,13 @@ def test_the_ranks_of_a_round_and_no_others_have_its_key():
     other = worker_env(next_round, NODES[0], later, name="job", secret=SECRET, **FILES)
     assert len(keys) == 1
     assert not keys & {other["ZERO_VOTE_KEY"], SECRET}
+
+
+def test_a_job_is_one_run_in_all_of_its_rounds():
+    next_round = dataclasses.replace(JOB, n=8)
+    (later,) = places(next_round, NODES[0])
+    other = worker_env(next_round, NODES[0], later, name="job", secret=SECRET, **FILES)
+    assert {env["ZERO_RUN"] for i in range(4) for env in environments(i)} == {other["ZERO_RUN"]}
 
 
 def test_several_workers_get_one_thread_each_unless_told_otherwise():

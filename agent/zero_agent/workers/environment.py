@@ -25,6 +25,7 @@ from zero_contract.worker import (
     ENV_LEAVE,
     ENV_NODE,
     ENV_ROUND,
+    ENV_RUN,
     ENV_SOCKET,
     ENV_VOTE_KEY,
 )
@@ -75,7 +76,7 @@ def worker_env(
         error_file: The file for the worker's traceback.
         heartbeat_file: The file that the worker touches as its heartbeat.
         leave_file: The file in which the agent asks the worker to leave.
-        secret: The job's secret, from which the worker's key of the round is derived.
+        secret: The job's secret: the key of the round and the id of the run are derived from it.
     """
     assert job.master is not None, f"round {job.n} has no master yet"
     host, port = split_host_port(job.master)
@@ -102,6 +103,7 @@ def worker_env(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_JOB: name,
         ENV_NODE: node.id,
+        ENV_RUN: derive(secret, Purpose.RUN)[:16],
         ENV_ROUND: job.n,
         ENV_FENCE: job.fence,
         ENV_COMMITTED: job.committed,

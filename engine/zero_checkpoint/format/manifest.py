@@ -80,6 +80,8 @@ class Manifest:
     fragments: Fragments
     meta: Mapping[str, Any] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
+    runs: tuple[str, ...] = ()
+    """The ids of the run that wrote it, last, and of those that this one continues."""
     digest: str = ""
     """SHA-256 of the manifest itself, hex; empty until written or read."""
     text: bytes = b""
@@ -125,6 +127,7 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
         "world": manifest.world,
         "block_bytes": manifest.block_bytes,
         "aliases": dict(manifest.aliases),
+        "runs": list(manifest.runs),
         "meta": manifest.meta,
     }
     members = {name: canonical(value) for name, value in record.items()}

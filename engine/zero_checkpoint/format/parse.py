@@ -130,6 +130,9 @@ class _Fields:
         self._record = record
         self._where = where
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._record
+
     def take(self, name: str, kind: type) -> Any:
         value = self._record.get(name)
         if type(value) is not kind:  # not isinstance: True is not a number here
@@ -187,7 +190,14 @@ def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
         fragments=_fragments(fields, tensors, files),
         meta=fields.take("meta", dict),
         block_bytes=block_bytes,
+        runs=_runs(fields.take("runs", list) if "runs" in fields else []),
     )
+
+
+def _runs(ids: list[Any]) -> tuple[str, ...]:
+    if not set(map(type, ids)) <= {str}:
+        raise ManifestError("manifest.runs holds something else than text")
+    return tuple(ids)
 
 
 def _tensors(rows: list[Any]) -> TensorTable:

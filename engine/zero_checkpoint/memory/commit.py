@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from zero_checkpoint import ownership
 from zero_checkpoint.commit import generation, timed
 from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
@@ -190,6 +191,7 @@ def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record
         block_bytes=block_bytes_for(save.state.tensors),
         round=opened["round"],
         nonce=opened["nonce"],
+        runs=ownership.runs(),
     )
     try:
         text, digest = encode(assemble(save.state, header, votes))
