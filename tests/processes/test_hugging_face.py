@@ -115,6 +115,17 @@ def test_a_killed_rank_costs_the_trainer_steps_and_no_bit(
 
 
 @pytest.mark.full
+def test_a_trainer_resumes_within_a_later_epoch_of_a_stream_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """An epoch has two steps; the checkpoint of step 3 is one step into the second epoch."""
+    whole = fine_tune(tmp_path / "whole", 1, "--stream=24")
+    assert list(whole[0]["steps"]) == [str(step) for step in range(1, 7)]
+    flags = ("--stream=24", "--never_resume", "--kill_at_step=5")
+    assert_same(fine_tune(tmp_path / "killed", 1, *flags), whole)
+
+
+@pytest.mark.full
 def test_a_trainer_whose_checkpoints_are_weights_alone_ends_with_a_sentence(tmp_path: Path) -> None:
     flags = ("--deepspeed", config(tmp_path, 2), "--output_dir", tmp_path / "out")
     done = start("trainer.py", *flags, "--save_only_model", "--never_resume", "--kill_at_step=5")

@@ -24,8 +24,10 @@ from zero_deepspeed.as_deepspeed.resuming import (
     choose,
     look,
     others,
+    place_in_stream,
     record_of,
     share,
+    short_step,
 )
 
 RUN = Record(run="job", samples=12, micro_batch=2, world=2, steps=6)
@@ -216,3 +218,39 @@ def test_an_accelerator_that_counts_one_process_of_several_is_refused_with_the_r
     check_processes(2, 2)
     with pytest.raises(ConfigError, match=r"counts 1 process, and there are 2: .*backend='gloo'"):
         check_processes(1, 2)
+
+
+# ---- streams, and the last step of an epoch ----
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_the_place_in_a_stream_is_that_of_the_state_that_the_trainer_wrote(world: int) -> None:
+    """As the Trainer counts: `epoch + (micro-step + 1) / (steps * accumulation)`."""
+    steps, accumulation = 1000, 42 // world
+    for step in range(1, steps + 1):
+        epoch, within = divmod(step - 1, 37)
+        state = epoch + (within + 1) * accumulation / (steps * accumulation)
+        assert place_in_stream(state, step, steps) == (epoch, within + 1)
+
+
+def test_a_state_that_names_no_step_of_its_stream_is_refused() -> None:
+    with pytest.raises(CannotGoOn, match=r"its epoch was 1\.0005, which is not the end of a step"):
+        place_in_stream(1.0005, 50, 100)
+
+
+@pytest.mark.parametrize(
+    ("samples", "world", "told"),
+    [
+        (24, 2, ""),
+        (28, 2, ""),  # two micro-batches, one for each rank
+        (28, 1, ""),
+        (26, 2, "the last step of each epoch has 2 samples, which 2 ranks cannot share in"),
+        (25, 1, "the last step of each epoch has 1 samples, which 1 ranks cannot share in"),
+        (28, 3, "the last step of each epoch has 4 samples, which 3 ranks cannot share in"),
+    ],
+)
+def test_a_last_step_that_accelerate_fills_is_told_with_what_prevents_it(
+    samples: int, world: int, told: str
+) -> None:
+    text = short_step(samples, of_a_step=12, micro_batch=2, world=world)
+    assert (text.startswith(told), bool(text)) == (True, bool(told))

@@ -26,6 +26,8 @@ RECORD = "zero_run.json"
 STATE = "trainer_state.json"
 """The file that the Trainer writes last into a checkpoint."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ROUNDING = 1e-3
+"""Of a step, in an epoch that a float counts."""
 _RUN_OF_A_COMMAND = re.compile(r"(.+-[0-9a-f]{8})\.\d+")
 """The name of an unnamed job: its command, and the number of its start."""
 
@@ -154,6 +156,53 @@ def check_schedule(record: Record, start: Start, *, steps: int, samples: int) ->
             "Give max_steps, leave dataloader_drop_last out, keep the data as it was, or keep the "
             "number of ranks (--nnodes)"
         )
+
+
+def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> str:
+    """Why the last step of each epoch depends on the number of ranks; empty if it does not.
+
+    Args:
+        samples: The samples of an epoch.
+        of_a_step: The samples of an optimizer step, over all ranks.
+        micro_batch: The samples of a micro-batch, of one rank.
+        world: The number of ranks.
+    """
+    rest = samples % of_a_step
+    if rest % (micro_batch * world) == 0:
+        return ""
+    return (
+        f"the last step of each epoch has {rest} samples, which {world} ranks cannot share in "
+        f"micro-batches of {micro_batch}: accelerate fills it with samples of the epoch's "
+        "beginning, so from there on the weights differ from those at another number of ranks. Let "
+        f"the data have a multiple of {of_a_step} samples (now {samples}), or keep the number of "
+        "ranks (--nnodes)"
+    )
+
+
+def place_in_stream(epoch: float, step: int, steps: int) -> tuple[int, int]:
+    """Where a checkpoint was made in a stream, whose length nobody knows: its epoch, and the step.
+
+    The Trainer counts the steps of each epoch as parts of the whole run, so that the record of its
+    state says both.
+
+    Args:
+        epoch: The `epoch` in the Trainer's state.
+        step: The optimizer steps of the run until then.
+        steps: The steps of the whole run.
+
+    Raises:
+        CannotGoOn: The state says of no step where it was.
+    """
+    whole, part = divmod(epoch, 1)
+    within = part * steps
+    if abs(within - round(within)) > _ROUNDING or round(within) > step:
+        raise CannotGoOn(
+            f"the checkpoint of step {step} says that its epoch was {epoch}, which is not the end "
+            f"of a step of a run of {steps} steps: the samples of its epoch that were used cannot "
+            "be skipped. Begin a new run in another output_dir, or set ignore_data_skip, and train "
+            "on some samples again"
+        )
+    return int(whole), round(within)
 
 
 # ---- the checkpoints ----

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from zero_comm.agent_link import current_job, current_round
 from zero_comm.objects import gather_objects_of_group
@@ -34,12 +35,16 @@ from zero_deepspeed.as_deepspeed.resuming import (
     choose,
     look,
     others,
+    place_in_stream,
     record_of,
     share,
+    short_step,
 )
 
 _log = logging.getLogger(__name__)
 
+_FINDS_PLACE = "_init_training_state"
+"""The method that says where in an epoch training resumes; older versions do not have it."""
 _BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
 """Orders of the samples that depend on the number of ranks."""
 
@@ -47,7 +52,8 @@ _BY_LENGTH = frozenset({"group_by_length", "batch_rebalance"})
 def install() -> None:
     """Amend the methods, once."""
     for kind, name, amend in _AMENDED:
-        setattr(kind, name, amend(getattr(kind, name)))
+        if hasattr(kind, name):
+            setattr(kind, name, amend(getattr(kind, name)))
 
 
 def _start() -> Start | None:
@@ -138,6 +144,28 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
+def _finding_place(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    """The Trainer's `_init_training_state`, which looks for the place of a stream in its epoch.
+
+    The Trainer takes a stream for a single epoch, skips more than it has, and so would train on
+    the samples of its second epoch again.
+    """
+
+    @wraps(original)
+    def init_training_state(
+        self: Any, max_steps: int, num_update_steps_per_epoch: int, *more: Any
+    ) -> tuple[int, int]:
+        found = original(self, max_steps, num_update_steps_per_epoch, *more)
+        args, state = self.args, self.state
+        streams = not has_length(self.train_dataset)
+        if _start() is None or not (streams and state.global_step) or args.ignore_data_skip:
+            return found
+        epoch, step = place_in_stream(state.epoch, state.global_step, max_steps)
+        return epoch, step * args.gradient_accumulation_steps
+
+    return init_training_state
+
+
 class _Guide(TrainerCallback):
     """Guides one call of `train`."""
 
@@ -151,9 +179,10 @@ class _Guide(TrainerCallback):
         self._start = start
         self._record: Record | None = None
         self._others: dict[str, int] = {}
+        self._substeps = 0
+        self._warned = False
         self.choice = Choice(**self._agree(lambda: asdict(self._choose(asked))))
-        if self._is_first and self.choice.reason:
-            _log.warning("%s", self.choice.reason)
+        self._warn(self.choice.reason)
 
     @property
     def _is_first(self) -> bool:
@@ -189,6 +218,31 @@ class _Guide(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Check the schedule, which is known now, before the first step."""
         self._agree(lambda: self._settle(state.max_steps))
+        if self._streams and (state.epoch or 0) >= 1 and not hasattr(Trainer, _FINDS_PLACE):
+            raise CannotGoOn(
+                "this version of transformers skips no samples in the second epoch of a stream, "
+                "and would train on some again. Install transformers 5.23 or newer"
+            )
+        if not self._streams:
+            size, world = len(self._trainer.train_dataset), self._start.world
+            self._warn(short_step(size, *self._batch, world))
+
+    def _warn(self, text: str) -> None:
+        if self._is_first and text:
+            _log.warning("%s", text)
+
+    @property
+    def _streams(self) -> bool:
+        return not has_length(self._trainer.train_dataset)
+
+    @property
+    def _batch(self) -> tuple[int, int]:
+        """The samples of a step over all ranks, and of a micro-batch of one rank."""
+        trainer, ranks = self._trainer, self._start.world
+        micro_batch = trainer._train_batch_size
+        if trainer.accelerator.split_batches:  # the loader's batch is divided over the ranks
+            ranks = 1
+        return micro_batch * trainer.args.gradient_accumulation_steps * ranks, micro_batch
 
     def _settle(self, steps: int) -> None:
         """Check the schedule against that of the first start, or record it at the first start."""
@@ -212,8 +266,26 @@ class _Guide(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Save if this worker is asked to leave; not after the last step."""
+        self._substeps = 0
         if self._engine.asked_to_leave and not control.should_training_stop:
             control.should_save = True
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """A micro-batch that does not end a step."""
+        self._substeps += 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Warn once of a stream whose epoch ends within a step."""
+        if self._substeps and self._streams and not self._warned:
+            self._warned = True
+            self._warn(
+                f"the stream ended after {self._substeps} of {args.gradient_accumulation_steps} "
+                f"micro-batches of step {state.global_step + 1}, which has those of the next epoch "
+                "as well: the Trainer does not know the end of a stream, and so from there on the "
+                "weights differ from those at another number of ranks. Let an epoch of the stream "
+                f"have a multiple of {self._batch[0]} samples, or keep the number of ranks "
+                "(--nnodes)"
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Leave, now that the checkpoint is whole, if this worker is asked to."""
@@ -234,4 +306,5 @@ class _Guide(TrainerCallback):
 _AMENDED = (
     (TrainingArguments, "__post_init__", _settling),
     (Trainer, "train", _going_on),
+    (Trainer, _FINDS_PLACE, _finding_place),
 )

@@ -12,7 +12,7 @@ import time
 
 import torch
 from accelerate import PartialState
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,6 +34,21 @@ class Counting(Dataset):
     def __getitem__(self, index):
         row = (index * 7 + torch.arange(16) * (1 + index % 3)) % 61
         return {"input_ids": row, "labels": row}
+
+
+class Stream(IterableDataset):
+    """The same samples in another order in each epoch, as a streamed dataset has them."""
+
+    def __init__(self, size):
+        self.samples = Counting(size)
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        size = len(self.samples)
+        yield from (self.samples[(index + 5 * self.epoch) % size] for index in range(size))
 
 
 class WaitsForPeers(TrainerCallback):
@@ -71,6 +86,7 @@ def main():
     parser.add_argument("--save_only_model", action="store_true")
     parser.add_argument("--kill_at_step", type=int)
     parser.add_argument("--wait_in_step", type=int)
+    parser.add_argument("--stream", type=int)
     args = parser.parse_args()
     if not torch.cuda.is_available():  # on CPUs, accelerate has to be told how ranks meet
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -82,6 +98,7 @@ def main():
         per_device_train_batch_size=2,
         gradient_accumulation_steps=args.accumulation,
         num_train_epochs=2,
+        max_steps=6 if args.stream else -1,
         learning_rate=3e-3,
         warmup_steps=2,
         weight_decay=0.1,
@@ -103,7 +120,7 @@ def main():
     trainer = Trainer(
         model=LlamaForCausalLM(shape),
         args=training_args,
-        train_dataset=Counting(28),
+        train_dataset=Stream(args.stream) if args.stream else Counting(28),
         eval_dataset=Counting(8),
         callbacks=[
             PowerCut(args.kill_at_step),
