@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_comm.cpu.same_host import Reading, SameHostPeer, SameHostPeers, key_of, runs
+from zero_comm.cpu.same_host import Reading, SameHostPeer, SameHostPeers, key_of, meet, runs
 
 NOBODY = 2**22 + 1
 """A process id that no kernel gives."""
@@ -125,6 +126,52 @@ import threading, torch
 from zero_comm.cpu.same_host import meet
 print(meet(0, 2, lambda row, what: torch.stack([row, row]), threading.Condition()))
 """
+
+
+CALLS = """
+import socket, sys
+call = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+call.settimeout(60)
+call.connect(bytes.fromhex(sys.argv[1]))
+print("connected", flush=True)
+print(call.recv(100))
+"""
+
+
+def test_a_stranger_who_connects_while_ranks_meet_is_hung_up_on_and_they_meet() -> None:
+    both, rows = threading.Barrier(2, timeout=60), [torch.empty(0), torch.empty(0)]
+    strangers: list[subprocess.Popen[str]] = []
+
+    def gather(row: Tensor, what: str) -> Tensor:
+        rank = threading.current_thread().rank  # type: ignore[attr-defined]
+        rows[rank] = row
+        both.wait()
+        everyones = torch.stack(rows)
+        if rank == 0 and not strangers:  # before the other rank connects
+            where = json.loads(bytes(row.tolist()))["listens"]
+            command = [sys.executable, "-c", CALLS, where]
+            strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert strangers[0].stdout.readline() == "connected\n"
+        both.wait()
+        return everyones
+
+    met: dict[int, object] = {}
+    ranks = [
+        threading.Thread(
+            target=lambda rank=rank: met.update(
+                {rank: meet(rank, 2, gather, threading.Condition())}
+            )
+        )
+        for rank in (0, 1)
+    ]
+    for rank, thread in enumerate(ranks):
+        thread.rank = rank
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert strangers[0].communicate(timeout=60)[0] == "b''\n"
+    assert [met[rank][0] for rank in (0, 1)] == [range(2), range(2)]
+    assert all(met[rank][1] is not None for rank in (0, 1))
 
 
 @pytest.mark.skipif(
