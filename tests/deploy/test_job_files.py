@@ -285,13 +285,47 @@ def test_the_package_takes_along_all_that_it_renders_from():
 DOCUMENT = (ROOT / "docs" / "job-files.md").read_text()
 
 
+@needs_kustomize
+def test_whatever_else_a_pod_needs_is_merged_into_that_of_the_agents(tmp_path):
+    [example] = re.findall(r"<!-- pod -->\n```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    before = pod(named(objects_of(job(tmp_path)), "Job", "gpt-train"))
+    objects = objects_of(job(tmp_path, example))
+    for one in objects:
+        kubernetes_validate.validate(one, "1.31", strict=True)
+    template = named(objects, "Job", "gpt-train")["spec"]["template"]
+    after, wanted = template["spec"], yaml.safe_load(example)["kubernetes"]["pod"]
+    assert template["metadata"]["annotations"] == wanted["metadata"]["annotations"]
+    assert after["serviceAccountName"] == "trainer"
+    assert after["affinity"] == wanted["spec"]["affinity"]
+    assert after["tolerations"] == before["tolerations"] + wanted["spec"]["tolerations"]
+    assert _added(before, after, "volumes") == wanted["spec"]["volumes"]
+    [agent], [plain], [asked] = (p["containers"] for p in (after, before, wanted["spec"]))
+    assert _added(plain, agent, "volumeMounts") == asked["volumeMounts"]
+    for kind in ("requests", "limits"):
+        assert agent["resources"][kind] == {
+            **plain["resources"][kind], "rdma/hca": 1, "hugepages-2Mi": "1Gi",
+        }  # fmt: skip
+    assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def _added(before: Object, after: Object, name: str) -> list[Object]:
+    assert all(one in after[name] for one in before[name])
+    return [one for one in after[name] if one not in before[name]]
+
+
+@pytest.mark.parametrize("memory", ["1Gi", "6Gi", "64Gi"])
+def test_shared_memory_that_a_file_does_not_name_fits_into_its_memory(tmp_path, memory):
+    resources = job(tmp_path, f"resources: {{memory: {memory}}}").file.resources
+    assert str(resources.shared_memory) == {"1Gi": "512Mi", "6Gi": "3072Mi", "64Gi": "4Gi"}[memory]
+
+
 def test_the_document_lists_the_keys_of_a_job_file_and_no_others():
     listed = set(re.findall(r"^\| `([\w.]+)` \|", DOCUMENT, re.MULTILINE))
     assert listed == schema.keys()
 
 
 def test_the_example_of_the_document_is_right(tmp_path):
-    [example] = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
+    example, *_ = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
     (tmp_path / "config.json").write_text('{"checkpoint": {"async": true, "keep_last": 3}}')
     (tmp_path / "gpt.yaml").write_text(example)
     assert checks.check(schema.load(tmp_path / "gpt.yaml")) == []

@@ -11,6 +11,7 @@ import yaml
 
 from tests.deploy.job import job
 from tests.deploy.manifests import DEPLOY
+from zero_orchestrator.jobfile.reading import schema
 from zero_orchestrator.jobfile.reading.reader import JobFileError
 from zero_orchestrator.jobfile.render import RENDERERS
 from zero_orchestrator.jobfile.render.files import shown, write
@@ -146,3 +147,25 @@ def test_an_etcd_of_yours_leaves_none_in_the_compose_file(tmp_path):
     assert "PET_ETCD_KEY" not in agent["environment"]
     assert agent["volumes"] == ["checkpoints:/checkpoints", "/ca.pem:/ca.pem:ro"]
     assert "/tls" not in text
+
+
+@pytest.mark.parametrize("to", ["slurm", "systemd"])
+def test_rendered_files_take_the_config_along_and_name_no_path_of_this_machine(tmp_path, to):
+    config = '{"checkpoint": {"async": true}}'
+    (tmp_path / "engine.json").write_text(config)
+    more = f"{YOURS}config: engine.json\nargs: [--config=$(CONFIG)]"
+    path = tmp_path / "job.yaml"
+    path.write_text(f"name: gpt\nscript: train.py\nnodes: 2\n{more}\n")
+    files = RENDERERS[to](schema.load(path))
+    assert str(tmp_path) not in shown(files)
+    if to == "systemd":
+        assert files["srv/gpt/config.json"] == config
+        assert "--config=/srv/gpt/config.json" in files["etc/zero-elastic/gpt.env"]
+        return
+    head, _, _ = shown(files).partition("readonly job=")
+    done = subprocess.run(
+        ["bash", "-s"], input=f'{head}echo "$@"', cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.stdout == "train.py --config=gpt.config.json\n"
+    assert (tmp_path / "gpt.config.json").read_text() == f"{config}\n"

@@ -18,6 +18,8 @@ from zero_orchestrator.jobfile.reading.values import at_least
 
 Check = Callable[[Job], Iterator[Problem]]
 
+AGENT = "agent"
+"""Name of the container with the agent and its workers."""
 BYTES_PER_PARAMETER = 12
 """Size in a checkpoint: the fp32 weight and the two moments of Adam."""
 SHM_OF_A_WORKER_BYTES = 64 * 2**20
@@ -64,7 +66,7 @@ def _nodes_and_workers(job: Job) -> Iterator[Problem]:
 
 def _shared_memory(job: Job) -> Iterator[Problem]:
     """Shared memory is a part of the memory, and has room for in-memory checkpoints."""
-    file, shm, memory = job.file, job.file.resources.shm, job.file.resources.memory
+    file, shm, memory = job.file, job.file.resources.shared_memory, job.file.resources.memory
     if shm.size_bytes * 2 > memory.size_bytes:
         text = (
             f"{shm} is more than half of memory ({memory}), of which it is a part; "
@@ -180,10 +182,28 @@ def _image_and_variables(job: Job) -> Iterator[Problem]:
                 yield Problem(key=where, text=text)
 
 
+def _pod(job: Job) -> Iterator[Problem]:
+    """A pod template: metadata and spec; a container of its own needs an image."""
+    pod, where = job.file.kubernetes.pod, "kubernetes.pod"
+    for name in pod.keys() - {"metadata", "spec"}:
+        text = f"a pod template has metadata and spec; write spec: {{{name}: ...}}"
+        yield Problem(key=f"{where}.{name}", text=text)
+    if any(not isinstance(part, Mapping) for part in pod.values()):
+        yield Problem(key=where, text="metadata and spec have keys with values")
+        return
+    containers = pod.get("spec", {}).get("containers", [])
+    for one in containers if isinstance(containers, list) else [containers]:
+        name = str(one.get("name") if isinstance(one, Mapping) else one)
+        if not isinstance(one, Mapping) or (name != AGENT and "image" not in one):
+            text = f"{name}: the container of the agent has the name {AGENT}; others need an image"
+            yield Problem(key=where, text=text)
+
+
 CHECKS: tuple[Check, ...] = (
     _nodes_and_workers,
     _shared_memory,
     _checkpoints,
     _etcd,
     _image_and_variables,
+    _pod,
 )

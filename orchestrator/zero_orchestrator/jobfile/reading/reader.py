@@ -185,6 +185,17 @@ def table(walk: Walk, node: yaml.Node, path: str) -> Any:
     return {name: text(walk, value, where) for name, where, value in walk.items(node, path)}
 
 
+def tree(walk: Walk, node: yaml.Node, path: str) -> Any:
+    """A mapping of another format, with YAML's own types."""
+    for _ in walk.items(node, path):
+        pass  # only to find out what is wrong
+    try:
+        return yaml.SafeLoader("").construct_document(node)
+    except yaml.YAMLError as error:
+        walk.wrong(path, f"cannot be read: {error}")
+        return None
+
+
 def section(cls: type[Any]) -> Read:
     """A record inside of another."""
     return lambda walk, node, path: walk.section(cls, node, path)

@@ -27,6 +27,7 @@ from zero_orchestrator.jobfile.reading.reader import (
     section,
     sequence,
     table,
+    tree,
 )
 from zero_orchestrator.jobfile.reading.values import (
     bounds,
@@ -79,8 +80,14 @@ class Resources:
     )
     gpu: int = entry(scalar(whole), "number of GPUs", 0)
     gpu_kind: str = entry(scalar(str), "resource name of the GPUs on Kubernetes", "nvidia.com/gpu")
-    shm: Size = entry(scalar(Size), "size of /dev/shm", Size("4Gi"))
+    shm: Size | None = entry(scalar(Size), "size of /dev/shm (4Gi, at most half of memory)", None)
     scratch: Size = entry(scalar(Size), "size of /tmp", Size("10Gi"))
+
+    @property
+    def shared_memory(self) -> Size:
+        """Size of /dev/shm, which is a part of the memory."""
+        half = Size(f"{self.memory.size_bytes // 2**21}Mi")
+        return self.shm or min(Size("4Gi"), half)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +155,9 @@ class Kubernetes:
     priority_class: str | None = entry(scalar(str), "the agents' PriorityClass", None)
     pull_secrets: tuple[str, ...] = entry(
         sequence(str), "Secrets with the credentials of the registry", ()
+    )
+    pod: Mapping[str, Any] = entry(
+        tree, "metadata and spec of a pod template, merged into that of the agents", {}
     )
 
 

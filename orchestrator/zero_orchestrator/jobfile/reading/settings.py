@@ -49,13 +49,14 @@ def etcd_settings(file: JobFile) -> dict[str, str]:
     return {"PET_RDZV_ENDPOINT": ",".join(file.etcd.endpoints), **user, **files}
 
 
-def places(job: Job, default: Path | None = None) -> list[str]:
+def places(job: Job, *, config: str, default: Path | None = None) -> list[str]:
     """The script's arguments on machines, with the paths of the config and the checkpoints.
 
     Pods have other paths; on machines both are in directories that all machines share.
 
     Args:
         job: The job.
+        config: Path of the config.
         default: The checkpoints' directory if the file names no place.
 
     Raises:
@@ -69,4 +70,4 @@ def places(job: Job, default: Path | None = None) -> list[str]:
             "$(CHECKPOINTS) stands for it"
         )
         raise JobFileError(job.source.message(Problem(key="checkpoint.path", text=text)))
-    return job.file.arguments(config=str(job.config_path), checkpoints=str(path))
+    return job.file.arguments(config=config, checkpoints=str(path))

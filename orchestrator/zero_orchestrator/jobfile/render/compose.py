@@ -38,7 +38,7 @@ def render(job: Job) -> str:
             ),
         ],
         "stop_grace_period": f"{file.grace:g}s",
-        "shm_size": file.resources.shm.size_bytes,
+        "shm_size": file.resources.shared_memory.size_bytes,
     }
     if (limit_bytes := job.memory_limit_bytes) is not None:
         agent["mem_limit"] = limit_bytes

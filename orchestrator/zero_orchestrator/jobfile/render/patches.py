@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from zero_orchestrator.jobfile.reading.checks import AGENT
 from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, JobFile
 
 Object = dict[str, Any]
@@ -17,6 +18,12 @@ Object = dict[str, Any]
 CHECKPOINTS = "/checkpoints"
 CONFIG = f"/etc/zero/{CONFIG_NAME}"
 
+NODE_IS_LOST = tuple(
+    {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute",
+     "tolerationSeconds": 30}
+    for what in ("not-ready", "unreachable")
+)  # fmt: skip
+"""The tolerations of the base: a pod on a lost machine is replaced after 30 s, not 5 minutes."""
 _STORAGE = "/spec/volumeClaimTemplates/0/spec/resources/requests/storage"
 _QUEUE = "/metadata/labels/kueue.x-k8s.io~1queue-name"
 _LEAST = "/metadata/annotations/kueue.x-k8s.io~1job-min-parallelism"
@@ -56,7 +63,18 @@ def merges(file: JobFile) -> list[Object]:
         spec = {"replicas": file.etcd.members, "template": {"spec": pod}}
         found.append(_object("apps/v1", "StatefulSet", "etcd", spec=spec))
     budget = {"minAvailable": file.nodes.min}
-    return [*found, _object("policy/v1", "PodDisruptionBudget", "train", spec=budget)]
+    found.append(_object("policy/v1", "PodDisruptionBudget", "train", spec=budget))
+    if file.kubernetes.pod:
+        found.append(_object("batch/v1", "Job", "train", spec={"template": _template(file)}))
+    return found
+
+
+def _template(file: JobFile) -> Object:
+    """The user's pod template, to be merged: lists without names keep what the base has."""
+    template = dict(file.kubernetes.pod)
+    if "tolerations" in (spec := template.get("spec", {})):
+        template["spec"] = {**spec, "tolerations": [*NODE_IS_LOST, *spec["tolerations"]]}
+    return template
 
 
 def _object(version: str, kind: str, name: str, **more: Any) -> Object:
@@ -66,7 +84,7 @@ def _object(version: str, kind: str, name: str, **more: Any) -> Object:
 def _job(file: JobFile) -> Object:
     wanted, scratch = file.resources, str(file.resources.scratch)
     volumes: list[Object] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(wanted.shm)}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(wanted.shared_memory)}},
         {"name": "tmp", "emptyDir": {"sizeLimit": scratch}},
     ]
     if file.checkpoint.url is not None:  # the agents write only logs beside an object store
@@ -103,7 +121,7 @@ def _agent(file: JobFile) -> Object:
         each |= {"nvidia.com/gpu": None, wanted.gpu_kind: str(wanted.gpu)}
     doubled = f"{2 * wanted.scratch.size_bytes // 2**20}Mi"
     found: Object = {
-        "name": "agent",
+        "name": AGENT,
         "args": [
             *_IDENTITY,
             file.script,

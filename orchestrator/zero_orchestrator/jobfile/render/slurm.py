@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from pathlib import Path
 
-from zero_orchestrator.jobfile.reading.schema import Job
+from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job
 from zero_orchestrator.jobfile.reading.settings import etcd_settings, places, settings
 from zero_orchestrator.jobfile.reading.values import cores_number
 from zero_orchestrator.jobfile.render import files
@@ -45,16 +46,18 @@ def render(job: Job) -> str:
     # The user's options are last: of two equal options, sbatch takes the last.
     more = file.slurm.options.items()
     options += [f"{name}={value}" if value else name for name, value in more]
+    config = f"{file.name}.{CONFIG_NAME}"
     variables = settings(file) | etcd_settings(file)
     _, _, body = files.read(TEMPLATE).partition(_BEGIN)
     return "".join(
         [
-            f"#!/usr/bin/env bash\n# The job {file.name}, of {job.source.file}.\n",
+            f"#!/usr/bin/env bash\n# The job {file.name}, of {Path(job.source.file).name}.\n",
             *(f"#SBATCH --{option}\n" for option in options),
             _BEGIN,
             *(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
             *(f': "${{{name}:?{_MISSING}}}"\n' for name in file.secrets),
-            f"set -- {shlex.join([file.script, *places(job)])}\n",
+            f"cat >{config} <<'CONFIG'\n{job.config.rstrip()}\nCONFIG\n" if job.config else "",
+            f"set -- {shlex.join([file.script, *places(job, config=config)])}\n",
             body,
         ]
     )

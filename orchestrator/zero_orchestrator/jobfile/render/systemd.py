@@ -5,8 +5,10 @@ Must always hold: every machine of the job gets the same files.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from zero_orchestrator.jobfile.reading.reader import JobFileError, Problem
-from zero_orchestrator.jobfile.reading.schema import Job
+from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job
 from zero_orchestrator.jobfile.reading.settings import etcd_settings, places, settings
 from zero_orchestrator.jobfile.render.files import PRIVATE, read
 
@@ -23,7 +25,8 @@ def files(job: Job) -> dict[str, str]:
     if not file.etcd.endpoints:
         text = "are missing; machines without a scheduler meet at an etcd of yours"
         raise JobFileError(job.source.message(Problem(key="etcd.endpoints", text=text)))
-    words = [file.script, *places(job)]
+    config = f"srv/{file.name}/{CONFIG_NAME}"
+    words = [file.script, *places(job, config=f"/{config}")]
     variables = settings(file) | etcd_settings(file)
     for text in (*words, *variables.values()):
         among = " \t\n\"'\\" if text in words else "\n\"'\\"
@@ -32,7 +35,7 @@ def files(job: Job) -> dict[str, str]:
             raise JobFileError(job.source.message(Problem(key="", text=wrong)))
     variables["ZERO_SCRIPT"] = " ".join(words)
     limits = [
-        f"# The job {file.name}, of {job.source.file}.",
+        f"# The job {file.name}, of {Path(job.source.file).name}.",
         "[Service]",
         f"TimeoutStopSec={file.grace:.0f}",
     ]
@@ -51,4 +54,5 @@ def files(job: Job) -> dict[str, str]:
         f"{PRIVATE}/{file.name}.env": "".join(
             f"{name}={value}\n" for name, value in variables.items()
         ),
+        **({config: job.config} if job.config is not None else {}),
     }

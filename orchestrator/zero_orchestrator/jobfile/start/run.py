@@ -89,7 +89,12 @@ def _start_agents(job: Job, how: Start) -> int:
     """Replace this process by one agent, or by the program that starts several."""
     variables = settings(job.file) | etcd_settings(job.file)
     # No --rdzv-id: the same job file, started again after the end of its run, is a new run.
-    script = [job.file.script, *places(job, Path("runs", job.file.name, "checkpoints"))]
+    script = [
+        job.file.script,
+        *places(
+            job, config=str(job.config_path), default=Path("runs", job.file.name, "checkpoints")
+        ),
+    ]
     python = [sys.executable, "-m"]
     if how.dry_run:
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
