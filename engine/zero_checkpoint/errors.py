@@ -20,6 +20,9 @@ class OtherRun(CheckpointError):
 class DamagedCheckpoint(CheckpointError):
     """Bytes on disk are not the bytes that were saved: truncated, flipped, missing, swapped."""
 
+    where: tuple[int, int] | None = None
+    """The numbers of the file and of the block; None if it is not in a block of a file."""
+
 
 class ModelMismatch(CheckpointError):
     """The checkpoint is intact but belongs to another model."""

@@ -1,4 +1,4 @@
-"""After a commit: delete expired checkpoints, and what dead saves have left.
+"""After a commit: mark damaged checkpoints, delete expired ones, and what dead saves have left.
 
 Must always hold: only the rank that has just committed removes anything, so a stale worker, whose
 commits are refused, removes nothing; nothing is removed where another run saves as well; the
@@ -17,6 +17,7 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_checkpoint.ownership import refusal
 from zero_checkpoint.retention import Best, abandoned, expired, remove, sweep
+from zero_checkpoint.suspects import mark
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEA
         if problem := refusal(root):
             _log.warning("nothing was deleted: %s", problem)
             return
+        mark(root)
         if keep.last is not None:
             paths = expired(
                 find(root).candidates,

@@ -3,15 +3,17 @@
 The weights are read first: their owner can pass them on while the rest is read.
 
 Must always hold: `fill` returns only if every block that it touched has the digest in the
-manifest. Host tensors are read into before that is known, so after a failure the pieces
-hold anything; the caller then fills all of them from another checkpoint. The safetensors
-headers are not needed and not read, except as bytes of the blocks that they share with data.
+manifest; a block counts as damaged only if a second read, past the page cache, finds the same. Host
+tensors are read into before that is known, so after a failure the pieces hold anything; the caller
+then fills all of them from another checkpoint. The safetensors headers are not needed and not read,
+except as bytes of the blocks that they share with data.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import compress, groupby
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files.fetches import Fetches
-from zero_checkpoint.files.place import Place, open_source
+from zero_checkpoint.files.place import Place, open_again, open_source
 from zero_checkpoint.files.source import Source, Span
 from zero_checkpoint.files.writer import BlockHasher
 from zero_checkpoint.format.dtypes import byte_view, host_bytes
@@ -39,7 +41,7 @@ from zero_comm.agent_link import preparing
 _log = logging.getLogger(__name__)
 
 _SHOWN = 4
-_DAMAGE = frozenset({errno.ENOENT, errno.EIO})
+DAMAGE = frozenset({errno.ENOENT, errno.EIO})
 """Errors of reading a damaged checkpoint; any other error is a problem of this node."""
 
 
@@ -86,7 +88,11 @@ def fill(
         first = [any(held[part.want] for part in read.parts) for read in reads]
         weights, others = list(compress(reads, first)), list(compress(reads, map(not_, first)))
     with closing(Fetches()) as ahead:
-        only_copy: Copies = lambda name: [lambda: open_source(directory / name, ahead)]  # noqa: E731
+
+        def only_copy(name: str) -> Sequence[Opener]:
+            path = directory / name
+            return [lambda: open_source(path, ahead), lambda: open_again(path)]
+
         sizes = (span(manifest, manifest.files[read.file], read.blocks)[1] for read in reads)
         what = f"loading {directory.name}"
         meter = Meter(what, sum(sizes), logs=log_progress, tell=preparing)
@@ -140,9 +146,15 @@ class _Reader:
             damage: DamagedCheckpoint | None = None
             for copy in self._copies(file.name):
                 if damage is not None:
-                    _log.warning("another copy is read: %s", damage)
+                    _log.warning("read once more, past the cache or from another copy: %s", damage)
                 try:
                     count += self._read_copy(copy, file, of_file)
+                    if damage is not None:
+                        _log.warning(
+                            "the second read was good: %s has read what was not saved; its memory, "
+                            "its disk or the way to it fails, or a copy in memory is damaged",
+                            socket.gethostname(),
+                        )
                     break
                 except DamagedCheckpoint as error:
                     damage = error
@@ -160,7 +172,7 @@ class _Reader:
                     count += length
                     self._meter.add(length)
         except OSError as error:
-            if error.errno not in _DAMAGE:
+            if error.errno not in DAMAGE:
                 raise
             raise self._damage(file, read, 0, f"cannot be read: {error.strerror}") from error
         return count
@@ -215,10 +227,12 @@ class _Reader:
         begin, end = block * size, min((block + 1) * size, file.size_bytes)
         ranges = contents(self._manifest, read.file, begin, end)
         more = f" and {len(ranges) - _SHOWN} more" if len(ranges) > _SHOWN else ""
-        return DamagedCheckpoint(
+        error = DamagedCheckpoint(
             f"{self._directory / file.name}: block {block} (bytes {begin}:{end}) {problem}; "
             f"it holds {', '.join(ranges[:_SHOWN])}{more}"
         )
+        error.where = read.file, block
+        return error
 
 
 def contents(manifest: Manifest, file: int, begin: int, end: int) -> list[str]:

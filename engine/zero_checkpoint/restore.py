@@ -3,15 +3,15 @@
     rank 0 takes the next candidate            announce: its name, digest and manifest
     each rank reads and verifies its weights   exchange: the ranks may begin to pass them on
     and then its others, and meets all ranks   vote: good, damaged, mismatched or failed
-    rank 0 takes the worst vote                verdict: done; quarantine and try the one before;
-                                               or stop
+    rank 0 takes the worst vote                verdict: done; try the one before; or stop
 
 Must always hold: all ranks end with pieces of the same checkpoint, or all raise the same error.
 Damage makes all ranks fall back to the checkpoint before; a checkpoint of another model does not,
-because the one before it is of that model too. A root in which every checkpoint is unusable is an
-error: starting from scratch there would silently throw the training away. Checkpoints in the memory
-of the nodes are tried in the same order; those that are lost with their nodes are logged. Every
-rank calls `load`, in step.
+because the one before it is of that model too. If nothing else is left, checkpoints that are
+quarantined are verified again. A root in which every checkpoint is unusable is an error: starting
+from scratch there would silently throw the training away. A load writes nothing, see `suspects`.
+Checkpoints in the memory of the nodes are tried in the same order; those that are lost with their
+nodes are logged. Every rank calls `load`, in step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 
 from zero_checkpoint import ownership
 from zero_checkpoint.candidates import (
     WAS_COMMITTED,
     Candidate,
     Rejected,
+    Why,
     committed,
-    quarantine,
     read_manifest,
     scan,
 )
@@ -43,6 +44,7 @@ from zero_checkpoint.format.parse import ManifestError, parse
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.search import MemoryCheckpoint, MemorySearch
 from zero_checkpoint.reader import Copies, fill
+from zero_checkpoint.suspects import Suspect, suspect
 from zero_contract.errors import PeerLost
 
 _log = logging.getLogger(__name__)
@@ -236,7 +238,9 @@ def _try(
     except ModelMismatch as error:
         return _Attempt({"outcome": Outcome.MISMATCHED, "reason": str(error)}, error=error)
     except (DamagedCheckpoint, ManifestError) as error:
-        return _Attempt({"outcome": Outcome.DAMAGED, "reason": str(error)}, error=error)
+        where = getattr(error, "where", None)
+        vote = {"outcome": Outcome.DAMAGED, "reason": str(error), "where": where}
+        return _Attempt(vote, error=error)
     except Exception as error:
         reason = f"rank {rank} could not load {path}: {error or type(error).__name__}"
         return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
@@ -279,7 +283,7 @@ class _Search:
         if self._entries is None:
             self._present = tuple(path.name for path in committed(self.root))
             self._entries = _newest_first(self.root, self.ram)
-        for entry in self._entries:
+        for entry in chain(self._entries, self._quarantined()):
             if isinstance(entry, tuple):
                 kept, manifest = entry
                 return {"name": kept.name, "home": kept.home, "places": kept.places}, manifest
@@ -292,6 +296,16 @@ class _Search:
             else:
                 self.tags.append(entry.manifest.tag)
         return None
+
+    def _quarantined(self) -> Iterator[Candidate]:
+        """What an earlier run has marked, newest first: its storage may be what was damaged."""
+        again = [each for each in self.rejected if each.why is Why.QUARANTINED]
+        for each in again:
+            with suppress(OSError, ManifestError):
+                found = Candidate(each.path, read_manifest(each.path / MANIFEST))
+                _log.warning("nothing else is left, verified once more: %s", each.reason)
+                self.rejected.remove(each)
+                yield found
 
     def _conclusion(self) -> Record:
         """Why there is no further checkpoint to try; {} if nothing was ever saved."""
@@ -319,13 +333,18 @@ class _Search:
         return {"outcome": Outcome.FAILED, "reason": reason}
 
     def judge(self, offered: _Offered, votes: list[Record | None]) -> Record:
-        """The verdict of all ranks: the worst vote. A damaged checkpoint is quarantined."""
+        """The verdict of all ranks: the worst vote."""
         verdict = worst(offered.path, votes)
         if verdict["outcome"] == Outcome.DAMAGED:
             _log.warning("falling back to the checkpoint before: %s", verdict["reason"])
             if isinstance(offered, _OnDisk):
                 self.damaged.append(verdict["reason"])
-                quarantine(offered.path, verdict["reason"])
+                if verdict.get("where") is not None:
+                    file, block = verdict["where"]
+                    found = Suspect(
+                        path=offered.path, reason=verdict["reason"], file=file, block=block
+                    )
+                    suspect(found)
         elif verdict["outcome"] == Outcome.GOOD:
             assert self.manifest is not None
             ownership.loaded(self.root, self._present, self.manifest.runs)

@@ -28,7 +28,9 @@ def load_and_end(root: str, stage: int, bf16: bool) -> tuple[object, ...]:
     engine = make_engine(config(stage, bf16=bf16), seed=8)
     engine.load_checkpoint(root)
     assert engine.global_steps == 1
+    assert not list(Path(root).glob("*/QUARANTINE"))
     train(engine, ENDS_AT)
+    engine.save_checkpoint(root)
     return fingerprint(engine)
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.fetches import Fetches
-from zero_checkpoint.files.local_file import open_file
+from zero_checkpoint.files.local_file import open_file, open_past_cache
 from zero_checkpoint.files.objects import PROTOCOLS, ObjectPath, file_system
 from zero_checkpoint.files.source import Source
 
@@ -75,3 +75,8 @@ def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextMan
         ahead: See `open_file`; unused for an object store.
     """
     return open_file(path, ahead) if isinstance(path, Path) else path.source()
+
+
+def open_again(path: Place) -> AbstractContextManager[Source]:
+    """Open a file for a second look at bytes that were not as expected; as `open_source`."""
+    return open_past_cache(path) if isinstance(path, Path) else path.source()

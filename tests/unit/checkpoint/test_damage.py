@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,11 @@ from tests.unit.checkpoint.support import (
     share,
 )
 from zero_checkpoint import find
-from zero_checkpoint.candidates import Why
+from zero_checkpoint.candidates import Why, quarantine
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.files.read_retry import MAY_PASS, TRIES
 from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.restore import load
 
 OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)
@@ -80,6 +83,13 @@ def swap_with_the_next(path, file):
     (path / "spare").rename(other)
 
 
+def quarantined(root, bad):
+    """The mark of a checkpoint, after a run that has found it damaged has saved."""
+    assert not (bad.path / "QUARANTINE").exists()  # who only reads marks nothing
+    tidy(root, saved(root, OLD, step=3), Keep())
+    return (bad.path / "QUARANTINE").read_text()
+
+
 HARMS = [
     flip_first_data_byte,
     flip_in_the_middle,
@@ -103,7 +113,7 @@ def test_all_ranks_fall_back_together_and_the_damage_is_named_and_marked(root, c
 
     assert [result.manifest.step for result in results] == [1] * world
     assert same_bits(target, OLD)
-    reason = (bad.path / "QUARANTINE").read_text()
+    reason = quarantined(root, bad)
     assert re.search(rf"{bad.path}/r0000[12].safetensors: block \d+ \(bytes \d+:\d+\)", reason)
     assert re.search(r"it holds (param|exp_avg|exp_avg_sq)/[\w.]+\[\d+:\d+\]", reason)
     assert f"falling back to the checkpoint before: {bad.path}" in caplog.text
@@ -120,7 +130,7 @@ def test_the_named_range_holds_the_damaged_element(root):
 
     load_all(root, blank(OLD), 2)
 
-    reason = (bad.path / "QUARANTINE").read_text()
+    reason = quarantined(root, bad)
     assert file.name in reason
     found = re.search(rf"{name.kind}/{re.escape(name.fqn)}\[(\d+):(\d+)\]", reason)
     low, high = map(int, found.groups())
@@ -152,7 +162,7 @@ def test_blocks_that_the_disk_cannot_read_any_more_are_damage(root, monkeypatch)
     target = blank(OLD)
     assert {result.manifest.step for result in load_all(root, target, 3)} == {1}
     assert same_bits(target, OLD)
-    reason = (bad.path / "QUARANTINE").read_text()
+    reason = quarantined(root, bad)
     said = "cannot be read: Input/output error; it holds"
     assert re.search(rf"r00001.safetensors: block 2 \(bytes 8192:12288\) {said}", reason)
 
@@ -171,7 +181,7 @@ def test_a_file_that_cannot_be_read_at_all_is_waited_for_only_once(root, monkeyp
     bad = newest(root)
     failing = Failing(monkeypatch, bad.path / "r00001.safetensors", errno.EIO)
     load_all(root, blank(OLD), 1)
-    assert failing.tried == 1 + TRIES + 1  # the read, the tries, its first block
+    assert failing.tried == 1 + TRIES + 1 + 2  # the read, the tries, its first block; both anew
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT])
@@ -204,7 +214,7 @@ def test_a_flipped_bit_of_a_moment_is_named_by_parameter_and_range(root):
     (row, *_) = [n for n, t in enumerate(rows.tensor) if ids[t].kind == "exp_avg"]
     flip(bad.path / bad.manifest.files[rows.file[row]].name, int(rows.offset[row]))
     load_all(root, blank(OLD), 2)
-    reason = (bad.path / "QUARANTINE").read_text()
+    reason = quarantined(root, bad)
     assert f"exp_avg/{ids[rows.tensor[row]].fqn}[{rows.start[row]}:" in reason
 
 
@@ -226,13 +236,65 @@ def test_a_quarantined_checkpoint_is_not_looked_at_again_until_its_marker_is_del
     data = (bad.path / "r00001.safetensors").read_bytes()
     delete(bad.path, bad.manifest.files[1])
     load_all(root, blank(OLD))
+    quarantined(root, bad)
     (bad.path / "r00001.safetensors").write_bytes(data)
 
+    assert load_all(root, blank(OLD), tag="t")[0].manifest.step == 3
+    (root / newest(root).path / "MANIFEST.json").unlink()
     assert load_all(root, blank(OLD))[0].manifest.step == 1
     (bad.path / "QUARANTINE").unlink()
     target = blank(NEW)
     assert load_all(root, target)[0].manifest.step == 2
     assert same_bits(target, NEW)
+
+
+def test_a_quarantined_checkpoint_is_verified_once_more_when_nothing_else_is_left(root, caplog):
+    for candidate in find(root).candidates:
+        quarantine(candidate.path, "a disk that has been replaced")
+    older, target = find(root).rejected[-1], blank(NEW)
+    assert [result.manifest.step for result in load_all(root, target)] == [2, 2]
+    assert same_bits(target, NEW)
+    assert "nothing else is left, verified once more" in caplog.text
+
+    flip(root / find(root).rejected[0].path / "r00001.safetensors", 5000)
+    target = blank(OLD)
+    assert load_all(root, target)[0].path == older.path
+    assert same_bits(target, OLD)
+
+
+class WrongInMemory:
+    """A host on which a file reads wrong from the page cache, or in every way."""
+
+    def __init__(self, monkeypatch, file, *, always=False):
+        self._file, self._always, self._preadv = str(file), always, os.preadv
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, descriptor, buffers, offset):
+        count = self._preadv(descriptor, buffers, offset)
+        cached = not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        if (cached or self._always) and os.readlink(f"/proc/self/fd/{descriptor}") == self._file:
+            buffers[0][0] ^= 0xFF
+        return count
+
+
+def test_what_a_second_read_past_the_cache_finds_whole_is_loaded(root, monkeypatch, caplog):
+    best, target = newest(root), blank(NEW)
+    WrongInMemory(monkeypatch, best.path / "r00001.safetensors")
+    assert load_all(root, target)[0].manifest.step == 2
+    assert same_bits(target, NEW)
+    assert f"{socket.gethostname()} has read what was not saved" in caplog.text
+
+
+def test_a_host_that_reads_wrong_marks_no_checkpoint_that_others_read_well(
+    root, monkeypatch, caplog
+):
+    best = newest(root)
+    with monkeypatch.context() as on_that_host:
+        WrongInMemory(on_that_host, best.path / "r00001.safetensors", always=True)
+        assert load_all(root, blank(OLD))[0].manifest.step == 1
+    tidy(root, saved(root, OLD, step=3), Keep())  # on a host that reads well
+    assert find(root).rejected == ()
+    assert f"{best.path} is not quarantined" in caplog.text
 
 
 def test_if_every_checkpoint_is_damaged_all_are_named_now_and_at_the_next_try(root):

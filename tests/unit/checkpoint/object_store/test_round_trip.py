@@ -26,6 +26,7 @@ from zero_checkpoint.commit import save
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files import objects
 from zero_checkpoint.files.place import open_source, place
+from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.tools.cli import main
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
@@ -91,6 +92,8 @@ def test_a_damaged_object_is_named_and_quarantined_and_the_one_before_is_loaded(
     target = blank(OLD)
     assert {r.manifest.step for r in load_all(s3_root, target, 3)} == {1}
     assert same_bits(target, OLD)
+    assert find(s3_root).rejected == ()  # nobody has saved there
+    tidy(s3_root, saved(s3_root, OLD, 2, step=3), Keep())
     (rejected,) = find(s3_root).rejected
     assert rejected.why is Why.QUARANTINED
     assert re.search(r"r00001.safetensors: block \d+ .*XXH3-64 differs", rejected.reason)
