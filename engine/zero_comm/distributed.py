@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -20,12 +22,21 @@ from zero_comm.discovery import discover
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError
 from zero_contract.signing import Key, Purpose, derive
-from zero_contract.worker import ENV_SOCKET, ENV_VOTE_KEY
+from zero_contract.worker import (
+    ENV_ROUND,
+    ENV_SOCKET,
+    ENV_VOTE_KEY,
+    Hello,
+    Preparing,
+    encode,
+)
 
 _log = logging.getLogger(__name__)
 
 GROUP_TIMEOUT_S = 600.0
 """The timeout of a collective; DeepSpeed's default as well."""
+MEETING = "meeting the other ranks"
+TELL_TIMEOUT_S = 1.0
 ABORT_TIMEOUT_S = 5.0
 """How long an abort may take; then the process ends, or continues, without its end."""
 MPI_PORT = 29500
@@ -80,11 +91,25 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     backend = backend_for(has_gpu=torch.cuda.is_available(), has_nccl=dist.is_nccl_available())
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        with transport_failures("meeting the other ranks"):
+        _tell_agent(MEETING)
+        with transport_failures(MEETING):
             dist.init_process_group(backend, timeout=timeout)
     else:
         store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _tell_agent(what: str) -> None:
+    """Say what this worker does before it has a group, and with it a connection to the agent."""
+    path = os.environ.get(ENV_SOCKET)
+    if not path:
+        return
+    n = int(os.environ.get(ENV_ROUND, "0"))
+    hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid(), round=n)
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(TELL_TIMEOUT_S)
+        connection.connect(path)
+        connection.sendall(encode(hello) + encode(Preparing(what=what)))
 
 
 def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:

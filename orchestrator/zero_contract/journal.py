@@ -138,6 +138,18 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("ranks", "hosts", "step", "stuck"),
             story=True,
         ),
+        "dead link": Event(
+            when="No rank takes a step, and two nodes do not reach each other, or (`stuck` is "
+            "false) steps are taken again.",
+            facts=("hosts", "step", "stuck"),
+            story=True,
+        ),
+        "aside": Event(
+            when="A node is set aside because of a dead link, or (`aside` is false) may take part "
+            "again.",
+            facts=("others", "aside"),
+            story=True,
+        ),
         "slow storage": Event(
             when="A rank writes its part of checkpoints slower than the others, or all ranks write "
             "slower than before, or (`slow` is false) no longer do.",

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--drains", type=int, default=0, help="nodes that are told to leave")
     parser.add_argument("--sticks", type=int, default=0, help="workers that cannot be killed")
     parser.add_argument("--late", action="store_true", help="all that only after a node is done")
+    parser.add_argument("--breaks", type=int, default=0, help="links that break")
     parser.add_argument("--walk", type=int, help="so many random events instead of all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="store_true", help="a user may ask for a stop")
@@ -42,6 +43,7 @@ def main() -> None:
         "drains": args.drains,
         "sticks": args.sticks,
         "late": args.late,
+        "breaks": args.breaks,
     }
     world = begin(spec, args.nodes, args.faults, **requests)
     began = time.process_time()

@@ -19,13 +19,18 @@ from tests.model.world import (
     Plan,
     World,
     act,
+    break_link,
     come_back,
     commit,
     drain,
     faults,
     forgive,
+    heal,
     look,
+    look_at_links,
+    lose_peers,
     next_of,
+    reach_again,
     register,
     stick,
     still_registered,
@@ -56,8 +61,9 @@ def explore(world: World, max_round: int) -> int:
         check_commits(world)
         if world.job.n > max_round:
             continue
-        after_all = [forget(after) for after in come_back(world)]
+        after_all = [forget(after) for after in (*come_back(world), *lose_peers(world))]
         others = [after for after in successors(world) if after is not world]
+        (others if may_wait_for_links(world) else after_all).extend(heal(world))
         for after in (*others, *after_all):
             mark = hash(fingerprint(after))
             if mark not in seen:
@@ -66,6 +72,13 @@ def explore(world: World, max_round: int) -> int:
         if not others:
             check_end(world)
     return len(seen)
+
+
+def may_wait_for_links(world: World) -> bool:
+    """Whether a round begins only when a link works again: too few nodes are left without."""
+    aside = {one.node for one in world.job.aside}
+    here = [agent for agent in world.agents if not agent.gone and agent.id not in aside]
+    return world.job.state is State.FORMING and world.spec.usable(len(here)) < world.spec.min_nodes
 
 
 def successors(world: World) -> Iterator[World]:
@@ -105,6 +118,9 @@ def events(world: World, index: int) -> Iterator[World]:
     yield from commit(world, index)
     yield from drain(world, index)
     yield from stick(world, index)
+    yield from break_link(world, index)
+    yield from look_at_links(world, index)
+    yield from reach_again(world, index)
     if world.faults:
         yield from faults(world, index)
 
@@ -183,10 +199,12 @@ def check_move(before: World, after: World, plan: Plan) -> None:
         free = [node for node in new.members.nodes if old.exclusion(node) is None]
         needed = spec.usable(len(free)) < spec.min_nodes
         assert needed or len(free) == len(ids), "I4: excluded, and could be done without"
+        assert not {one.node for one in old.aside} & set(ids), "I4: one that is set aside"
     else:
         assert new.members == old.members, "I1: members never change"
     if transition.move is Move.YIELD:
         check_yield(plan.view)
+    check_aside(plan)
     check_charge(before, after, transition.move)
 
 
@@ -210,6 +228,21 @@ def check_charge(before: World, after: World, move: Move) -> None:
     assert (new.state is State.FAILED) == (bool(charged) and over), "I5: fails iff it is spent"
     if charged:
         assert new.charged[-1].committed == old.committed, "I5: a charge knows what is committed"
+
+
+def check_aside(plan: Plan) -> None:
+    """I4, I5: who is set aside has a dead link, and it costs a restart iff the job can go on."""
+    job, transition = plan.view, plan.transition
+    assert transition is not None
+    aside = {one.node for one in transition.aside}
+    if not aside:
+        return
+    assert aside <= {node for pair in job.dead_links for node in pair}, "I4: without a dead link"
+    assert all(pair & aside for pair in job.dead_links), "I4: a dead link is left"
+    assert transition.move in {Move.FORM, Move.INTERRUPT}, "I4: set aside in a round that goes on"
+    enough = job.spec.usable(sum(node.id not in aside for node in job.eligible))
+    if transition.move is Move.INTERRUPT:
+        assert enough >= job.spec.min_nodes, "I5: a restart that cannot help"
 
 
 def check_commits(world: World) -> None:
@@ -245,6 +278,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     values = ((_key(i.key, order), _value(i.value, order), leases.get(i.lease)) for i in items)
     return (
         (world.faults, world.may_stop, world.commits, world.drains, world.sticks, world.late),
+        (world.breaks, frozenset(frozenset(map(order.index, pair)) for pair in world.broken)),
         frozenset(values),
         _written(items, order, "/nodes/"),
         _written(items, order, "/fail/", "/symptom/", "/yield"),
@@ -264,12 +298,15 @@ def _place(world: World, agent: Agent) -> tuple[Any, ...]:
         agent.alive,
         agent.draining,
         agent.stuck,
+        sum(agent.id in pair for pair in world.broken),
     )
     return (member, arrived, *state)
 
 
 @cache
 def _matters(n: int, key: str) -> bool:
+    if key.startswith(KEYS.aside("")):
+        return True
     of_a_round = (KEYS.of_round(0)[:-1], KEYS.report(0)[:-1])
     if key.startswith(of_a_round):
         return key.startswith((KEYS.of_round(n, ""), KEYS.report(n, "")))

@@ -4,7 +4,10 @@ It runs the product's own lines: `rounds.decide`, `rounds.transaction` and
 `supervise.next_action`, on the database of `kv_memory`. An agent acts on what it last read,
 however old that is; it may die between any two operations, lose its lease while it lives on, come
 back under the same lease-less process or as a new one, and a user may ask for a stop, or a
-node to leave, at any time. Worlds are values: every event returns another world.
+node to leave, at any time. A link between two nodes may break, and work again, at any time: workers
+of a round with such a link lose their peers or hang, and never finish; agents that look at their
+links accuse whom they do not reach, the dead as well. Worlds are values: every event returns
+another world.
 
 Who calls it: `search`, and the random walks.
 """
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from tests.support.memory_store import Database
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.node.state import Workers
+from zero_orchestrator.membership.dead_links import DeadLink, LinkReport, Pair
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
@@ -88,6 +92,10 @@ class World:
     """So many nodes may still get a worker that cannot be killed."""
     late: bool = False
     """Only a node that has finished fails, or is told to leave."""
+    breaks: int = 0
+    """So many links may still break."""
+    broken: frozenset[Pair] = frozenset()
+    """Links that are dead now."""
 
     def with_agent(self, index: int, agent: Agent, **changes: object) -> World:
         agents = (*self.agents[:index], agent, *self.agents[index + 1 :])
@@ -109,6 +117,7 @@ def begin(
     drains: int = 0,
     sticks: int = 0,
     late: bool = False,
+    breaks: int = 0,
 ) -> World:
     """Nobody is there yet."""
     names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
@@ -124,6 +133,7 @@ def begin(
         drains,
         sticks,
         late,
+        breaks,
     )
 
 
@@ -185,7 +195,8 @@ def due(view: Snapshot) -> Transition | None:
     if move is None:
         return None
     charge = replace(move.charge, cause="") if move.charge is not None else None
-    return replace(move, cause="", charge=charge)
+    aside = tuple(replace(one, why="") for one in move.aside)
+    return replace(move, cause="", charge=charge, aside=aside)
 
 
 def what_next(view: Snapshot, agent: Agent) -> Action:
@@ -290,7 +301,8 @@ def workers_end(world: World, index: int) -> Iterator[World]:
     if agent.stuck:  # taken for hung, and killed
         yield world.with_agent(index, replace(agent, workers=Workers.STOPPING))
         return
-    yield world.with_agent(index, replace(agent, workers=Workers.SUCCEEDED))
+    if not dead_within(world, agent):
+        yield world.with_agent(index, replace(agent, workers=Workers.SUCCEEDED))
     if any(other.asked and other.round == agent.round for other in world.agents):
         yield world.with_agent(index, replace(agent, workers=Workers.LEFT))
 
@@ -318,6 +330,65 @@ def commit(world: World, index: int) -> Iterator[World]:
         published, succeeded = write(world, [unchanged(KEYS.round, agent.fence)], [latest])
         if succeeded:
             yield replace(published, commits=world.commits - 1)
+
+
+def dead_within(world: World, agent: Agent) -> frozenset[Pair]:
+    """The dead links of the round that this agent's workers run in, if that is the current one."""
+    members = {member.id for member in world.job.members.nodes}
+    if not world.broken or agent.round != world.job.n:
+        return frozenset()
+    return frozenset(pair for pair in world.broken if pair <= members)
+
+
+def break_link(world: World, index: int) -> Iterator[World]:
+    """A link of this node to a later one breaks."""
+    if world.breaks:
+        for other in world.agents[index + 1 :]:
+            pair = frozenset((world.agents[index].id, other.id))
+            if pair not in world.broken:
+                yield replace(world, broken=world.broken | {pair}, breaks=world.breaks - 1)
+
+
+def heal(world: World) -> Iterator[World]:
+    """A link works again."""
+    for pair in sorted(world.broken, key=sorted):
+        yield replace(world, broken=world.broken - {pair})
+
+
+def lose_peers(world: World) -> Iterator[World]:
+    """Workers see that a connection has ended; perhaps they never do, and hang instead."""
+    for index, agent in enumerate(world.agents):
+        if agent.workers is Workers.RUNNING and dead_within(world, agent):
+            yield world.with_agent(index, replace(agent, workers=Workers.PEER_LOST))
+
+
+def look_at_links(world: World, index: int) -> Iterator[World]:
+    """Workers make no progress: their agent says which members it does not reach, none perhaps."""
+    agent = world.agents[index]
+    slow = agent.workers is Workers.PEER_LOST or dead_within(world, agent)
+    if not slow or agent.round != world.job.n or agent.workers is Workers.STOPPING:
+        return
+    dead = tuple(
+        DeadLink(to=other.id)
+        for other in world.agents
+        if other.id != agent.id and world.job.node(other.id) in world.job.members.nodes
+        if frozenset((agent.id, other.id)) in world.broken or not other.alive
+    )
+    says = LinkReport(node=agent.id, dead=dead).to_json()
+    key = KEYS.report(agent.round, "links", agent.id)
+    held = world.database.items.get(key)
+    if held is None or held.value != says:
+        yield write(world, [], [Put(key, says)])[0]
+
+
+def reach_again(world: World, index: int) -> Iterator[World]:
+    """A node that is set aside reaches the others again, or they are not there any more."""
+    agent = world.agents[index]
+    for one in world.job.aside:
+        here = [other.id for other in world.agents if other.alive and other.id in one.others]
+        dead = any(frozenset((agent.id, other)) in world.broken for other in here)
+        if one.node == agent.id and agent.alive and not dead:
+            yield write(world, [], [Delete(KEYS.aside(agent.id))])[0]
 
 
 def forgive(world: World) -> Iterator[World]:

@@ -77,6 +77,31 @@ class Network:
         nft = ["ip", "netns", "exec", self._namespace(by), "nft", table]
         subprocess.run(nft, check=True, capture_output=True)
 
+    def break_link(self, one: str, other: str, verdict: str, *, one_way: bool = False) -> None:
+        """A firewall drops or rejects what comes from one machine to the other, or both ways.
+
+        Args:
+            one: A machine.
+            other: Its firewall has a new rule; both have, unless it is one way.
+            verdict: `drop`, or as in a rule of nft: `reject with tcp reset`.
+            one_way: What the other machine sends arrives.
+        """
+        if shutil.which("nft") is None:
+            pytest.skip("a firewall needs nft, of nftables")
+        for here, by in ((one, other), (other, one))[: 1 if one_way else 2]:
+            rule = f"ip saddr {self.address(here)} meta l4proto tcp {verdict}"
+            chain = f"chain input {{ type filter hook input priority 0\n {rule}\n }}"
+            self._nft(by, f"table inet from_{here} {{\n {chain}\n }}")
+
+    def mend_link(self, one: str, other: str) -> None:
+        """Undo `break_link`."""
+        for here, by in ((one, other), (other, one)):
+            self._nft(by, f"table inet from_{here}\ndelete table inet from_{here}")
+
+    def _nft(self, name: str, commands: str) -> None:
+        nft = ["ip", "netns", "exec", self._namespace(name), "nft", commands]
+        subprocess.run(nft, check=True, capture_output=True)
+
     def drop_connections(self, here: str, there: str) -> None:
         """End those between two machines, as a middle box that restarts."""
         if shutil.which("ss") is None:

@@ -76,6 +76,7 @@ def test_a_checkpoint_published_since_the_reading_is_not_overlooked():
         (({"reached": 7}, {"reached": 7}), 8, 0),
         (({"reached": None}, {"reached": 0}), 0, 1),
         (({"reached": 7}, {"reached": 7, "workers": False}, {"reached": 7}), 7, 2),
+        (({"reached": 7}, {"reached": 7, "workers": False, "symptom": True}), 7, 2),
         (({"reached": None}, {"reached": None}), None, 0),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -11,11 +10,12 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_agent.loop.network_watch import NetworkWatch
-from zero_agent.loop.verdicts import Verdicts
+from zero_agent.loop.verdicts import Evidence, Verdicts
 from zero_contract.journal import Journal
 from zero_orchestrator.ctl.events import Publisher, verdicts_key
 from zero_orchestrator.ctl.hang import RankState, judge, states
 from zero_orchestrator.ctl.stacks import Frame
+from zero_orchestrator.ctl.verdicts import Kind, from_item
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -127,7 +127,7 @@ def test_the_agents_of_all_nodes_learn_who_is_waited_for_until_steps_are_taken_a
         publisher = Publisher(store, "gpt", node.id, "1", ManualClock())
         journal = Journal(node.id, None)
         network = NetworkWatch(ManualClock(), post, lambda asked: [])
-        one = Verdicts(publisher, journal, post, lambda asked: answers, network)
+        one = Verdicts(publisher, journal, post, lambda asked: Evidence(stacks=answers), network)
         one.follow(round_1, store.grant(60))
         made.append((one, publisher))
     first, second = (one for one, _ in made)
@@ -152,9 +152,9 @@ def test_ranks_that_are_all_busy_for_an_hour_are_asked_a_few_times():
     ranks = [{"rank": rank, "pid": rank, "text": dump} for rank in range(2)]
     asked: list[float] = []
 
-    def ask(nodes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def ask(nodes: Sequence[str]) -> Evidence:
         asked.append(idle_s)
-        return {"n0": {"ranks": ranks}}
+        return Evidence(stacks={"n0": {"ranks": ranks}})
 
     publisher = Publisher(MemoryStore(ManualClock()), "gpt", "n0", "1", ManualClock())
     network = NetworkWatch(ManualClock(), post, lambda nodes: [])
@@ -167,4 +167,47 @@ def test_ranks_that_are_all_busy_for_an_hour_are_asked_a_few_times():
             wait_for(lambda count=before: len(asked) > count, 60, "the question")
     publisher.close()
     assert asked == [16, 33, 67, 135, 271, 543, 1087, 2175]
+    assert one.why_stuck == ""
+
+
+@pytest.mark.parametrize("meeting", [False, True])
+def test_a_dead_link_is_named_with_both_addresses_and_nothing_is_said_of_collectives(meeting):
+    nodes = tuple(Node(id=f"n{i}", incarnation="1", address=f"10.0.0.{i}", slots=1) for i in (0, 1))
+    store = MemoryStore(ManualClock())
+    publisher = Publisher(store, "gpt", "n0", "1", ManualClock())
+    network = NetworkWatch(ManualClock(), post, lambda nodes: [])
+    dead = {frozenset({"n0", "n1"}): "10.0.0.1:7001 does not answer"}
+    answers = [Evidence(dead=dead)]
+    one = Verdicts(publisher, Journal("n0", None), post, lambda nodes: answers[0], network)
+    job = Snapshot(JobSpec(min_nodes=2, max_nodes=2), n=1, members=Members(nodes))
+    one.follow(job, store.grant(60))
+    one.look(16.0, 12, meeting=meeting)
+    held = wait_for(lambda: from_item(store.get(verdicts_key("gpt"))), 60, "the verdict")
+    publisher.close()
+    assert [(one.kind, one.text) for one in held] == [
+        (
+            Kind.DEAD_LINK,
+            "no step for 16 s, since step 12: the link between n0 (10.0.0.0) and n1 (10.0.0.1) is "
+            "dead: 10.0.0.1:7001 does not answer",
+        )
+    ]
+
+
+def test_a_first_step_that_takes_long_is_no_hang_while_all_links_answer():
+    """It compiles, loads and warms up."""
+    node = Node(id="n0", incarnation="1", address="x", slots=1)
+    stopped = {"n0": {"ranks": [{"rank": 0, "pid": 7, "problem": "process 7 is stopped"}]}}
+    asked: list[Sequence[str]] = []
+
+    def ask(nodes: Sequence[str]) -> Evidence:
+        asked.append(nodes)
+        return Evidence(stacks=stopped)
+
+    publisher = Publisher(MemoryStore(ManualClock()), "gpt", "n0", "1", ManualClock())
+    network = NetworkWatch(ManualClock(), post, lambda nodes: [])
+    one = Verdicts(publisher, Journal("n0", None), post, ask, network)
+    one.follow(Snapshot(JobSpec(min_nodes=1, max_nodes=1), n=1, members=Members((node,))), 1)
+    one.look(16.0, 0, meeting=True)
+    wait_for(lambda: asked, 60, "the question")
+    publisher.close()
     assert one.why_stuck == ""

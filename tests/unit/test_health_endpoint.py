@@ -48,6 +48,14 @@ def but(**facts: object) -> Status:
             but(workers=Workers.NONE, store_silent_s=20.4),
             (False, "etcd has not answered for 20 s"),
         ),
+        (
+            but(preparing="meeting the other ranks; rank 1 cannot reach b: 10.0.0.2:7 is silent"),
+            (
+                False,
+                "no step of round 3 has ended here yet: meeting the other ranks; rank 1 cannot "
+                "reach b: 10.0.0.2:7 is silent",
+            ),
+        ),
         (but(turned_s=STALLED_S + 1), (False, "the agent's loop has not turned for 31 s")),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from tests.model import world as model
 from tests.model.search import explore, running
 from tests.model.world import KEYS, World, begin, stop, write
+from zero_orchestrator.membership import rounds
 from zero_orchestrator.membership.failures import Charge
 from zero_orchestrator.membership.job_state import Snapshot
 from zero_orchestrator.membership.moves import LEGAL, Move, Transition, transaction
@@ -104,6 +105,37 @@ def test_a_worker_that_cannot_be_killed_keeps_no_other_node_waiting_and_commits_
 ):
     spec = JobSpec(min_nodes=1, max_nodes=2, max_restarts=restarts)
     assert explore(running(begin(spec, 2, faults, sticks=1)), max_round=2) > 200
+
+
+BROKEN_JOBS = {
+    "two nodes, both needed": pytest.param(2, (2, 2), 0, 0),
+    "two nodes that can be alone": pytest.param(2, (1, 2), 1, 0, marks=pytest.mark.full),
+    "two nodes and a fault": pytest.param(2, (1, 2), 1, 1, marks=pytest.mark.full),
+    "three nodes, two needed": pytest.param(3, (2, 3), 1, 0, marks=pytest.mark.full),
+}
+"""Nodes there are, nodes wanted, restarts allowed, faults that happen."""
+
+
+def breaking(nodes, bounds, restarts, faults):
+    """They run, and one link may break at any time."""
+    spec = JobSpec(min_nodes=bounds[0], max_nodes=bounds[1], max_restarts=restarts)
+    return running(begin(spec, nodes, faults, breaks=1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bounds", "restarts", "faults"), BROKEN_JOBS.values(), ids=BROKEN_JOBS
+)
+def test_a_link_that_breaks_at_any_time_keeps_nobody_waiting_whose_job_can_go_on(
+    nodes, bounds, restarts, faults
+):
+    assert explore(breaking(nodes, bounds, restarts, faults), max_round=1) > 500
+
+
+def test_a_round_machine_that_knows_no_links_waits_for_ever_on_a_silent_one(monkeypatch):
+    knows = [rule for rule in rounds._WATCH_RULES if rule is not rounds._a_link_is_dead]
+    monkeypatch.setattr(rounds, "_WATCH_RULES", knows)
+    with pytest.raises(AssertionError, match="I6: stuck"):
+        explore(breaking(2, (2, 2), 0, 0), max_round=1)
 
 
 @pytest.mark.full

@@ -1,9 +1,13 @@
 """What the round machine decides, and the sentence it gives for it."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from zero_orchestrator.membership.dead_links import DeadLink, LinkReport, SetAside, who_goes
 from zero_orchestrator.membership.failures import Charge
 from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
@@ -163,6 +167,105 @@ def test_a_lost_peer_waits_for_its_cause_and_then_counts_itself():
 def test_the_cause_of_a_lost_peer_is_named_instead_of_it():
     job = replace(active("ab"), failures=(failed("a", symptom=True), failed("b", revision=11)))
     assert verdict(job, JUST_NOW) == (Move.INTERRUPT, "b broke; restart 1 of 1")
+
+
+def test_a_lost_peer_without_a_cause_waits_until_its_node_has_looked_at_its_links():
+    job = replace(active("ab"), failures=(failed("a", symptom=True),))
+    seven_s = replace(STEADY, symptom_s=7.0)
+    assert verdict(job, seven_s) == (None, "a broke; waiting for what a can reach")
+    looked = replace(job, links=(LinkReport(node="a"),))
+    assert verdict(looked, seven_s) == (
+        Move.INTERRUPT,
+        "a broke, and no cause appeared; restart 1 of 1",
+    )
+
+
+# ---- dead links ----
+
+
+def reaching(members: str, dead: dict[str, str], *, low: int = 1) -> Snapshot:
+    """A round in which these nodes have looked, and do not reach those."""
+    job = active(members)
+    reports = [
+        LinkReport(node=one, dead=tuple(DeadLink(to=other, why="no answer") for other in others))
+        for one, others in dead.items()
+    ]
+    spec = replace(job.spec, min_nodes=low)
+    return replace(job, spec=spec, links=tuple(reports), failures=(failed("a", symptom=True),))
+
+
+def test_a_dead_link_sets_the_later_of_its_nodes_aside_for_one_restart_and_is_named():
+    job = reaching("abcd", {"a": "", "b": "c", "c": "b", "d": ""})
+    found = decide(job, STEADY, TIMING)
+    assert found.reason == (
+        "the link between b (b) and c (c) is dead: no answer; the job goes on without c (it has 1 "
+        "dead link, and the last rank of those); restart 1 of 1"
+    )
+    (one,) = found.transition.aside
+    assert str(one) == "c is set aside: it does not reach b (b)"
+
+
+def test_the_node_that_most_links_accuse_is_set_aside_rank_0_as_well():
+    found = decide(reaching("abcd", {"a": "bc", "b": "a", "c": "a", "d": ""}), STEADY, TIMING)
+    assert [one.node for one in found.transition.aside] == ["a"]
+
+
+def test_a_dead_link_waits_for_what_the_others_find_and_no_longer_than_for_a_cause():
+    job = reaching("abc", {"b": "c"})
+    just_now = replace(STEADY, links_s=1.0)
+    said = "the link between b (b) and c (c) is dead: no answer; waiting for what a, c can reach"
+    assert verdict(job, just_now) == (None, said)
+    assert verdict(job, replace(STEADY, links_s=6.0))[0] is Move.INTERRUPT
+
+
+def test_at_the_minimum_a_dead_link_is_waited_for_and_costs_nothing():
+    job = reaching("abc", {"a": "", "b": "c", "c": "b"}, low=3)
+    found = decide(job, STEADY, TIMING)
+    assert (found.transition.move, found.transition.charge) == (Move.FORM, None)
+    assert found.reason.endswith(
+        "; the job needs 3 nodes, and waits for the link; no restart is charged"
+    )
+    waits = replace(forming("abc", former="abc", quiet="abc", low=3), aside=found.transition.aside)
+    assert verdict(waits) == (
+        None,
+        "2 of 3:4 nodes are here; waiting for 1; c is set aside: it does not reach b (b)",
+    )
+    assert verdict(replace(waits, aside=()))[0] is Move.ACTIVATE
+
+
+def test_a_node_that_reaches_the_others_again_joins():
+    job = replace(active("ab", live="abc"), aside=(SetAside(node="c", why="", others=("b",)),))
+    assert verdict(job) == (None, "round 1 runs on 2 nodes")
+    assert verdict(replace(job, aside=())) == (Move.YIELD, "c joins")
+
+
+def test_a_node_that_is_gone_is_lost_and_no_link_to_it_is_dead():
+    job = reaching("abc", {"a": "c", "b": "c"})
+    assert verdict(replace(job, nodes=tuple(map(node, "ab")))) == (
+        Move.INTERRUPT,
+        "lost node c; restart 1 of 1",
+    )
+
+
+LINKS = st.sets(st.sampled_from([frozenset(pair) for pair in combinations("abcdef", 2)]))
+
+
+@given(dead=LINKS)
+def test_no_dead_link_is_left_and_nobody_goes_for_nothing(dead):
+    goes = list(who_goes("abcdef", dead))
+    assert all(pair & set(goes) for pair in dead)
+    left = set(dead)
+    for gone in goes:
+        counts = {one: sum(one in pair for pair in left) for one in "abcdef"}
+        assert gone == max(counts, key=lambda one: (counts[one], one)), "the most, then the later"
+        assert counts[gone] > 0
+        left = {pair for pair in left if gone not in pair}
+
+
+@pytest.mark.parametrize("node", "abcdef")
+def test_a_node_that_reaches_nobody_goes_alone_whichever_rank_it_has(node):
+    dead = [frozenset((node, other)) for other in "abcdef" if other != node]
+    assert list(who_goes("abcdef", dead)) == [node]
 
 
 def test_joiners_are_let_in_when_the_nodes_are_steady():

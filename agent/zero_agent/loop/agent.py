@@ -25,12 +25,13 @@ from functools import partial
 from types import MappingProxyType
 
 from zero_agent.errors import AgentFailed
-from zero_agent.loop.answers import Answers, kinds_of, last_output, prober
+from zero_agent.loop.answers import Answers, kinds_of, last_output, prober, reacher
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.job_history import JobHistory
 from zero_agent.loop.job_time import await_ledgers, in_a_sentence
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
+from zero_agent.loop.link_watch import Links, reach_by
 from zero_agent.loop.log_limit import LogLimit
 from zero_agent.loop.network_watch import NetworkWatch, probe_through
 from zero_agent.loop.node_time import NodeTime
@@ -40,7 +41,7 @@ from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
 from zero_agent.loop.traces import Traces
-from zero_agent.loop.verdicts import Verdicts, ask_for_stacks
+from zero_agent.loop.verdicts import Verdicts, ask_why_stuck
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
@@ -115,7 +116,7 @@ class Agent:
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
-        ask = partial(ask_for_stacks, telemetry, job)
+        ask = partial(ask_why_stuck, telemetry, job)
         network = NetworkWatch(clock, self._post, partial(probe_through, telemetry, job))
         self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)
         self._node_workers = self._make_workers(environ)
@@ -133,10 +134,13 @@ class Agent:
         self._store_writes.on_published = self._history.saved
         self._traces = Traces(job, config.node_id, telemetry, environ)
         self._ring = _ring(config, self._post(self._suspects.add))
+        reach = reach_by(self._ring)
+        self._links = Links(clock, self._journal, self._post, reach)
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = self._make_rendezvous(incarnation)
         kinds = kinds_of(self._node_workers, incarnation)
         kinds["probe"] = prober(self._ring, lambda: self._rdzv.snapshot.nodes)
+        kinds["reach"] = reacher(reach, self._rdzv)
         self._answers = Answers(telemetry, job, config.node_id, kinds)
         self._leaving = Leaving(self._rdzv, self._journal, clock, config.shutdown_timeout_s)
         self._health_checks = HealthChecks(
@@ -201,6 +205,15 @@ class Agent:
         return root_cause(self._rdzv.snapshot)
 
     @property
+    def preparing(self) -> str:
+        """What the workers do before their first step of the round; may be read on any thread."""
+        workers = self._node_workers
+        if workers.state is not Workers.RUNNING or workers.steps.begun:
+            return ""
+        rank = min(workers.ranks, default=0)
+        return self._links.meeting(rank) or workers.steps.preparing
+
+    @property
     def status(self) -> Status:
         """The state of this agent for the health endpoint; may be read on any thread."""
         job = self._rdzv.snapshot
@@ -212,6 +225,7 @@ class Agent:
             reason=self._rdzv.reason,
             workers=self._node_workers.state,
             workers_round=self._node_workers.round,
+            preparing=self.preparing,
             turned_s=self._clock.now() - self._turned_s,
             store_silent_s=self._limits.store_silent_s,
         )
@@ -330,6 +344,7 @@ class Agent:
             )
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
+            self._links.run(self._rdzv, self._node_workers)
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
             self._look_at_time()
             self._publish_progress()
@@ -458,7 +473,7 @@ class Agent:
         steps, runs = self._node_workers.steps, self._node_workers.state is Workers.RUNNING
         if steps.begun:
             self._rdzv.stepped(self._node_workers.round)
-        preparing = steps.preparing if runs else ""
+        preparing = self.preparing
         if self._config.imports and not self._node_workers.prepared:
             preparing = f"importing {self._config.imports}"
         self._publisher.progress(
@@ -472,9 +487,9 @@ class Agent:
             pace=lambda: steps.pace,
         )
         self._verdicts.follow(job, self._rdzv.lease)
-        idle_s = steps.stalled_s() if runs else None
+        idle_s = steps.idle_s() if runs and steps.is_missing() else None
         if job.members.index(self._rdzv.node) == 0:
-            self._verdicts.look(idle_s, steps.finished or 0)
+            self._verdicts.look(idle_s, steps.finished or 0, meeting=not steps.begun)
         else:
             self._verdicts.listen(idle_s)
 

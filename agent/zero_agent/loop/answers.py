@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from zero_agent.loop.link_watch import Reach, others_of
 from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.node import probe
 from zero_agent.node.ring import Ring
@@ -27,6 +28,7 @@ from zero_agent.workers.recent_output import Page, RecentOutput
 from zero_orchestrator.ctl.queries import Answer, Query, answers_prefix, pack, queries_prefix
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore
 
@@ -188,6 +190,21 @@ def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
         return {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
 
     return probe_to
+
+
+def reacher(reach: Reach, rdzv: Rendezvous) -> Reply:
+    """What an agent answers about which other members of the round it reaches.
+
+    Args:
+        reach: Connects to their agents.
+        rdzv: Knows the members.
+    """
+
+    def others(query: Query) -> dict[str, Any]:
+        dead = reach(others_of(rdzv.snapshot, rdzv.node))
+        return {"dead": [asdict(link) for link in dead]}
+
+    return others
 
 
 def output_record(page: Page, agent: str) -> dict[str, Any]:

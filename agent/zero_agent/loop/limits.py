@@ -47,6 +47,7 @@ REMEDIES: Mapping[Wait | None, str] = {
     Wait.HEALTH: "Repair those nodes, or start agents on other nodes",
     Wait.WORKERS: "Those workers do not end; the logs of their agents contain the cause. "
     "`zero-ctl drain NODE` continues the job without a node",
+    Wait.LINKS: "Repair that link (`zero-ctl probe` tries all), or start an agent on another node",
     Wait.IMPORTS: "Raise --join-timeout, or shorten --preload",
 }
 """What a job has waited for too long -> the remedy."""

@@ -226,6 +226,11 @@ class NodeWorkers:
         return self._group.first_failure
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks of the workers that run; may be called on any thread."""
+        return self._group.ranks if self._group is not None else []
+
+    @property
     def processes(self) -> list[Process]:
         """The processes of the workers that run; may be called on any thread."""
         group = self._group

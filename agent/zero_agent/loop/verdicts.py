@@ -2,10 +2,11 @@
 
 A verdict is an event when it is made, and another one when it is withdrawn. While it holds,
 `zero-ctl status` shows it. The cause of a slow rank is looked for in what its node has published.
-When no rank takes a step, the agents of all nodes are asked where their workers are and what they
-wait for, as `zero-ctl stack` asks them.
+When no rank takes a step, the agents of all nodes are asked which others they reach; if they reach
+each other, where their workers are and what they wait for, as `zero-ctl stack` asks them.
 
-Must always hold: a verdict changes nothing in the job, and no wait for it delays the agent.
+Must always hold: a verdict changes nothing in the job, and no wait for it delays the agent; nothing
+is said of what ranks wait for while a link between them is dead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,8 @@ from zero_orchestrator.ctl.straggler import Straggler, Stragglers
 from zero_orchestrator.ctl.strain import cause
 from zero_orchestrator.ctl.verdicts import Kind, Verdict
 from zero_orchestrator.errors import StoreError
-from zero_orchestrator.membership.job_state import NOBODY, Node, Snapshot
+from zero_orchestrator.membership.dead_links import Pair
+from zero_orchestrator.membership.job_state import NOBODY, Node, Snapshot, link_in_words
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
@@ -37,8 +40,19 @@ log = logging.getLogger("zero")
 Post = Callable[[Callable[..., None]], Callable[..., None]]
 """Wraps a handler so that it runs on the agent's thread."""
 
-Ask = Callable[[Sequence[str]], Mapping[str, Mapping[str, Any]]]
-"""Asks the agents of some nodes for the stacks and waits of their workers; the answers by node."""
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the agents of all nodes answer when no rank takes a step."""
+
+    dead: Mapping[Pair, str] = field(default_factory=dict)
+    """The dead links between them, and what was found."""
+    stacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The stacks and waits of their workers, by node; empty if a link is dead."""
+
+
+Ask = Callable[[Sequence[str]], Evidence]
+"""Asks the agents of some nodes."""
 ASK_S = 8.0
 """How long their answers are waited for."""
 AGAIN_S = 15.0
@@ -163,24 +177,25 @@ class Verdicts:
         self._journal.tell("straggler", text, rank=rank, host=node, step=step, slow=False)
         self._write()
 
-    def look(self, idle_s: float | None, step: int) -> None:
+    def look(self, idle_s: float | None, step: int, *, meeting: bool = False) -> None:
         """Find out who is waited for, if no rank takes a step; call it often.
 
         Args:
             idle_s: Seconds since the last step, if that is unusually long; else None.
             step: The last step.
+            meeting: No step of the round has ended: it may take long, and only a dead link counts.
         """
         if idle_s is None:
             if self._stuck is not None:
-                self._stuck = None
+                kind, self._stuck = self._stuck.kind, None
                 text = f"steps are taken again, after step {step:,}"
-                self._journal.tell("stuck", text, step=step, stuck=False)
+                self._journal.tell(str(kind), text, step=step, stuck=False)
                 self._write()
             self._asks_again_s = None
         elif self._stuck is None and (self._asks_again_s is None or idle_s > self._asks_again_s):
             self._asks_again_s = idle_s + max(AGAIN_S, idle_s)
             nodes = [node.id for node in self._members.nodes]
-            found = partial(self._post(self._name_stuck), self._round, idle_s, step)
+            found = partial(self._post(self._name_stuck), self._round, idle_s, step, meeting)
             threading.Thread(target=lambda: found(self._ask(nodes)), daemon=True).start()
 
     def listen(self, idle_s: float | None) -> None:
@@ -197,7 +212,8 @@ class Verdicts:
 
     def _hear(self, n: int, verdicts: Sequence[Verdict]) -> None:
         if n == self._round and self._asks_again_s is not None:
-            self._heard = next((one for one in verdicts if one.kind is Kind.STUCK), None)
+            stuck = (one for one in verdicts if one.kind in {Kind.STUCK, Kind.DEAD_LINK})
+            self._heard = next(stuck, None)
 
     @property
     def why_stuck(self) -> str:
@@ -205,18 +221,36 @@ class Verdicts:
         stuck = self._stuck or self._heard
         return "" if stuck is None else stuck.text.partition(": ")[2]
 
-    def _name_stuck(
-        self, n: int, idle_s: float, step: int, answers: Mapping[str, Mapping[str, Any]]
+    def _name_stuck(self, n: int, idle_s: float, step: int, meeting: bool, found: Evidence) -> None:
+        """Make the verdict about round n, given what the agents of all nodes have answered."""
+        if n != self._round or self._asks_again_s is None:
+            return  # meanwhile a step was taken
+        if found.dead:
+            self._name_dead_links(idle_s, step, found.dead)
+        elif not meeting:
+            self._name_ranks(idle_s, step, found.stacks)
+
+    def _name_dead_links(self, idle_s: float, step: int, dead: Mapping[Pair, str]) -> None:
+        links = "; ".join(link_in_words(self._members, pair, why) for pair, why in dead.items())
+        text = f"no step for {idle_s:.0f} s, since step {step:,}: {links}"
+        self._stuck = Verdict(kind=Kind.DEAD_LINK, text=text, since_step=step)
+        hosts = sorted({node for pair in dead for node in pair})
+        self._journal.tell(
+            "dead link", text, level=logging.WARNING, hosts=hosts, step=step, stuck=True
+        )
+        self._write()
+
+    def _name_ranks(
+        self, idle_s: float, step: int, answers: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Make the verdict about round n, given where the workers of all nodes are."""
         first, ranks = 0, states(answers)
         for node in self._members.nodes:
             if not answers.get(node.id):
                 ranks += _silent(node, first)
             first += node.slots
         hang = judge(ranks)
-        if n != self._round or self._asks_again_s is None or hang is None:
-            return  # meanwhile a step was taken, or all ranks do the same
+        if hang is None:
+            return  # all ranks do the same
         hosts = sorted({self._members.node_of(rank).id for rank in hang.ranks})
         text = f"no step for {idle_s:.0f} s, since step {step:,}: {hang.text}"
         alone = len(hang.ranks) == 1
@@ -323,13 +357,19 @@ def _silent(node: Node, first_rank: int) -> list[RankState]:
     return [RankState(rank=r, node=node.id, problem="its agent does not answer") for r in ranks]
 
 
-def ask_for_stacks(
-    store: KeyValueStore, job: str, nodes: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
+def ask_why_stuck(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Evidence:
     """An `Ask` through etcd; nothing if etcd does not answer."""
     try:
+        reached = ask_once(store, job, nodes, "reach", {}, within_s=ASK_S)
+        dead = {
+            frozenset((node, link["to"])): link["why"]
+            for node, answer in reached.items()
+            for link in answer.record.get("dead", ())
+        }
+        if dead:
+            return Evidence(dead=dead)
         answers = ask_once(store, job, nodes, "stack", {"waits": True}, within_s=ASK_S)
     except StoreError as error:
         log.debug("who is waited for is not known: %s", error)
-        return {}
-    return {node: answer.record for node, answer in answers.items()}
+        return Evidence()
+    return Evidence(stacks={node: answer.record for node, answer in answers.items()})

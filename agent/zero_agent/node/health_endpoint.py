@@ -1,8 +1,9 @@
 """`--health-port`: liveness and readiness of this agent over HTTP, for a supervisor.
 
 `/healthz` answers whether the agent is alive: its loop turns. `/readyz` answers whether this node
-is ready: its workers run in the job's current round. Both answer in JSON, with the state and the
-reason, 200 for yes and 503 for no. `/metrics` has the metrics of this node for Prometheus.
+is ready: its workers run in the job's current round, and have ended a step if they say what they do
+before. Both answer in JSON, with the state and the reason, 200 for yes and 503 for no. `/metrics`
+has the metrics of this node for Prometheus.
 
 Must always hold: nothing here changes anything or waits for the agent; a slow client costs its
 own connection.
@@ -48,6 +49,9 @@ class Status:
     workers: Workers
     workers_round: int
     """The round in which the workers run, or ran."""
+    preparing: str = ""
+    """What the workers do before their first step of the round; empty once they have ended one, and
+    if they do not say."""
     turned_s: float
     """Seconds since the agent's loop last turned."""
     store_silent_s: float | None
@@ -82,6 +86,8 @@ def ready(now: Status) -> Answer:
     if not alive:
         return False, reason
     if now.workers is Workers.RUNNING and now.workers_round == now.round:
+        if now.preparing:
+            return False, f"no step of round {now.round} has ended here yet: {now.preparing}"
         return True, now.reason
     if now.store_silent_s is not None:
         return False, f"etcd has not answered for {now.store_silent_s:.0f} s"

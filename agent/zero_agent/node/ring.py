@@ -136,7 +136,7 @@ class Ring:
                 continue
             except ConnectionRefusedError:
                 refused = True
-            except _AnotherProcess as error:
+            except AnotherProcess as error:
                 refused, by = True, error.node
             except OSError as error:
                 log.debug("ring: %s at %s cannot be reached: %s", target.id, target.ring, error)
@@ -182,7 +182,7 @@ class Ring:
         """Connect to exactly the process that `target` describes; on any thread.
 
         Raises:
-            _AnotherProcess: Another process of this job answers, an `OSError` as well.
+            AnotherProcess: Another process of this job answers, an `OSError` as well.
             OSError: The address cannot be reached, or its process does not know the secret; or this
                 ring has not started.
         """
@@ -195,14 +195,14 @@ class Ring:
             name, _ = handshake.greet(connection, self._key)
             node, _, incarnation = name.rpartition(" ")
             if (node, incarnation) != (target.id, target.incarnation):
-                raise _AnotherProcess(node)
+                raise AnotherProcess(node)
         except BaseException:
             connection.close()
             raise
         return connection
 
 
-class _AnotherProcess(ConnectionError):
+class AnotherProcess(ConnectionError):
     """The address belongs to another process of the job now."""
 
     def __init__(self, node: str) -> None:

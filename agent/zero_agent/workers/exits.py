@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -43,17 +44,27 @@ GPU_DEVICE = Path("/dev/nvidiactl")
 """Exists on machines with NVIDIA GPUs."""
 
 
+_GLOO = re.compile(
+    r"gloo/transport/\S+\] .*(closed by peer|reset by peer|refused|timed? ?out|broken pipe)",
+    re.IGNORECASE,
+)
+"""gloo's message about a broken connection to a peer, which it names."""
+
+
 def is_symptom(status: int, message: str, *, gpus: bool) -> bool:
     """Whether a worker has ended because of its peers, so that its own host is not to blame.
 
     torch's watchdog of NCCL ends a process with SIGABRT when a peer is lost or late. An error of
-    the program that ends so leaves a message, or happens on a machine without GPUs as well.
+    the program that ends so leaves a message, or happens on a machine without GPUs as well. A
+    script without the engine ends with gloo's own error.
 
     Args:
         status: As `Exit.status`.
         message: As `Exit.message`.
         gpus: Whether the machine has GPUs.
     """
+    if status == 1 and _GLOO.search(message):
+        return True
     return status == ExitCode.PEER_LOST or (gpus and status == -signal.SIGABRT and not message)
 
 

@@ -43,6 +43,9 @@ SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
 STALL_FACTOR = 5.0
 """The same for workers whose steps are long: so many times the usual time of a long one."""
+MEETING_S = 10.0
+"""The links of workers that have ended no step of their round are looked at until then: a round
+whose ranks cannot meet is over."""
 RECENT_STEPS = 1000
 """The steps of which the usual time of a long one is known."""
 LONG_PART = 0.99
@@ -132,6 +135,8 @@ class Steps:
         self._policy = policy
         self._clock = clock
         self._clocks: dict[int, StepClock] = {}
+        self._began_s = clock.now()
+        """When the round has begun."""
         self._looked_s: float | None = None
         """When the clocks of this round were looked at last."""
         self._heartbeats = Heartbeats({})
@@ -182,15 +187,27 @@ class Steps:
             ranks={rank: found for rank, found in ranks.items() if found is not None},
         )
 
-    def stalled_s(self) -> float | None:
-        """Seconds since the last step of any worker, if that is unusually long; else None."""
-        clocks = self._clocks.values()
-        last = [one.last_s for one in clocks if one.last_s is not None]
-        if not last:  # the first step compiles, loads and warms up
-            return None
-        long_s = max((one.long_s or SECOND_STEP_S for one in clocks), default=0.0)
-        idle_s = self._clock.now() - max(last)
-        return idle_s if idle_s > max(STALL_S, STALL_FACTOR * long_s) else None
+    def is_missing(self, part: float = 1.0) -> bool:
+        """Whether workers that report their steps should have ended one by now.
+
+        Args:
+            part: Of the time after which it is missing.
+        """
+        if self.begun:
+            return self.idle_s() > part * self._stall_s
+        reports = self.finished is not None or bool(self._preparing)
+        return reports and self.idle_s() > part * MEETING_S
+
+    @property
+    def _stall_s(self) -> float:
+        """The time without a step that is unusual."""
+        each = (one.long_s or SECOND_STEP_S for one in self._clocks.values())
+        return max(STALL_S, STALL_FACTOR * max(each, default=0.0))
+
+    def idle_s(self) -> float:
+        """Seconds since the last step of any worker, or since the round has begun."""
+        last = [one.last_s for one in self._clocks.values() if one.last_s is not None]
+        return self._clock.now() - max(last, default=self._began_s)
 
     def begin(self, heartbeats: Mapping[int, Path]) -> None:
         """A round begins.
@@ -199,6 +216,7 @@ class Steps:
             heartbeats: The heartbeat file of each worker, by rank.
         """
         self._clocks = {}
+        self._began_s = self._clock.now()
         self._looked_s = None
         self._preparing = {}
         self.times.begin()

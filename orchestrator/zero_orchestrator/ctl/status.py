@@ -37,6 +37,7 @@ from zero_orchestrator.ctl.history import Saved
 from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.verdicts import Verdict, from_item
 from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Exclusion, fruitless
 from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
@@ -141,6 +142,8 @@ class JobStatus:
     max_restarts: int = 0
     exclusions: tuple[Exclusion, ...] = ()
     """Hosts whose nodes no new round has."""
+    aside: tuple[SetAside, ...] = ()
+    """Nodes that no new round has until they reach the others again."""
     checkpoint: dict[str, Any] | None = None
     """The newest published checkpoint: step, tag, digest, samples, time."""
     command: tuple[str, ...] = ()
@@ -359,6 +362,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         restarts_spent=view.spent,
         restarts_without_progress=fruitless(view.charged, view.reached),
         exclusions=view.exclusions,
+        aside=view.aside,
         max_restarts=spec.max_restarts,
         checkpoint=checkpoint,
         command=spec.command,

@@ -21,6 +21,8 @@ class Kind(StrEnum):
     """A rank computes longer than the others, which wait for it."""
     STUCK = "stuck"
     """No rank takes a step: some ranks wait for others."""
+    DEAD_LINK = "dead link"
+    """No rank takes a step: two nodes do not reach each other."""
     SLOW_STORAGE = "slow storage"
     """A rank, or all of them, write checkpoints slower than others, or than before."""
     SLOW_LINK = "slow link"

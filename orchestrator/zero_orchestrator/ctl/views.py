@@ -263,6 +263,8 @@ def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
     for exclusion in status.exclusions:
         left_s = status.excluded_left_s.get(exclusion.host)
         yield "excluded", f"{exclusion}{f'; it ends in {left_s} s' if left_s is not None else ''}"
+    for one in status.aside:
+        yield "set aside", f"{one}"
 
 
 def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,8 @@ class Durations:
         self._nodes_since_s = 0.0
         self._symptom: int | None = None
         self._symptom_since_s = 0.0
+        self._dead_links_of = 0
+        self._dead_links_since_s = 0.0
         self._pending: tuple[int, Move] | None = None
         self._pending_since_s = 0.0
         self._fence = 0
@@ -56,12 +58,18 @@ class Durations:
         if symptom != self._symptom:
             self._symptom, self._symptom_since_s = symptom, now_s
 
+        if job.dead_links and job.n != self._dead_links_of:
+            self._dead_links_of, self._dead_links_since_s = job.n, now_s
+        elif not job.dead_links:
+            self._dead_links_of = 0
+
     def observed(self) -> Observation:
         """The durations as of now."""
         now_s = self._clock.now()
         return Observation(
             nodes_s=now_s - self._nodes_since_s,
             symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
+            links_s=now_s - self._dead_links_since_s if self._dead_links_of else 0.0,
             heard_s=0.0 if self._silent else now_s - self._heard_s,
             round_s=now_s - self._round_since_s if self._round else 0.0,
             reform_s=self._reform_s,

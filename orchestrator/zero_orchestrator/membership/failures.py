@@ -3,8 +3,9 @@
 **Restart budget.** Each round that ends in a failure leaves one `Charge`. With
 `--refill-after-steps=N` a charge counts until N further steps have been committed. A job that fails
 repeatedly without finishing a new step is in a crash loop: it ends after
-`--max-restarts-without-progress` restarts, whatever is left of the budget. Workers that report no
-steps, and nodes that were lost, do not count towards a crash loop.
+`--max-restarts-without-progress` restarts, whatever is left of the budget. Lost peers without a
+cause count as well. Workers that report no steps, and nodes that were lost, do not count towards a
+crash loop.
 
 **Exclusion.** A host that is lost, or whose workers fail, `--exclude-after` times in a row, while
 others do not, is excluded together with the charge for the last failure, in one transaction, and a
@@ -44,6 +45,8 @@ class Charge:
     """The last step known to be finished by any worker of the job; None: no worker reported one."""
     workers: bool = False
     """Workers failed by themselves; otherwise a node was lost, or the cause is unknown."""
+    symptom: bool = False
+    """Workers lost their peers, and no cause appeared."""
     host: str = ""
     """Host whose workers failed, or that was lost; empty if no single host is at fault."""
     excluded_s: int = 0
@@ -74,7 +77,7 @@ def next_refill(charges: Sequence[Charge], committed: int, refill_after: int) ->
 
 
 def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
-    """Restarts in a row after which workers failed without a new step, up to now.
+    """Restarts in a row after which workers failed, or lost peers, without a new step, up to now.
 
     Args:
         charges: All of the job, in order of rounds.
@@ -82,7 +85,7 @@ def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
     """
     if reached is None:
         return 0
-    failures = [charge for charge in charges if charge.workers]
+    failures = [charge for charge in charges if charge.workers or charge.symptom]
     fruitful = [i for i, c in enumerate(failures) if c.reached is None or c.reached < reached]
     return len(failures) - (fruitful[-1] + 1 if fruitful else 0)
 

@@ -6,12 +6,13 @@ import base64
 import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
 
+from zero_orchestrator.membership.dead_links import LinkReport, Pair, SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion, in_force
 from zero_orchestrator.membership.records import FIRST_PROTOCOL
 from zero_orchestrator.membership.spec import JobSpec
@@ -114,6 +115,23 @@ class Members:
 
 NOBODY = Members()
 
+
+def with_addresses(members: Members, nodes: Collection[str]) -> list[str]:
+    """Some of the nodes of a round, each with its address."""
+    return [f"{node.id} ({node.address})" for node in members.nodes if node.id in nodes]
+
+
+def link_in_words(members: Members, ends: Collection[str], why: str) -> str:
+    """A dead link between two of the nodes of a round.
+
+    Args:
+        members: Of the round.
+        ends: The two nodes.
+        why: What one of them has found.
+    """
+    return f"the link between {' and '.join(with_addresses(members, ends))} is dead: {why}"
+
+
 _LONG = 8192
 """Characters above which a membership is compressed: every member receives it."""
 
@@ -187,6 +205,8 @@ class Snapshot:
     """Nodes asked to leave in round n, as at a preemption: their end is no loss, even if early."""
     failures: tuple[Failure, ...] = ()
     """Reports of round n, first one first."""
+    links: tuple[LinkReport, ...] = ()
+    """Of the nodes of round n that have looked at their links to the other members."""
     charged: tuple[Charge, ...] = ()
     """Charges to the restart budget, in order of rounds."""
     took_s: float = 0.0
@@ -204,6 +224,7 @@ class Snapshot:
     """A user's request that the job ends: who asked, and why."""
     drains: tuple[DrainOrder, ...] = ()
     exclusions: tuple[Exclusion, ...] = ()
+    aside: tuple[SetAside, ...] = ()
 
     @property
     def charges(self) -> int:
@@ -258,13 +279,31 @@ class Snapshot:
         return self.quiet | self.done | self.released
 
     @cached_property
+    def dead_links(self) -> Mapping[Pair, str]:
+        """Links between live members that one of them has found dead, and what it has found."""
+        live = {member.id for member in self.live_members}
+        return {
+            frozenset((report.node, link.to)): link.why
+            for report in self.links
+            for link in report.dead
+            if {report.node, link.to} <= live
+        }
+
+    @cached_property
+    def looked(self) -> frozenset[str]:
+        """Nodes that have looked at their links."""
+        return frozenset(report.node for report in self.links)
+
+    @cached_property
     def eligible(self) -> tuple[Node, ...]:
         """Live agents that may take part in the next round.
 
         If the minimum cannot be met otherwise, hosts that the job itself excluded may as well: a
         host that keeps failing is better than none.
         """
-        fit = [node for node in self.nodes if not node.draining and not node.unhealthy]
+        aside = {one.node for one in self.aside}
+        nodes = [node for node in self.nodes if node.id not in aside]
+        fit = [node for node in nodes if not node.draining and not node.unhealthy]
         chosen = [node for node in fit if self.exclusion(node) is None]
         if self.spec.usable(len(chosen)) < self.spec.min_nodes:
             chosen = [n for n in fit if (e := self.exclusion(n)) is None or not e.by_user]

@@ -9,11 +9,13 @@ Under `/zero/v1/<job>/` (all values JSON):
     rounds/<n>/members      ordered membership; written once, in the transition to ACTIVE
     rounds/<n>/master       where the round's TCPStore listens; written once by rank 0's agent
     rounds/<n>/yield        why the workers are asked to stop at the next step boundary
+    rounds/aside/<id>       no round begins with this node until it reaches the others again
     reports/<n>/quiet/<id>  the node's workers of round n are gone
     reports/<n>/done/<id>   the node's workers of round n have all exited with 0
     reports/<n>/leaving/<id> the node has been told to leave, and may go before its workers do
     reports/<n>/fail/<id>   the node's workers of round n failed, and how
     reports/<n>/symptom/<id> the node's workers of round n lost a peer: the cause is elsewhere
+    reports/<n>/links/<id>  which members of round n the node does not reach, perhaps none
     charged/<n>             round n ended in a failure: one charge to the restart budget
     excluded/<host>         no round begins with this host; mostly under a lease that runs out
     ckpt/latest             the newest published checkpoint
@@ -108,6 +110,10 @@ class Keys:
     def excluded(self, host: str) -> str:
         """The exclusion of a host."""
         return f"{self.prefix}excluded/{host}"
+
+    def aside(self, node: str) -> str:
+        """That a node is set aside; every agent must know."""
+        return f"{self.prefix}rounds/aside/{node}"
 
     def of_round(self, n: int, *parts: str) -> str:
         """A key of round n that every agent must know."""

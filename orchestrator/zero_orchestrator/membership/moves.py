@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import NOBODY, Members, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
@@ -56,6 +57,8 @@ class Transition:
     charge: Charge | None = None
     exclusion: Exclusion | None = None
     """Exclusion of the host that is charged; its key needs a lease of the same duration."""
+    aside: tuple[SetAside, ...] = ()
+    """Nodes that are set aside."""
 
 
 class Wait(StrEnum):
@@ -67,6 +70,8 @@ class Wait(StrEnum):
     """More nodes."""
     HEALTH = "health"
     """More nodes, and there are unhealthy ones."""
+    LINKS = "links"
+    """Nodes that are set aside: to reach each other again."""
     IMPORTS = "imports"
     """The imports of this node's workers, before it registers."""
 
@@ -131,6 +136,7 @@ def transaction(
         compares.append(unchanged(keys.latest, job.committed_revision))
     if (exclusion := transition.exclusion) is not None:
         writes.append(Put(keys.excluded(exclusion.host), exclusion.to_json(), lease))
+    writes += [Put(keys.aside(one.node), one.to_json()) for one in transition.aside]
     if transition.move is Move.ACTIVATE:
         members = keys.of_round(n, "members")
         compares.append(absent(keys.stop))

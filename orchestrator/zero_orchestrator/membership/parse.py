@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
 
+from zero_orchestrator.membership.dead_links import LinkReport, SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import (
     NOBODY,
@@ -48,6 +49,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     live = sorted(kinds["nodes"], key=attrgetter("create_revision"))
     nodes = tuple(_node(item.value) for item in live)
     excluded = tuple(read(Exclusion, json.loads(item.value)) for item in kinds["excluded"])
+    aside = tuple(_aside(i.value) for i in kinds["rounds"] if i.key.startswith(keys.aside("")))
     if head is None:
         return Snapshot(spec=spec, nodes=nodes, stop=request, exclusions=excluded)
     charges = (read(Charge, json.loads(item.value)) for item in kinds["charged"])
@@ -73,6 +75,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         done=_names(reports, keys.report(n, "done/")),
         leaving=_names(reports, keys.report(n, "leaving/")),
         failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
+        links=tuple(_links(i.value) for i in reports if i.key.startswith(keys.report(n, "links/"))),
         charged=tuple(sorted(charges, key=attrgetter("n"))),
         took_s=float(record.get("took_s", 0.0)),
         by=record.get("by", ""),
@@ -82,7 +85,12 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         stop=request,
         drains=tuple(read(DrainOrder, json.loads(item.value)) for item in orders),
         exclusions=excluded,
+        aside=aside,
     )
+
+
+_aside = lru_cache(maxsize=64)(SetAside.from_json)
+_links = lru_cache(maxsize=1024)(LinkReport.from_json)
 
 
 def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:

@@ -17,7 +17,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_contract.clock import Clock
@@ -25,6 +25,7 @@ from zero_contract.errors import ZeroError
 from zero_contract.journal import Journal
 from zero_contract.signing import Secret
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
+from zero_orchestrator.membership.dead_links import DeadLink, LinkReport
 from zero_orchestrator.membership.durations import Durations
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
 from zero_orchestrator.membership.job_view import JobView, place
@@ -281,6 +282,21 @@ class Rendezvous:
     def report_failure(self, n: int, failure: Failure) -> None:
         """This node's workers of round n failed."""
         self._report(n, "symptom" if failure.symptom else "fail", failure.to_json())
+
+    def report_links(self, n: int, dead: Sequence[DeadLink] | None) -> None:
+        """Whom this node does not reach in round n, nobody perhaps; None: it does not say."""
+        key = self.keys.report(n, "links", self.node.id)
+        if dead is None:
+            self._store.txn([], [Delete(key)])
+        else:
+            report = LinkReport(node=self.node.id, dead=tuple(dead))
+            self._store.txn([], [Put(key, report.to_json())])
+        self._seeing.distrust()
+
+    def come_back(self) -> None:
+        """This node is set aside no more: it may take part in the next round."""
+        self._store.txn([], [Delete(self.keys.aside(self.node.id))])
+        self._seeing.distrust()
 
     def commit(
         self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_memory: bool = False

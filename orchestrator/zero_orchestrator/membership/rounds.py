@@ -13,7 +13,8 @@ while a round is ACTIVE, is the *fence* of its workers.
 
 Must always hold (tested by exhaustive search, `tests/model`):
 I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
-I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold. I5 at most one charge
+I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold, and nobody who is set
+aside takes part. I5 at most one charge
 per round, and the job fails iff a failure finds the restart budget spent, or the last restarts
 made no progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins after a request to
 stop the job, and only such a job is STOPPED. I12 workers are asked to leave for a node that leaves
@@ -30,8 +31,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from zero_orchestrator.membership.dead_links import SetAside, who_goes
 from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitless, next_refill
-from zero_orchestrator.membership.job_state import Failure, Members, Snapshot, State
+from zero_orchestrator.membership.job_state import (
+    Failure,
+    Members,
+    Snapshot,
+    State,
+    link_in_words,
+    with_addresses,
+)
 from zero_orchestrator.membership.moves import (
     LEGAL,
     Decision,
@@ -85,6 +94,8 @@ class Observation:
     """Since it last saw the set of live nodes change."""
     symptom_s: float
     """Since it first saw a symptom in this round; 0 without one."""
+    links_s: float = float("inf")
+    """Since it first saw a dead link in this round; 0 without one."""
     heard_s: float = float("inf")
     """Since the store answered it again after a silence; 0 during one."""
     round_s: float = float("inf")
@@ -125,6 +136,7 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
         text = f"{_here(job)}; waiting for {job.spec.fewest - count}"
         unhealthy = any(node.unhealthy for node in job.nodes)
         waits_for = Wait.HEALTH if unhealthy else Wait.NODES
+        waits_for = Wait.LINKS if _aside(job) else waits_for
         return Decision(None, f"{text}{_missing(job)}{_barred(job)}", waits_for)
     wait_s = timing.settle_s - seen.nodes_s
     if job.joiners and count < high and wait_s > 0:
@@ -166,9 +178,12 @@ def _barred(job: Snapshot) -> str:
     unhealthy = [
         f"{node.id} is unhealthy: {node.unhealthy}" for node in job.nodes if node.unhealthy
     ]
-    return "".join(
-        f"; {_some(sentences, '; ')}" for sentences in (excluded, unhealthy) if sentences
-    )
+    return "".join(f"; {_some(each, '; ')}" for each in (excluded, unhealthy, _aside(job)) if each)
+
+
+def _aside(job: Snapshot) -> list[str]:
+    """The live nodes that are set aside, and why."""
+    return [f"{one}" for one in job.aside if job.node(one.node) is not None]
 
 
 def _watch(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
@@ -225,14 +240,56 @@ def _left_early(job: Snapshot) -> str:
     return f"{_some(names)} had to leave, and went before the step boundary; no restart is charged"
 
 
+def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
+    """Members that make no progress do not reach each other: the job goes on without some.
+
+    At the minimum it waits for the link, for free: no restart would help.
+    """
+    if not job.dead_links:
+        return None
+    known = job.looked | job.done | job.quiet
+    silent = [member.id for member in job.live_members if member.id not in known]
+    # A node that has died looks at nothing: by then its lease has told.
+    lease_s = 1.5 * max(member.lease_ttl_s for member in job.live_members)
+    if silent and seen.links_s < max(timing.symptom_patience_s, lease_s):
+        return Decision(None, f"{_dead(job)}; waiting for what {_some(silent)} can reach")
+    goes = who_goes([member.id for member in job.members.nodes], job.dead_links)
+    aside = tuple(_set_aside(job, node) for node in goes)
+    if job.stop is not None or job.yielding is not None:
+        return go(Move.FORM, f"{_dead(job)}; {job.stop or job.yielding}", aside=aside)
+    left = sum(node.id not in goes for node in job.eligible)
+    if job.spec.usable(left) < job.spec.min_nodes:
+        text = (
+            f"the job needs {job.spec.fewest} nodes, and waits for the link; no restart is charged"
+        )
+        return go(Move.FORM, f"{_dead(job)}; {text}", aside=aside)
+    who = _some([f"{node} ({why})" for node, why in goes.items()])
+    return _interrupt(job, f"{_dead(job)}; the job goes on without {who}", aside=aside)
+
+
+def _dead(job: Snapshot) -> str:
+    """The dead links in words."""
+    texts = [link_in_words(job.members, pair, why) for pair, why in job.dead_links.items()]
+    return _some(texts, "; ")
+
+
+def _set_aside(job: Snapshot, node: str) -> SetAside:
+    others = sorted(other for pair in job.dead_links if node in pair for other in pair - {node})
+    why = f"it does not reach {_some(with_addresses(job.members, others))}"
+    return SetAside(node=node, why=why, others=tuple(others))
+
+
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    symptoms = [failure.summary for failure in job.failures if failure.node not in job.released]
+    symptoms = [failure for failure in job.failures if failure.node not in job.released]
     if not symptoms:
         return None
+    first, live = symptoms[0].summary, {member.id for member in job.live_members}
     if seen.symptom_s < timing.symptom_patience_s:
-        return Decision(None, f"{symptoms[0]}; waiting for the cause")
-    # Nobody is known to be at fault, so this is no sign of a crash loop either.
-    return _interrupt(job, f"{symptoms[0]}, and no cause appeared")
+        return Decision(None, f"{first}; waiting for the cause")
+    silent = [one.node for one in symptoms if one.node in live - job.looked]
+    if silent and seen.symptom_s < 2 * timing.symptom_patience_s:
+        return Decision(None, f"{first}; waiting for what {_some(silent)} can reach")
+    return _interrupt(job, f"{first}, and no cause appeared", symptom=True)
 
 
 def _members_leave(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -326,7 +383,14 @@ def _culprit(job: Snapshot, causes: Sequence[Failure]) -> str:
 
 
 def _interrupt(
-    job: Snapshot, cause: str, *, workers: bool = False, host: str = "", permanent: bool = False
+    job: Snapshot,
+    cause: str,
+    *,
+    workers: bool = False,
+    symptom: bool = False,
+    host: str = "",
+    permanent: bool = False,
+    aside: tuple[SetAside, ...] = (),
 ) -> Decision:
     """A failure: one restart of the budget, or the end of the job when none is left or can help."""
     if job.stop is not None:
@@ -337,6 +401,7 @@ def _interrupt(
         committed=job.committed,
         reached=job.reached,
         workers=workers,
+        symptom=symptom,
         host=host,
     )
     if ending := (Move.FAIL, _SAME_ERROR) if permanent else _no_more(job, charge):
@@ -347,7 +412,7 @@ def _interrupt(
         charge = replace(charge, excluded_s=exclusion.for_s)
     restart = f"restart {job.spent + 1} of {job.spec.max_restarts}"
     said = f"{cause}; {restart}{remark}"
-    return go(Move.INTERRUPT, said, charge=charge, exclusion=exclusion)
+    return go(Move.INTERRUPT, said, charge=charge, exclusion=exclusion, aside=aside)
 
 
 _SAME_ERROR = "a restart would meet the same error"
@@ -358,7 +423,9 @@ def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:
     budget, patience = job.spec.max_restarts, job.spec.max_restarts_without_progress
     if job.spent >= budget:
         return Move.FAIL, f"{_spent(job)} (--max-restarts)"
-    if charge.workers and 0 < patience <= fruitless(job.charged, charge.reached):
+    if (charge.workers or charge.symptom) and 0 < patience <= fruitless(
+        job.charged, charge.reached
+    ):
         return Move.GIVE_UP, (
             f"no step after {charge.reached} was finished in {patience} restarts in a row "
             "(--max-restarts-without-progress)"
@@ -430,6 +497,7 @@ _WATCH_RULES: Sequence[_Rule] = (
     _all_done,
     _a_worker_failed,
     _a_node_is_lost,
+    _a_link_is_dead,
     _a_symptom_has_no_cause,
     _members_leave,
     _the_job_is_to_stop,

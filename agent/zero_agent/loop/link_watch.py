@@ -1,0 +1,225 @@
+"""Which nodes this one does not reach: looks at its links while its workers make no progress.
+
+While the workers of a round have lost a peer, take no step, or have not met, this agent connects to
+the agents of the other members (`node.ring`), and reports what it finds; the round machine decides
+(`rounds`). An agent whose node is set aside looks as well, and takes part again when it reaches the
+others.
+
+Must always hold: a link counts as dead only if `LOOKS` looks in a row have failed; nothing is
+reported of workers that make progress, or do not say whether they do; no look delays the agent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.node.ring import AnotherProcess, Ring
+from zero_agent.node.state import Workers
+from zero_contract.clock import Clock
+from zero_contract.journal import Journal
+from zero_orchestrator.membership.dead_links import DeadLink
+from zero_orchestrator.membership.job_state import Node, Snapshot, State
+from zero_orchestrator.membership.rendezvous import Rendezvous
+
+LOOKS = 2
+PAUSE_S = 1.0
+"""Between two looks; while they find nothing each pause is longer than the one before, up to:"""
+LONGEST_PAUSE_S = 10.0
+GROWTH = 1.5
+MOST = 64
+"""The members after this one, in the order of ranks, that it looks at; a large job has thousands.
+"""
+EARLY = 0.5
+"""The part of the time after which a step counts as missing, after which links are looked at."""
+MOST_PATIENT = 8
+"""A node that is set aside again and again looks so many times as often before it comes back; it
+looks twice as often after each time."""
+
+Post = Callable[[Callable[..., None]], Callable[..., None]]
+"""Wraps a handler so that it runs on the agent's thread."""
+Reach = Callable[[Sequence[Node]], Sequence[DeadLink]]
+"""Connects to the agents of some nodes; those that cannot be reached."""
+
+
+def reach_by(ring: Ring) -> Reach:
+    """A `Reach` through this agent's ring; it takes as long as the slowest of its connections."""
+
+    def dial(node: Node, found: dict[str, str]) -> None:
+        try:
+            ring.dial(node).close()
+        except AnotherProcess:
+            pass  # the node answers
+        except ConnectionRefusedError:
+            found[node.id] = f"{node.ring} refuses connections"
+        except TimeoutError:
+            found[node.id] = f"{node.ring} does not answer"
+        except OSError as error:
+            found[node.id] = f"{node.ring} cannot be reached ({error.strerror or error})"
+
+    def reach(nodes: Sequence[Node]) -> list[DeadLink]:
+        found: dict[str, str] = {}
+        threads = [
+            threading.Thread(target=dial, args=(node, found), daemon=True)
+            for node in nodes
+            if node.ring
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [DeadLink(to=node, why=why) for node, why in found.items()]
+
+    return reach
+
+
+class LinkWatch:
+    """Looks at the links to some nodes, again and again, as long as it is asked to."""
+
+    def __init__(self, clock: Clock, post: Post, reach: Reach, growth: float = 1.0) -> None:
+        """Nothing is known of any link.
+
+        Args:
+            clock: Paces the looks.
+            post: Wraps handlers so that they run on the agent's thread.
+            reach: Called on a thread of its own.
+            growth: The pause after a look that finds nothing is so many times the one before.
+        """
+        self._clock, self._post, self._reach, self._growth = clock, post, reach, growth
+        self._number = 0
+        """Of what is looked at; what was found before it changed is of no use."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Stop looking."""
+        self._number += 1
+        self._nodes: tuple[Node, ...] = ()
+        self._looking = False
+        self._due_s = self._clock.now()
+        self._pause_s = PAUSE_S
+        self._looks: list[dict[str, DeadLink]] = []
+        """What the last ones have found."""
+        self.in_a_row = 0
+        """The last so many looks have reached all nodes."""
+
+    def look(self, nodes: Sequence[Node]) -> None:
+        """Look at the links to these nodes, unless that is under way; call it often."""
+        if tuple(nodes) != self._nodes:
+            self.forget()
+            self._nodes = tuple(nodes)
+        if self._looking or self._clock.now() < self._due_s:
+            return
+        self._looking = True
+        found = self._post(self._found)
+        number = self._number
+        threading.Thread(target=lambda: found(number, self._reach(nodes)), daemon=True).start()
+
+    def _found(self, number: int, dead: Sequence[DeadLink]) -> None:
+        if number != self._number:
+            return
+        self._looking = False
+        self._looks = [*self._looks[1 - LOOKS :], {one.to: one for one in dead}]
+        self.in_a_row = 0 if dead else self.in_a_row + 1
+        self._pause_s = PAUSE_S if dead else min(self._pause_s * self._growth, LONGEST_PAUSE_S)
+        self._due_s = self._clock.now() + self._pause_s
+
+    @property
+    def dead(self) -> tuple[DeadLink, ...] | None:
+        """The dead links; None: it is not known yet."""
+        if self._looks and not self._looks[-1]:
+            return ()
+        if len(self._looks) < LOOKS:
+            return None
+        always = set.intersection(*(set(look) for look in self._looks))
+        return tuple(self._looks[-1][node] for node in sorted(always))
+
+
+class Links:
+    """This node's links; used on the agent's thread alone."""
+
+    def __init__(self, clock: Clock, journal: Journal, post: Post, reach: Reach) -> None:
+        """As `LinkWatch`.
+
+        Args:
+            clock: Paces the looks.
+            journal: Receives an event when this node is set aside, and when it comes back.
+            post: Wraps handlers so that they run on the agent's thread.
+            reach: Called on a thread of its own.
+        """
+        self._journal = journal
+        self._in_round = LinkWatch(clock, post, reach, GROWTH)
+        self._aside = LinkWatch(clock, post, reach)
+        self._round = 0
+        self._told: tuple[DeadLink, ...] | None = None
+        """What was reported of this round."""
+        self._times = 0
+        """How often this node has been set aside."""
+        self._is_aside = False
+
+    def run(self, rdzv: Rendezvous, workers: NodeWorkers) -> None:
+        """Look where it is due, and report what has changed; call it often.
+
+        Raises:
+            StoreUnavailable: The store did not answer.
+        """
+        job, me = rdzv.snapshot, rdzv.node
+        if job.n != self._round:
+            self._round, self._told = job.n, None
+            self._in_round.forget()
+        found = self._look(job, me, workers)
+        if found != self._told:
+            rdzv.report_links(job.n, found)
+            self._told = found
+        self._come_back(rdzv)
+
+    def _look(self, job: Snapshot, me: Node, workers: NodeWorkers) -> tuple[DeadLink, ...] | None:
+        """What is to be reported; None: nothing."""
+        if job.state is not State.ACTIVE or workers.round != job.n or not job.has_member(me):
+            self._in_round.forget()
+            return self._told
+        lost, runs = workers.state is Workers.PEER_LOST, workers.state is Workers.RUNNING
+        if not (lost or (runs and workers.steps.is_missing(EARLY))):
+            self._in_round.forget()
+            return None
+        others = others_of(job, me)
+        if not others:
+            return ()
+        self._in_round.look(others)
+        return self._in_round.dead if lost or workers.steps.is_missing() else None
+
+    def _come_back(self, rdzv: Rendezvous) -> None:
+        """Take part again, if this node is set aside and reaches the others."""
+        job, me = rdzv.snapshot, rdzv.node
+        mine = next((one for one in job.aside if one.node == me.id), None)
+        if mine is None:
+            if self._is_aside:
+                self._is_aside = False
+                self._journal.tell("aside", f"{me.id} takes part again", aside=False)
+            self._aside.forget()
+            return
+        if not self._is_aside:
+            self._is_aside, self._times = True, self._times + 1
+            text = f"{mine}; it takes part again when it reaches the others"
+            self._journal.tell("aside", text, others=list(mine.others), aside=True)
+        here = {node.id: node for node in (*job.members.nodes, *job.nodes)}
+        self._aside.look([here[one] for one in sorted(here) if one != me.id][:MOST])
+        if self._aside.in_a_row >= LOOKS * min(2 ** (self._times - 1), MOST_PATIENT):
+            rdzv.come_back()
+
+    def meeting(self, rank: int) -> str:
+        """What keeps workers from their first step, if it is a link; else empty.
+
+        Args:
+            rank: The first one of this node.
+        """
+        dead = self._in_round.dead
+        if not dead:
+            return ""
+        return f"meeting the other ranks; rank {rank} cannot reach {dead[0].to}: {dead[0].why}"
+
+
+def others_of(job: Snapshot, me: Node) -> list[Node]:
+    """The members that a node looks at: those after it, in the order of ranks."""
+    members, index = job.members.nodes, job.members.index(me) or 0
+    return [*members[index + 1 :], *members[:index]][:MOST]

@@ -1,0 +1,99 @@
+"""Dead links: nodes of a round that do not reach each other, and which of them is set aside.
+
+When workers make no progress, each agent looks whether it reaches the other members, and reports
+the links that are dead (`LinkReport`). The next round goes on without enough nodes that no dead
+link is left: those nodes are *set aside* (`SetAside`), in the transaction that ends the round. A
+node that is set aside is alive, and takes part again when its agent reaches the others; its agent
+removes the key.
+
+Must always hold: no round begins with a node that is set aside; nobody is set aside whom no dead
+link has as an end. All functions are pure.
+
+Source of the idea: a vertex cover by the greedy rule, as network engineers blame the host that most
+failing pairs have in common.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Pair = frozenset[str]
+"""The two nodes of a link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLink:
+    """A link as the agent of one of its nodes sees it."""
+
+    to: str
+    """The node that it does not reach."""
+    why: str = ""
+    """What happened instead, with the address."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkReport:
+    """What the agent of one node has found when it looked at its links to the other members."""
+
+    node: str
+    dead: tuple[DeadLink, ...] = ()
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> LinkReport:
+        """The inverse of `to_json`."""
+        record = json.loads(text)
+        dead = (DeadLink(to=one["to"], why=one.get("why", "")) for one in record["dead"])
+        return cls(node=record["node"], dead=tuple(dead))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside:
+    """A live node that no round begins with until it reaches the others again."""
+
+    node: str
+    why: str
+    others: tuple[str, ...]
+    """The nodes that it has a dead link to."""
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SetAside:
+        """The inverse of `to_json`."""
+        record = json.loads(text)
+        return cls(node=record["node"], why=record["why"], others=tuple(record["others"]))
+
+    def __str__(self) -> str:
+        return f"{self.node} is set aside: {self.why}"
+
+
+def who_goes(order: Sequence[str], dead: Iterable[Pair]) -> dict[str, str]:
+    """The nodes without which no dead link is left, and why each of them.
+
+    The one goes that most dead links have as an end, at a tie the later one; again, until none is
+    left.
+
+    Args:
+        order: The members of the round, in rank order.
+        dead: The dead links between members.
+    """
+    left, goes = set(dead), {}
+    place = {node: index for index, node in enumerate(order)}
+    while left:
+        counts = Counter(node for pair in left for node in pair)
+        node = max(counts, key=lambda one: (counts[one], place[one]))
+        tied = sum(count == counts[node] for count in counts.values()) > 1
+        links = f"{counts[node]} dead link{'s' if counts[node] > 1 else ''}"
+        goes[node] = f"it has {links}" + (", and the last rank of those" if tied else "")
+        left = {pair for pair in left if node not in pair}
+    return goes
