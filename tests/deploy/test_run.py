@@ -132,7 +132,8 @@ def test_a_dry_run_starts_nothing_and_shows_what_would_be(tmp_path):
     ],
 )
 def test_what_cannot_be_run_is_one_message_and_exit_code_2(tmp_path, more, words, message):
-    done = ctl(words[0], job_file(tmp_path, **more), *words[1:])
+    without_slurm = str(Path(sys.executable).parent)
+    done = ctl(words[0], job_file(tmp_path, **more), *words[1:], PATH=without_slurm)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
