@@ -24,6 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -31,23 +32,46 @@ import torch.distributed as dist
 
 from zero_contract.errors import ConfigError, PeerLost
 
-# Messages of gloo (a plain RuntimeError) and NCCL for a broken connection.
-_SIGNS = (
-    "application timeout caused pair closure",
-    "broken pipe",
-    "connection closed",
-    "connection refused",
-    "connection reset",
-    "connect timeout",
-    "network error",
-    "remote process exited",
-    "socket closed",
-    "socket timeout",
-    "timed out waiting",
+
+class Cause(StrEnum):
+    """What an error of a transport means."""
+
+    PEER = "peer"
+    """A peer is lost: a symptom, whose cause is on another host."""
+    OWN = "own"
+    """This host or its device failed, whoever the peers are: the transport's words name it."""
+    ONE_DEVICE = "one device"
+    """Two ranks use one device."""
+
+
+_CAUSES: tuple[tuple[str, Cause], ...] = (
+    ("duplicate gpu", Cause.ONE_DEVICE),
+    # Of NCCL and CUDA on this host. They come first: NCCL adds advice about peers to any of them.
+    ("cuda failure", Cause.OWN),
+    ("cuda error:", Cause.OWN),
+    ("unhandled cuda error", Cause.OWN),
+    ("ncclinvalidargument", Cause.OWN),
+    ("ncclinvalidusage", Cause.OWN),
+    ("out of memory", Cause.OWN),
+    ("shared memory segment", Cause.OWN),
+    # Of gloo (a plain RuntimeError) and NCCL about a broken connection.
+    ("application timeout caused pair closure", Cause.PEER),
+    ("broken pipe", Cause.PEER),
+    ("connection closed", Cause.PEER),
+    ("connection refused", Cause.PEER),
+    ("connection reset", Cause.PEER),
+    ("connect timeout", Cause.PEER),
+    ("network error", Cause.PEER),
+    ("remote process exited", Cause.PEER),
+    ("socket closed", Cause.PEER),
+    ("socket timeout", Cause.PEER),
+    ("timed out waiting", Cause.PEER),
+    # A check inside of NCCL, with no word of a connection.
+    ("ncclinternalerror", Cause.OWN),
 )
-_OWN = ("ncclinvalidargument", "ncclinvalidusage", "out of memory", "shared memory segment")
-"""Signs of a failure of NCCL on this host, whoever the peers are: its words name the remedy."""
-_SHARED = "duplicate gpu"
+"""The first text that is part of an error's, in lower case, names its cause."""
+_GLOO = "/gloo/"
+"""gloo begins each message with the line of its source that raises it."""
 _ONE_EACH = (
     "two ranks use one device, which NCCL refuses: start at most as many workers on a node as it "
     "has devices (--nproc-per-node), and show each of them another one (CUDA_VISIBLE_DEVICES); or "
@@ -57,9 +81,28 @@ _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*"
 """A line of gloo's source, and its advice to look at the logs of a worker that is lost."""
 
 
+def cause_of(error: RuntimeError, *, of_script: bool) -> Cause:
+    """What an error means that came out of a call of the transport.
+
+    Args:
+        error: The error.
+        of_script: Whether code of the script ran in that call as well. Its errors may have any
+            text, so there only torch's own classes and gloo's own form count.
+    """
+    text = str(error).lower()
+    if of_script and not (isinstance(error, dist.DistError) or _GLOO in text):
+        return Cause.OWN
+    otherwise = Cause.PEER if isinstance(error, dist.DistError) else Cause.OWN
+    return next((cause for sign, cause in _CAUSES if sign in text), otherwise)
+
+
 @contextmanager
-def transport_failures(what: str) -> Iterator[None]:
+def transport_failures(what: str, *, of_script: bool = False) -> Iterator[None]:
     """Turn the error of a broken connection into PeerLost, which names the exchange.
+
+    Args:
+        what: The exchange.
+        of_script: See `cause_of`.
 
     Raises:
         PeerLost: The connection is broken.
@@ -68,13 +111,14 @@ def transport_failures(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).lower()
-        if _SHARED in text:
-            raise ConfigError(f"{what}: {_ONE_EACH}") from error
-        is_lost = isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
-        if not is_lost or any(sign in text for sign in _OWN):
-            raise
-        raise PeerLost(f"{what}: a peer is gone: {_NOISE.sub('', str(error))}") from error
+        match cause_of(error, of_script=of_script):
+            case Cause.ONE_DEVICE:
+                raise ConfigError(f"{what}: {_ONE_EACH}") from error
+            case Cause.PEER:
+                text = _NOISE.sub("", str(error))
+                raise PeerLost(f"{what}: a peer is gone: {text}") from error
+            case Cause.OWN:
+                raise
 
 
 LOOK_S = 3.0

@@ -267,7 +267,7 @@ class Run(Checkpoints):
             loss = self.scaler.scale(loss)
         self._gradients.loss_is_weighted = True
         try:
-            with exit_on_peer_loss(self._link), transport_failures("the backward"):
+            with exit_on_peer_loss(self._link), transport_failures("the backward", of_script=True):
                 loss.backward()
         finally:
             self._gradients.loss_is_weighted = False

@@ -16,6 +16,7 @@ from zero_agent.workers.environment import Order
 from zero_agent.workers.exits import Exit, fresh_error_file
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
+from zero_agent.workers.recent_output import RecentOutput
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.worker import ExitCode
@@ -31,9 +32,14 @@ class Silent:
     def signal(self, worker: int, number: int) -> None: ...
 
 
-def group(tmp_path, ends: list[tuple[int, int]]) -> WorkerGroup:
-    """Workers that have ended in this order: rank, status."""
-    workers = WorkerGroup(Silent(), Hub(), 1, fence=1)
+def group(tmp_path, ends: list[tuple[int, int]], printed: str = "") -> WorkerGroup:
+    """Workers that have ended in this order: rank, status; and what the first has printed."""
+    recent = RecentOutput()
+    recent.add(
+        {"local_rank": ends[0][0], "rank": ends[0][0], "round": 1, "stream": "stderr"},
+        printed.encode(),
+    )
+    workers = WorkerGroup(Silent(), Hub(), 1, fence=1, recent=recent)
     for rank, _ in ends:
         file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
         workers._running[rank] = Order(rank=rank, local_rank=rank, env=file)
@@ -83,6 +89,39 @@ def test_a_worker_that_torchs_watchdog_ends_blames_no_host_that_has_gpus(
     assert group(tmp_path, [(0, -signal.SIGSEGV)]).state is Workers.FAILED
     (tmp_path / "1.json").write_text(json.dumps({"message": "an assertion of the program"}))
     assert group(tmp_path, [(1, -signal.SIGABRT)]).state is Workers.FAILED
+
+
+WATCHDOG = (
+    "[rank0]:[E1124 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 0] Process "
+    "group watchdog thread terminated with exception: {}\nterminate called after throwing an "
+    "instance of 'c10::DistBackendError'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "message"),
+    [
+        (
+            "CUDA error: unspecified launch failure",
+            Workers.FAILED,
+            "CUDA error: unspecified launch failure",
+        ),
+        (
+            "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\n"
+            "Cuda failure 719 'unspecified launch failure'",
+            Workers.FAILED,
+            "Cuda failure 719 'unspecified launch failure'",
+        ),
+        ("Watchdog caught collective operation timeout", Workers.PEER_LOST, ""),
+        ("NCCL error: remote process exited or there was a network error", Workers.PEER_LOST, ""),
+    ],
+)
+def test_an_error_of_its_own_gpu_that_the_watchdog_prints_blames_the_host(
+    tmp_path, monkeypatch, said: str, state: Workers, message: str
+) -> None:
+    monkeypatch.setattr(exits, "GPU_DEVICE", tmp_path)
+    found = group(tmp_path, [(0, -signal.SIGABRT)], WATCHDOG.format(said))
+    assert (found.state, found.first_failure.message) == (state, message)
 
 
 def cause(node: str, revision: int, *, symptom: bool = False) -> Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -139,6 +140,32 @@ def test_sizes_that_do_not_fit_each_other_are_refused_before_anything_is_taken(
 ):
     assert not offer(server, wish).ok
     assert files(tmp_path) == []
+
+
+def test_a_file_for_which_there_is_no_room_leaves_no_descriptor_and_no_file(tmp_path):
+    """The limit of this process stands for that of a file system: the file exists by then."""
+    most_bytes, block_bytes = 1 << 31, 64 << 20
+    server = MemoryServer(tmp_path, "127.0.0.1", KEY, budget_bytes=4 * most_bytes)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        digests = "00" * 8 * (2 * most_bytes // block_bytes)
+        wish = put(size_bytes=2 * most_bytes, block_bytes=block_bytes, digests=digests)
+        with closing(peer_memory.dial(server.address, KEY)) as session:
+            session.send(wish)
+            reply = session.receive_reply()
+        assert (reply.ok, "File too large" in reply.reason) == (False, True)
+        links = [os.readlink(f"/proc/self/fd/{fd}") for fd in open_descriptors()]
+        assert [link for link in links if str(tmp_path) in link] == []
+        assert files(tmp_path) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        server.close()
+
+
+def open_descriptors() -> list[int]:
+    names = os.listdir("/proc/self/fd")
+    return [int(name) for name in names if os.path.lexists(f"/proc/self/fd/{name}")]
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,62 @@ NCCL = "NCCL error in: NCCLUtils.cpp:77, {} (run with NCCL_DEBUG=WARN for detail
         ),
         (
             NCCL.format(
+                "unhandled cuda error",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+                "Cuda failure 719 'unspecified launch failure'",
+            ),
+            dist.DistBackendError,
+            "Cuda failure 719",
+        ),
+        (
+            NCCL.format(
+                "unhandled cuda error",
+                "ncclUnhandledCudaError: Call to CUDA function failed.\n"
+                "Cuda failure 710 'device-side assert triggered'",
+            ),
+            dist.DistBackendError,
+            "Cuda failure 710",
+        ),
+        (
+            "[Rank 1] Process group watchdog thread terminated with exception: CUDA error: an "
+            "illegal memory access was encountered",
+            dist.DistBackendError,
+            "illegal memory access",
+        ),
+        (
+            NCCL.format(
+                "internal error - please report this issue to the NCCL developers",
+                "ncclInternalError: Internal check failed.\nMessage truncated : received 1024",
+            ),
+            dist.DistBackendError,
+            "Internal check failed",
+        ),
+        (
+            NCCL.format(
+                "internal error - please report this issue to the NCCL developers",
+                "ncclInternalError: Internal check failed.\nProxy Call to rank 1 failed (Connect): "
+                "socketProgress: Connection closed by remote peer 10.0.0.2<41234>",
+            ),
+            PeerLost,
+            "a peer is gone",
+        ),
+        (
+            NCCL.format(
+                "unhandled system error",
+                "ncclSystemError: System call or external library call failed "
+                "or device error.\nsocketPollConnect: Connect to 10.0.0.2<5> returned 113",
+            ),
+            PeerLost,
+            "a peer is gone",
+        ),
+        (
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+            "OpType=ALLREDUCE) ran for 600011 milliseconds before timing out.",
+            PeerLost,
+            "a peer is gone",
+        ),
+        (
+            NCCL.format(
                 "unhandled system error",
                 "Error while creating shared memory segment /dev/shm/nccl-7 (size 9637888)",
             ),
@@ -179,3 +235,41 @@ def test_what_nccl_cannot_do_on_this_host_is_no_lost_peer(
 ) -> None:
     with pytest.raises(kind, match=says), transport_failures("meeting"):
         raise dist.DistBackendError(text)
+
+
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/{}] {}. This is typically caused by a peer that "
+    "has crashed"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError(GLOO.format("pair.cc:534", "Connection closed by peer [::1]:9")), PeerLost),
+        (RuntimeError(GLOO.format("pair.cc:538", "Read error [::1]:9: Broken pipe")), PeerLost),
+        (
+            RuntimeError(
+                GLOO.format("unbound_buffer.cc:81", "Timed out waiting 600000ms for recv operation")
+            ),
+            PeerLost,
+        ),
+        (dist.DistNetworkError("Broken pipe"), PeerLost),
+        (
+            dist.DistBackendError(
+                NCCL.format("unhandled cuda error", "Cuda failure 719 'unspecified launch failure'")
+            ),
+            dist.DistBackendError,
+        ),
+        (RuntimeError("the token service timed out waiting for a reply"), RuntimeError),
+        (RuntimeError("data service: broken pipe"), RuntimeError),
+        (RuntimeError("redis: connection refused"), RuntimeError),
+        (RuntimeError("CUDA error: device-side assert triggered"), RuntimeError),
+    ],
+)
+def test_an_error_of_the_scripts_own_backward_is_no_lost_peer(
+    error: RuntimeError, kind: type[Exception]
+) -> None:
+    with pytest.raises(kind) as raised, transport_failures("the backward", of_script=True):
+        raise error
+    assert type(raised.value) is kind

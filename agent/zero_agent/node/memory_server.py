@@ -16,7 +16,8 @@ import secrets
 import socket
 import socketserver
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
@@ -129,43 +130,44 @@ class _Caller(socketserver.BaseRequestHandler):
 
     def _take(self, wish: Put) -> None:
         """Receive a replica into a hidden file; rename it once every checksum is right."""
-        try:
-            path = self._path(wish.path)
-            if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
-                raise WireError(f"blocks of {wish.block_bytes} bytes, {wish.size_bytes} in all")
-            count = -(-wish.size_bytes // wish.block_bytes)
-            if len(wish.digests) != count * _DIGEST_CHARACTERS:
-                raise WireError(f"not one digest for each of {count} blocks")
+        with ExitStack() as opened:
             try:
-                words = bytes.fromhex(wish.digests)
-            except ValueError:
-                raise WireError("digests that are not hexadecimal") from None
-            digests = [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+                path, digests = self._path(wish.path), _digests(wish)
+                file, incoming = opened.enter_context(self._reserved(path, wish.size_bytes))
+            except (OSError, WireError) as error:
+                self._session.send(Reply(ok=False, reason=str(error)))
+                return
+            self._session.send(Reply(ok=True))
+            problem = self._receive(file, wish, digests)
+            if not problem:
+                incoming.replace(path)
+        self._session.send(Reply(ok=not problem, reason=problem))
+
+    @contextmanager
+    def _reserved(self, path: Path, size_bytes: int) -> Iterator[tuple[int, Path]]:
+        """A hidden file of this size beside `path`, open, which is removed unless it is renamed.
+
+        Raises:
+            WireError: It would exceed the budget.
+            OSError: It cannot be made.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        incoming = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with ExitStack() as made:
             with self.server.taking:
                 used, budget = used_bytes(self.server.directory), self.server.budget_bytes
-                if used + wish.size_bytes > budget:
+                if used + size_bytes > budget:
                     raise WireError(
-                        f"{wish.size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed "
+                        f"{size_bytes >> 20} MiB more than the {used >> 20} MiB in use exceed "
                         f"the budget of {budget >> 20} MiB (checkpoint.ram.budget_bytes, "
                         "--ram-budget)"
                     )
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                descriptor = os.open(incoming, flags, 0o600)
-                os.truncate(descriptor, wish.size_bytes)  # pages are allocated as they are written
-        except (OSError, WireError) as error:
-            self._session.send(Reply(ok=False, reason=str(error)))
-            return
-        try:
-            self._session.send(Reply(ok=True))
-            problem = self._receive(descriptor, wish, digests)
-            if not problem:
-                incoming.replace(path)
-        finally:
-            os.close(descriptor)
-            incoming.unlink(missing_ok=True)
-        self._session.send(Reply(ok=not problem, reason=problem))
+                file = os.open(incoming, flags, 0o600)
+                made.callback(incoming.unlink, missing_ok=True)
+                made.callback(os.close, file)
+                os.truncate(file, size_bytes)  # pages are allocated as they are written
+            yield file, incoming
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
         """Write all blocks to the file; the first wrong checksum in words, empty if none is."""
@@ -187,6 +189,20 @@ class _Caller(socketserver.BaseRequestHandler):
         if not FILE.fullmatch(name):
             raise WireError(f"{name[:100]!r} is not a file of a checkpoint")
         return self.server.directory / name
+
+
+def _digests(wish: Put) -> list[int]:
+    """The digest of each block of a replica. Raises WireError if its sizes do not fit."""
+    if not 0 < wish.block_bytes <= _BLOCK_LIMIT_BYTES or not wish.size_bytes:
+        raise WireError(f"blocks of {wish.block_bytes} bytes, {wish.size_bytes} in all")
+    count = -(-wish.size_bytes // wish.block_bytes)
+    if len(wish.digests) != count * _DIGEST_CHARACTERS:
+        raise WireError(f"not one digest for each of {count} blocks")
+    try:
+        words = bytes.fromhex(wish.digests)
+    except ValueError:
+        raise WireError("digests that are not hexadecimal") from None
+    return [int.from_bytes(words[at : at + 8], "big") for at in range(0, len(words), 8)]
 
 
 def used_bytes(directory: Path) -> int:

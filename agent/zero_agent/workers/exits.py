@@ -51,12 +51,25 @@ _GLOO = re.compile(
 """gloo's message about a broken connection to a peer, which it names."""
 
 
+_OF_DEVICE = re.compile(r"CUDA error: .*|Cuda failure \d.*|Call to CUDA function failed.*")
+"""Texts of torch and NCCL about the device of their own process."""
+WATCHDOG_LINES = 50
+"""The last lines of a worker in which torch's watchdog says why it ends the process."""
+
+
+def device_error(printed: str) -> str:
+    """What a worker's last lines say about an error of its own device; empty if they do not."""
+    found = _OF_DEVICE.search(printed)
+    return found[0].rstrip() if found else ""
+
+
 def is_symptom(status: int, message: str, *, gpus: bool) -> bool:
     """Whether a worker has ended because of its peers, so that its own host is not to blame.
 
     torch's watchdog of NCCL ends a process with SIGABRT when a peer is lost or late. An error of
-    the program that ends so leaves a message, or happens on a machine without GPUs as well. A
-    script without the engine ends with gloo's own error.
+    the program that ends so leaves a message, or happens on a machine without GPUs as well; of an
+    error of the device, the message is what the watchdog has printed (`device_error`). A script
+    without the engine ends with gloo's own error.
 
     Args:
         status: As `Exit.status`.

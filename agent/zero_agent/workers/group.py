@@ -17,12 +17,12 @@ from pathlib import Path
 
 from zero_agent.node.state import Workers
 from zero_agent.workers.environment import Order
-from zero_agent.workers.exits import Exit, read_stacks
+from zero_agent.workers.exits import WATCHDOG_LINES, Exit, device_error, read_stacks
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.oom import OomKills
 from zero_agent.workers.output import STDERR, STDOUT, Tap
-from zero_agent.workers.recent_output import RecentOutput
+from zero_agent.workers.recent_output import LIMIT_BYTES, RecentOutput
 from zero_agent.workers.stacks import Process
 from zero_agent.workers.unkillable import GIVE_UP_S, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
@@ -158,13 +158,23 @@ class WorkerGroup:
             return None
         error_file = Path(order.env[ENV_ERROR_FILE])
         wanted = self._stopping
-        killer = self._oom.blame() if status == -signal.SIGKILL and not wanted else ""
+        killer = "" if wanted else self._killer(order.rank, status)
         end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
         end = self._placed(end, worker, order)
         self.exits.append(end)
         if status not in (ExitCode.OK, ExitCode.LEFT):
             self.stop(signal.SIGKILL)
         return end
+
+    def _killer(self, rank: int, status: int) -> str:
+        """Why a worker without an error file was killed, if that is known."""
+        if status == -signal.SIGKILL:
+            return self._oom.blame()
+        if status == -signal.SIGABRT and self._recent is not None:
+            page = self._recent.last(WATCHDOG_LINES, LIMIT_BYTES, rank)
+            lines = b"".join(each.text for each in page.chunks if each.round == self.round)
+            return device_error(lines.decode(errors="replace"))
+        return ""
 
     def orphaned(self) -> None:
         """Record the end of all workers, which the kernel kills with the forkserver."""
