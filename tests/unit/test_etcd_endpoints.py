@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from zero_orchestrator.errors import SpecError
+from tests.support.ports import free_port
+from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.etcd.connection import Credentials, parse_endpoints
 
 
@@ -70,3 +73,14 @@ import zero_orchestrator.store.etcd.client
 assert {"grpc", "etcd3"} <= set(sys.modules) and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_endpoints_that_refuse_connections_are_named_in_one_short_sentence() -> None:
+    first, second = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    with closing(EtcdStore(f"{first},{second}")) as store, pytest.raises(StoreUnavailable) as told:
+        store.get("a key")
+    refused = "(Connection refused)"
+    assert str(told.value) in {  # it begins with either
+        f"cannot reach etcd at {a} {refused}, {b} {refused}; is it running there?"
+        for a, b in ((first, second), (second, first))
+    }

@@ -28,7 +28,13 @@ import grpc
 
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.store.etcd import messages
-from zero_orchestrator.store.etcd.errors import login_again, never_sent, rpc_error, store_error
+from zero_orchestrator.store.etcd.errors import (
+    joined,
+    login_again,
+    never_sent,
+    rpc_error,
+    store_error,
+)
 
 messages.install()
 
@@ -304,7 +310,7 @@ class Connection:
                     repeatable or never_sent(_facts(error)[1])
                 )
                 if tried_enough or not may_repeat:
-                    raise type(failure)("; ".join(dict.fromkeys(failures))) from error
+                    raise type(failure)(joined(failures)) from error
             except ValueError as error:  # gRPC's error for a channel closed under a call
                 if not self._closed:
                     raise

@@ -8,6 +8,8 @@ Source of the texts: go.etcd.io/etcd/api/v3/v3rpc/rpctypes/error.go.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
 
 from zero_orchestrator.errors import (
@@ -42,6 +44,8 @@ _BY_TEXT = {
 _NEVER_SENT = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 """gRPC's texts for a call that did not leave this machine."""
 
+_UNREACHED, _RUNNING = "cannot reach etcd at", "; is it running there?"
+
 _LOGIN_AGAIN = ("invalid auth token", "revision of auth store is old")
 
 
@@ -75,9 +79,16 @@ def store_error(code: grpc.StatusCode | None, text: str, endpoint: str) -> Store
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return kind(f"etcd at {endpoint} did not answer in time")
     if never_sent(text):
-        return kind(f"cannot reach etcd at {endpoint} ({text}); is it running there?")
+        cause = text.rpartition("Failed to connect to remote host: ")[2]  # or the whole text
+        return kind(f"{_UNREACHED} {endpoint} ({cause}){_RUNNING}")
     remedy = next((remedy for known, remedy in _REMEDIES.items() if known in text), None)
     return kind(f"etcd at {endpoint}: {text}" + (f"; {remedy}" if remedy else ""))
+
+
+def joined(failures: Iterable[str]) -> str:
+    """The messages of one call to several endpoints in one sentence, equal ones once."""
+    text = "; ".join(dict.fromkeys(failures))
+    return text.replace(f"{_RUNNING}; {_UNREACHED}", ",")
 
 
 def never_sent(text: str) -> bool:

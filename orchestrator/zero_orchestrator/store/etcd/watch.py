@@ -260,7 +260,8 @@ class EtcdWatches:
                     self._reported = str(error)
                     watches = list(self._watches.values())
                     prefixes = ", ".join(sorted({watch.prefix for watch in watches}))
-                    _log.error("the watch of %s does not work: %s", prefixes, error, exc_info=error)
+                    trace = None if isinstance(error, StoreError) else error
+                    _log.error("the watch of %s does not work: %s", prefixes, error, exc_info=trace)
                 self._closed.wait(retry.LONGEST_WAIT_S)
             self._closed.wait(random.uniform(0, _RESUME_PAUSE_S))
 
