@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import ROOT, Cluster, agent, environment
+from tests.support.cluster import ROOT, TOGETHER, Cluster, agent, environment
 from tests.support.waiting import wait_for
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = pytest.mark.processes
 
 EXAMPLES = ROOT / "examples"
 SHORT = (
     *("minimal.py", "plain_ddp.py", "fsdp2.py", "lightning_ddp.py", "trainer_hf.py"),
-    "job.yaml",
+    *("accelerate_loop.py", "job.yaml"),
 )
 TWO = ("--standalone", "--nproc-per-node=2")
 
@@ -70,7 +71,7 @@ def test_the_minimal_example_has_the_same_weights_on_two_ranks_and_when_it_resum
     [
         ("plain_ddp.py", "EPOCHS, SAVE_EVERY = 10**6, 100", "state/*/MANIFEST.json"),
         ("fsdp2.py", "EPOCHS, SAVE_EVERY = 10**6, 100", "state/*/MANIFEST.json"),
-        ("lightning_ddp.py", "EPOCHS = 10**6", "state/last.ckpt"),
+        ("lightning_ddp.py", "EPOCHS, SAVE_EVERY = 10**6, 100", "state/*/MANIFEST.json"),
     ],
 )
 def test_a_stock_script_leaves_with_a_save_when_a_node_joins(
@@ -103,13 +104,36 @@ def test_ddp_and_fsdp2_end_with_the_same_weights_and_resume(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_the_lightning_example_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharded", ["ddp", "fsdp2"])
+def test_lightning_has_one_hash_at_every_world_size_and_after_a_kill_and_a_join(
+    tmp_path: Path, cluster: Callable[..., Cluster], sharded: str
+) -> None:
+    """World 2, then 1, then 2: a node is killed, and comes back."""
     check_installed("lightning_ddp.py")
-    line = [*TWO, str(EXAMPLES / "lightning_ddp.py"), str(tmp_path / "state")]
-    for resumes in (False, True):
-        done = agent(*line)
-        assert done.stdout.count("step 64\n") == 2, done.stderr
-        assert ("Restoring states" in done.stderr) is resumes
+    example = EXAMPLES / "lightning_ddp.py"
+    alone = agent("--standalone", str(example), str(tmp_path / "alone"), "ddp")
+    undisturbed = re.findall(r"^step 100, weights v2:[0-9a-f]{64}$", alone.stdout, re.MULTILINE)
+    slow = tmp_path / "slow.py"
+    pause = "(time.sleep(0 if Path({!r}).exists() else 0.03), self.run.step(max_norm=1.0))"
+    slow.write_text(
+        "import time\nfrom pathlib import Path\n"
+        + example.read_text().replace(
+            "self.run.step(max_norm=1.0)", pause.format(str(tmp_path / "hurry"))
+        )
+    )
+    line = [str(slow), str(tmp_path / "state"), sharded]
+    job = cluster(flags=("--nnodes=1:2", "--max-restarts=1", TOGETHER), script=line)
+    job.start("a", "b")
+    wait_for(lambda: [*tmp_path.glob("state/*/MANIFEST.json")], 120, "a save")
+    job.agents["b"].kill_node()
+    wait_for(lambda: job.events("restore"), 60, "one rank")
+    job.start("b")
+    wait_for(lambda: len(job.events("restore")) == 2, 90, "two ranks again")
+    (tmp_path / "hurry").touch()
+    job.wait_for_end()
+    found = re.findall(r"^step 100, weights v2:[0-9a-f]{64}$", job.output, re.MULTILINE)
+    assert {*found} == {*undisturbed}
+    assert len(undisturbed) == 1
 
 
 @pytest.mark.full
@@ -133,3 +157,79 @@ def test_the_job_file_of_the_examples_says_what_it_would_start() -> None:
     assert done.returncode == 0, done.stderr
     assert "PET_NNODES=1:4" in done.stdout
     assert "examples/minimal.py runs/minimal/checkpoints" in done.stdout
+
+
+LOOP = EXAMPLES / "accelerate_loop.py"
+
+
+def looped(directory: Path, ranks: int, *edits: tuple[str, str]) -> tuple[int, str]:
+    """The example, edited, at this number of ranks; its last step's number and its output."""
+    text = LOOP.read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    script = directory.with_name(f"{directory.name}.py")
+    script.write_text(text)
+    line = (*TWO[:1], f"--nproc-per-node={ranks}", "-m", "zero_deepspeed.as_deepspeed", str(script))
+    done = agent(*line, str(directory))
+    return done.returncode, done.stdout + done.stderr
+
+
+def hashes(output: str) -> list[str]:
+    return re.findall(r"^step 20 from \d+, weights (v2:[0-9a-f]{64})$", output, re.MULTILINE)
+
+
+@pytest.mark.full
+def test_the_loop_of_accelerate_has_one_hash_at_every_number_of_ranks_and_when_it_resumes(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    found = {tuple(hashes(looped(tmp_path / f"on{ranks}", ranks)[1])) for ranks in (1, 2)}
+    short = ("MICROBATCHES = 5, 3, 6", "MICROBATCHES = 2, 3, 6")  # to its second step in epoch 1
+    assert looped(tmp_path / "resumed", 2, short)[0] == 0
+    code, output = looped(tmp_path / "resumed", 3)
+    assert (code, "step 20 from 6," in output) == (0, True), output
+    found.add(tuple(hashes(output)))
+    assert len(found) == len(next(iter(found))) == 1
+
+
+PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("edit", "ends", "told"),
+    [
+        (("use_seedable_sampler=True", ""), 0, "accelerate shuffles this DataLoader in another"),
+        (
+            (PREPARED, f"scheduler, {PREPARED.replace('(model', '(scheduler, model')}"),
+            0,
+            "a scheduler that accelerate has prepared steps as often in a step as there are ranks",
+        ),
+        (
+            ("deepspeed_plugin=", "cpu=True, deepspeed_plugin="),
+            AgentExit.JOB_FAILED,
+            "accelerate has dropped the deepspeed_plugin, as Accelerator(cpu=True) does",
+        ),
+        (
+            ("deepspeed_plugin=DeepSpeedPlugin(zero_stage=1),", ""),
+            AgentExit.JOB_FAILED,  # it has no weight_hash
+            "this Accelerator has no deepspeed_plugin, so as_deepspeed makes no engine for it",
+        ),
+    ],
+)
+def test_a_loop_of_accelerate_that_follows_the_number_of_ranks_is_told_why(
+    tmp_path: Path, edit: tuple[str, str], ends: int, told: str
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    code, output = looped(tmp_path / "loop", 2, edit)
+    assert (code, told in output) == (ends, True), output
+
+
+@pytest.mark.full
+def test_a_loop_of_accelerate_that_resumes_in_epoch_0_is_told_so(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    assert looped(tmp_path / "loop", 1, ("MICROBATCHES = 5", "MICROBATCHES = 2"))[0] == 0
+    code, output = looped(tmp_path / "loop", 1, ("loader.set_epoch(epoch)", "pass"))
+    told = "the loaded checkpoint has used 144 samples, more than the 96 of this DataLoader"
+    assert (code, told in output) == (0, True), output

@@ -22,6 +22,7 @@ from zero_deepspeed.as_deepspeed.resuming import (
     check_processes,
     check_schedule,
     choose,
+    engine_missing,
     look,
     others,
     place_in_stream,
@@ -218,6 +219,13 @@ def test_an_accelerator_that_counts_one_process_of_several_is_refused_with_the_r
     check_processes(2, 2)
     with pytest.raises(ConfigError, match=r"counts 1 process, and there are 2: .*backend='gloo'"):
         check_processes(1, 2)
+
+
+def test_an_accelerator_that_drops_its_plugin_is_refused_and_one_without_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"has dropped the deepspeed_plugin, as Accelerator\(cpu"):
+        engine_missing(asked=True, made=False)
+    assert engine_missing(asked=True, made=True) == ""
+    assert "so as_deepspeed makes no engine for it" in engine_missing(asked=False, made=False)
 
 
 # ---- streams, and the last step of an epoch ----

@@ -347,6 +347,50 @@ def check_loop(round: int, committed: int, loaded: int | None, samples: int) -> 
         )
 
 
+OWN_ORDER = (
+    "accelerate shuffles this DataLoader in another order on one rank than on several: give "
+    "Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))"
+)
+OWN_SCHEDULE = (
+    "a scheduler that accelerate has prepared steps as often in a step as there are ranks, so the "
+    "learning rate follows their number: leave it out of prepare(), give it to "
+    "accelerator.register_for_checkpointing(), and step it where accelerator.sync_gradients is True"
+)
+OWN_EPOCH = (
+    "the loaded checkpoint has used {consumed} samples, more than the {size} of this DataLoader, "
+    "which begins with the order of epoch 0: call loader.set_epoch(epoch) in each epoch, and "
+    "accelerator.skip_first_batches(loader, n) in the first"
+)
+"""Why the result of a loop depends on the number of ranks, or on a restart, and the remedy."""
+
+
+def engine_missing(*, asked: bool, made: bool) -> str:
+    """A warning that an Accelerator has no engine; empty if it has one.
+
+    Args:
+        asked: Whether it got a deepspeed_plugin.
+        made: Whether it uses it.
+
+    Raises:
+        ConfigError: It has dropped the plugin; stock DDP would be trained.
+    """
+    if asked and not made:
+        raise ConfigError(
+            "accelerate has dropped the deepspeed_plugin, as Accelerator(cpu=True) does, and would "
+            "train with stock DDP: no engine, no checkpoints of it, and bits that depend on the "
+            "number of ranks. Leave out cpu=True; without a GPU, give "
+            "kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')]"
+        )
+    if made:
+        return ""
+    return (
+        "this Accelerator has no deepspeed_plugin, so as_deepspeed makes no engine for it: the "
+        "global batch, the schedule and the order of samples are accelerate's, and follow the "
+        "number of ranks. Give Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1)), or "
+        "--deepspeed CONFIG to the Trainer"
+    )
+
+
 def check_processes(counted: int, world: int) -> None:
     """Check that accelerate knows of all processes.
 
