@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import MethodType
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +38,7 @@ from zero_torch import settings
 from zero_torch.state import TrainingState
 from zero_torch.stateful import Statefuls
 from zero_torch.training import Loading, Ordered, Training
-from zero_torch.wrapped import Wrapped, local
+from zero_torch.wrapped import Wrapped
 
 _log = logging.getLogger(__name__)
 
@@ -302,13 +304,14 @@ class Checkpoints:
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step is torch's own: `get_state_dict` makes state by one with zeros for gradients.
 
-    It sets the learning rates to 0 as well.
+    Only the call itself says so: a step of the script may have zeros and a learning rate of 0, too.
     """
-    groups = optimizer.param_groups
-    if optimizer.state or any(float(group.get("lr", 1.0)) for group in groups):
-        return False
-    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    return not any(bool(local(each).any()) for each in gradients)
+    frame = None if optimizer.state else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _init_optim_state.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:

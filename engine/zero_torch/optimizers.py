@@ -1,4 +1,4 @@
-"""Which optimizers can be protected, and how they step.
+"""Which optimizers and schedulers can be protected, and how they step.
 
 Owns the list of torch's optimizers that step each element by itself. Must always hold: an optimizer
 whose bits would depend on where the elements lie is refused by name, before the first step.
@@ -6,11 +6,13 @@ whose bits would depend on where the elements lie is refused by name, before the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zero_contract.errors import ConfigError
 
@@ -117,6 +119,27 @@ def check_step(optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
         "parameter: if what it does to an element depends on that element alone, set its attribute "
         f"{NEEDS_WHOLE} = False; otherwise wrap the model in DistributedDataParallel"
     )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Check that a scheduler can be stepped once for each step of the optimizer.
+
+    Raises:
+        ConfigError: It is one that a library has prepared, which steps once for each rank.
+    """
+    if not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
+        raise ConfigError(
+            f"{type(scheduler).__module__}.{type(scheduler).__name__} steps the scheduler inside, "
+            "and how often depends on the world size; give protect the one inside, and do not let "
+            "a library prepare it"
+        )
+
+
+def takes_no_metric(scheduler: Any) -> bool:
+    """Whether a scheduler can be stepped without an argument, unlike ReduceLROnPlateau."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
+    return all(each.default is not each.empty for each in named)
 
 
 def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:

@@ -35,7 +35,14 @@ from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.local_step import local_tensors
-from zero_torch.optimizers import check_members, check_step, step_without_fusion, unwrapped
+from zero_torch.optimizers import (
+    check_members,
+    check_scheduler,
+    check_step,
+    step_without_fusion,
+    takes_no_metric,
+    unwrapped,
+)
 from zero_torch.ordered_gradients import MicroStep, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
@@ -103,7 +110,8 @@ def protect(
         optimizer: Of the model's parameters.
         loader: Its batches are micro-batches. Every rank gives the same dataset.
         microbatches: The micro-batches of a global batch, over all ranks.
-        scheduler: `run.step()` steps it, once for each step of the optimizer.
+        scheduler: `run.step()` steps it, once for each step of the optimizer; but not one that
+            needs a metric, such as ReduceLROnPlateau, which the script steps itself.
         scaler: `run.backward()` and `run.step()` scale the loss with it.
         stateful: Further objects by name, with state_dict() and load_state_dict(): every
             checkpoint has their states, and `run.load` restores them. A state must be equal on all
@@ -127,6 +135,7 @@ def protect(
     wrapped = recognize(model)
     optimizer = unwrapped(optimizer)
     check_members(optimizer, wrapped.trained())
+    check_scheduler(scheduler)
     if loader is not None:
         check_gradients(wrapped, dist.get_world_size())
         check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
@@ -191,6 +200,7 @@ class Run(Checkpoints):
         )
         self._skipped = False
         """Whether this step left the weights as they were: the gradients were not finite."""
+        self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._rates: list[float] = []
         """The learning rates with which the step has begun."""
         self._ledger: Ledger | None = None
@@ -291,7 +301,7 @@ class Run(Checkpoints):
                     self.scaler.update()
                 else:
                     self._optimizer.step()
-                if self.scheduler is not None and not self._skipped:
+                if self._steps_scheduler and not self._skipped:
                     self.scheduler.step()
         self._end_micro_step()
         return last

@@ -52,8 +52,10 @@ class Recipe:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     model: Callable[[], nn.Module] = Net
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
-    before: Callable[[nn.Module, int], None] | None = None
-    """What the script does to its module before a step, which counts from 0."""
+    metric: Callable[[int], float] | None = None
+    """What the script steps the scheduler with after a step, which counts from 0."""
+    before: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None
+    """What the script does to its module or optimizer before a step."""
     own_loop: bool = False
     """It calls backward() and step() itself."""
     of_wrapper: tuple[tuple[str, Any], ...] = ()
@@ -77,7 +79,7 @@ def by_torch_alone(recipe: Recipe) -> list[str]:
     plans = itertools.chain(*(plan_epoch(start, batch, SAMPLES) for start in (0, SAMPLES)))
     for step, plan in enumerate(itertools.islice(plans, STEPS)):
         if recipe.before is not None:
-            recipe.before(model, step)
+            recipe.before(model, optimizer, step)
         trained = [p for p in model.parameters() if p.requires_grad]
         gradients = []
         for index in range(plan.microbatches):
@@ -99,7 +101,7 @@ def by_torch_alone(recipe: Recipe) -> list[str]:
             parameter.grad = summed(addends, 8).to(parameter.dtype)
         optimizer.step()
         if scheduler is not None:
-            scheduler.step()
+            scheduler.step(*[recipe.metric(step)] if recipe.metric else [])
         hashes.append(weight_hash(model.named_parameters()))
     return hashes
 
@@ -182,7 +184,7 @@ def _train(
     until = STEPS if load else SAVED_AT
     while run.global_step < until:
         if recipe.before is not None:
-            recipe.before(module, run.global_step)
+            recipe.before(module, optimizer, run.global_step)
         at = run.global_step
         for (x,) in run.loader:
             if recipe.own_loop:
@@ -190,10 +192,11 @@ def _train(
                 model(x).backward()
                 optimizer.step()
                 if scheduler is not None:
-                    scheduler.step()
+                    scheduler.step(*[recipe.metric(at)] if recipe.metric else [])
             else:
                 run.backward(model(x))
-                run.step()
+                if run.step() and recipe.metric:
+                    scheduler.step(recipe.metric(at))
             if run.global_step > at:
                 break
         hashes.append(run.weight_hash())

@@ -18,7 +18,6 @@ from torch.utils.data import (
 
 from zero_contract.errors import ConfigError
 from zero_torch import settings
-from zero_torch.checkpoints import makes_state
 from zero_torch.loader import shuffles
 from zero_torch.optimizers import check_members, step_without_fusion
 from zero_torch.wrapped import (
@@ -74,14 +73,6 @@ def test_a_fused_optimizer_steps_with_the_bits_of_foreach() -> None:
         scaler.step(optimizer)
         weights.append(model.weight.detach())
     assert torch.equal(*weights)
-
-
-def test_torch_may_make_the_state_of_an_optimizer_before_the_first_step() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    assert makes_state(optimizer)
-    model(torch.ones(2)).sum().backward()
-    assert not makes_state(optimizer)  # a step of the script, in a warmup
 
 
 def test_the_loader_says_whether_samples_are_shuffled() -> None:
