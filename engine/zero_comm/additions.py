@@ -2,7 +2,8 @@
 
 Owns the names of memory, and the plain way to run additions, on a CPU piece of memory by piece of
 memory, while that is in its cache. Must always hold: each is one addition in fp32 of two numbers,
-which are widened first, in the order of the list; or the rounding of one number.
+which are widened first, in the order of the list, or in fp64 of fp64 numbers; or the rounding of
+one number.
 
 `ordered_sum` and `held_pieces` decide what is added; `fold` runs it, on a GPU in one pass.
 """
@@ -17,6 +18,14 @@ from torch import Tensor
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.quantization import rounded
+
+SUMS = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+"""What gradients can be summed: their dtype -> that of the sum. A complex number is two of them."""
 
 _PIECE = 1 << 18
 """Elements whose fp32 copy is still in a CPU's cache when it is added; a multiple of the blocks

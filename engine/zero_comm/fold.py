@@ -207,5 +207,8 @@ def _sample(seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def _bits(numbers: Tensor) -> Tensor:
-    wide = numbers.float()
-    return torch.where(wide.isnan(), torch.nan, wide).view(torch.int32)
+    is_double = numbers.dtype == torch.float64
+    wide = numbers if is_double else numbers.float()
+    return torch.where(wide.isnan(), torch.nan, wide).view(
+        torch.int64 if is_double else torch.int32
+    )

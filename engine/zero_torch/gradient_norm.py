@@ -71,6 +71,12 @@ Norm = Callable[[Sequence[Tensor], Tensor], tuple[float, Tensor]]
 [world, n], on the CPU: one exchange for both."""
 
 
+def _kind_of(gradients: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of their norm: fp64 if one of them has it."""
+    is_double = any(each.dtype == torch.float64 for each in gradients)
+    return torch.float64 if is_double else torch.float32
+
+
 class ShardNorm:
     """The norm of tensors of which each rank holds some consecutive elements: a `Norm`."""
 
@@ -101,14 +107,17 @@ class ShardNorm:
             PeerLost: A peer is lost.
         """
         rank = self._group.rank
+        kind = _kind_of(shards)
         rows = [
-            shard.new_zeros(share, dtype=torch.float32)
+            shard.new_zeros(share, dtype=kind)
             for shard, share in zip(shards, self._shares, strict=True)
         ]
         held: dict[int, list[Tensor]] = {}
         for tensor, _, target, start, stop in self._given:
             begin = self._bounds[tensor][rank]
-            held.setdefault(target, []).append(shards[tensor][start - begin : stop - begin].float())
+            held.setdefault(target, []).append(
+                shards[tensor][start - begin : stop - begin].to(kind)
+            )
         sizes: dict[int, int] = {}
         for _, holder, _, start, stop in self._taken:
             sizes[holder] = sizes.get(holder, 0) + stop - start
@@ -145,10 +154,10 @@ class WholeNorm:
         Raises:
             PeerLost: A peer is lost.
         """
-        own = []
+        own, kind = [], _kind_of(gradients)
         for gradient, share in zip(gradients, self._shares, strict=True):
             begin = self._group.rank * share
-            norms = block_norms(gradient[begin : begin + share].float())
+            norms = block_norms(gradient[begin : begin + share].to(kind))
             own += [norms, norms.new_zeros(share // NORM_BLOCK - norms.numel())]
         return _exchanged(self._group, self._norm, torch.cat(own), notes)
 

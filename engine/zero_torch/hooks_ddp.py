@@ -13,7 +13,10 @@ Buckets are few and large, so between two of them what has ended is gone on with
 each parameter: what a bucket comes to then travels between nodes, not only when the next is full.
 
 DDP leaves a parameter without gradient that no rank has used in the last micro-step, although
-others of the step have: such a one gets its sum afterwards.
+others of the step have: such a one gets its sum afterwards. One that is frozen gets none.
+
+DDP decides when it is made which parameters it reduces, and without `find_unused_parameters` it
+ends no backward in which one of them got no gradient: then it would leave local gradients behind.
 
 Annotations are evaluated here: DDP compares those of its hook with its own types.
 """
@@ -27,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_comm.collectives import Collectives
-from zero_torch.ordered_gradients import MicroStep, OrderedGradients
+from zero_contract.errors import ZeroError
+from zero_torch.ordered_gradients import MicroStep, OrderedGradients, as_real
 
 
 class _Buckets:
@@ -53,6 +57,11 @@ class _Buckets:
         """What is left of this backward's gradients."""
         self._is_first = True
         """Whether no backward has ended."""
+        self._came: set[Tensor] = set()
+        """The parameters that DDP has reduced in this backward."""
+        self._has_last = False
+        """Whether the last bucket is among those of this backward."""
+        gradients.settles.append(self._reduce_rests)
         gradients.ends.append(self._end_backward)
 
     def reduce(self, bucket: dist.GradBucket) -> None:
@@ -61,9 +70,11 @@ class _Buckets:
         if now is not before:
             self._settled = self._settled or (before is not None and before.last)
             self._now = now
-        buffer, parameters = bucket.buffer(), bucket.parameters()
+        buffer, parameters = as_real(bucket.buffer()), bucket.parameters()
+        self._came.update(parameters)
+        self._has_last |= bucket.is_last()
         names = [self._names[parameter] for parameter in parameters]
-        each = buffer.split([parameter.numel() for parameter in parameters])
+        each = buffer.split([as_real(p.detach()[None]).numel() for p in parameters])
         if now is not None and now.last:
             self._summed += zip(parameters, each, strict=True)
         if self._settled or (now is not None and now.number == 0 and now.last):
@@ -90,14 +101,34 @@ class _Buckets:
             self.gradients.reduce(name, divided, own, then=share, now=self._at_once)
 
     def _end_backward(self) -> None:
+        if self._model.require_backward_grad_sync:
+            self._check_came()
         self._reduce_rests()
         self._is_first = False
-        if self._summed:  # after DDP's own end
-            torch.autograd.Variable._execution_engine.queue_callback(self._fill)
+        self._fill()
+
+    def _check_came(self) -> None:
+        trained = self.gradients.trained
+        absent = [name for name, each in trained.items() if each not in self._came]
+        complete, self._has_last = self._has_last and not absent, False
+        self._came.clear()
+        if not complete:
+            what = absent[0] if absent else "parameters that are frozen or not used"
+            raise ZeroError(
+                f"DistributedDataParallel has not reduced {what}: it decides when it is made which "
+                "parameters it reduces, and waits for the gradient of each of them; wrap the model "
+                "after the last change of requires_grad, and give find_unused_parameters=True if "
+                "layers are frozen afterwards, or not used by every micro-batch"
+            )
 
     def _reduce_rests(self) -> None:
         rests = {name: self._rests[name] for name in sorted(self._rests)}  # as on all ranks
         self._rests.clear()
+        for dtype in dict.fromkeys(rest.dtype for rest in rests.values()):
+            self._add_rests({n: rest for n, rest in rests.items() if rest.dtype == dtype})
+
+    def _add_rests(self, rests: Mapping[str, Tensor]) -> None:
+        """Sum the rests of one dtype: weighted and added as all that is reduced in parts is."""
         widths = [rest.numel() for rest in rests.values()]
         if not sum(widths):
             return
@@ -117,8 +148,11 @@ class _Buckets:
 
     def _fill(self) -> None:
         for parameter, total in self._summed:
-            if parameter.grad is None:
-                parameter.grad = total.view(parameter.shape).clone()
+            if parameter.grad is None and parameter.requires_grad:
+                of_pairs = (
+                    torch.view_as_complex(total.view(-1, 2)) if parameter.is_complex() else total
+                )
+                parameter.grad = of_pairs.view(parameter.shape).clone()
         self._summed.clear()
 
 
@@ -136,12 +170,17 @@ def _reduce(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[
 
 def attach(
     model: DistributedDataParallel,
-    trained: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     gradients: OrderedGradients,
     collectives: Collectives,
 ) -> None:
-    """Let DDP reduce the gradients of the trained parameters through `gradients`."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    """Let DDP reduce the gradients of all trained parameters through `gradients`."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
-    for parameter in names:
-        parameter.register_post_accumulate_grad_hook(lambda _: gradients.poll())
+
+    def arrive(_: Tensor) -> None:
+        gradients.arrive()
+        gradients.poll()
+
+    for parameter in gradients.trained.values():
+        parameter.register_post_accumulate_grad_hook(arrive)

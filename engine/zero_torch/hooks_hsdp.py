@@ -42,6 +42,10 @@ class TwoLevels:
         """The micro-step."""
         return self._gradients.now
 
+    def arrive(self, name: str) -> None:
+        """As `OrderedGradients.arrive`."""
+        self._gradients.arrive(name)
+
     def replace_all_reduce(self, module: Any) -> None:
         """Let FSDP2's all-reduce of a module's gradients be one of this rank alone.
 

@@ -1,43 +1,53 @@
 """A model in one process: the ordered sum in the place of autograd's accumulation.
 
 A parameter that a micro-batch does not use has a gradient of zeros there, as under DDP and FSDP2.
+One that is frozen has none, whenever that was.
+
+Must always hold: a gradient is added at the end of the backward, when all that a micro-batch gives
+to it has come. A module that is used twice may give it in two parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zero_contract.errors import ConfigError
-from zero_torch.ordered_gradients import OrderedGradients
+from zero_torch.ordered_gradients import OrderedGradients, as_real
 
 
-def attach(trained: Mapping[str, nn.Parameter], gradients: OrderedGradients) -> None:
+def attach(gradients: OrderedGradients) -> None:
     """Let every trained parameter add its gradients through `gradients`."""
-    used: set[str] = set()
+    hooked: set[str] = set()
 
-    def fill() -> None:
-        """Give the others zeros, at the end of a backward."""
-        for name in trained.keys() - used:
-            trained[name].grad = torch.zeros_like(trained[name])
-            _reduce(name, gradients, used, trained[name])
-        used.clear()
+    def add() -> None:
+        for name, parameter in gradients.trained.items():
+            _reduce(name, gradients, parameter)
 
-    gradients.ends.append(fill)
-    for name, parameter in trained.items():
-        parameter.register_post_accumulate_grad_hook(partial(_reduce, name, gradients, used))
+    def hook() -> None:
+        """Torch takes hooks of parameters that require gradients, and keeps those of others."""
+        for name in gradients.trained.keys() - hooked:
+            gradients.trained[name].register_post_accumulate_grad_hook(partial(arrive, name))
+            hooked.add(name)
+
+    def arrive(name: str, _: Tensor) -> None:
+        gradients.arrive(name)
+
+    gradients.ends.append(add)
+    gradients.changes.append(hook)
+    hook()
 
 
-def _reduce(name: str, gradients: OrderedGradients, used: set[str], parameter: Tensor) -> None:
-    used.add(name)
+def _reduce(name: str, gradients: OrderedGradients, parameter: nn.Parameter) -> None:
     gradient = parameter.grad
-    assert gradient is not None
+    if gradient is None:
+        gradient = parameter.grad = torch.zeros_like(parameter)
     if gradient.is_sparse:
         raise ConfigError(f"the gradient of {name} is sparse; make its embedding with sparse=False")
-    flat = gradient.reshape(-1)  # a copy, if the gradient is not contiguous
-    gradients.reduce(name, flat, flat)
+    # A copy, if the gradient is not contiguous, or lazily conjugated.
+    flat = gradient.resolve_conj().reshape(-1)
+    gradients.reduce(name, as_real(flat), as_real(flat))
     if flat.data_ptr() != gradient.data_ptr():
         gradient.copy_(flat.view(gradient.shape))

@@ -5,6 +5,10 @@ receives every micro-batch of the step, in the order of their numbers, so the su
 micro-batches alone; what torch has in `.grad` means nothing before the last micro-step, and is
 dropped, so torch adds nothing to a sum.
 
+A backward may have others in it, each a graph task of its own: activation checkpointing with
+`use_reentrant` computes one for each module. What torch does at the end of a task finds its sums
+complete; what belongs to the end of the whole backward comes after that of the outermost task.
+
 Exchanges go on while the backward runs. When one has ended, the next gradient or `poll` begins the
 one that follows it in its reduction. The backward waits only where as many reductions are under way
 as one has exchanges; all have ended when backward() returns. On a device with streams the stream
@@ -15,20 +19,27 @@ waits, so each ends at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import torch
 from torch import Tensor, nn
 
+from zero_comm.additions import SUMS
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, Pending, has_ended, wait
 from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Turn
 from zero_contract.errors import ZeroError
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """The same memory as real numbers: of a complex number, its two parts."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,17 +80,21 @@ class OrderedGradients:
 
     Attributes:
         now: The micro-step; None between the end of a step and the next micro-batch.
+        trained: The parameters that require gradients in this step, by name.
         block: Micro-batches that are summed in a tree; it may change between two steps.
         loss_is_weighted: Whether the loss of this backward has the weight of its micro-batch
             already; otherwise the gradients get it here.
         begins: Called at the begin of a micro-step.
-        ends: Called at the end of a backward, before its exchanges are completed.
+        changes: Called at the begin of a step in which others are trained than in the one before.
+        settles: Called at the end of a graph task, before its exchanges are completed.
+        ends: Called at the end of a backward, behind what torch does there, before the exchanges of
+            that end are completed.
     """
 
     def __init__(
         self,
         collectives: Collectives,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         block: int,
         apart: Collectives | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -88,19 +103,22 @@ class OrderedGradients:
 
         Args:
             collectives: The group.
-            parameters: Whose gradients are summed.
+            parameters: All parameters by name; whose gradients are summed, `requires_grad` says.
             block: Micro-batches that are summed in a tree.
             apart: The group in which sums begin inside of nodes; None: owners add everything.
             guard: A context around the end of a backward, which may find that a peer is lost.
         """
-        device = parameters[0].device
+        device = next(iter(parameters.values())).device
         self.now: MicroStep | None = None
         self.loss_is_weighted = False
         self.block = block
         self.begins: list[Callable[[MicroStep], None]] = []
+        self.changes: list[Callable[[], None]] = []
+        self.settles: list[Callable[[], None]] = []
         self.ends: list[Callable[[], None]] = []
         self._collectives = collectives
         self._parameters = parameters
+        self.trained = self._require_gradients()
         self._guard = guard
         # Elsewhere exchanges of weights begin in between, in an order that torch decides.
         self._waits_at_once = not collectives.any_order(device)
@@ -120,18 +138,26 @@ class OrderedGradients:
         """Those that have received one in this micro-step."""
         self._under_way: list[_UnderWay] = []
         self._in_backward = False
-        """Whether the end of the backward under way is announced to autograd."""
+        """Whether a gradient of the backward under way has come."""
+        self._tasks: list[int] = []
+        """The graph tasks of the backward under way, whose end is announced to autograd."""
         self._failure: Exception | None = None
         """What a hook could not raise: raised at the end of the backward."""
 
     def begin(self, now: MicroStep) -> None:
-        """Begin a micro-step."""
+        """Begin a micro-step.
+
+        Raises:
+            ZeroError: Other parameters are trained than in the micro-steps before.
+        """
+        self._look_at_trained(now)
         if now.number == 0:
             for gone in self._sums.keys() - self._of_step:  # DDP has other buckets now
                 self._sums.pop(gone).total = torch.empty(0, device="cpu")
                 self._totals.pop(gone, None)
             self._of_step.clear()
         self._received.clear()
+        self._tasks.clear()
         self._drop()
         self.now, self._turn = now, now.turn
         for begin in self.begins:
@@ -182,7 +208,7 @@ class OrderedGradients:
 
         Args:
             name: Of the sum.
-            gradient: [world * n], n elements for each rank; used up.
+            gradient: [world * n], n elements for each rank; used up. Real numbers, see `as_real`.
             out: [n]; in the last micro-step it is filled with the sums, until the end of the
                 backward. It may be this rank's part of `gradient`.
             then: Begins an exchange of the sums; called in the last micro-step, when `out` is
@@ -193,7 +219,7 @@ class OrderedGradients:
             ZeroError: There is no micro-step, or a gradient of one comes a second time.
             PeerLost: A peer is lost.
         """
-        micro_step = self._expect(name)
+        micro_step = self._receive(name)
         # More under way would take memory and save no time: the network is busy with these.
         most = self._reduction.steps + (then is not None)
         self._advance()
@@ -219,10 +245,10 @@ class OrderedGradients:
         """Add the gradients [world, n] of a micro-batch of every rank, which all ranks have.
 
         Returns:
-            [n] in fp32, in the last micro-step.
+            [n] in the dtype of sums, in the last micro-step.
         """
-        micro_step = self._expect(name)
-        total = microbatches.new_empty(microbatches.shape[1], dtype=torch.float32)
+        micro_step = self._receive(name)
+        total = torch.empty_like(microbatches[0], dtype=SUMS[microbatches.dtype])
         ordered = self._sum_of(name, total, micro_step)
         turn = self._turn
         given = list(microbatches[: turn.live])
@@ -235,7 +261,32 @@ class OrderedGradients:
     def hold(self, failure: Exception) -> None:
         """Raise an error at the end of the backward: torch would replace what a hook raises."""
         self._failure = self._failure or failure
-        self._announce_end()
+        self.arrive()
+
+    def arrive(self, name: str | None = None) -> None:
+        """A gradient has come, which is reduced later in this backward.
+
+        Raises:
+            ZeroError: As `reduce`, of the sum of this name.
+        """
+        if name is not None:
+            self._expect(name)
+        self._in_backward = True
+        self.announce()
+
+    def announce(self, *_: object) -> None:
+        """Announce to autograd the end of the graph task under way; the first one is the outermost.
+
+        To be called in a backward as early as possible: as a hook of the loss, or of what the model
+        returns. There may be no gradient of a parameter, as in torch.autograd.grad.
+        """
+        task = torch._C._current_graph_task_id()
+        if self.now is not None and task not in self._tasks:
+            self._tasks.append(task)
+            is_outermost = len(self._tasks) == 1
+            torch.autograd.Variable._execution_engine.queue_callback(
+                partial(self._settle, is_outermost)
+            )
 
     def _steps(
         self,
@@ -267,10 +318,11 @@ class OrderedGradients:
         """The sum of this step; where a step has one micro-step, it is made where it goes."""
         if now.number == 0:
             total = out
-            if not now.last or out.dtype != torch.float32:
+            wide = SUMS[out.dtype]
+            if not now.last or out.dtype != wide:
                 kept = self._totals.get(name)
-                if kept is None or kept.numel() != out.numel():
-                    kept = torch.empty_like(out, dtype=torch.float32)
+                if kept is None or kept.numel() != out.numel() or kept.dtype != wide:
+                    kept = torch.empty_like(out, dtype=wide)
                 total = self._totals[name] = kept
             ordered = self._sums.setdefault(name, OrderedSum(total, self.block))
             ordered.total, ordered.block = total, self.block
@@ -305,21 +357,48 @@ class OrderedGradients:
         else:
             each.pending, each.number = pending, each.number + 1
 
+    def _settle(self, is_outermost: bool) -> None:
+        """End the exchanges of a graph task; autograd calls it at the end."""
+        self._complete(self.settles)
+        if is_outermost:  # torch may have announced ends of its own meanwhile
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
     def _finish(self) -> None:
-        """End the exchanges of a backward; autograd calls it at the end."""
+        """End a backward."""
+        self._tasks.clear()
+        if self._in_backward:
+            self._complete(self.ends)
+            self._pool.free()  # the next forward needs the memory
+            self._in_backward = False
+
+    def _complete(self, before: list[Callable[[], None]]) -> None:
         with self._guard():
             if (failure := self._failure) is not None:
                 self._failure, self._in_backward = None, bool(self._under_way)
+                self._tasks.clear()
                 raise failure
-            for end in self.ends:
-                end()
+            for each in before:
+                each()
             while self._under_way:
                 self._wait()
-        self._pool.free()  # the next forward needs the memory
-        self._in_backward = False
+
+    def _require_gradients(self) -> dict[str, nn.Parameter]:
+        return {name: each for name, each in self._parameters.items() if each.requires_grad}
+
+    def _look_at_trained(self, now: MicroStep) -> None:
+        trained = self._require_gradients()
+        if changed := sorted(trained.keys() ^ self.trained.keys()):
+            if now.number:
+                raise ZeroError(
+                    f"requires_grad of {changed[0]} has changed in the middle of a step, at micro-"
+                    f"step {now.number}: freeze and unfreeze layers between two steps"
+                )
+            self.trained = trained
+            for change in self.changes:
+                change()
 
     def _drop(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
 
     def _expect(self, name: str) -> MicroStep:
@@ -339,12 +418,11 @@ class OrderedGradients:
                 "micro-batch must use the same parameters; let the others contribute "
                 "0 * parameter.sum() to the loss"
             )
-        self._received.add(name)
-        self._of_step.add(name)
-        self._announce_end()
         return self.now
 
-    def _announce_end(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+    def _receive(self, name: str) -> MicroStep:
+        now = self._expect(name)
+        self._received.add(name)
+        self._of_step.add(name)
+        self.arrive()
+        return now

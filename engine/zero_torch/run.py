@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, cast, overload
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from zero_comm.agent_link import exit_on_peer_loss
@@ -51,6 +52,7 @@ from zero_torch.wrapped import (
     check_gradients,
     held_bounds,
     local,
+    reals_in,
     recognize,
     rows_of,
 )
@@ -191,13 +193,16 @@ class Run(Checkpoints):
         place = self._rank, self._world, options.seed
         batches = in_order(loader, self._batch, self._cursor, *place)
         self.loader = MicroBatches(batches, self._begin_micro_step, self._end_micro_step)
+        self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._collectives,
-            list(wrapped.trained().values()),
+            self._parameters,
             options.reduction_block or DEFAULT_BLOCK,
             self._apart(),
             guard=partial(exit_on_peer_loss, self._link),
         )
+        self._gradients.changes.append(self._train_others)
+        self._norm: Norm | None = None  # a script need not clip
         self._skipped = False
         """Whether this step left the weights as they were: the gradients were not finite."""
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
@@ -229,6 +234,8 @@ class Run(Checkpoints):
         """The group in which sums begin inside of nodes, if that saves anything. Collective."""
         group = self._collectives
         topology = group.find_nodes(os.environ)
+        if any(each.dtype == torch.float64 for each in self._parameters.values()):
+            return None  # nodes give their partial sums on in fp32
         if not (topology.divides and group.any_order(self._device)):
             return None
         # FSDP2 says which rank has which shard.
@@ -237,22 +244,36 @@ class Run(Checkpoints):
         return apart(group, self._device, self._link.interrupt)
 
     def _attach(self) -> None:
+        called = self._wrapped.called
+        if called._compiled_call_impl is None:  # else the hook would be compiled
+            called.register_forward_hook(self._end_forward)
         match self._wrapped.wrapper:
             case Wrapper.FSDP2:
                 module, guard = self._wrapped.module, partial(exit_on_peer_loss, self._link)
                 hooks_fsdp2.attach(module, self._gradients, self._collectives, guard)
             case Wrapper.DDP:
                 ddp = cast(DistributedDataParallel, self._wrapped.model)
-                trained = self._wrapped.trained()
-                hooks_ddp.attach(ddp, trained, self._gradients, self._collectives)
+                hooks_ddp.attach(ddp, self._parameters, self._gradients, self._collectives)
             case Wrapper.PLAIN:
-                hooks_plain.attach(self._wrapped.trained(), self._gradients)
+                hooks_plain.attach(self._gradients)
 
-    @cached_property
-    def _norm(self) -> Norm:  # a script need not clip
-        trained, device = self._wrapped.trained().values(), self._device
+    def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
+        """See the begin of a backward that the script calls itself."""
+        for each in tree_leaves(output) if self._gradients.now is not None else ():
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._gradients.announce)
+
+    def _train_others(self) -> None:
+        """Layers were frozen or unfrozen since the last step."""
+        check_members(self._optimizer, self._gradients.trained)
+        check_gradients(self._wrapped, self._world)
+        self._norm = None
+
+    def _make_norm(self) -> Norm:
+        trained, device = self._gradients.trained.values(), self._device
         if self._wrapped.wrapper is not Wrapper.FSDP2:
-            return WholeNorm([p.numel() for p in trained], self._collectives, device)
+            lengths = [p.numel() * reals_in(p) for p in trained]
+            return WholeNorm(lengths, self._collectives, device)
         bounds = [held_bounds(p, self._world) for p in trained]
         return ShardNorm(bounds, self._collectives, device)
 
@@ -270,12 +291,14 @@ class Run(Checkpoints):
             ZeroError: There is no micro-batch, or this is its second backward.
         """
         now = self._now()
-        loss = loss.float() * now.weight
+        loss = (loss if loss.dtype == torch.float64 else loss.float()) * now.weight
         if now.number * self._world + self._rank < self._plan().microbatches:
             self._loss += float(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._gradients.loss_is_weighted = True
+        if loss.requires_grad:  # else backward() raises why not
+            loss.register_hook(self._gradients.announce)
         try:
             with exit_on_peer_loss(self._link), transport_failures("the backward", of_script=True):
                 loss.backward()
@@ -316,11 +339,12 @@ class Run(Checkpoints):
             return None
         if self.scaler is not None:
             self.scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._wrapped.trained().values()]
+        gradients = [p.grad for p in self._gradients.trained.values()]
         flat = [rows_of(g) for g in gradients if g is not None]
         if len(flat) < len(gradients):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         with exit_on_peer_loss(self._link):
+            self._norm = self._norm or self._make_norm()
             self.grad_norm, self._everybodys = self._norm(flat, self._notes())
         clip([local(g) for g in gradients if g is not None], self.grad_norm, max_norm)
         return self.grad_norm
@@ -437,8 +461,9 @@ class Run(Checkpoints):
             replace(self.scaler, "update", self._if_last)
 
     def _if_last(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = self._gradients.now
-        return call(*args, **kwargs) if now is None or now.last else None
+        now = self._gradients.now  # None after run.step(), which ends the micro-step
+        acts = not self._cursor.micro if now is None else now.last
+        return call(*args, **kwargs) if acts else None
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if makes_state(self._optimizer):

@@ -18,11 +18,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_comm.additions import SUMS
 from zero_contract.errors import ConfigError
 from zero_torch.gradient_norm import row_bounds
+from zero_torch.ordered_gradients import as_real
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """What torch.compile and activation checkpointing put into a name."""
+
+
+_SUMMED = (*SUMS, torch.complex64)
+"""The dtypes that gradients and checkpoints may have."""
 
 
 class Wrapper(StrEnum):
@@ -38,8 +44,10 @@ class Wrapper(StrEnum):
 class Wrapped:
     """A model, and what wraps it."""
 
+    called: nn.Module
+    """What the script calls."""
     model: nn.Module
-    """What the script calls, without torch.compile around it."""
+    """The same without torch.compile around it."""
     wrapper: Wrapper
     module: nn.Module
     """The user's module: without DDP and torch.compile around it."""
@@ -143,14 +151,15 @@ def recognize(model: nn.Module) -> Wrapped:
             "sum of gradients; use torch.distributed.fsdp.fully_shard"
         )
     if isinstance(inner, DistributedDataParallel):
-        return Wrapped(model=inner, wrapper=Wrapper.DDP, module=uncompiled(inner.module))
+        module = uncompiled(inner.module)
+        return Wrapped(called=model, model=inner, wrapper=Wrapper.DDP, module=module)
     if any(isinstance(each, DistributedDataParallel) for each in modules):
         raise ConfigError(
             "a part of the model is wrapped in DistributedDataParallel; wrap the whole model"
         )
     sharded = any(isinstance(each, FSDPModule) for each in modules)
     wrapper = Wrapper.FSDP2 if sharded else Wrapper.PLAIN
-    return Wrapped(model=inner, wrapper=wrapper, module=inner)
+    return Wrapped(called=model, model=inner, wrapper=wrapper, module=inner)
 
 
 def check_gradients(wrapped: Wrapped, world: int) -> None:
@@ -159,6 +168,13 @@ def check_gradients(wrapped: Wrapped, world: int) -> None:
     Raises:
         ConfigError: They cannot, or they would not be summed at all.
     """
+    for name, parameter in wrapped.trained().items():
+        if parameter.dtype not in _SUMMED:
+            raise ConfigError(
+                f"{name} has the dtype {parameter.dtype}, and gradients are summed in order of "
+                f"{', '.join(str(each).removeprefix('torch.') for each in _SUMMED)}: convert it, "
+                "or set requires_grad=False"
+            )
     if wrapped.wrapper is Wrapper.FSDP2:
         for name, parameter in wrapped.trained().items():
             if problem := shard_problem(parameter, world):
@@ -172,11 +188,18 @@ def check_gradients(wrapped: Wrapped, world: int) -> None:
 
 
 def shard_problem(parameter: Tensor, world: int) -> str | None:
-    """Why the gradient of a parameter under FSDP2 cannot be summed in order; None: it can."""
+    """Why the bits of a parameter under FSDP2 would depend on the world size; None: they do not."""
     if not isinstance(parameter, DTensor):
         return (
             "is not sharded: its gradient would stay on each rank; call fully_shard on the root "
             "module, too"
+        )
+    if parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16):
+        return (
+            f"has the dtype {parameter.dtype} on a CPU, whose optimizer kernels round the end of a "
+            "shard differently in 16 bits, and the world size decides where shards end: keep fp32 "
+            "parameters, and compute in 16 bits by fully_shard(..., mp_policy="
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
         )
     mesh, placements = parameter.device_mesh, parameter.placements
     if mesh.size() != world or mesh.mesh.flatten().tolist() != list(range(world)):
@@ -209,11 +232,20 @@ def held_bounds(parameter: Tensor, world: int) -> list[int]:
     """
     assert isinstance(parameter, DTensor)
     shards = parameter.device_mesh.size(-1)
-    return row_bounds(parameter.shape, shards) + [parameter.numel()] * (world - shards)
+    bounds = row_bounds(parameter.shape, shards) + [parameter.numel()] * (world - shards)
+    return [bound * reals_in(parameter) for bound in bounds]
 
 
 def rows_of(gradient: Tensor) -> Tensor:
-    """The rows of a gradient that this rank has, flat; collective if it is sharded otherwise."""
+    """The rows of a gradient that this rank has, flat, as real numbers.
+
+    Collective if it is sharded otherwise.
+    """
     if isinstance(gradient, DTensor) and gradient.placements[-1] != Shard(0):
         gradient = gradient.redistribute(placements=[*gradient.placements[:-1], Shard(0)])
-    return local(gradient).reshape(-1)
+    return as_real(local(gradient).resolve_conj().reshape(-1))
+
+
+def reals_in(parameter: Tensor) -> int:
+    """The real numbers in one element."""
+    return 2 if parameter.is_complex() else 1

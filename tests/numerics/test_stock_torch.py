@@ -269,7 +269,8 @@ def misused(wrapper: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp2"])
+@pytest.mark.corners(wrapper=["ddp"])
 def test_a_loop_that_cannot_be_held_is_an_error_that_says_why(
     worlds: WorldPool, wrapper: str
 ) -> None:

@@ -69,7 +69,7 @@ def one_goes_ahead(widths: tuple[int, ...], nodes: str) -> tuple[str, list[int]]
         store.wait([f"rank 0 is through step {run.global_step}"])
 
     if dist.get_rank() == 0:
-        run._gradients.ends.insert(0, go_on)
+        run._gradients.settles.insert(0, go_on)
     else:
         model.register_forward_hook(stay_behind)
     return train(model, run), found

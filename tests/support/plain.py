@@ -80,7 +80,8 @@ def summed(
 
     def tree(start: int, size: int) -> Tensor:
         if size == 1:
-            return gradients[start].float()
+            given = gradients[start]
+            return given if given.dtype in (torch.float64, torch.complex64) else given.float()
         left, middle = tree(start, size // 2), start + size // 2
         return left if middle >= len(gradients) else left + tree(middle, size // 2)
 

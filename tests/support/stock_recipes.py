@@ -58,6 +58,7 @@ class Recipe:
     """What the script does to its module or optimizer before a step."""
     own_loop: bool = False
     """It calls backward() and step() itself."""
+    max_norm: float | None = None
     of_wrapper: tuple[tuple[str, Any], ...] = ()
     """Options of DDP."""
     units: tuple[str, ...] = ("down",)
@@ -143,12 +144,16 @@ def everywhere(
     for wrapper, world in places:
         directory = str(root / f"{wrapper}{world}")
         found[wrapper, world] = _agreed(worlds.run(world, protected, recipe, wrapper, directory))
-    whole = [place for place in places if len(found[place]) == SAVED_AT]
+    whole = [place for place in places if not _failed(found[place])]
     for number, (wrapper, world) in enumerate(whole):
         before = str(root / "{}{}".format(*whole[number - 1]))
         rest = worlds.run(world, protected, recipe, wrapper, None, before)
         found[wrapper, world] += _agreed(rest)
     return found
+
+
+def _failed(hashes: list[str]) -> bool:
+    return "Error: " in hashes[-1]
 
 
 def _agreed(ranks: list[list[str]]) -> list[str]:
@@ -179,24 +184,23 @@ def _train(
     run = zero_torch.protect(
         model, optimizer, loader, microbatches=MICROBATCHES, scheduler=scheduler
     )
+    before = recipe.before or (lambda *_: None)
     if load:
+        before(module, optimizer, SAVED_AT - 1)  # as it was when the checkpoint was saved
         assert run.load(load)
-    until = STEPS if load else SAVED_AT
-    while run.global_step < until:
-        if recipe.before is not None:
-            recipe.before(module, optimizer, run.global_step)
+    while run.global_step < (STEPS if load else SAVED_AT):
         at = run.global_step
+        before(module, optimizer, at)
         for (x,) in run.loader:
             if recipe.own_loop:
                 optimizer.zero_grad()
                 model(x).backward()
                 optimizer.step()
-                if scheduler is not None:
-                    scheduler.step(*[recipe.metric(at)] if recipe.metric else [])
             else:
                 run.backward(model(x))
-                if run.step() and recipe.metric:
-                    scheduler.step(recipe.metric(at))
+                run.step(recipe.max_norm)
+            if scheduler is not None and (recipe.own_loop or recipe.metric):
+                scheduler.step(*[recipe.metric(at)] if recipe.metric else [])
             if run.global_step > at:
                 break
         hashes.append(run.weight_hash())

@@ -66,10 +66,18 @@ class Precision:
 def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:
     """In fp32 training, a trained parameter must be fp32: casting would hide a mistake.
 
+    A complex one would lose a part of each number.
+
     Raises:
         ConfigError: A trained parameter has another dtype.
     """
     for name, param in model.named_parameters():
+        if id(param) in groups and param.is_complex():
+            raise ConfigError(
+                f"parameter {name} is {param.dtype}, and the engine sums and steps real numbers: "
+                "give it a last dimension of 2, and use torch.view_as_complex in the forward; or "
+                "train the model with DDP under zero_torch.protect"
+            )
         if id(param) in groups and dtype == torch.float32 and param.dtype != dtype:
             raise ConfigError(
                 f"parameter {name} is {param.dtype} in fp32 training; set bf16.enabled or "
