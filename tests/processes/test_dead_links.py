@@ -115,6 +115,7 @@ def later(row):
     return max(row["pair"].split("-"), key=row["ranks"].index)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("pair", list(itertools.combinations(NAMES, 2)), ids="-".join)
 def test_a_broken_link_costs_one_node_as_long_as_it_is_broken(machines, pair, long_hash):
     job = machines.job

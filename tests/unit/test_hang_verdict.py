@@ -170,8 +170,10 @@ def test_ranks_that_are_all_busy_for_an_hour_are_asked_a_few_times():
     assert one.why_stuck == ""
 
 
-@pytest.mark.parametrize("meeting", [False, True])
-def test_a_dead_link_is_named_with_both_addresses_and_nothing_is_said_of_collectives(meeting):
+@pytest.mark.parametrize("warming_up", [False, True])
+def test_a_dead_link_is_named_with_both_addresses_and_nothing_is_said_of_collectives(
+    warming_up,
+):
     nodes = tuple(Node(id=f"n{i}", incarnation="1", address=f"10.0.0.{i}", slots=1) for i in (0, 1))
     store = MemoryStore(ManualClock())
     publisher = Publisher(store, "gpt", "n0", "1", ManualClock())
@@ -181,7 +183,7 @@ def test_a_dead_link_is_named_with_both_addresses_and_nothing_is_said_of_collect
     one = Verdicts(publisher, Journal("n0", None), post, lambda nodes: answers[0], network)
     job = Snapshot(JobSpec(min_nodes=2, max_nodes=2), n=1, members=Members(nodes))
     one.follow(job, store.grant(60))
-    one.look(16.0, 12, meeting=meeting)
+    one.look(16.0, 12, warming_up=warming_up)
     held = wait_for(lambda: from_item(store.get(verdicts_key("gpt"))), 60, "the verdict")
     publisher.close()
     assert [(one.kind, one.text) for one in held] == [
@@ -207,7 +209,7 @@ def test_a_first_step_that_takes_long_is_no_hang_while_all_links_answer():
     network = NetworkWatch(ManualClock(), post, lambda nodes: [])
     one = Verdicts(publisher, Journal("n0", None), post, ask, network)
     one.follow(Snapshot(JobSpec(min_nodes=1, max_nodes=1), n=1, members=Members((node,))), 1)
-    one.look(16.0, 0, meeting=True)
+    one.look(16.0, 0, warming_up=True)
     wait_for(lambda: asked, 60, "the question")
     publisher.close()
     assert one.why_stuck == ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import struct
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from zero_agent.node.probe import LARGEST_BYTES
 from zero_agent.node.ring import Ring
 from zero_orchestrator.ctl.links import link_of, turns
 from zero_orchestrator.ctl.queries import Answer, Query
-from zero_orchestrator.ctl.slow_link import Network
+from zero_orchestrator.ctl.slow_link import Network, slow_links
 from zero_orchestrator.membership.job_state import Node
 
 SECRET = "the job's secret"
@@ -55,10 +57,10 @@ def agents():
 
 @pytest.mark.netns
 def test_a_node_whose_link_is_slow_is_named_with_its_figures_and_an_undisturbed_one_is_not(agents):
-    before = Network().add(agents.probe()).add(agents.probe())
+    before = Network().add(agents.probe()).add(agents.probe()).add(agents.probe())
     assert (before.verdict, [link.problem for link in agents.probe() if link.problem]) == (None, [])
     agents.net.slow_down("c", "rate 40mbit")
-    found = Network().add(agents.probe()).add(agents.probe()).verdict
+    found = Network().add(agents.probe()).add(agents.probe()).add(agents.probe()).verdict
     assert found is not None
     assert (found.link.source, found.node) == ("c", "c")
     assert 3e6 < found.link.bytes_per_s < 8e6, found.text
@@ -67,10 +69,33 @@ def test_a_node_whose_link_is_slow_is_named_with_its_figures_and_an_undisturbed_
 @pytest.mark.netns
 def test_a_node_that_is_far_away_is_named_with_its_latency(agents):
     agents.net.slow_down("c", "delay 30ms")
-    found = Network().add(agents.probe()).add(agents.probe()).verdict
+    found = Network().add(agents.probe()).add(agents.probe()).add(agents.probe()).verdict
     assert found is not None
     assert found.node == "c"
     assert 0.03 < found.link.latency_s < 0.06, found.text
+
+
+def spin():
+    while True:
+        pass
+
+
+@pytest.mark.netns
+@pytest.mark.full
+def test_no_link_of_machines_whose_cpus_are_busy_is_slow_and_a_slow_one_is_found(agents):
+    busy = [multiprocessing.Process(target=spin, daemon=True) for _ in range(2 * os.cpu_count())]
+    for process in busy:
+        process.start()
+    try:
+        assert [slow_links(agents.probe(), {}) for _ in range(20)] == [[]] * 20
+        agents.net.slow_down("c", "rate 40mbit")
+        found = [slow_links(agents.probe(), {}) for _ in range(5)]
+        assert all("c" in link.link.way for links in found for link in links)
+        assert sum(map(bool, found)) >= 3, "of five probes"
+    finally:
+        for process in busy:
+            process.kill()
+            process.join()
 
 
 def test_a_probe_of_a_node_that_is_gone_says_so(agents):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from tests.support.waiting import wait_for
 from zero_agent.loop.network_watch import CONFIRM_S, FIRST_S, RECHECK_S, NetworkWatch
 from zero_contract.worker import RankTimes
 from zero_orchestrator.ctl.links import TURNS, Link, turns
+from zero_orchestrator.ctl.probe_command import conclusions
 from zero_orchestrator.ctl.slow_link import FAST_BYTES_PER_S, Network, slow_links
 from zero_orchestrator.ctl.slowdown import Slowdown
 
@@ -62,7 +65,7 @@ def test_a_node_whose_network_is_slow_both_ways_is_named_and_no_other():
 
 def test_the_link_of_two_nodes_is_compared_with_its_earlier_rate():
     slow = probed("ab", {"ab": 5 * MB, "ba": 5 * MB})
-    network = Network().add(probed("ab")).add(slow)
+    network = Network().add(probed("ab")).add(slow).add(slow)
     assert network.verdict is None
     found = network.add(slow).verdict
     assert found is not None
@@ -74,9 +77,9 @@ def test_a_link_with_a_long_latency_is_slow_and_one_of_a_few_milliseconds_is_not
     assert named(probed("abc", latencies_s={"ab": 0.005})) == []
 
 
-def test_a_verdict_needs_two_probes_in_a_row_and_holds_until_one_that_finds_nothing():
+def test_a_verdict_needs_three_probes_in_a_row_and_holds_until_one_that_finds_nothing():
     slow = probed("abc", {"ca": 5 * MB, "cb": 6 * MB})
-    network = Network().add(slow)
+    network = Network().add(slow).add(slow)
     assert network.verdict is None
     network = network.add(slow).add([]).add([Link(source="a", target="b", problem="no answer")])
     assert network.verdict is not None
@@ -90,6 +93,29 @@ def test_no_link_is_slow_in_the_noise_of_a_fast_network(rates):
     assert named(probed("abcd", dict(zip(ways, rates, strict=True)))) == []
 
 
+@given(
+    rate=st.floats(500 * MB, 100e9),
+    waits=st.lists(st.tuples(st.floats(0.0, 0.98), st.floats(0.95, 1.0)), min_size=12, max_size=12),
+)
+def test_no_link_is_slow_between_machines_whose_cpus_are_busy(rate, waits):
+    """Each end waits for a CPU for some part of the time, of which the kernel counts most."""
+    links = [
+        replace(link, bytes_per_s=rate * (1 - wait), cpu_wait=wait * counted)
+        for link, (wait, counted) in zip(probed("abcd"), waits, strict=True)
+    ]
+    assert named(links) == []
+
+
+@given(waits=st.lists(st.floats(0.0, 0.9), min_size=6, max_size=6))
+def test_a_slow_link_is_found_between_busy_machines_as_well(waits):
+    """Its rate is that of the network: threads sleep while it is slow, and wait for no CPU."""
+    links = [
+        replace(link, cpu_wait=wait)
+        for link, wait in zip(probed("abc", {"ca": 5 * MB, "cb": 6 * MB}), waits, strict=True)
+    ]
+    assert {node for _, node in named(links)} == {"c"}
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 6, 1000])
 def test_in_a_turn_each_node_sends_to_one_other_and_receives_from_one(count):
     nodes = [f"n{number}" for number in range(count)]
@@ -99,6 +125,14 @@ def test_in_a_turn_each_node_sends_to_one_other_and_receives_from_one(count):
     pairs = {pair for turn in found for pair in turn.items()}
     assert len(pairs) == count * min(TURNS, count - 1)
     assert all(one != other for one, other in pairs)
+
+
+def test_a_probe_ends_with_what_is_not_reached():
+    """And a slow link before it."""
+    (slow, *_) = slow_links(probed("abc", {"ab": 5 * MB}), {})
+    silent = [Link(source="b", target="d", problem="10.0.0.4:7 cannot be probed: timed out")]
+    assert conclusions([slow], silent, 12) == [slow.text, "1 of 12 links was not measured: b -> d"]
+    assert conclusions([], [], 12) == ["all links answer, and none is much slower than the others"]
 
 
 def reports(*phases, ranks=3):
@@ -160,10 +194,10 @@ def test_the_network_is_probed_once_after_a_minute_and_again_when_all_ranks_wait
     train(230)
     assert probes == [FIRST_S + 1]
     results.append(probed("abc", {"ca": 5 * MB, "cb": 6 * MB}))
-    train(40)
+    train(50)
     assert told == [(("c", "a"), True)]
     assert probes[1] - 230 <= 25, "seconds until a slower job is probed"
-    assert probes[2:] == [probes[1] + CONFIRM_S]
+    assert probes[2:] == [probes[1] + CONFIRM_S, probes[1] + 2 * CONFIRM_S]
     results.append(probed("abc"))
     train(int(RECHECK_S))
     assert told[1:] == [(("c", "a"), False)]

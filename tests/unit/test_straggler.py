@@ -95,6 +95,20 @@ def test_no_rank_is_named_in_an_hour_of_noise(ranks, step_s):
     assert not any(trained(noisy(3600, ranks, ranks, step_s, noise=0.2, hiccups=0.05)))
 
 
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(2, 8), factor=st.floats(1.3, 4.0))
+def test_no_rank_is_named_because_another_program_has_its_cpu_for_some_seconds(seed, ranks, factor):
+    """For up to 20 s, of any rank, and then of none for 10 s: an hour in all."""
+    chance = random.Random(seed)
+    steps: list[list[float]] = []
+    for _ in range(8):
+        busy = chance.randrange(ranks)
+        step = [0.1 * (factor if rank == busy else 1.0) for rank in range(ranks)]
+        steps += [step] * int(chance.uniform(1.0, 20.0) / max(step))
+        steps += [[0.1] * ranks] * 100
+    assert not any(trained(steps))
+
+
 def noisy(time_s, seed, ranks, step_s, noise, hiccups):
     """Steps that are noisy on every rank; some are several times as long, of one rank each."""
     random.seed(seed)

@@ -489,7 +489,7 @@ class Agent:
         self._verdicts.follow(job, self._rdzv.lease)
         idle_s = steps.idle_s() if runs and steps.is_missing() else None
         if job.members.index(self._rdzv.node) == 0:
-            self._verdicts.look(idle_s, steps.finished or 0, meeting=not steps.begun)
+            self._verdicts.look(idle_s, steps.finished or 0, warming_up=steps.may_be_warming_up)
         else:
             self._verdicts.listen(idle_s)
 

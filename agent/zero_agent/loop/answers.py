@@ -184,10 +184,9 @@ def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
             return {"problem": f"node {name} does not take part any more"}
         try:
             with ring.dial(target) as connection:
-                latency_s, bytes_per_s = probe.measure(connection)
+                return asdict(probe.measure(connection))
         except OSError as error:
             return {"problem": f"{target.ring} cannot be probed: {error}"}
-        return {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
 
     return probe_to
 

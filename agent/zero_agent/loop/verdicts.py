@@ -177,13 +177,13 @@ class Verdicts:
         self._journal.tell("straggler", text, rank=rank, host=node, step=step, slow=False)
         self._write()
 
-    def look(self, idle_s: float | None, step: int, *, meeting: bool = False) -> None:
+    def look(self, idle_s: float | None, step: int, *, warming_up: bool = False) -> None:
         """Find out who is waited for, if no rank takes a step; call it often.
 
         Args:
             idle_s: Seconds since the last step, if that is unusually long; else None.
             step: The last step.
-            meeting: No step of the round has ended: it may take long, and only a dead link counts.
+            warming_up: The first steps of the round may take long: only a dead link counts.
         """
         if idle_s is None:
             if self._stuck is not None:
@@ -195,7 +195,7 @@ class Verdicts:
         elif self._stuck is None and (self._asks_again_s is None or idle_s > self._asks_again_s):
             self._asks_again_s = idle_s + max(AGAIN_S, idle_s)
             nodes = [node.id for node in self._members.nodes]
-            found = partial(self._post(self._name_stuck), self._round, idle_s, step, meeting)
+            found = partial(self._post(self._name_stuck), self._round, idle_s, step, warming_up)
             threading.Thread(target=lambda: found(self._ask(nodes)), daemon=True).start()
 
     def listen(self, idle_s: float | None) -> None:
@@ -221,13 +221,15 @@ class Verdicts:
         stuck = self._stuck or self._heard
         return "" if stuck is None else stuck.text.partition(": ")[2]
 
-    def _name_stuck(self, n: int, idle_s: float, step: int, meeting: bool, found: Evidence) -> None:
+    def _name_stuck(
+        self, n: int, idle_s: float, step: int, warming_up: bool, found: Evidence
+    ) -> None:
         """Make the verdict about round n, given what the agents of all nodes have answered."""
         if n != self._round or self._asks_again_s is None:
             return  # meanwhile a step was taken
         if found.dead:
             self._name_dead_links(idle_s, step, found.dead)
-        elif not meeting:
+        elif not warming_up:
             self._name_ranks(idle_s, step, found.stacks)
 
     def _name_dead_links(self, idle_s: float, step: int, dead: Mapping[Pair, str]) -> None:

@@ -4,7 +4,9 @@ The prober sends *frames* over a connection to the ring of another agent, after 
 bytes of length, then so many bytes of nothing. The other end drops each frame and answers it with
 one byte. A frame is four times as large as the one before until its transfer takes long enough to
 be measured. Of several equal frames the fastest counts: other load makes some of them slower, and
-none faster.
+none faster. On a machine whose CPUs are all busy it makes all of them slower. So both ends read
+from the kernel how long their threads waited for a CPU: a length of `_HOW_LONG` asks the other end,
+which answers with seconds. An agent of an older version hangs up instead, and counts as not busy.
 
 Must always hold: a probe sends at most `MOST_BYTES`, and ends within `LIMIT_S`; what is received is
 never kept.
@@ -12,9 +14,12 @@ never kept.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 PINGS = 20
 FIRST_BYTES = 64 << 10
@@ -31,6 +36,8 @@ FRAME_S = 8.0
 """The longest time that the other end waits for the rest of a frame."""
 
 _LENGTH = struct.Struct("!Q")
+_SECONDS = struct.Struct("!d")
+_HOW_LONG = (1 << 64) - 1
 _ANSWER = b"."
 _NOTHING = bytes(LARGEST_BYTES)
 _CHUNK_BYTES = 256 << 10
@@ -49,6 +56,9 @@ def serve(connection: socket.socket) -> None:
         if len(head) < _LENGTH.size:
             return
         (left,) = _LENGTH.unpack(head)
+        if left == _HOW_LONG:
+            connection.sendall(_SECONDS.pack(waited_for_cpu_s()))
+            continue
         if left > LARGEST_BYTES:
             return
         connection.settimeout(FRAME_S)
@@ -62,14 +72,56 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(_ANSWER)
 
 
-def measure(connection: socket.socket) -> tuple[float, float]:
-    """The shortest round trip in seconds, and the bytes per second, towards the other end.
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The network towards another agent."""
+
+    latency_s: float
+    """The shortest round trip."""
+    bytes_per_s: float
+    cpu_wait: float
+    """The part of the time in which a thread of either end waited for a CPU, 0 to 1."""
+
+
+def measure(connection: socket.socket) -> Measured:
+    """Measure the network towards the other end.
 
     Raises:
         OSError: The other end hung up, or `LIMIT_S` have passed.
     """
     until_s = time.monotonic() + LIMIT_S
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    begin_s, own_s = time.perf_counter(), waited_for_cpu_s()
+    round_trip_s, bytes_per_s = _measure(connection, until_s)
+    took_s, own_s = time.perf_counter() - begin_s, waited_for_cpu_s() - own_s
+    waited_s = own_s + _waited_there_s(connection, until_s)
+    return Measured(
+        latency_s=round_trip_s,
+        bytes_per_s=bytes_per_s,
+        cpu_wait=min(waited_s / max(took_s, 1e-6), 1.0),
+    )
+
+
+def waited_for_cpu_s(schedstat: Path = Path("/proc/thread-self/schedstat")) -> float:
+    """Seconds in which this thread was ready and did not run; 0 if the kernel does not count."""
+    try:
+        return int(schedstat.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _waited_there_s(connection: socket.socket, until_s: float) -> float:
+    """The same of the other end's thread, which serves this connection alone."""
+    with contextlib.suppress(ConnectionError):
+        connection.settimeout(max(until_s - time.monotonic(), 1e-3))
+        connection.sendall(_LENGTH.pack(_HOW_LONG))
+        if len(answer := connection.recv(_SECONDS.size, socket.MSG_WAITALL)) == _SECONDS.size:
+            return float(_SECONDS.unpack(answer)[0])
+    return 0.0
+
+
+def _measure(connection: socket.socket, until_s: float) -> tuple[float, float]:
+    """The shortest round trip in seconds, and the bytes per second."""
     round_trip_s = min(_transfer(connection, 0, until_s) for _ in range(PINGS))
     size, long_s = FIRST_BYTES, max(LONG_S, ROUND_TRIPS * round_trip_s)
     while (took_s := _transfer(connection, size, until_s)) < long_s and size < LARGEST_BYTES:

@@ -193,16 +193,28 @@ class Steps:
         Args:
             part: Of the time after which it is missing.
         """
-        if self.begun:
-            return self.idle_s() > part * self._stall_s
-        reports = self.finished is not None or bool(self._preparing)
-        return reports and self.idle_s() > part * MEETING_S
+        reports = self.begun or self.finished is not None or bool(self._preparing)
+        return reports and self.idle_s() > part * self._missing_s
 
     @property
-    def _stall_s(self) -> float:
-        """The time without a step that is unusual."""
-        each = (one.long_s or SECOND_STEP_S for one in self._clocks.values())
-        return max(STALL_S, STALL_FACTOR * max(each, default=0.0))
+    def may_be_warming_up(self) -> bool:
+        """Whether no step would be missing either if it compiled, loaded or warmed up."""
+        if self.begun and self._long_s is None:
+            return self.idle_s() <= STALL_FACTOR * SECOND_STEP_S
+        return not self.begun
+
+    @property
+    def _missing_s(self) -> float:
+        """The time after which a step is missing."""
+        if not self.begun:
+            return MEETING_S
+        return max(STALL_S, STALL_FACTOR * (self._long_s or 0.0))
+
+    @property
+    def _long_s(self) -> float | None:
+        """The usual time of a long step of the slowest worker; None before their second steps."""
+        known = [one.long_s for one in self._clocks.values() if one.long_s is not None]
+        return max(known, default=None)
 
     def idle_s(self) -> float:
         """Seconds since the last step of any worker, or since the round has begun."""

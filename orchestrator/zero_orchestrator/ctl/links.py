@@ -30,8 +30,20 @@ class Link:
     """The shortest round trip; 0: not measured."""
     bytes_per_s: float = 0.0
     """The rate of one connection; 0: not measured."""
+    cpu_wait: float = 0.0
+    """The part of the time of the probe in which either end waited for a CPU, 0 to 1."""
     problem: str = ""
     """Why nothing was measured; empty if it was."""
+
+    @property
+    def network_bytes_per_s(self) -> float:
+        """The rate without the time in which it was a CPU that was waited for."""
+        return self.bytes_per_s / max(1 - self.cpu_wait, 0.01)
+
+    @property
+    def network_latency_s(self) -> float:
+        """The same of the round trip."""
+        return self.latency_s * (1 - self.cpu_wait)
 
     @property
     def way(self) -> tuple[str, str]:
@@ -87,4 +99,11 @@ def link_of(source: str, target: str, answer: Answer) -> Link:
     if not isinstance(latency_s, float) or not isinstance(rate, float):
         problem = answer.problem or str(record.get("problem", "")) or "an answer without figures"
         return Link(source=source, target=target, problem=problem)
-    return Link(source=source, target=target, latency_s=latency_s, bytes_per_s=rate)
+    wait = record.get("cpu_wait")  # an agent of an older version does not say
+    return Link(
+        source=source,
+        target=target,
+        latency_s=latency_s,
+        bytes_per_s=rate,
+        cpu_wait=wait if isinstance(wait, float) else 0.0,
+    )

@@ -3,10 +3,11 @@
 Pure. A probe measures the links of a job (`links`). A link is compared with those that its nodes
 have no part in, one node at a time: a node whose network is slow makes all of its links slow, which
 are most links of a small job. It is compared with its own rate in earlier probes as well, as two
-nodes have no other link. A verdict needs two probes in a row.
+nodes have no other link. A verdict needs three probes in a row. The time in which either end waited
+for a CPU is left out: a busy machine is no slow link.
 
-Must always hold: a link of at least `FAST_BYTES_PER_S` is not slow by its rate. So much a single
-connection of an agent reaches also on a busy machine, and more it does not measure reliably.
+Must always hold: a link of at least `FAST_BYTES_PER_S` is not slow by its rate: more a single
+connection of an agent does not measure reliably.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SLOWER = 3.0
 FAST_BYTES_PER_S = 125e6
 LATER_S = 0.005
 """The latency of a slow link is longer than usual by so much, at least."""
-IN_A_ROW = 2
+IN_A_ROW = 3
 """The number of probes in a row that are a verdict."""
 
 Way = tuple[str, str]
@@ -90,8 +91,9 @@ def _judge(link: Link, measured: Sequence[Link], earlier: Mapping[Way, float]) -
     latencies_s = [median(other.latency_s for other in group) for group in groups if group]
     usual = max([*rates, earlier.get(link.way, 0.0), link.bytes_per_s])
     usual_s = min([*latencies_s, link.latency_s])
-    slow = link.bytes_per_s * SLOWER <= usual and link.bytes_per_s < FAST_BYTES_PER_S
-    late = link.latency_s >= max(SLOWER * usual_s, usual_s + LATER_S)
+    rate, latency_s = link.network_bytes_per_s, link.network_latency_s
+    slow = rate * SLOWER <= usual and rate < FAST_BYTES_PER_S
+    late = latency_s >= max(SLOWER * usual_s, usual_s + LATER_S)
     if not slow and not late:
         return None
     return SlowLink(link=link, usual_latency_s=usual_s, usual_bytes_per_s=usual)

@@ -28,7 +28,7 @@ WINDOW_S = 5.0
 """The least training time of a window."""
 WINDOW_STEPS = 3
 """The least number of steps of a window."""
-WINDOWS = 3
+WINDOWS = 6
 """The number of windows in a row after which a verdict is made, or withdrawn."""
 
 
