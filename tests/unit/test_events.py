@@ -58,15 +58,37 @@ def test_events_of_several_agents_are_told_in_the_order_in_which_they_happened(s
         pen.close()
 
 
-def test_an_event_that_knows_its_revision_comes_before_what_followed_from_it(job):
-    store = MemoryStore()
-    pen = publisher(store, job)
-    journal = Journal("a", publish=pen.event)
-    happened = store.put("round", "")
-    journal.tell("start", "what followed")
-    journal.tell("activate", "what happened", revision=happened)
-    close_when_written(pen, store, job, "what happened", "what followed")
-    assert texts(store, job) == ["what happened", "what followed"]
+def written(store: MemoryStore, job: str, *told: tuple[str, float, int | None]) -> list[str]:
+    """The texts of events that were written in this order, as they are read.
+
+    Args:
+        store: Where they are written.
+        job: The job's name.
+        told: Text, time and the revision of the transaction, if the event is a transition.
+    """
+    for number, (text, time_s, revision) in enumerate(told):
+        known = {} if revision is None else {"revision": revision}
+        record = {"time": time_s, "event": "exit", "text": text, **known}
+        store.put(f"{events_prefix(job)}a.1.{number}", json.dumps(record))
+    return texts(store, job)
+
+
+@pytest.mark.parametrize(
+    ("told", "order"),
+    [
+        # The exit was written 50 ms after the transition that it led to.
+        ((("forms", 5.06, 3), ("exit", 5.0, None), ("begins", 5.2, 9)), "exit forms begins"),
+        ((("left", 5.01, None), ("exit", 5.0, None)), "exit left"),
+        # What knows its revision comes before what followed from it, however late it was written.
+        ((("starts", 5.9, None), ("begins", 5.0, 1)), "begins starts"),
+        # These are the clocks of two nodes.
+        ((("begins", 9.0, 3), ("starts", 5.1, None)), "begins starts"),
+    ],
+)
+def test_events_are_told_as_they_happened_although_they_are_written_a_little_later(
+    job, told, order
+):
+    assert written(MemoryStore(), job, *told) == order.split()
 
 
 def test_an_event_belongs_to_the_round_of_its_agent_or_to_the_one_it_names(job):

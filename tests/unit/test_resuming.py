@@ -252,9 +252,9 @@ def test_a_state_that_names_no_step_of_its_stream_is_refused() -> None:
         (24, 2, ""),
         (28, 2, ""),  # two micro-batches, one for each rank
         (28, 1, ""),
-        (26, 2, "the last step of each epoch has 2 samples, which 2 ranks cannot share in"),
-        (25, 1, "the last step of each epoch has 1 samples, which 1 ranks cannot share in"),
-        (28, 3, "the last step of each epoch has 4 samples, which 3 ranks cannot share in"),
+        (26, 2, "the last step of each epoch has 2 samples, which are no multiple of 2 ("),
+        (25, 1, "the last step of each epoch has 1 samples, which are no multiple of 2 ("),
+        (28, 3, "the last step of each epoch has 4 samples, which are no multiple of 2 ("),
     ],
 )
 def test_a_last_step_that_accelerate_fills_is_told_with_what_prevents_it(

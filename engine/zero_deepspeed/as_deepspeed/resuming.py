@@ -171,9 +171,9 @@ def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> st
     if rest % (micro_batch * world) == 0:
         return ""
     return (
-        f"the last step of each epoch has {rest} samples, which {world} ranks cannot share in "
-        f"micro-batches of {micro_batch}: accelerate fills it with samples of the epoch's "
-        "beginning, so from there on the weights differ from those at another number of ranks. Let "
+        f"the last step of each epoch has {rest} samples, which are no multiple of {micro_batch} "
+        f"(the micro-batch) times {world} (the ranks): accelerate then fills it with samples of "
+        "the epoch's beginning, so the weights depend on the number of ranks. Let "
         f"the data have a multiple of {of_a_step} samples (now {samples}), or keep the number of "
         "ranks (--nnodes)"
     )

@@ -9,8 +9,9 @@
     /zero/progress/<job>/job/verdicts            what holds about the ranks now; leased
     /zero/progress/<job>/job/history             the steps of the job, bounded; by rank 0's agent
 
-These keys are not below the job's prefix, which every agent watches and reads. Events are ordered
-by the store's revisions: the clocks of two nodes are never compared.
+These keys are not below the job's prefix, which every agent watches and reads. Events are shown in
+the order of the store's revisions, and of their times where these differ by less than the time of a
+write: no decision compares the clocks of two nodes.
 
 Must always hold: publishing never blocks, slows or fails an agent; what cannot be written in
 time is dropped. The store keeps about the last `KEEP` events of a job's story and the last
@@ -74,6 +75,8 @@ GOODPUT_PER_NODE_S = 2.0
 """Seconds between two writes of goodput ledgers by all nodes of a job together."""
 OUTPUT_S = 3600
 """Seconds for which the last output of a node's workers stays after the end of its agent."""
+LATE_S = 0.1
+"""An event is written within this many seconds; a larger difference is that of two clocks."""
 IDLE_S = 1.0
 """`follow` yields None after this many seconds without an event."""
 
@@ -467,11 +470,30 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
 
 
 def _in_order(items: Sequence[KeyValue]) -> list[Event]:
+    """Events in the order in which they happened, as far as that is known.
+
+    An event gets its revision when it is written, a little after it happened; a transition has the
+    revision of its transaction. So the revisions order all, and an event moves before those of a
+    later time that it has just missed.
+    """
     found = []
     for item in items:
         try:
             record = dict(json.loads(item.value))
         except (ValueError, TypeError):  # an unreadable event must not hide the others
             record = {"event": "?", "text": item.value}
-        found.append(Event(record.pop("revision", item.create_revision), record))
-    return sorted(found, key=lambda event: event.revision)
+        late = "revision" not in record
+        found.append((late, Event(record.pop("revision", item.create_revision), record)))
+    order: list[Event] = []
+    for late, event in sorted(found, key=lambda pair: pair[1].revision):
+        place = len(order)
+        while late and place and 0 < _later_s(order[place - 1], event) <= LATE_S:
+            place -= 1
+        order.insert(place, event)
+    return order
+
+
+def _later_s(one: Event, other: Event) -> float:
+    """How much later one event was than another one; 0 if a record lacks the time."""
+    first, second = one.record.get("time"), other.record.get("time")
+    return first - second if isinstance(first, float) and isinstance(second, float) else 0.0

@@ -57,8 +57,9 @@ class Recovery:
 
     @property
     def offsets_s(self) -> tuple[float, ...]:
-        """The time of each event since the first one."""
-        return tuple(_time_s(event) - _time_s(self.events[0]) for event in self.events)
+        """The time of each event since the first one; not negative, if clocks differ."""
+        first_s = _time_s(self.events[0])
+        return tuple(max(0.0, _time_s(event) - first_s) for event in self.events)
 
 
 @dataclass(frozen=True, kw_only=True)
