@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 EXAMPLES = ROOT / "examples"
 SHORT = (
     *("minimal.py", "plain_ddp.py", "fsdp2.py", "lightning_ddp.py", "trainer_hf.py"),
-    *("accelerate_loop.py", "job.yaml"),
+    *("accelerate_loop.py", "own_loop.py", "job.yaml"),
 )
 TWO = ("--standalone", "--nproc-per-node=2")
 
@@ -157,6 +157,22 @@ def test_the_job_file_of_the_examples_says_what_it_would_start() -> None:
     assert done.returncode == 0, done.stderr
     assert "PET_NNODES=1:4" in done.stdout
     assert "examples/minimal.py runs/minimal/checkpoints" in done.stdout
+
+
+@pytest.mark.full
+def test_a_loop_of_its_own_has_the_same_losses_and_weights_at_every_world_size(
+    tmp_path: Path,
+) -> None:
+    found = set()
+    for ranks in (1, 3):
+        line = (*TWO[:1], f"--nproc-per-node={ranks}", str(EXAMPLES / "own_loop.py"))
+        done = agent(*line, str(tmp_path / f"on{ranks}"))
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        found.add(tuple(dict.fromkeys(lines)))  # every rank prints the last one
+        assert lines.count(lines[-1]) == ranks
+    assert len(found) == 1
+    assert [line.partition(":")[0] for line in lines[:4]] == [f"step {n}0" for n in (1, 2, 3, 4)]
 
 
 LOOP = EXAMPLES / "accelerate_loop.py"
