@@ -15,10 +15,19 @@ import time
 import pytest
 
 from tests.processes.test_partitions import on_machines
-from tests.support.cluster import Cluster, final_hash, paced, run_alone, training, whole_lines
+from tests.support.cluster import (
+    COLD,
+    TOGETHER,
+    Cluster,
+    final_hash,
+    paced,
+    run_alone,
+    training,
+    whole_lines,
+)
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.netns, pytest.mark.full]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.netns]
 
 NAMES = "abcd"
 LIMIT_S = 30.0
@@ -115,6 +124,7 @@ def later(row):
     return max(row["pair"].split("-"), key=row["ranks"].index)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("pair", list(itertools.combinations(NAMES, 2)), ids="-".join)
 def test_a_broken_link_costs_one_node_as_long_as_it_is_broken(machines, pair, long_hash):
@@ -129,3 +139,59 @@ def test_a_broken_link_costs_one_node_as_long_as_it_is_broken(machines, pair, lo
     assert [row["went"] for row in rows] == [later(row) for row in rows]
     assert all(row["back"] and row["restarts"] <= RESTARTS for row in rows), rows
     assert max(row["seconds"] for row in rows) <= LIMIT_S, rows
+
+
+LOSES_A_PEER = """
+import os, pathlib, sys, time
+import zero_agent
+from zero_contract.worker import ExitCode
+here, step = pathlib.Path(sys.argv[1]), 0
+begun = here / ".".join(os.environ[k] for k in ("ZERO_ROUND", "RANK", "WORLD_SIZE"))
+while not (here / "finish").exists():
+    zero_agent.heartbeat(step := step + 1)
+    begun.touch()
+    if os.environ["ZERO_ROUND"] == "1" and (here / "broken").exists():
+        sys.exit(ExitCode.PEER_LOST)
+    time.sleep(0.05)
+"""
+"""As the engine ends when it loses a peer, without the seconds that its imports take."""
+
+
+@pytest.mark.parametrize("least", [2, 3])
+@pytest.mark.corners(least=[2])
+def test_three_nodes_go_on_as_two_or_wait_for_the_link_if_all_are_needed(
+    tmp_path, tmp_path_factory, least
+):
+    def job(endpoint):
+        (tmp_path / "loses.py").write_text(LOSES_A_PEER)
+        flags = (f"--nnodes={least}:3", "--max-restarts=1", COLD, TOGETHER)
+        return Cluster(tmp_path, endpoint, flags=flags, script=[str(script), str(tmp_path)])
+
+    script = tmp_path / "loses.py"
+    with on_machines(tmp_path_factory.mktemp("etcd"), job, "abc") as machines:
+        job = machines.job
+
+        def begun(n, world):
+            job.check_agents()
+            return len(list(tmp_path.glob(f"{n}.*.{world}"))) == world
+
+        machines.start(*"abc")
+        wait_for(lambda: begun(1, 3), 60, "the first round")
+        (first,) = (event["nodes"] for event in job.events("activate"))
+        machines.net.break_link(*first[1:], RESET)
+        (tmp_path / "broken").touch()
+        wait_for(lambda: job.events("aside") or job.check_agents(), 60, "who goes")
+        if least == 2:
+            wait_for(lambda: begun(2, 2), 60, "a round of two")
+        machines.net.mend_link(*first[1:])
+        back = 3 if least == 2 else 2
+        wait_for(lambda: begun(back, 3), 60, "a round of three")
+        (tmp_path / "finish").touch()
+        job.wait_for_end()
+        ends = [*job.events("interrupt"), *job.events("form")]
+        rounds = [len(event["nodes"]) for event in job.events("activate")]
+    (dead,) = (event["text"] for event in ends if "is dead" in event["text"])
+    assert all(f"{name} ({machines.net.address(name)})" in dead for name in first[1:])
+    assert {event["node"] for event in job.events("aside")} == {first[2]}
+    assert rounds == ([3, 2, 3] if least == 2 else [3, 3])
+    assert len(job.events("interrupt")) == (1 if least == 2 else 0)
