@@ -35,6 +35,7 @@ MARKS = st.one_of(
         at_ns=TIMES,
         step=st.integers(0, 5),
         saving_ns=st.sampled_from([0, 1, 10**12, 10**16]),
+        usual_ns=st.sampled_from([0, 10**9, 10**11]),
     ),
 )
 
@@ -50,6 +51,23 @@ def at(at_ns: int, doing: Doing, reached: int = 0, *, reports: bool = True) -> B
 
 def step(at_ns: int, number: int, saving_ns: int = 0) -> Stepped:
     return Stepped(at_ns=at_ns, step=number, saving_ns=saving_ns)
+
+
+def test_a_stall_inside_of_a_step_is_stuck_time_and_no_useful_step_while_it_lasts_and_after():
+    """A step takes a second; one takes 113 s and ends by itself."""
+    seconds, usual_ns = 10**9, 10**9
+    steps = [
+        Stepped(at_ns=at_s * seconds, step=number, usual_ns=usual_ns)
+        for number, at_s in enumerate((10, 11, 12), start=1)
+    ]
+    ledger = reduce(Ledger.add, [at(0, Doing.RUNNING), *steps], Ledger(at_ns=0))
+    meanwhile = ledger.shown(100 * seconds, usual_ns=usual_ns)
+    assert (meanwhile[Use.USEFUL], meanwhile[Use.STUCK]) == (3 * seconds, 87 * seconds)
+    ended = ledger.add(Stepped(at_ns=125 * seconds, step=4, usual_ns=usual_ns)).used_ns
+    assert (ended[Use.USEFUL], ended[Use.STUCK]) == (3 * seconds, 112 * seconds)
+    assert total_ns(ended) == 125 * seconds
+    long = ledger.add(Stepped(at_ns=27 * seconds, step=4, usual_ns=usual_ns)).used_ns
+    assert Use.STUCK not in long, "15 s are no stall"
 
 
 @given(nodes=st.lists(st.tuples(TIMES, st.lists(MARKS)), max_size=4), later_ns=TIMES)

@@ -14,12 +14,11 @@ from zero_agent.workers.exits import is_symptom
 from zero_agent.workers.progress import (
     MEETING_S,
     SECOND_STEP_S,
-    STALL_FACTOR,
-    STALL_S,
     HangPolicy,
     Steps,
 )
 from zero_contract.worker import Preparing, Progress
+from zero_orchestrator.ctl.pace import STALL_S, stall_s
 from zero_orchestrator.membership.dead_links import DeadLink
 from zero_orchestrator.membership.job_state import Node
 
@@ -107,7 +106,7 @@ def test_a_step_is_missing_after_some_seconds_or_some_times_as_long_as_usual():
     assert not steps.is_missing(0.5)
     clock.advance(STALL_S + 1)
     assert (steps.is_missing(), steps.may_be_warming_up) == (True, True), "only links are looked at"
-    clock.advance(STALL_FACTOR * SECOND_STEP_S)
+    clock.advance(stall_s(SECOND_STEP_S))
     assert not steps.may_be_warming_up
     steps.begin({})
     steps.beat(0, Progress(step=1))

@@ -66,7 +66,7 @@ def test_every_second_of_a_node_with_a_failure_has_one_use():
 
     def step(number: int, after_s: float, rank: int = 0, saving_s: float = 0.0) -> None:
         clock.advance(after_s)
-        time.report(rank, Progress(step=number, saving_s=saving_s))
+        time.report(rank, Progress(step=number, saving_s=saving_s), None)
 
     clock.advance(2.0)
     look(job(State.FORMING, n=0), Workers.NONE)

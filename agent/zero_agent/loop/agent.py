@@ -504,7 +504,7 @@ class Agent:
     # ---- the goodput ledger, and the history of the job ----
 
     def _on_step(self, rank: int, progress: Progress, took_s: float | None) -> None:
-        self._time.report(rank, progress)
+        self._time.report(rank, progress, self._node_workers.steps.long_s)
         self._history.report(rank, progress, took_s)
         if rank == 0:
             self._traces.stepped(self._node_workers.round, time.time())

@@ -88,6 +88,8 @@ class NodeTime:
         self._lane = Lane(until_s=time.time()).begin(Phase.STARTING, time.time())
         self._seen = (Doing.STARTING, 0)
         self._reports = False
+        self._usual_ns = 0
+        """The usual time of a long step of this round; 0: not known."""
         self._rank: int | None = None
 
     def look(self, now: Situation, *, prepared: bool, reports: bool) -> None:
@@ -102,17 +104,31 @@ class NodeTime:
         seen = doing(now, prepared=prepared), now.round
         if seen == self._seen:
             return
-        self._seen, self._rank = seen, None
+        self._seen, self._rank, self._usual_ns = seen, None, 0
         reached = now.job.reached or 0
         self._mark(Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports))
 
-    def report(self, rank: int, progress: Progress) -> None:
-        """A worker has reported its step; those of one worker count, the first that reports."""
+    def report(self, rank: int, progress: Progress, usual_s: float | None) -> None:
+        """A worker has reported its step; those of one worker count, the first that reports.
+
+        Args:
+            rank: The worker's rank.
+            progress: What it has reported.
+            usual_s: The usual time of a long step; None: not known.
+        """
+        self._usual_ns = round((usual_s or 0.0) * _NS)
         if self._rank is None:
             self._rank = rank
         if rank == self._rank:
             saving_ns = round(progress.saving_s * _NS)
-            self._mark(Stepped(at_ns=self._now_ns(), step=progress.step, saving_ns=saving_ns))
+            self._mark(
+                Stepped(
+                    at_ns=self._now_ns(),
+                    step=progress.step,
+                    saving_ns=saving_ns,
+                    usual_ns=self._usual_ns,
+                )
+            )
 
     def settled_ns(self) -> Mapping[Use, int]:
         """The use of the time without a step in progress, so it only grows; for any thread."""
@@ -120,7 +136,7 @@ class NodeTime:
 
     def used_ns(self) -> Mapping[Use, int]:
         """The use of the time up to now."""
-        return self._ledger.shown(self._now_ns(), reports=self._reports)
+        return self._ledger.shown(self._now_ns(), reports=self._reports, usual_ns=self._usual_ns)
 
     def lane(self) -> Lane:
         """What the node did up to now, and when."""

@@ -27,22 +27,18 @@ from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
 from zero_contract.worker import Preparing, Progress, Restored, Saved
-from zero_orchestrator.ctl.pace import Pace, Speed, add_up, quantiles
+from zero_orchestrator.ctl.pace import Pace, Speed, add_up, quantiles, stall_s
 
 FACTOR = 10.0
 FLOOR_S = 300.0
 """The shortest limit that is learnt from the steps: an evaluation between two steps is no hang."""
 OnReport = Callable[[int, Progress, float | None], None]
 """Called with the rank of a worker, the step that it reports, and its time as `StepTimes.add`."""
-STALL_S = 15.0
-"""Workers that take no step for so long are asked where they are, and nothing else happens."""
 STOOD_STILL_S = 10.0
 """The agent looks ten times a second. After a longer pause it has stood still, and its workers with
 it (`docker pause`, `scontrol suspend`), or it has not read what they reported meanwhile."""
 SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
-STALL_FACTOR = 5.0
-"""The same for workers whose steps are long: so many times the usual time of a long one."""
 MEETING_S = 10.0
 """The links of workers that have ended no step of their round are looked at until then: a round
 whose ranks cannot meet is over."""
@@ -199,8 +195,8 @@ class Steps:
     @property
     def may_be_warming_up(self) -> bool:
         """Whether no step would be missing either if it compiled, loaded or warmed up."""
-        if self.begun and self._long_s is None:
-            return self.idle_s() <= STALL_FACTOR * SECOND_STEP_S
+        if self.begun and self.long_s is None:
+            return self.idle_s() <= stall_s(SECOND_STEP_S)
         return not self.begun
 
     @property
@@ -208,10 +204,10 @@ class Steps:
         """The time after which a step is missing."""
         if not self.begun:
             return MEETING_S
-        return max(STALL_S, STALL_FACTOR * (self._long_s or 0.0))
+        return stall_s(self.long_s or 0.0)
 
     @property
-    def _long_s(self) -> float | None:
+    def long_s(self) -> float | None:
         """The usual time of a long step of the slowest worker; None before their second steps."""
         known = [one.long_s for one in self._clocks.values() if one.long_s is not None]
         return max(known, default=None)

@@ -10,6 +10,8 @@ The use of the time of a running worker is known only at the end of a step. Unti
 - A step is useful if no worker of the job has finished that step before; otherwise it is repeated.
 - From the start of the workers to the end of their first step, the node starts, or, if it has
   finished a step in an earlier round, re-forms. So re-forming lasts until the next finished step.
+- A step that takes unusually long (`pace.stalls`) is useful for as long as a long step usually
+  takes; the rest of its time the job was stuck.
 - A step that a failure has cut off, and the time in which the failure is detected, is re-forming.
 
 Must always hold: every nanosecond between the first mark and the last belongs to one use or is
@@ -24,6 +26,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from zero_orchestrator.ctl.pace import stalls
+
 
 class Use(StrEnum):
     """What the time of a node was used for."""
@@ -31,6 +35,7 @@ class Use(StrEnum):
     USEFUL = "useful steps"
     REPEATED = "repeated steps"
     SAVING = "save stalls"
+    STUCK = "stuck"
     REFORMING = "re-forming"
     WAITING = "waiting for nodes"
     STARTING = "starting and ending"
@@ -43,6 +48,7 @@ USES: Mapping[Use, str] = MappingProxyType(
         Use.USEFUL: "steps that no worker of the job had finished before",
         Use.REPEATED: "steps that were finished before, and lost by a failure",
         Use.SAVING: "training waits for a checkpoint",
+        Use.STUCK: "a step takes unusually long: what is above the usual time of a long one",
         Use.REFORMING: "from the last step of a round to the first step of the next one",
         Use.WAITING: "too few nodes for a round",
         Use.STARTING: "from the start of an agent to the first step of its workers, and from their "
@@ -86,6 +92,8 @@ class Stepped:
     step: int
     saving_ns: int = 0
     """Time for which saves have blocked the worker since its last report."""
+    usual_ns: int = 0
+    """The usual time of a long step; 0: not known."""
 
 
 Mark = Begins | Stepped
@@ -127,15 +135,17 @@ class Ledger:
         now = self._until(mark.at_ns)
         return now._begin(mark) if isinstance(mark, Begins) else now._report(mark)
 
-    def shown(self, at_ns: int, *, reports: bool = True) -> Mapping[Use, int]:
+    def shown(self, at_ns: int, *, reports: bool = True, usual_ns: int = 0) -> Mapping[Use, int]:
         """The use of the time up to now; pending time counts as if its step were about to end.
 
         Args:
             at_ns: Now, by the clock of the agent.
             reports: Whether the workers report their steps.
+            usual_ns: As in `Stepped`.
         """
         now = self._until(at_ns)
-        return now._settle(now._use_of_step((now.step or 0) + 1, reports=reports)).used_ns
+        use = now._use_of_step((now.step or 0) + 1, reports=reports)
+        return now._settle_step(use, usual_ns).used_ns
 
     def _until(self, at_ns: int) -> Ledger:
         at_ns = max(at_ns, self.at_ns)
@@ -162,7 +172,7 @@ class Ledger:
         now = replace(self, pending_ns=self.pending_ns - saving_ns)._spend(Use.SAVING, saving_ns)
         if mark.step == self.step:
             return now
-        settled = now._settle(self._use_of_step(mark.step, reports=True))
+        settled = now._settle_step(self._use_of_step(mark.step, reports=True), mark.usual_ns)
         return replace(settled, reached=reached, step=mark.step, began=True)
 
     def _use_of_step(self, step: int, *, reports: bool) -> Use:
@@ -172,6 +182,18 @@ class Ledger:
         if self.step is None:
             return Use.REFORMING if self.began else Use.STARTING
         return Use.USEFUL if step > self.reached else Use.REPEATED
+
+    def _settle_step(self, use: Use, usual_ns: int) -> Ledger:
+        """The same for a step that ends now, of which a part may be no step at all."""
+        is_step = use in {Use.USEFUL, Use.REPEATED}
+        if not (is_step and usual_ns and stalls(self.pending_ns / 1e9, usual_ns / 1e9)):
+            return self._settle(use)
+        stuck_ns = self.pending_ns - min(usual_ns, self.pending_ns)
+        return (
+            replace(self, pending_ns=self.pending_ns - stuck_ns)
+            ._spend(Use.STUCK, stuck_ns)
+            ._settle(use)
+        )
 
     def _settle(self, use: Use) -> Ledger:
         return replace(self, pending_ns=0)._spend(use, self.pending_ns)

@@ -16,6 +16,10 @@ from typing import Any
 PER_OCTAVE = 16
 """Buckets between a duration and its double."""
 SHORTEST_S = 1e-6
+STALL_S = 15.0
+"""No step takes unusually long that takes at most this long."""
+STALL_FACTOR = 5.0
+"""The same, where steps are long: so many times the usual time of a long one."""
 
 Counts = Mapping[int, int]
 """Bucket -> the number of durations in it."""
@@ -71,6 +75,20 @@ def from_record(record: Any) -> Pace:
         )
     except (TypeError, KeyError, ValueError, AttributeError):
         return Pace()
+
+
+def stall_s(usual_s: float) -> float:
+    """The time after which a step takes unusually long.
+
+    Args:
+        usual_s: The usual time of a long step.
+    """
+    return max(STALL_S, STALL_FACTOR * usual_s)
+
+
+def stalls(took_s: float, usual_s: float) -> bool:
+    """Whether a step takes unusually long."""
+    return took_s > stall_s(usual_s)
 
 
 def bucket(duration_s: float) -> int:
