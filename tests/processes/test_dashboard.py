@@ -74,14 +74,19 @@ def dashboard(endpoint: str, job: str):
         process.communicate()
 
 
-def test_with_json_the_address_and_the_token_are_a_record(etcd, etcd_store):
+def test_it_waits_for_its_job_and_with_json_the_address_and_the_token_are_a_record(
+    etcd, etcd_store
+):
     spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=7, command=("t.py",))
-    etcd_store.put(Keys("told").spec, spec.to_json())
     command = [sys.executable, "-m", "zero_orchestrator", "dashboard", "told", "--port=0", "--json"]
     env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=env, text=True, **pipes)
     try:
         assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stderr.readline().endswith("; waiting for it, until Ctrl-C\n")
+        etcd_store.put(Keys("told").spec, spec.to_json())
         told = json.loads(process.stdout.readline())
         jsonschema.validate(told, closed(SCHEMAS["dashboard"]))
         assert (told["job"], len(told["token"])) == ("told", 32)

@@ -228,6 +228,22 @@ def test_restarts_that_count_and_those_without_progress_are_told_apart(memory):
         memory.put(job.keys.charged(n), charge.to_json())
     now = read(job)
     assert (now.restarts, now.restarts_spent, now.restarts_without_progress) == (2, 2, 2)
+    assert "2 of 2 spent; the last 2 without a new step" in shown(now)
+    memory.put(job.keys.charged(3), Charge(n=3, cause="broke", reached=7, workers=True).to_json())
+    assert "2 of 2 spent, and one more failure has ended the job" in shown(read(job))
+
+
+def test_a_list_of_jobs_has_owner_age_nodes_of_the_round_and_step(memory):
+    job = Job(memory)
+    memory.put(job.keys.spec, replace(SPEC, max_nodes=2, owner="ada@login").to_json())
+    job.live("abc")
+    record = {"n": 2, "state": "ACTIVE", "cause": "because", "at": time.time() - 31 * 60}
+    job.round(2, "ACTIVE", "ab")
+    memory.put(job.keys.round, json.dumps(record))
+    memory.put(progress_prefix("gpt") + "b", '{"step": 44, "samples": 352}')
+    (row,) = listed(status.read_each(memory)).splitlines()[1:]
+    head = ("gpt", "ACTIVE", "31 minutes ago", "ada@login", "2", "2 + 1 (1:2)", "44")
+    assert tuple(filter(None, (cell.strip() for cell in row.split("  "))))[:7] == head
 
 
 def test_what_a_job_waits_for_is_what_its_agents_say(memory):

@@ -333,7 +333,7 @@ def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if name is None:
         jobs = status.read_all(store)
         if args.all or status.is_open(jobs):
-            view.jobs(jobs)
+            view.jobs(status.read_each(store))
             return CtlExit.OK
         name = status.choose_job(jobs, None).job
     if args.watch:
@@ -344,7 +344,7 @@ def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def _jobs(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    view.jobs(status.read_all(store))
+    view.jobs(status.read_each(store))
     return CtlExit.OK
 
 

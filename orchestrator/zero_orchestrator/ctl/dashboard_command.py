@@ -22,6 +22,8 @@ from zero_orchestrator.errors import SpecError
 from zero_orchestrator.store.kv import KeyValueStore
 
 PORT = 8780
+LOOK_S = 1.0
+"""Pause between two looks for a job that does not exist yet."""
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
 """Names of this machine alone, under which a browser may ask in any case."""
 
@@ -53,10 +55,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    """Serve the page until Ctrl-C.
+    """Serve the page until Ctrl-C, as soon as there is the job.
 
     Raises:
-        NoSuchJob: There is no such job.
         SpecError: The port is taken, the token's file cannot be read, or the extra is missing.
     """
     try:
@@ -68,8 +69,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
             f"the dashboard needs {error.name}, which is not installed: "
             "pip install 'zero-elastic[dashboard]'; `zero-ctl report` works without it"
         ) from error
-    job = args.job or status.newest_job(status.read_all(store)).job
-    status.find(store, job)  # raises NoSuchJob, which names the jobs there are
+    job = _await_job(store, args.job, view)
     token = secrets.token_urlsafe(24) if args.token_file is None else _token(args.token_file)
 
     def look() -> Json:
@@ -104,6 +104,20 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
             view.report(f"the token for drain and stop is {token}")
         uvicorn.Server(config).run(sockets=[listener])
     return CtlExit.OK
+
+
+def _await_job(store: KeyValueStore, name: str | None, view: View) -> str:
+    """The name of the job, once it exists: a dashboard may be started before the agents."""
+    waits = False
+    while True:
+        try:
+            job = name or status.newest_job(status.read_all(store)).job
+            return status.find(store, job).job
+        except status.NoSuchJob as error:
+            if not waits:
+                view.report(f"{error}; waiting for it, until Ctrl-C")
+            waits = True
+            time.sleep(LOOK_S)
 
 
 def _listen(host: str, port: int) -> socket.socket:

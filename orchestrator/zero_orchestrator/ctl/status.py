@@ -146,6 +146,8 @@ class JobStatus:
     """Nodes that no new round has until they reach the others again."""
     checkpoint: dict[str, Any] | None = None
     """The newest published checkpoint: step, tag, digest, samples, time."""
+    owner: str = ""
+    """`USER@HOST` of whoever started the job's first agent; empty: not known."""
     command: tuple[str, ...] = ()
     in_memory: dict[str, Any] | None = None
     """The newest in-memory checkpoint, with the keys of `checkpoint`."""
@@ -365,6 +367,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
         aside=view.aside,
         max_restarts=spec.max_restarts,
         checkpoint=checkpoint,
+        owner=spec.owner,
         command=spec.command,
         **_trained([progress.get(row.node, {}) for row in members]),
     )

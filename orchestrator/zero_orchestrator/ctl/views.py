@@ -205,11 +205,17 @@ def _table(*columns: str) -> Table:
 
 
 def _jobs_table(jobs: Sequence[JobStatus]) -> Table:
-    table = _table("job", "state", "round", "nodes", "now")
+    table = _table("job", "state", "since", "owner", "round", "nodes", "step", "now")
     for job in jobs:
-        nodes = f"{len(job.live_nodes)} of {_bounds(job)}"
         state = _styled(job.state or "not begun")
-        table.add_row(job.job, state, str(job.round), nodes, _now(job))
+        since = "-" if job.state_time_s is None else age(job.state_time_s)
+        of_round = sum(row.alive for row in job.members)
+        others = sum(row.alive for row in job.spares)
+        nodes = f"{of_round}{f' + {others}' if others else ''} ({_bounds(job)})"
+        steps = [row.step for row in job.members if row.step is not None]
+        step = str(max(steps)) if steps else "-"
+        owner = job.owner or "-"
+        table.add_row(job.job, state, since, owner, str(job.round), nodes, step, _now(job))
     return table
 
 
@@ -229,6 +235,8 @@ def status_page(status: JobStatus) -> RenderableType:
         facts.add_row(name, text)
     for verdict in status.verdicts:
         facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
+    if status.owner:
+        facts.add_row("owner", status.owner)
     facts.add_row("command", _in_short(" ".join(status.command)))
     tables: list[RenderableType] = [_nodes_table((*status.members, *status.spares))]
     if len(ranks := slowest_ranks(status)) > 1:
@@ -254,8 +262,12 @@ def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
         yield "stop", status.stop
     members, others = len(status.members), len(status.spares)
     yield "nodes", f"{members} in the round ({_bounds(status)} wanted), {others} outside of it"
-    text = f"{status.restarts_spent} of {status.max_restarts} spent"
-    if status.restarts != status.restarts_spent:
+    # The failure that ends a job is one more than the budget has.
+    spent = min(status.restarts_spent, status.max_restarts)
+    text = f"{spent} of {status.max_restarts} spent"
+    if status.restarts_spent > status.max_restarts:
+        text += ", and one more failure has ended the job"
+    elif status.restarts != status.restarts_spent:
         text += f", {status.restarts} in all"
     if status.restarts_without_progress:
         text += f"; the last {status.restarts_without_progress} without a new step"

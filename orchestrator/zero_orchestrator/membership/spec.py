@@ -82,6 +82,8 @@ class JobSpec:
     """Seconds of a host's first exclusion."""
     command: tuple[str, ...] = ()
     """Script or module and its arguments, as the user typed them."""
+    owner: str = dataclasses.field(default="", compare=False)
+    """`USER@HOST` of whoever started the first agent; it need not be equal at all agents."""
     protocol: int = PROTOCOL
     """The version of the protocol that its agents speak."""
 
@@ -139,7 +141,7 @@ class JobSpec:
         different = [
             f"{name} is {_show(theirs[name])} there and {_show(mine[name])} here"
             for name in mine
-            if mine[name] != theirs[name]
+            if name != "owner" and mine[name] != theirs[name]
         ]
         if different:
             raise SpecMismatch(
