@@ -57,6 +57,8 @@ class Event:
 
 
 _TRANSITION = ("nodes", "revision")
+_END = (*_TRANSITION, "idle_s")
+"""`idle_s`: seconds since the workers of the node that tells it have finished a step."""
 
 EVENTS: Mapping[str, Event] = MappingProxyType(
     {
@@ -73,13 +75,13 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         ),
         "form": Event(
             when="A round has ended without a failure, and the next one forms.",
-            facts=_TRANSITION,
+            facts=_END,
             story=True,
         ),
         "interrupt": Event(
             when="A round has ended because of a failure, which costs one restart, and the next "
             "one forms.",
-            facts=_TRANSITION,
+            facts=_END,
             story=True,
         ),
         "finish": Event(when="The job is done.", facts=_TRANSITION, story=True),

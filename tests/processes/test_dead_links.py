@@ -33,8 +33,8 @@ NAMES = "abcd"
 LIMIT_S = 30.0
 """From the break to the next finished step."""
 RESTARTS = 2
-MANY = ("--samples=19200",)
-"""600 steps."""
+MANY = ("--samples=9600",)
+"""300 steps."""
 RESET, DROP = "reject with tcp reset", "drop"
 HOWS = {
     "reset": (RESET, False),
@@ -54,7 +54,7 @@ def long_hash(tmp_path_factory):
 def make(tmp_path, flags):
     def job(endpoint):
         script = paced(training(tmp_path, *MANY), tmp_path)
-        return Cluster(tmp_path, endpoint, flags=flags, script=script, pause_s=0.8)
+        return Cluster(tmp_path, endpoint, flags=flags, script=script, pause_s=1.5)
 
     return job
 

@@ -39,6 +39,8 @@ def test_every_event_that_an_agent_tells_is_in_the_table_with_its_fields() -> No
                 facts = {word.arg for word in call.keywords if word.arg} - {"level"}
                 told.setdefault(call.args[0].value, set()).update(facts)
     told["exit"].add("symptom")  # by **facts
+    for end in (Move.FORM, Move.INTERRUPT):
+        told[end].add("idle_s")  # as well
     assert {name: facts - COMMON for name, facts in told.items()} == {
         name: set(event.facts) for name, event in EVENTS.items()
     }

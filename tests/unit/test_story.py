@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,20 @@ def test_a_recovery_is_from_the_first_sign_of_the_failure_to_the_start_of_the_wo
     assert [event.revision for event in second.events] == [11, 12]  # it has not ended yet
     assert (first.cause, first.detection_s, first.took_s) == ("exit", 2.0, 5.0)
     assert (second.cause, second.detection_s, second.took_s) == ("yield", 1.0, None)
+
+
+def test_a_recovery_lasts_from_the_last_finished_step_where_steps_are_reported():
+    """A stopped process is noticed late: what comes before the first sign is lost as well."""
+    told = [
+        replace(event, record={**event.record, "idle_s": 5.3})
+        if event.record["event"] == "interrupt"
+        else event
+        for event in EVENTS
+    ]
+    first = recoveries(told)[0]
+    assert first.from_s == pytest.approx(106.0 - 5.3)
+    assert (first.detection_s, first.took_s) == (pytest.approx(5.3), pytest.approx(8.3))
+    assert first.offsets_s[0] == 0.0, "the list of events begins with the first sign"
 
 
 def test_the_metrics_of_a_job_have_its_recoveries_by_cause():

@@ -472,7 +472,7 @@ class Agent:
         self._publisher.alive(nodes=nodes)
         steps, runs = self._node_workers.steps, self._node_workers.state is Workers.RUNNING
         if steps.begun:
-            self._rdzv.stepped(self._node_workers.round)
+            self._rdzv.stepped(self._node_workers.round, steps.idle_s())
         preparing = self.preparing
         if self._config.imports and not self._node_workers.prepared:
             preparing = f"importing {self._config.imports}"

@@ -392,7 +392,7 @@ RECOVERY_METRICS: Sequence[tuple[Definition, Callable[[Sequence[Recovery]], Valu
     (
         Definition(
             name="zero_job_last_detection_seconds",
-            help="From the first sign of the last recovery to the decision to end the round, by "
+            help="From the last step before the last recovery to the decision to end the round, by "
             "the clocks of nodes.",
             labels=_CAUSE,
         ),
@@ -401,7 +401,7 @@ RECOVERY_METRICS: Sequence[tuple[Definition, Callable[[Sequence[Recovery]], Valu
     (
         Definition(
             name="zero_job_last_recovery_seconds",
-            help="From the first sign of the last recovery to the start of the next round's "
+            help="From the last step before the last recovery to the start of the next round's "
             "workers, by the clocks of nodes.",
             labels=_CAUSE,
         ),

@@ -377,7 +377,7 @@ def _ranks(row: NodeRow) -> str:
 
 def _recovery(found: Recovery, first_steps_s: Sequence[float], end_s: float) -> Json:
     """A recovery, up to the first step of any node after it; `first_steps_s` is sorted."""
-    from_s, told_s = _time_s(found.events[0]), _time_s(found.events[-1])
+    from_s, told_s = found.from_s, _time_s(found.events[-1])
     end = next(event for event in found.events if event.record.get("event") in ENDS)
     place = bisect_left(first_steps_s, told_s)
     to_s = first_steps_s[place] if place < len(first_steps_s) else None
@@ -533,7 +533,7 @@ def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) ->
     lost = "no failure"
     if took_s:
         lost = (
-            f"failures: {len(took_s)}, longest {max(took_s):.1f} s from the first sign to the next "
+            f"failures: {len(took_s)}, longest {max(took_s):.1f} s from the last step to the next "
             "step"
         )
     return {

@@ -31,7 +31,11 @@ def selected(
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """From the first sign that a round ends to the start of the workers of the next one."""
+    """From the first sign that a round ends to the start of the workers of the next one.
+
+    Its durations begin with the last finished step of the round, where the workers report steps:
+    the work of a step that is cut off is lost as well.
+    """
 
     round: int
     """The round that ended."""
@@ -44,16 +48,27 @@ class Recovery:
 
     @property
     def detection_s(self) -> float | None:
-        """From the first sign to the transition that ended the round; None without the latter."""
-        ends = (e for e in self.events if e.record.get("event") in ENDS)
-        end = next(ends, None)
-        return None if end is None else max(0.0, _time_s(end) - _time_s(self.events[0]))
+        """From the last step to the transition that ended the round; None without the latter."""
+        return None if self._end is None else max(0.0, _time_s(self._end) - self.from_s)
+
+    @property
+    def from_s(self) -> float:
+        """When the round's last step has ended, or the first sign was; seconds since the epoch."""
+        first_s = _time_s(self.events[0])
+        idle_s = self._end.record.get("idle_s") if self._end is not None else None
+        if self._end is None or not isinstance(idle_s, int | float):
+            return first_s  # no steps are reported, or it is of an older version
+        return min(first_s, _time_s(self._end) - idle_s)
+
+    @property
+    def _end(self) -> Event | None:
+        return next((e for e in self.events if e.record.get("event") in ENDS), None)
 
     @property
     def took_s(self) -> float | None:
-        """From the first sign to the start of the next round's workers; None: not started yet."""
+        """From the last step to the start of the next round's workers; None: not started yet."""
         begins = [e for e in self.events if e.record.get("event") in BEGINS]
-        return max(0.0, _time_s(begins[-1]) - _time_s(self.events[0])) if begins else None
+        return max(0.0, _time_s(begins[-1]) - self.from_s) if begins else None
 
     @property
     def offsets_s(self) -> tuple[float, ...]:
@@ -73,7 +88,7 @@ class Span:
 
 
 def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
-    """The parts of a recovery, without gaps, from its first sign to the next round's first step.
+    """The parts of a recovery, without gaps, from the last step to the next round's first step.
 
     A part whose events are not kept, as those of the nodes of a large job, belongs to the part
     after it.
@@ -94,7 +109,7 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
         marks.append(("starting", max(started, default=None)))
     marks.append(("first step", first_step_s))
     parts: list[Span] = []
-    from_s = _time_s(found.events[0])
+    from_s = found.from_s
     for name, to_s in marks:
         if to_s is not None:
             until_s = min(max(from_s, to_s), max(from_s, first_step_s))

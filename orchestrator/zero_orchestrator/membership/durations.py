@@ -31,6 +31,8 @@ class Durations:
         self._round_since_s = 0.0
         self._left = 0
         self._left_since_s = 0.0
+        self._step = (0, 0.0)
+        """The round of this node's last finished step, and when that was."""
         self._reform_s = 0.0
         self._silent = False
         self._heard_s = float("-inf")
@@ -75,11 +77,17 @@ class Durations:
             reform_s=self._reform_s,
         )
 
-    def stepped(self, n: int) -> None:
-        """Workers of this node have finished a step of round n; callable any number of times."""
+    def stepped(self, n: int, ago_s: float) -> None:
+        """Workers here finished a step of round n so long ago; callable any number of times."""
+        self._step = n, self._clock.now() - ago_s
         if n == self._left + 1 > 1:
             self._reform_s = self._clock.now() - self._left_since_s
             self._left = 0
+
+    def idle_s(self, n: int) -> float | None:
+        """Seconds since workers here have finished a step of round n; None: they have not."""
+        step_of, at_s = self._step
+        return self._clock.now() - at_s if step_of == n > 0 else None
 
     def left_s(self, n: int) -> float:
         """Seconds since the workers of round n were asked to leave; 0 if they were not."""

@@ -267,9 +267,9 @@ class Rendezvous:
         self._store.txn([absent(key)], [Put(key, address)])
         self._seeing.distrust()
 
-    def stepped(self, n: int) -> None:
-        """This node's workers have finished a step of round n; callable any number of times."""
-        self._durations.stepped(n)
+    def stepped(self, n: int, ago_s: float) -> None:
+        """Workers here finished a step of round n so long ago; callable any number of times."""
+        self._durations.stepped(n, ago_s)
 
     def report_quiet(self, n: int) -> None:
         """This node's workers of round n are gone."""
@@ -370,6 +370,8 @@ class Rendezvous:
             assert decision.transition is not None
             move = decision.transition.move
             failed = decision.transition.charge is not None
+            ends = decision.transition.move in {Move.FORM, Move.INTERRUPT}
+            idle_s = self._durations.idle_s(job.n) if ends else None
             self._journal.tell(
                 move,
                 decision.reason,
@@ -377,6 +379,7 @@ class Rendezvous:
                 round=job.n + 1 if move is Move.ACTIVATE else job.n,
                 nodes=[node.id for node in decision.transition.members.nodes],
                 revision=done.revision,
+                **({} if idle_s is None else {"idle_s": round(idle_s, 3)}),
             )
         return True
 
