@@ -87,12 +87,18 @@ class Fold:
         )
         try:
             kernel = self._kernel(key, dtype)
-            if kernel is not None:
+        except Exception as error:  # whatever a compiler does not like; samples alone are written
+            self._give_up(f"they cannot be compiled: {shorten(str(error), 300)}")
+            kernel = None
+        if kernel is not None:
+            try:
                 with torch.no_grad():
                     kernel(*{places[name]: tensor for name, tensor in named.items()}.values())
                 return
-        except Exception as error:  # whatever a compiler does not like, before anything is written
-            self._give_up(f"they cannot be compiled: {shorten(str(error), 300)}")
+            except Exception as error:
+                if not _is_of_compiler(error):
+                    raise  # the kernel may have written: nothing is added a second time
+                self._give_up(f"they cannot be compiled: {shorten(str(error), 300)}")
         run_one_by_one(additions, memory, dtype, pool)
 
     def _kernel(self, key: _Key, dtype: torch.dtype) -> Callable[..., object] | None:
@@ -126,6 +132,13 @@ class Fold:
 
 
 ON_GPU = Fold()
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether a kernel could not be compiled again, for another length, and so has not run."""
+    from torch._dynamo.exc import TorchDynamoException  # slow to import, and imported by now
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _places(memory: Mapping[Memory, Tensor]) -> dict[Memory, int]:

@@ -169,6 +169,46 @@ def test_a_kernel_with_other_bits_is_not_used(caplog: pytest.LogCaptureFixture) 
     assert not fold.kernels
 
 
+def test_a_kernel_that_fails_while_it_writes_is_an_error_and_nothing_is_added_twice() -> None:
+    """Its device has run out of memory, say: which additions it has done, nobody knows."""
+    runs: list[int] = []
+
+    def backend(graph: fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., object]:
+        def kernel(*inputs: Tensor) -> object:
+            runs.append(len(runs))
+            done = graph(*inputs)
+            if len(runs) > 1:  # the first run is that on samples
+                raise RuntimeError("CUDA out of memory")
+            return done
+
+        return kernel
+
+    begun = next_sums(Progress(), (0,) * 8, 8, last=False)[1]
+    additions, _ = next_sums(begun, (0,) * 8, 8, last=False)
+    assert Addition(TOTAL, TOTAL, Memory("given", 0)) in additions
+    fold = Fold(backend=backend)
+    with pytest.raises(RuntimeError, match="CUDA out of memory"):
+        check(compiled(fold), additions, torch.float32, 64, shared=False)
+    assert len(runs) == 2
+
+
+def test_a_kernel_that_cannot_be_compiled_for_another_length_adds_one_by_one() -> None:
+    """torch compiles again for some lengths; what fails there has not written anything."""
+    compiles: list[int] = []
+
+    def backend(graph: fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., object]:
+        compiles.append(len(compiles))
+        if len(compiles) > 1:
+            raise ValueError("no kernel of one element")
+        return graph.forward
+
+    additions, _ = next_sums(Progress(), (0,) * 3, 8, last=False)
+    fold = Fold(backend=backend)
+    for numel in (64, 1):
+        check(compiled(fold), additions, torch.float32, numel, shared=False)
+    assert (len(compiles), fold.is_broken) == (2, True)
+
+
 def test_lists_beyond_the_bound_are_added_one_by_one() -> None:
     fold = Fold(backend="eager", most=2)
     for count in range(1, 5):
