@@ -404,7 +404,8 @@ class Collectives:
             def begin() -> list[Work]:
                 return transport.exchange(held, wanted, what, turn)
 
-            return transport.then(begin, pass_on, self._waiter)
+            used = (*buffers, *held.values(), *wanted.values())
+            return transport.then(begin, pass_on, self._waiter, used)
 
         buffers = tuple(each for sequence in inside.values() for each in sequence)
         return self._begin("gather", what, buffers, sent_bytes, start)

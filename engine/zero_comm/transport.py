@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,9 +119,10 @@ class Transport:
             look: Called now and then; what it raises ends the wait.
         """
         copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        copied.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        with torch.cuda.device(tensor.device):  # the script's current device may be another one
+            copied.copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
         return copied if waiter.poll(event.query, look) else None
 
     def from_host(self, values: Sequence[float]) -> Tensor:
@@ -220,6 +221,7 @@ class Transport:
             lambda: [_gather_into(own_slice, own, group=between, async_op=True)],
             lambda: [_gather_into(full, own_slice, group=inside, async_op=True)],
             waiter,
+            [full],
         )
 
     def then(
@@ -227,6 +229,7 @@ class Transport:
         begin: Callable[[], list[Work]],
         begin_next: Callable[[], list[Work]],
         waiter: Waiter,
+        buffers: Iterable[Tensor],
     ) -> list[Work]:
         """Begin exchanges, and further ones when those have ended.
 
@@ -237,11 +240,15 @@ class Transport:
             begin: Begins the first ones.
             begin_next: Begins the others.
             waiter: For exchanges that this process has to wait for.
+            buffers: All that they read and write. Their memory is not given to others before this
+                stream has got there, also if nobody waits for the exchanges, as after an error.
         """
         del waiter
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for buffer in buffers:
+            buffer.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             first = begin()
             for work in first:

@@ -8,7 +8,7 @@ times as long. Ranks of one host read from each other's memory (`same_host`) aft
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,10 @@ class HostTransport(Transport):
         begin: Callable[[], list[Work]],
         begin_next: Callable[[], list[Work]],
         waiter: Waiter,
+        buffers: Iterable[Tensor],
     ) -> list[Work]:
-        """As in `Transport`; a thread waits in between."""
+        """As in `Transport`; a thread waits in between, and keeps what it needs."""
+        del buffers
         return [waiter.chain(begin(), begin_next, in_order=not self.any_order)]
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
