@@ -283,9 +283,25 @@ class ElasticLoader:
             yield from self
 
 
+def seed_torch(seed: int) -> None:
+    """Seed the random numbers of torch for one micro-batch.
+
+    Raises:
+        ConfigError: A CUDA graph is being captured: its replays would all have the same numbers.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "a micro-batch begins within torch.cuda.graph: its random numbers have a seed of their "
+            "own, which a captured graph would repeat in every replay; capture parts of the module "
+            "(torch.cuda.make_graphed_callables, or torch.compile with mode='reduce-overhead'), "
+            "and leave the loop over batches outside"
+        )
+    torch.manual_seed(seed)
+
+
 def seed_everything(seed: int) -> None:
     """Seed the random numbers of augmentation: those of torch, Python and numpy."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 

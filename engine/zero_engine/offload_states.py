@@ -132,6 +132,9 @@ class MovedStates:
                     # On a GPU the next user of this memory runs after the copy, on one stream.
                     storage.resize_(0)
                     self._copies[storage._cdata] = (storage, copy)
+        if non_blocking and torch.cuda.is_available():
+            # The copies ran one behind the other. What is shown below has to be complete.
+            torch.cuda.current_stream().synchronize()
         # The parameters and state of the optimizer, as a script finds them.
         assert self._zero is not None
         optimizer = self._zero.optimizer

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from zero_comm.cpu.transport import CpuTransport, HostTransport
 from zero_comm.distributed import backend_for, device_index
@@ -83,3 +87,32 @@ def test_orders_of_exchange_are_equal_if_and_only_if_each_communicators_is() -> 
     for order in (first, second):
         order.clear()
     assert first.checksum() == second.checksum()
+
+
+def test_memory_of_an_exchange_in_two_parts_is_kept_for_the_stream_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no device here: what a driver would be asked is recorded, in its order."""
+    asked: list[str] = []
+    current, side = (
+        SimpleNamespace(wait_stream=lambda other, name=name: asked.append(f"{name} waits"))
+        for name in ("current", "side")
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+
+    def exchange(name: str) -> SimpleNamespace:
+        asked.append(f"begin {name}")
+        return SimpleNamespace(wait=lambda: asked.append(f"wait for {name}"))
+
+    buffer = SimpleNamespace(record_stream=lambda on: asked.append(f"kept for side: {on is side}"))
+    transport = Transport(None, 0, 2, torch.device("cuda"))
+    transport.then(lambda: [exchange("one")], lambda: [exchange("two")], None, [buffer])
+    assert asked == [
+        "side waits",
+        "kept for side: True",
+        "begin one",
+        "wait for one",
+        "begin two",
+    ]

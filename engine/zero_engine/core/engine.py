@@ -31,6 +31,7 @@ from zero_comm.distributed import local_rank
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
+from zero_data.elastic_loader import seed_torch
 from zero_data.global_batch import mix
 from zero_data.own_loader import MicroBatches
 from zero_engine.config import Config
@@ -126,7 +127,7 @@ class Engine(WholeWeights):
                 microbatch = self._run.microbatch()
                 seed = mix(self._config.seed, self._run.cursor.step, microbatch.index)
                 self._self_test.run_if_due(call, args, kwargs, seed)
-                torch.manual_seed(seed)
+                seed_torch(seed)
             with (
                 self._stopwatch.measure(part),
                 self._profile.measure(part, self._run.cursor.step),
@@ -536,7 +537,8 @@ class Engine(WholeWeights):
             include: The kinds of state; None: all of them.
             device: "cpu".
             pin_memory: Use page-locked memory, from which a reload is faster.
-            non_blocking: Return before the copies have ended.
+            non_blocking: Begin all copies before the host waits for them. They have ended when this
+                returns: the parameters and the state of the optimizer show them.
 
         Raises:
             ZeroError: The config's offload_param has moved them already, or `device` is not "cpu".

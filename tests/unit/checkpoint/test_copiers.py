@@ -223,3 +223,16 @@ def test_a_copy_that_cannot_begin_fails_its_save_and_not_its_caller(driver, monk
     assert driver.asked[-1] == "record on side"
     with pytest.raises(CheckpointError, match="could not be copied: CUDA error: invalid argument"):
         next(image.chunks())
+
+
+def test_an_error_of_the_program_is_raised_where_the_copy_begins(driver, monkeypatch):
+    """It would fail every save, and its traceback says where it was made."""
+
+    def wrong(_: Copy) -> None:
+        raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
+
+    staging = StagingBuffer(PrivateStaging(), choose=on_device)
+    monkeypatch.setattr(Copy, "begin", wrong)
+    with pytest.raises(RuntimeError, match="must match"):
+        snapshot(staging)
+    assert driver.asked[-1] == "record on side"
