@@ -50,6 +50,7 @@ from zero_torch.wrapped import (
     Wrapped,
     Wrapper,
     check_gradients,
+    check_savable,
     held_bounds,
     local,
     reals_in,
@@ -136,6 +137,7 @@ def protect(
     init_distributed()
     wrapped = recognize(model)
     optimizer = unwrapped(optimizer)
+    check_savable(wrapped)
     check_members(optimizer, wrapped.trained())
     check_scheduler(scheduler)
     if loader is not None:

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from zero_checkpoint.format.dtypes import DTYPES
+from zero_checkpoint.torch_state import persistent_buffers
 from zero_comm.additions import SUMS
 from zero_contract.errors import ConfigError
 from zero_torch.gradient_norm import row_bounds
@@ -160,6 +162,28 @@ def recognize(model: nn.Module) -> Wrapped:
     sharded = any(isinstance(each, FSDPModule) for each in modules)
     wrapper = Wrapper.FSDP2 if sharded else Wrapper.PLAIN
     return Wrapped(called=model, model=inner, wrapper=wrapper, module=inner)
+
+
+def check_savable(wrapped: Wrapped) -> None:
+    """Check that a checkpoint can hold a model: now, and not only at the first save.
+
+    Raises:
+        ConfigError: It cannot; names the parameter or buffer.
+    """
+    buffers = ((own_name(name), each) for name, each in persistent_buffers(wrapped.module))
+    for name, tensor in (*wrapped.parameters().items(), *buffers):
+        if not elements_of(tensor).is_contiguous():
+            raise ConfigError(
+                f"{name} is not contiguous in memory, as after to(memory_format="
+                "torch.channels_last), and no checkpoint can hold it so: call "
+                "model.to(memory_format=torch.contiguous_format) before zero_torch.protect; the "
+                "inputs may be in channels_last"
+            )
+        if tensor.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"{name} has the dtype {tensor.dtype}, which no checkpoint can hold; convert it, "
+                "or register it as a buffer with persistent=False"
+            )
 
 
 def check_gradients(wrapped: Wrapped, world: int) -> None:

@@ -43,11 +43,10 @@ def protected(
     config: Any = None,
     schedule: bool = False,
     average: type[Average] | None = None,
-    kernel: str = "foreach",
     **options: Any,
 ) -> tuple[Any, Any, zero_torch.Run]:
     model = make(wrapper, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     loader = DataLoader(dataset(), batch_size=2, shuffle=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if schedule else None
     run = zero_torch.protect(
@@ -193,16 +192,6 @@ def test_hsdp_without_shards_is_refused(worlds: WorldPool) -> None:
         AssertionError, match=r"mesh of shape \(2, 1\), in which nothing is sharded"
     ):
         worlds.run(2, trained, "hsdp")
-
-
-@pytest.mark.full
-def test_a_fused_optimizer_has_the_hash_of_every_other(worlds: WorldPool) -> None:
-    (expected, *_) = worlds.run(1, trained, "plain")
-    assert {rank[0] for rank in worlds.run(3, trained_by_fusion, "fsdp2")} == {expected[0]}
-
-
-def trained_by_fusion(wrapper: str) -> Any:
-    return trained(wrapper, kernel="fused")
 
 
 def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:

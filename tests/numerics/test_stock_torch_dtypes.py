@@ -128,6 +128,39 @@ def converted(dtype: torch.dtype, model: nn.Module) -> Optimizer:
     return momentum(model)
 
 
+class Images(nn.Module):
+    """A convolution over images, and a buffer."""
+
+    def __init__(self, layout: torch.memory_format, buffer: torch.dtype) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, (2, 1))
+        self.register_buffer("seen", torch.zeros(2, dtype=buffer))
+        self.to(memory_format=layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.view(-1, 2, 3, 1).contiguous(memory_format=torch.channels_last)
+        return (self.conv(images) - 1.0).square().mean()
+
+
+@pytest.mark.full
+def test_a_model_that_no_checkpoint_can_hold_is_refused_by_protect(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    usual, last = torch.contiguous_format, torch.channels_last
+    places = [("plain", 1), ("ddp", 2)]
+
+    def of(layout: torch.memory_format, buffer: torch.dtype) -> Recipe:
+        return Recipe(model=partial(Images, layout, buffer), optimizer=momentum)
+
+    (expected,) = worlds.run(1, by_torch_alone, of(usual, torch.float64))
+    found = everywhere(worlds, of(usual, torch.float64), tmp_path / "usual", places)
+    assert found == dict.fromkeys(places, expected)
+    for told in everywhere(worlds, of(last, torch.float64), tmp_path / "last", places).values():
+        assert "ConfigError: conv.weight is not contiguous in memory" in told[0]
+    for told in everywhere(worlds, of(usual, torch.complex128), tmp_path / "of", places).values():
+        assert "ConfigError: seen has the dtype torch.complex128" in told[0]
+
+
 def engine_of(dtype: torch.dtype, bf16: bool) -> None:
     model = Complex(dtype)
     settings = {
