@@ -133,7 +133,9 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             "healthy worker that lost its peers.",
             facts=("rank", "pid", "symptom"),
         ),
-        "hang": Event(when="A worker has taken no step for too long.", story=True),
+        "hang": Event(
+            when="A worker has taken no step for too long.", facts=("rank", "pid"), story=True
+        ),
         "stuck": Event(
             when="No rank takes a step: which rank the others wait for, and where it is, or "
             "(`stuck` is false) steps are taken again.",

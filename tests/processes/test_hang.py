@@ -36,7 +36,9 @@ def test_a_stopped_worker_is_replaced_for_one_restart(cluster, undisturbed_hash)
     os.kill(job.worker_of("b"), signal.SIGSTOP)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert len(job.events("interrupt")) == 1
-    assert "no step for 6" in job.events("hang")[0]["text"]
+    hang = job.events("hang")[0]
+    assert "no step for 6" in hang["text"]
+    assert (hang["rank"], hang["pid"]) in {(e["rank"], e["pid"]) for e in job.events("worker")}
 
 
 @pytest.mark.full

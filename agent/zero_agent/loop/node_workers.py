@@ -366,7 +366,13 @@ class NodeWorkers:
                     verdict = f"{verdict}; {why}"
                 self._kill_s = self._clock.now()
                 self._group.mark_hung(rank, verdict)
-                self._journal.tell("hang", f"rank {rank}: {verdict}", level=logging.WARNING)
+                self._journal.tell(
+                    "hang",
+                    f"rank {rank}: {verdict}",
+                    level=logging.WARNING,
+                    rank=rank,
+                    pid=self.first_failure.pid,
+                )
         if self.state in (Workers.RUNNING, Workers.SUCCEEDED):
             self._warn_of_world_size()
         # A forkserver that is stuck would keep its workers, and the whole job, for ever.
