@@ -92,8 +92,8 @@ class Checkpoints:
         """Whether the optimizer has acted, and the step has not ended."""
         self._unsaved = False
         """Whether a step has ended since the last save."""
-        self._loss = 0.0
-        """Of this rank's micro-batches of the step, weighted."""
+        self._losses: list[Tensor] = []
+        """Of this rank's micro-batches of the step, weighted; on the device."""
         self._everybodys: Tensor | None = None
         """The notes of all ranks, if they have come already."""
         self._lent: Callable[[], object] | None = None
@@ -263,7 +263,8 @@ class Checkpoints:
                 everybodys = self._collectives.everybodys(self._notes(), "notes")
             notes = everybodys.tolist()
             self._persistence.take_notes([row[:-1] for row in notes])
-            loss, self._loss = sum(row[-1] for row in notes), 0.0
+            loss = sum(row[-1] for row in notes)
+            self._losses.clear()
             cursor, self._unsaved = self._cursor, True
             progress = Progress(
                 step=cursor.step,
@@ -278,7 +279,11 @@ class Checkpoints:
 
     def _notes(self) -> Tensor:
         """What all ranks are told at the end of a step."""
-        notes = [*self._persistence.notes(), self._loss]
+        loss = 0.0
+        if self._losses:  # the host waits here, once in a step, and can be interrupted
+            losses = self._collectives.to_host(torch.stack(self._losses), "losses")
+            loss = sum(losses.tolist())
+        notes = [*self._persistence.notes(), loss]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

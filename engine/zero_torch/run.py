@@ -29,6 +29,7 @@ from zero_comm.node_reduction import apart
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data.elastic_loader import seed_torch
 from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
 from zero_data.ledger import Ledger
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
@@ -197,7 +198,7 @@ class Run(Checkpoints):
         self.loader = MicroBatches(batches, self._begin_micro_step, self._end_micro_step)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
-            self._collectives,
+            self._group_of_gradients(),
             self._parameters,
             options.reduction_block or DEFAULT_BLOCK,
             self._apart(),
@@ -210,6 +211,8 @@ class Run(Checkpoints):
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._rates: list[float] = []
         """The learning rates with which the step has begun."""
+        self._read_rates: dict[int, tuple[Tensor, int | None, float]] = {}
+        """By `id`, of learning rates that are tensors: the tensor, its version, its value."""
         self._ledger: Ledger | None = None
         if directory := options.sample_ledger:
             who = {"round": self._link.round, "rank": self._rank, "world": self._world}
@@ -231,6 +234,17 @@ class Run(Checkpoints):
         self._hold()
         if self._device.type == "cpu":
             keep_freed_memory()
+
+    def _group_of_gradients(self) -> Collectives:
+        """The group in which gradients travel. Collective.
+
+        Exchanges of one communicator of NCCL follow each other, so FSDP2's gathers of weights have
+        the default group to themselves.
+        """
+        group, fsdp = self._collectives, self._wrapped.wrapper is Wrapper.FSDP2
+        if fsdp and self._world > 1 and not group.any_order(self._device):
+            return apart(group, self._device, self._link.interrupt)
+        return group
 
     def _apart(self) -> Collectives | None:
         """The group in which sums begin inside of nodes, if that saves anything. Collective."""
@@ -295,7 +309,7 @@ class Run(Checkpoints):
         now = self._now()
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * now.weight
         if now.number * self._world + self._rank < self._plan().microbatches:
-            self._loss += float(loss.detach())
+            self._losses.append(loss.detach())  # read at the end of the step: a device is busy
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         self._gradients.loss_is_weighted = True
@@ -395,7 +409,8 @@ class Run(Checkpoints):
         plan, cursor = self._plan(), self._cursor
         micro, world = cursor.micro, self._world
         microbatch = plan.microbatch(micro, self._rank, world)
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group]
+        groups = self._optimizer.param_groups
+        rates = [self._rate(group["lr"]) for group in groups if "lr" in group]
         if micro == 0:
             self._optimizer.zero_grad()
             self._rates = rates
@@ -417,7 +432,17 @@ class Run(Checkpoints):
                 weight=plan.weight(microbatch),
             )
         )
-        torch.manual_seed(mix(self._chosen.elastic.seed, cursor.step, microbatch.index))
+        seed_torch(mix(self._chosen.elastic.seed, cursor.step, microbatch.index))
+
+    def _rate(self, rate: float | Tensor) -> float:
+        """A learning rate. A tensor is read when it has changed: the host waits for its device."""
+        if not isinstance(rate, Tensor):
+            return float(rate)
+        _, version, known = self._read_rates.get(id(rate), (rate, None, 0.0))
+        if version != rate._version:
+            known = float(rate)
+            self._read_rates[id(rate)] = rate, rate._version, known
+        return known
 
     def _end_micro_step(self) -> None:
         """End the micro-step, if there is one.

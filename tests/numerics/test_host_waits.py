@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.numerics.test_stock_torch import batches, protected
 from tests.support.training import config, make_engine
 from tests.support.world import WorldPool
 from zero_comm.collectives import Collectives
@@ -80,3 +81,36 @@ def watch_steps(dtype: str, counted: bool) -> list[tuple[str, int]]:
                     found.append(seen)
                     break
     return found
+
+
+def watch_stock_steps(wrapper: str, max_norm: float | None, tensor_rate: bool) -> list[int]:
+    """Of each micro-step of the second step: how often the host reads a number of its model."""
+    model, optimizer, run = protected(wrapper)
+    if tensor_rate:
+        for group in optimizer.param_groups:
+            group.update(lr=torch.tensor(group["lr"]), foreach=False)
+    events: list[str] = []
+    found = []
+    for tokens in batches(run, 2):
+        before = run.global_step
+        with Reads(events):
+            run.backward(model(tokens))
+            last = run.step(max_norm)
+        if before == 1 and not last:
+            found.append(len(events))
+        events.clear()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize(("max_norm", "tensor_rate"), [(None, False), (1.0, True)])
+@pytest.mark.corners(wrapper=["fsdp2"])
+def test_a_stock_script_waits_for_no_device_before_the_last_micro_batch_of_a_step(
+    worlds: WorldPool, wrapper: str, max_norm: float | None, tensor_rate: bool
+) -> None:
+    """Not even for the loss, or for a learning rate that is a tensor and has not changed."""
+    for reads in worlds.run(
+        1 if wrapper == "plain" else 2, watch_stock_steps, wrapper, max_norm, tensor_rate
+    ):
+        assert reads
+        assert not any(reads)

@@ -490,3 +490,18 @@ def test_ddp_and_fsdp2_train_to_the_same_bits_over_it(worlds: WorldPool) -> None
     (alone,) = worlds.run(1, normed, "plain")
     for wrapper in ("ddp", "fsdp2"):
         assert worlds.run(3, normed, wrapper, backend=BACKEND) == [alone] * 3
+
+
+def groups(wrapper: str) -> int:
+    before = len(dist.distributed_c10d._world.pg_names)
+    normed(wrapper)
+    return len(dist.distributed_c10d._world.pg_names) - before
+
+
+def test_gradients_of_fsdp2_have_a_communicator_of_their_own_where_order_matters(
+    worlds: WorldPool,
+) -> None:
+    """Otherwise each exchange of gradients would hold up the gather of the next weights."""
+    assert worlds.run(2, groups, "fsdp2", backend=BACKEND) == [1, 1]
+    assert worlds.run(2, groups, "fsdp2") == [0, 0]
+    assert worlds.run(2, groups, "ddp", backend=BACKEND) == [0, 0]

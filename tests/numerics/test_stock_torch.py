@@ -567,3 +567,23 @@ def test_a_parameter_that_some_micro_batches_use_has_one_hash_too(worlds: WorldP
     found = {tuple(rank) for w, n in runs for rank in worlds.run(n, trained_sometimes, w)}
     assert len(found) == 1
     assert len(set(*found)) == 2
+
+
+def trained_scale(wrapped: bool) -> str:
+    """A model of one element, of which no rank of several has a part."""
+    torch.manual_seed(1)
+    model: Any = nn.Linear(1, 1, bias=False)
+    if wrapped:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 24).view(-1, 1)), batch_size=2)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=3)
+    for (row,) in run.loader:
+        run.backward((model(row) - 2 * row).square().mean())
+        run.step()
+    return run.weight_hash()
+
+
+def test_a_bucket_of_fewer_elements_than_ranks_is_summed_as_any_other(worlds: WorldPool) -> None:
+    (alone,) = worlds.run(1, trained_scale, False)
+    assert worlds.run(3, trained_scale, True) == [alone] * 3
