@@ -137,11 +137,6 @@ class Persistence:
     ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
         began, step = _Beginning(), self.training.step
-        if micro := self.training.micro_step:
-            raise CheckpointError(
-                f"micro-step {micro} of a step: its gradients cannot be saved; call "
-                "save_checkpoint() after the step() that ends it"
-            )
         client = client or self._client_state()
         packed = pack(client)
         self._check_metric(client)

@@ -333,6 +333,13 @@ class OrderedSum:
         self._forget_kept()
         self._progress = Progress(self._progress.count, chain=TOTAL)
 
+    def drop(self) -> None:
+        """Let everything that has been given so far count as zero."""
+        self._forget_early()
+        self._forget_kept()
+        self.total.zero_()
+        self._progress = Progress(self._progress.count, chain=TOTAL)
+
     def value(self) -> Tensor:
         """The sum of all that has been given so far, as if the step ended; not to be written to.
 

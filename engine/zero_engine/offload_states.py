@@ -238,6 +238,8 @@ class MovedStates:
                 "came from there"
             )
         if not self._copies:
+            if changes:
+                self._take_writes()
             return
         away = [
             kind.value
@@ -249,6 +251,16 @@ class MovedStates:
                 f"{what} while {' and '.join(sorted(away))} are offloaded; call "
                 "engine.reload_states() first"
             )
+
+    def take_writes(self) -> None:
+        """Let what the script has written to small parameters count, before a step."""
+        if not self._copies:
+            self.hold_copies()
+            self._take_writes()
+
+    def _take_writes(self) -> None:
+        for unit in self._units:
+            unit.take_writes()
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """The storage of a tensor on the device, even if it shows a copy."""

@@ -97,6 +97,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             worker.ENV_VOTE_KEY: "Key that signs what ranks write into the workers' store.",
         },
         ENGINE: {
+            "LOCAL_SIZE": "Number of workers on this node, as DeepSpeed's users set it on CPUs.",
             "ZERO_NEIGHBOURS": "0 makes ranks on one host exchange through sockets, not by "
             "reading each other's memory.",
             "ZERO_FOLD": "0 adds gradients on a GPU one by one, without a kernel that "

@@ -57,7 +57,8 @@ def frozen_norms() -> nn.Module:
 
 def train_on(name: str) -> None:
     model = frozen_norms()
-    engine = make_engine(config(1), model=model, model_parameters=list(model.parameters()))
+    settings = config(1, zero_optimization={"stage": 1, "stage3_param_persistence_threshold": 0})
+    engine = make_engine(settings, model=model, model_parameters=list(model.parameters()))
     train(engine, 1)
     before = engine.weight_hash()
     CHANGES[name][0](engine)

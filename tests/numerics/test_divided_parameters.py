@@ -19,6 +19,7 @@ from tests.support.fresh import run_module
 from tests.support.models import Tokens, make_model
 from tests.support.training import (
     DATASET_SIZE,
+    DIVIDED,
     config,
     fingerprint,
     make_engine,
@@ -84,10 +85,10 @@ def read_all(engine: Engine, *_: Any) -> None:
 CONFIGS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True},
-    "no prefetch": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}},
-    "far prefetch": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 10**9}},
-    "quantized": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    "nodes": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+    "no prefetch": {"zero_optimization": DIVIDED | {"stage3_prefetch_bucket_size": 0}},
+    "far prefetch": {"zero_optimization": DIVIDED | {"stage3_prefetch_bucket_size": 10**9}},
+    "quantized": {"zero_optimization": DIVIDED | {"zero_quantized_weights": True}},
+    "nodes": {"zero_optimization": DIVIDED | {"zero_hpz_partition_size": 2}},
 }
 
 
@@ -96,7 +97,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_reading_them_at_any_moment_changes_no_bit(
     worlds: WorldPool, settings: dict[str, Any]
 ) -> None:
-    settings = config(3, **settings)
+    settings = config(3, **{"zero_optimization": DIVIDED, **settings})
     undisturbed = worlds.run(2, train_watched, settings, False)
     assert worlds.run(2, train_watched, settings, True) == undisturbed
 
@@ -113,7 +114,7 @@ def test_reading_offloaded_ones_at_any_moment_changes_no_bit(
 
 def train_by_a_method(beside_forward: bool) -> tuple[Any, ...]:
     """As `engine.forward_value(...)` of DeepSpeed-Chat: no hook of the model itself runs."""
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     engine.module.eval()  # dropout is seeded by the engine's own forward
     for _ in range(7):
         batch = next(iter(engine.training_dataloader))
@@ -170,7 +171,7 @@ class Odd(nn.Module):
 
 
 def make_odd(stage: int) -> Engine:
-    settings = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+    settings = {"train_batch_size": 2, "zero_optimization": DIVIDED | {"stage": stage}}
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
     engine, *_ = zero_deepspeed.initialize(model=Odd(), config=settings)
     return engine
@@ -227,11 +228,11 @@ def test_what_is_written_to_them_is_refused_or_gone_with_the_next_forward(
 ) -> None:
     refused, disturbed = worlds.run(1, write_to_divided)[0]
     assert refused == {"copy_", "add_", "normal_"}
-    assert disturbed == worlds.run(1, train_watched, config(3), False)[0]
+    assert disturbed == worlds.run(1, train_watched, config(3, zero_optimization=DIVIDED), False)[0]
 
 
 def write_to_divided() -> tuple[set[str], tuple[Any, ...]]:
-    engine, refused = make_engine(config(3)), set()
+    engine, refused = make_engine(config(3, zero_optimization=DIVIDED)), set()
     for _ in range(7):
         for param in engine.module.parameters():
             for name, value in [
@@ -260,7 +261,7 @@ def test_a_copy_of_the_module_is_refused_in_words(worlds: WorldPool) -> None:
 
 
 def copy_modules() -> list[str]:
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     train(engine, 1)
     messages = []
     for module in (engine.module, engine.module.blocks[0].qkv):
@@ -276,7 +277,7 @@ def test_evaluating_in_inference_mode_does_not_spoil_the_next_step(worlds: World
 
 
 def train_and_infer(infers: bool) -> str:
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     train(engine, 1)
     if infers:
         with torch.inference_mode():
@@ -294,7 +295,7 @@ def test_what_a_script_has_gathered_stays_while_modules_run(worlds: WorldPool) -
 
 
 def train_and_generate(generates: bool) -> str:
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     train(engine, 1)
     if generates:
         with GatheredParameters(engine.module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import make_model
-from tests.support.training import config, make_engine, train
+from tests.support.training import DIVIDED, config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_deepspeed.zero import GatheredParameters
 
@@ -22,7 +22,7 @@ def test_at_stage_3_it_has_empty_tensors_and_says_so_once(worlds: WorldPool) -> 
 
 
 def own_state_dicts() -> tuple[list[str], set[int], set[int]]:
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     train(engine, 1)
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -41,7 +41,7 @@ def test_what_is_gathered_is_copied_and_outlives_the_gathering(worlds: WorldPool
 
 
 def gathered_state_dict() -> bool:
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     train(engine, 2)
     several = [*engine.module.parameters(), None]  # as transformers lists a bias that is not there
     with GatheredParameters(several):
@@ -59,7 +59,7 @@ def test_a_tensor_that_a_script_keeps_without_a_copy_outlives_the_gathering(
 
 def keep_gathered(modifier: int | None) -> bool:
     """DeepSpeed-Chat keeps `.cpu()`, which is no copy on a CPU."""
-    engine = make_engine(config(3))
+    engine = make_engine(config(3, zero_optimization=DIVIDED))
     train(engine, 1)
     kept = {}
     for name, param in engine.module.named_parameters():
@@ -79,7 +79,7 @@ def test_weights_that_are_divided_are_not_written_over(worlds: WorldPool, part: 
 
 
 def load_into(part: bool) -> None:
-    engine, plain = make_engine(config(3)), make_model()
+    engine, plain = make_engine(config(3, zero_optimization=DIVIDED)), make_model()
     modules: Any = (engine.module, plain)
     target, source = (module.blocks[0] if part else module for module in modules)
     target.load_state_dict(source.state_dict())
@@ -90,7 +90,10 @@ def test_inside_gathered_parameters_weights_are_loaded(worlds: WorldPool) -> Non
 
 
 def load_gathered() -> bool:
-    engine, other = make_engine(config(3)), make_model(seed=9).state_dict()
+    engine, other = (
+        make_engine(config(3, zero_optimization=DIVIDED)),
+        make_model(seed=9).state_dict(),
+    )
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         if engine.global_rank == 0:
             engine.module.load_state_dict(other)

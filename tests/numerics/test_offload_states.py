@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.numerics.test_offload import offloading
-from tests.support.training import config, fingerprint, make_engine, train
+from tests.support.training import DIVIDED, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_contract.errors import ZeroError
 from zero_deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -78,7 +78,7 @@ def test_numpy_may_look_at_weights_and_a_save_at_states_that_are_freed_afterward
 
 def read_while_away(stage: int, bf16: bool, include: Any) -> tuple[list[bool], ...]:
     """Of each parameter: whether it is NaN before, meanwhile and afterwards."""
-    engine = make_engine(config(stage, bf16=bf16))
+    engine = make_engine(config(stage, bf16=bf16, zero_optimization=DIVIDED | {"stage": stage}))
     train(engine, 1)
 
     def look() -> list[bool]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import config, fingerprint, make_engine, train
+from tests.support.training import DIVIDED, config, fingerprint, make_engine, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.node_group import node_exchanges
 from zero_deepspeed.zero import GatheredParameters
@@ -21,7 +21,7 @@ WIRES: list[dict[str, bool]] = [{}, FROZEN, WEIGHTS, GRADIENTS, WEIGHTS | GRADIE
 
 
 def quantizing(stage: int, wire: dict[str, bool], **more: Any) -> dict[str, Any]:
-    return config(stage, **more) | {"zero_optimization": {"stage": stage, **wire}}
+    return config(stage, **more) | {"zero_optimization": DIVIDED | {"stage": stage, **wire}}
 
 
 def train_every_wire(bf16: bool) -> list[tuple[Any, ...]]:

@@ -193,7 +193,7 @@ def test_ranks_that_gather_in_different_orders_are_told_before_weights_change(
 
 
 def mixed_up(zero: dict[str, int]) -> str:
-    engine = branching_engine(3, [EVERY], **zero)
+    engine = branching_engine(3, [EVERY], stage3_param_persistence_threshold=0, **zero)
     train(engine, 1)
     if zero:  # the first gathers after a step are those of all ranks; then they are a node's
         gather(engine, (1, 3))

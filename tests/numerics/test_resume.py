@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from tests.support.models import make_model
-from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.training import (
+    DATASET_SIZE,
+    config,
+    fingerprint,
+    make_engine,
+    run_micro_step,
+    train,
+)
 from tests.support.world import WorldError, WorldPool
 from zero_checkpoint.format.pieces import BUFFER
 from zero_engine.core.engine import Engine
@@ -225,17 +232,35 @@ def save_set(root: str) -> None:
     engine_at(0, False).save_checkpoint(root, client_state={"best": [1, {2}]})
 
 
-def test_a_checkpoint_in_the_middle_of_a_step_is_refused(worlds: WorldPool, tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match="micro-step 1 of a step: its gradients cannot be saved"):
-        worlds.run(1, save_after_one_micro_step, str(tmp_path))
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.corners(stage=[3])
+def test_a_save_inside_of_a_step_is_that_of_the_step_before_and_changes_nothing(
+    worlds: WorldPool, tmp_path: Path, stage: int, stepped: bool
+) -> None:
+    undisturbed = worlds.run(2, train_on_after_a_save, stage, stepped, None)
+    assert worlds.run(2, train_on_after_a_save, stage, stepped, str(tmp_path)) == undisturbed
+    assert worlds.run(3, resume_from_inside, stage, str(tmp_path)) == [undisturbed[0]] * 3
 
 
-def save_after_one_micro_step(root: str) -> None:
-    engine = engine_at(0, False)
-    for batch in engine.training_dataloader:
-        engine.backward(engine(batch))
+def train_on_after_a_save(stage: int, stepped: bool, root: str | None) -> tuple[Any, ...]:
+    engine = engine_at(stage, False)
+    train(engine, 1)
+    run_micro_step(engine, step=stepped)
+    if root is not None:
+        assert engine.save_checkpoint(root)
+    if not stepped:
         engine.step()
-        engine.save_checkpoint(root)
+    train(engine, 3)
+    return fingerprint(engine)
+
+
+def resume_from_inside(stage: int, root: str) -> tuple[Any, ...]:
+    engine = engine_at(stage, False)
+    assert engine.load_checkpoint(root)[0] is not None
+    assert engine.global_steps == 1
+    train(engine, 3)
+    return fingerprint(engine)
 
 
 def test_a_batch_fixed_by_the_first_worlds_size_stays_at_the_next(

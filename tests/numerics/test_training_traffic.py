@@ -61,7 +61,7 @@ def started(stage: int, where: str, block: int, micro_batches: int) -> Engine:
     settings = {
         "train_batch_size": micro_batches,
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
         "elastic": {"accumulate": where, "reduction_block": block},

@@ -205,9 +205,6 @@ def misuse(kind: str) -> None:
         case "coalesce":
             with engine.coalesce_grad_reduction():
                 pass
-        case "save":
-            engine.backward(engine(next(iter(loader))))
-            engine.save_checkpoint("nowhere")
         case "next epoch":
             for _ in range(2):
                 for batch in loader:
@@ -224,7 +221,6 @@ def misuse(kind: str) -> None:
         ("no step", r"step\(\) without backward\(\)"),
         ("boundary", r"a step ends where step\(\) is called; leave it out"),
         ("coalesce", r"a step ends where step\(\) is called; leave it out"),
-        ("save", "micro-step 1 of a step: its gradients cannot be saved"),
         ("next epoch", r"call engine\.step\(\) at the end of"),
         ("own batches", r"call engine\.step\(\) at the end of"),
         ("stream", "give a map-style dataset or one that is cut into shards"),

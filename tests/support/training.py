@@ -27,6 +27,10 @@ def config(stage: int = 0, *, bf16: bool = False, **more: Any) -> dict[str, Any]
     }
 
 
+DIVIDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+"""Stage 3 without parameters that stay whole between uses, as the tiny model's all would."""
+
+
 def make_engine(
     settings: dict[str, Any], *, seed: int = 7, model: nn.Module | None = None, **more: Any
 ) -> Engine:

@@ -247,7 +247,10 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             "fp16 and torch_autocast are both enabled; keep one",
         ),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1.0 is not a finite number >= 0"),
-        ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window: 0 is not a finite number"),
+        (
+            {"fp16": {"enabled": True, "loss_scale_window": 0}},
+            "fp16.loss_scale_window: 0 is not a finite number",
+        ),
         (
             {"communication_data_type": "bf16"},
             "communication_data_type: 'bf16' would round the gradients, which are sent in fp32",

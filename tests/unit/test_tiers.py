@@ -281,7 +281,6 @@ def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
     ("zero", "message"),
     [
         ({"offload_optimizer": {"device": "cpu"}}, "set stage to 1, 2 or 3"),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "only stage 3 divides the parameters"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "0.5 needs stage 3"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 2}}, "is not in [0, 1]"),
         (

@@ -34,6 +34,11 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
     """
     if isinstance(where, ObjectPath):
         return where
+    if not where or not isinstance(where, str | os.PathLike):
+        raise CheckpointError(
+            f"{where!r} is no place for checkpoints: give a directory or a URL; the working "
+            'directory is "."'
+        )
     text = os.fspath(where)
     url = _URL.fullmatch(text)
     if url is None:

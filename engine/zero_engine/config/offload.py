@@ -5,11 +5,14 @@ Source: DeepSpeed 0.19.8, for names and defaults.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
+
+_log = logging.getLogger(__name__)
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)
@@ -90,7 +93,8 @@ def check_stage(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) ->
             "set stage to 3, or ratio to 1"
         )
     if param.device != NONE and stage != 3:
-        raise ConfigError(
-            "zero_optimization.offload_param: only stage 3 divides the parameters; set stage to "
-            "3, or remove the section"
+        _log.warning(
+            "zero_optimization.offload_param has no effect at stage %d: only stage 3 divides the "
+            "parameters",
+            stage,
         )

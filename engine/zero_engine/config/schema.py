@@ -10,6 +10,7 @@ Source: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8, for the
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,9 @@ class Bf16:
     """Keep the master weights in bfloat16. Gradients are summed in fp32 all the same."""
     bf16_optimizer_states: bool = False
     """Keep the optimizer's state in bfloat16 as well; needs `bf16_master_weights_and_grads`."""
+    check_grad_overflow: bool = True
+    """Whether skipped steps in a row end the run (elastic.max_skipped_steps). A step whose gradient
+    norm is not finite is always skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +84,10 @@ class Fp16:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.loss_scale) and self.loss_scale >= 0):
             raise ConfigError(f"fp16.loss_scale: {self.loss_scale} is not a finite number >= 0")
+        dynamic = self.enabled and self.loss_scale == 0  # else nothing reads them
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not math.isfinite(value) or value < 0 or (dynamic and value == 0):
                 raise ConfigError(f"fp16.{name}: {value} is not a finite number > 0")
         if not 0 <= self.initial_scale_power <= _LARGEST_POWER:
             raise ConfigError(
@@ -168,6 +173,11 @@ class ZeroOptimization:
     """The number of elements that stage 3 prefetches. Null is one module, 0 is nothing."""
     stage3_max_live_parameters: int = 1_000_000_000
     """Stage 3 prefetches only while fewer elements than this are gathered."""
+    stage3_param_persistence_threshold: int = 100_000
+    """Parameters of at most this number of elements stay whole at stage 3. At every stage scripts
+    may write to them between steps."""
+    stage3_model_persistence_threshold: int = sys.maxsize
+    """The most elements of all such parameters together."""
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -191,6 +201,8 @@ _ZERO_AT_LEAST = {
     "sub_group_size": 1,
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_live_parameters": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_model_persistence_threshold": 0,
     "zero_hpz_partition_size": 1,
 }
 

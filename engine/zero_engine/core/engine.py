@@ -196,6 +196,7 @@ class Engine(WholeWeights):
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
             return
+        self._core.moved.take_writes()
         if self._core.zero is not None:
             self._core.as_given.check(self._core.zero.units)
         with exit_on_peer_loss(self._link):
@@ -265,7 +266,8 @@ class Engine(WholeWeights):
         )
         if self.global_rank == 0:
             _log.warning("%s", what)
-        if state.unanswered >= self._config.elastic.max_skipped_steps:
+        ends = self._config.bf16.check_grad_overflow or not self._config.bf16.enabled
+        if ends and state.unanswered >= self._config.elastic.max_skipped_steps:
             raise ZeroError(
                 f"{what}, the last {state.unanswered} of them in a row: look at the data of these "
                 "steps and at that parameter, lower the learning rate, or raise "
@@ -273,14 +275,20 @@ class Engine(WholeWeights):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that a plain `.backward()` of another engine's loss has left here.
+        """Drop the gradients since the last optimizer step, to leave a batch out of it.
 
-        There is nothing else to drop: `step` clears gradients.
+        Of the engine's loader, the batch stays counted: a `step()` for it must follow. With a
+        DataLoader of the script a loop may go on to the next batch without one. `step` clears
+        gradients, so no other call is needed.
 
         Args:
             set_to_none: Without effect.
+
+        Raises:
+            ZeroError: In the middle of a step with another elastic.accumulate than "owner".
         """
-        self._micro_steps.forget_shared()
+        self._core.moved.need("zero_grad()", changes=False)
+        self._micro_steps.drop()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -367,7 +375,7 @@ class Engine(WholeWeights):
         exclude_frozen_parameters: bool = False,
         blocking: bool | None = None,
     ) -> bool:
-        """Save a checkpoint at a step's boundary; every rank calls it.
+        """Save a checkpoint; every rank calls it. Inside of a step it is that of the step before.
 
         A save in the background returns as soon as the state is copied. If it fails, the next
         `step()` raises, and the checkpoints before it stay as they are.
@@ -396,8 +404,13 @@ class Engine(WholeWeights):
                 Or this is the second save in a row that was not published, though etcd answers.
         """
         self._core.moved.need("save_checkpoint()")
-        if self._micro_steps.awaits_step:
-            raise ZeroError("save_checkpoint() between backward() and step(); call step() first")
+        if (self._run.cursor.micro or self._micro_steps.awaits_step) and self.global_rank == 0:
+            _log.warning(
+                "save_checkpoint() inside of step %d: the checkpoint is that of the step before, "
+                "without the gradients so far; a run that resumes from it trains on their "
+                "micro-batches again",
+                self.global_steps + 1,
+            )
         with exit_on_peer_loss(self._link):
             mode = self._config.checkpoint.tag_validation.lower()
             name = text_of(tag)

@@ -69,7 +69,7 @@ from zero_engine.sharding.grad_reducer import GradReducer, skip
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
 from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
-from zero_engine.sharding.partition import UnitSpec, aliases, partition
+from zero_engine.sharding.partition import Small, UnitSpec, aliases, partition
 from zero_engine.stages import STAGES, Stage
 
 _log = logging.getLogger(__name__)
@@ -180,7 +180,11 @@ def _make_core(
     marks = settings.leaf_module
     mark_configured(model, marks.classes, marks.names, marks.name_suffixes)
     tied = aliases(model)
-    units = _make_units(shared, partition(model, groups, dtype), initial.write)
+    small = Small(
+        settings.stage3_param_persistence_threshold, settings.stage3_model_persistence_threshold
+    )
+    specs = partition(model, groups, dtype, small.names(model))
+    units = _make_units(shared, specs, initial.write)
     initial.finish()
     coordinator = ParamCoordinator(
         model,

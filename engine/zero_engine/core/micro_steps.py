@@ -190,26 +190,39 @@ class MicroSteps:
         self._finish(Weighted(share, share, NOT_GIVEN))
         self._shared = shared
 
-    def forget_shared(self) -> None:
-        """Drop the gradients that a loss of other engines has left here.
+    def drop(self) -> None:
+        """Drop the gradients of the step so far: `zero_grad()` of the engine.
+
+        Batches of the engine's loader stay counted: they add nothing. With batches of the script it
+        is as if there had been no backward since the last `step()`.
 
         Raises:
-            ZeroError: They have been added to those of earlier micro-steps, or the engine has
-                counted their batch.
+            ZeroError: Other ranks hold parts of the sums.
         """
-        if not self._shared:
+        core, run = self._core, self._run
+        if core.zero is None or not core.zero.accumulating:
             return
-        if not self.awaits_step or self._run.cursor.micro or self._run.loader is not None:
+        assert core.reducer is not None
+        if core.reducer.withholds:
             raise ZeroError(
-                "zero_grad(): the last loss.backward() went through several engines, and its "
-                "gradients have been added to those of earlier micro-steps here, or its batch "
-                "has been counted; call engine.backward(loss) of the engine that it trains, which "
-                "leaves no gradients in the others"
+                f'zero_grad() in the middle of a step with elastic.accumulate "'
+                f'{run.accumulation.where}", which adds gradients before they are sent; use "owner"'
             )
-        assert self._core.zero is not None
-        self._core.zero.accumulating = self._shared = self.awaits_step = False
-        self._losses.clear()
-        self._tokens.clear()
+        for each in core.zero.sums:
+            each.drop()
+        self._losses = [torch.zeros_like(loss) for loss in self._losses]
+        self._shared = False
+        if run.loader is not None:
+            return
+        if self.awaits_step:
+            self.awaits_step = False
+            self._losses.pop()
+            self._tokens.pop()
+        if not run.managed:
+            run.cursor.micro = 0
+            self._losses.clear()
+            self._tokens.clear()
+        core.zero.accumulating = bool(self._losses)
 
     def _begin(self, tokens: Count, weight: float = 1.0) -> None:
         if self._shared:

@@ -42,15 +42,35 @@ def take_over(model: nn.Module) -> None:
     alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
         core.moved.need("initialize() once more", WEIGHTS)
-        core.coordinator.unhook()
-        core.overlap.unhook()
-        if core.reducer is not None:
-            core.reducer.unhook()
-        disown_parameters(core)
+        _unhook(core)
         _give_weights(core, set(model.parameters()))
-        vars(core.module).pop(_LEFT, None)
         core.moved.give_away()
     check_free(model)
+    thaw(model)
+
+
+def _unhook(core: Core) -> None:
+    core.coordinator.unhook()
+    core.overlap.unhook()
+    if core.reducer is not None:
+        core.reducer.unhook()
+    disown_parameters(core)
+    vars(core.module).pop(_LEFT, None)
+
+
+def take_without_weights(model: nn.Module) -> None:
+    """Detach the engines of a model, whose parameters then have undefined values. Not collective.
+
+    For a model that gets all of its weights from elsewhere right after.
+    """
+    places = [place_of(param) for param in model.parameters()]
+    for core in {place[0].coordinator: place[0] for place in places if place is not None}.values():
+        shapes = [(unit, slot) for unit in core.units for slot in unit.layout.slots]
+        params = [param for unit in core.units for param in unit.params]
+        _unhook(core)
+        core.moved.give_away()
+        for (unit, slot), param in zip(shapes, params, strict=True):
+            param.data = torch.empty(slot.shape, dtype=unit.full.dtype, device="cpu")
     thaw(model)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from zero_comm.reduction import NORM_BLOCK, BlockNorm, squared_norm
 from zero_comm.reduction_order import CHAIN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.spill import Spill
+from zero_contract.errors import ZeroError
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.muon import stepped
 from zero_engine.optim.owner_steps import StepByOwners
@@ -294,7 +295,8 @@ class ZeroOptimizer:
         """What all ranks know after an exchange: block norms, the norm, and the notes of all."""
         blocks = self._norm.of_own(self.totals)
         order = self._collectives.numbers([self._collectives.order.checksum()], notes.device)
-        everybodys = self._exchange(torch.cat([blocks, order, notes]))
+        written = (self._written().double().sum() % (1 << 23)).float()  # exact in fp32
+        everybodys = self._exchange(torch.cat([blocks, order, written.view(1), notes]))
         ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
         small = everybodys[:, blocks.numel() :].double()
         # The host waits here, once in a step, and for a few numbers.
@@ -303,7 +305,25 @@ class ZeroOptimizer:
         )
         rows = known[1:].view(small.shape)
         self._collectives.check_order(rows[:, 0].tolist())
-        return ordered, math.sqrt(float(known[0])), rows[:, 1:].float()
+        if bool((rows[:, 1] != rows[0, 1]).any()):
+            self._refuse_written()
+        return ordered, math.sqrt(float(known[0])), rows[:, 2:].float()
+
+    def _written(self) -> Tensor:
+        """A number for each small parameter, which ranks have in common if they wrote the same."""
+        checksums = [unit.small.checksums().to(unit.full.device) for unit in self.units]
+        return torch.cat(checksums)
+
+    def _refuse_written(self) -> NoReturn:
+        """Name the small parameter that ranks have written different values to. Collective."""
+        everybodys = self._exchange(self._written())
+        at = int((everybodys != everybodys[0]).any(dim=0).int().argmax())
+        names = [each.name for unit in self.units for each in unit.small.members]
+        raise ZeroError(
+            f"{names[at]} has different values on the ranks: a script has written to it on some of "
+            "them, or not the same; write the same on all ranks, or on one within "
+            "zero.GatheredParameters(parameter, modifier_rank=RANK)"
+        )
 
     def _exchange(self, own: Tensor) -> Tensor:
         return self._collectives.everybodys(own, "gradient norms")

@@ -69,6 +69,7 @@ class GatheredParameters:
             if self._modifier is not None and kind is None:
                 core.moved.hold_copies()
                 with core.guard():
+                    unit.open()  # with what was written to parameters that are always whole
                     unit.adopt_full(self._modifier)
                     if unit not in self._gathered_here:
                         unit.gather()  # an outer context needs it

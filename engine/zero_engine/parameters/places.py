@@ -20,7 +20,7 @@ from zero_engine.sharding.flat_unit import FlatUnit, Slot
 _PLACES = WeakTensorKeyDictionary()
 """Parameter -> (weak reference to the core, unit, slot). It is no attribute of the parameter,
 because scripts pickle parameters with all of their attributes."""
-_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "partition_numel")
+_ATTRIBUTES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist", "partition_numel")
 """The attributes of a parameter at stage 3, as in DeepSpeed."""
 
 
@@ -73,9 +73,11 @@ def disown_parameters(core: Core) -> None:
 def set_status(core: Core, unit: FlatUnit) -> None:
     """Set the parameters' `ds_status`, which forward and backward do not update."""
     if core.stage.shards_parameters:
-        status = ZeroParamStatus.AVAILABLE if unit.gathered else ZeroParamStatus.NOT_AVAILABLE
+        whole = {id(each.param) for each in unit.small.members}
         for param in unit.params:
-            vars(param)["ds_status"] = status
+            there = unit.gathered or id(param) in whole
+            status = ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
+            vars(param).update(ds_status=status, ds_persist=id(param) in whole)
 
 
 def place_of(param: nn.Parameter) -> tuple[Core, FlatUnit, Slot] | None:

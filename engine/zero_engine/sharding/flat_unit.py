@@ -31,6 +31,7 @@ from zero_comm.quantization import pack, packed_size, rounded, unpack
 from zero_comm.reduction import NORM_BLOCK
 from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
 from zero_engine.sharding.partition import UnitSpec
+from zero_engine.sharding.small_params import SmallParams
 from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
 
@@ -163,8 +164,17 @@ class FlatUnit:
         self.secondary: Tensor | None = None
         self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
         self._build(spec, device, master if spec.trained else spec.dtype, write)
-        starts = [slot.start for slot in self.layout.slots]
-        self._views = ParameterViews(self.params, starts, self.full)
+        freed = stage.shards_parameters
+        places = [
+            (slot.fqn, member.param, slot.start, member.small)
+            for member, slot in zip(spec.members, self.layout.slots, strict=True)
+        ]
+        others = [(param, start) for _, param, start, small in places if not (small and freed)]
+        self._views = ParameterViews(
+            [param for param, _ in others], [start for _, start in others], self.full
+        )
+        kept = [(name, param, start) for name, param, start, small in places if small]
+        self.small = SmallParams(kept, self.full, collectives, apart=freed)
         self._views.show()
         self._freed = FreedStorage()
         self.gathered = True
@@ -263,6 +273,24 @@ class FlatUnit:
         at = self._views.replaced()
         return "" if at is None else self.layout.slots[at].fqn
 
+    def take_writes(self) -> None:
+        """Let what a script has written to small parameters here count as their weights."""
+        if self._arriving is not None or not (self.gathered or self._stage.shards_parameters):
+            return
+        if self._replica is not None:  # this rank has all of it
+            self.small.take(self._replica, 0, None)
+            return
+        near = self.local is self.shard and not self.rests.far
+        self.small.take(self.shard, self.interval[0], None if near else self._wrote)
+        self.rests.settle()
+
+    def _wrote(self, start: int, stop: int) -> None:
+        """Bring `local` up to date after a direct write to these elements of the shard."""
+        low = self.interval[0]
+        self.rests.changed()
+        self.tiers.state.changed()
+        self.accept(start - low, self.shard[start - low : stop - low])
+
     def _leave_memory(self) -> None:
         """Leave the buffer's memory to tensors that refer to it, and allocate another buffer."""
         with torch.inference_mode(False):  # else nothing outside that mode could write to it
@@ -274,11 +302,18 @@ class FlatUnit:
         if self._stage.shards_parameters:
             self.release()
             self.secondary = None
-        elif self._stage.shards_optimizer:
+            return self.small.refresh(self._fetch)
+        if self._stage.shards_optimizer:
             return self._publish()
-        elif self.full is not self.master:
+        if self.full is not self.master:
             self.full.copy_(self.master)
         return Pending(self.name)
+
+    def _fetch(self, start: int, stop: int, into: Tensor) -> None:
+        """Copy elements of this rank's interval, in the compute dtype."""
+        low = self.interval[0]
+        # Through the view of what rests on a disk: a few elements, no pages.
+        into.copy_(self.local[start - low : stop - low])
 
     def restore(self) -> None:
         """Update all copies after `shard` has been written to."""
@@ -310,6 +345,7 @@ class FlatUnit:
             self.gather()
         if not self.gathered:
             self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
+        self.small.write_to(self.full)
         return self.full
 
     def adopt_full(self, source: int, slots: Sequence[Slot] | None = None) -> None:
@@ -329,6 +365,9 @@ class FlatUnit:
         if self._quantized:
             published = rounded(published, torch.empty_like(published))  # it may be the shard
         low, high = self.interval
+        for each in self.small.members if self._quantized else ():  # these are never rounded
+            start, stop = overlap(each.start, each.stop, low, high)
+            published[start - low : stop - low].copy_(shard[start - low : stop - low])
         written = [(low, high)] if slots is None else [(slot.start, slot.stop) for slot in slots]
         for limits in written:
             start, stop = overlap(*limits, low, high)

@@ -61,6 +61,7 @@ class ModuleState:
     def __init__(self, root: nn.Module, units: Sequence[FlatUnit]) -> None:
         """Hook every module of `root`."""
         self._units = {id(param): unit for unit in units for param in unit.params}
+        self._whole = {id(each.param) for unit in units for each in unit.small.members}
         self._warned = False
         keep((p for unit in units for p in unit.params), "divided, by an engine at stage 3")
         self._hooks: list[RemovableHandle] = []
@@ -79,7 +80,9 @@ class ModuleState:
 
     def _is_there(self, param: nn.Parameter) -> bool:
         unit = self._units.get(id(param))
-        return unit is None or unit.gathered or param.numel() == 0
+        if unit is None or id(param) in self._whole or param.numel() == 0:
+            return True
+        return unit.gathered
 
     def _copy_what_is_there(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any

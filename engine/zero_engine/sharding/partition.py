@@ -14,7 +14,7 @@ in whole or not at all.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,26 @@ class Member:
     fqn: str
     param: nn.Parameter
     group: int | None
+    small: bool = False
+    """Whether it stays whole between uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """Which parameters are small, in elements; see the config."""
+
+    most: int
+    """Of one parameter."""
+    most_together: int
+
+    def names(self, root: nn.Module) -> frozenset[str]:
+        """The names of a model's small parameters: in module order, while they fit together."""
+        found, total = set(), 0
+        for name, param in root.named_parameters():
+            if param.numel() <= self.most and total + param.numel() <= self.most_together:
+                found.add(name)
+                total += param.numel()
+        return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +89,9 @@ def wrapped_modules(root: nn.Module) -> dict[str, nn.Module]:
             # Containers without a forward are never called, so no hook of theirs would ever run.
             is_called = type(child).forward is not nn.Module.forward
             listed = isinstance(module, nn.ModuleList) and is_called
-            if listed or z3_leaf_module(child):
+            if is_called and (listed or z3_leaf_module(child)):
                 found[path] = child
-            else:
+            elif not z3_leaf_module(child):  # else all of it belongs to the root
                 visit(path, child)
 
     visit(ROOT, root)
@@ -89,7 +109,10 @@ def aliases(root: nn.Module) -> dict[str, str]:
 
 
 def partition(
-    root: nn.Module, groups: Mapping[int, int], compute_dtype: torch.dtype
+    root: nn.Module,
+    groups: Mapping[int, int],
+    compute_dtype: torch.dtype,
+    small: Container[str] = (),
 ) -> list[UnitSpec]:
     """The units of a model, in module order with the root last.
 
@@ -98,6 +121,7 @@ def partition(
         groups: id(parameter) -> param group, for the trained parameters.
         compute_dtype: The dtype of the trained parameters; in bf16 and fp16 training also
             that of the other floating-point ones.
+        small: The names of parameters that stay whole; they change nothing of the partition.
     """
     modules = {**wrapped_modules(root), ROOT: root}
     # id(parameter) -> the unit module that alone uses it, else the root.
@@ -117,7 +141,9 @@ def partition(
         group = groups.get(id(param))
         is_low_precision = compute_dtype != torch.float32 and param.is_floating_point()
         dtype = compute_dtype if is_low_precision else param.dtype
-        units[owners[id(param)], group is None, dtype].append(Member(fqn, param, group))
+        units[owners[id(param)], group is None, dtype].append(
+            Member(fqn, param, group, fqn in small)
+        )
     order = {name: position for position, name in enumerate(modules)}
     specs = []
     for key, members in sorted(units.items(), key=lambda item: (order[item[0][0]], item[0][1])):
