@@ -7,17 +7,30 @@ from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError
 from zero_contract.errors import ConfigError as DeepSpeedConfigError
 from zero_data.ledger import read_ledger, verify
-from zero_deepspeed import accelerator, checkpointing, comm, moe, ops, runtime, utils, zero
+from zero_deepspeed import (
+    accelerator,
+    checkpointing,
+    comm,
+    launcher,
+    moe,
+    ops,
+    profiling,
+    runtime,
+    utils,
+    zero,
+)
 from zero_deepspeed.accelerator import get_accelerator
 from zero_deepspeed.arguments import add_config_arguments
 from zero_deepspeed.comm import init_distributed
 from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.initialize import initialize
+from zero_deepspeed.on_device import OnDevice
 from zero_deepspeed.utils.logging import log_dist, logger
 from zero_engine.former_names import explain_imports, raising_getattr
 
 __version__ = "0.19.8+zero.elastic"
 """The version of DeepSpeed's API, which scripts and libraries compare with the one they need."""
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 
 __all__ = [
     "CheckpointError",
@@ -28,6 +41,7 @@ __all__ = [
     "DeepSpeedEngine",
     "Diverged",
     "ModelMismatch",
+    "OnDevice",
     "PeerLost",
     "ZeroError",
     "accelerator",
@@ -37,10 +51,12 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "launcher",
     "log_dist",
     "logger",
     "moe",
     "ops",
+    "profiling",
     "read_ledger",
     "runtime",
     "utils",

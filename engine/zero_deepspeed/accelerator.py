@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,8 @@ class Accelerator:
 
     def device_count(self) -> int:
         """The number of devices on this node; a CPU counts as one for every worker."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # LOCAL_SIZE: as DeepSpeed's launcher and its users name it
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
     def is_available(self) -> bool:
         """Whether the device can be used."""
@@ -89,6 +92,57 @@ class Accelerator:
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait until all work of the device is done; a CPU has none left."""
 
+    def is_synchronized_device(self) -> bool:
+        """Whether an operation has ended when its call returns: on a CPU."""
+        return True
+
+    use_host_timers = is_synchronized_device
+    resolves_data_dependency = is_synchronized_device
+    handles_memory_backpressure = is_synchronized_device
+
+    @property
+    def Stream(self) -> Any:  # noqa: N802 - DeepSpeed's name, as are the next ones
+        """The class of streams; a CPU has none."""
+        return None
+
+    @property
+    def Event(self) -> Any:  # noqa: N802
+        """The class of events; a CPU has none."""
+        return None
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which a stream is the current one."""
+        del stream
+        return nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The current stream; a CPU has none."""
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The default stream; a CPU has none."""
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        """Begin a range of the device's profiler; a CPU has none."""
+
+    def range_pop(self, domain: Any = None) -> None:
+        """End the range."""
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call a function when the device is ready; a CPU is."""
+        return callback()
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """The state of the device's random numbers."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Replace the state of the device's random numbers."""
+        torch.set_rng_state(new_state)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator of the device's random numbers."""
+        return torch.default_generator
+
     def manual_seed(self, seed: int) -> None:
         """Seed the device's random numbers."""
         torch.manual_seed(seed)
@@ -114,6 +168,7 @@ class Accelerator:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     memory_reserved = memory_allocated
+    memory_cached = memory_allocated
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The peak of the memory in use."""
@@ -122,6 +177,14 @@ class Accelerator:
         return max(peak, self.memory_allocated())
 
     max_memory_reserved = max_memory_allocated
+    max_memory_cached = max_memory_allocated
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
+        """The memory in use and its peak, by torch's names."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(device_index),
+            "allocated_bytes.all.peak": self.max_memory_allocated(device_index),
+        }
 
     def total_memory(self, device_index: int | None = None) -> int:
         """The memory of the device."""
@@ -134,10 +197,38 @@ class Accelerator:
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Reset the peak; that of a process cannot be reset."""
 
+    reset_max_memory_allocated = reset_peak_memory_stats
+    reset_max_memory_cached = reset_peak_memory_stats
+
     def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
         """A tensor from which the device copies faster."""
         del align_bytes
         return tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether the device copies faster from a tensor."""
+        return tensor.is_pinned()
+
+    # ---- tensors of the device by their dtype, graphs ----
+
+    BFloat16Tensor, ByteTensor = torch.BFloat16Tensor, torch.ByteTensor
+    DoubleTensor, FloatTensor, HalfTensor = torch.DoubleTensor, torch.FloatTensor, torch.HalfTensor
+    IntTensor, LongTensor = torch.IntTensor, torch.LongTensor
+
+    def is_triton_supported(self) -> bool:
+        """Whether triton compiles for the device."""
+        return False
+
+    def create_graph(self) -> Any:
+        """A graph of device operations; a CPU has none."""
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        """A context whose operations a graph records."""
+        del graph, pool, stream
+        return nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run a graph."""
 
 
 class Cuda(Accelerator):
@@ -163,9 +254,53 @@ class Cuda(Accelerator):
         """The backend of torch.distributed: NCCL."""
         return "nccl"
 
+    def is_synchronized_device(self) -> bool:
+        """Whether an operation has ended when its call returns: not on a GPU."""
+        return False
+
+    use_host_timers = is_synchronized_device
+    resolves_data_dependency = is_synchronized_device
+    handles_memory_backpressure = is_synchronized_device
+
     def random(self) -> Any:
         """The module that makes the random numbers."""
         return torch.cuda.random
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        """Begin a range of the device's profiler."""
+        torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self, domain: Any = None) -> None:
+        """End the range."""
+        torch.cuda.nvtx.range_pop()
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        """The state of the device's random numbers."""
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        """Replace the state of the device's random numbers."""
+        torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator of the device's random numbers."""
+        return torch.cuda.default_generators[device_index]
+
+    def is_triton_supported(self) -> bool:
+        """Whether triton compiles for the device."""
+        return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+
+    def create_graph(self) -> Any:
+        """A graph of device operations."""
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        """A context whose operations a graph records."""
+        return torch.cuda.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run a graph."""
+        graph.replay()
 
     def total_memory(self, device_index: int | None = None) -> int:
         """The memory of the device."""
@@ -183,7 +318,24 @@ class Cuda(Accelerator):
 
 _TORCH_CUDA = frozenset(
     {
+        "BFloat16Tensor",
+        "ByteTensor",
+        "DoubleTensor",
+        "FloatTensor",
+        "HalfTensor",
+        "IntTensor",
+        "LongTensor",
         "current_device",
+        "reset_max_memory_cached",
+        "reset_max_memory_allocated",
+        "memory_stats",
+        "max_memory_cached",
+        "memory_cached",
+        "default_stream",
+        "current_stream",
+        "stream",
+        "Event",
+        "Stream",
         "device_count",
         "empty_cache",
         "initial_seed",

@@ -33,6 +33,10 @@ from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.sharding.weights import state, state_table
 
 
+class Asserted(ConfigError, AssertionError):
+    """What DeepSpeed asserts, which scripts may catch as such."""
+
+
 class Epochs:
     """DeepSpeed's throughput timer, which scripts notify of their epochs."""
 
@@ -76,6 +80,23 @@ class DeepSpeedEngine(Engine):
         """A context for all backwards of a step, at any stage, with one `step()` after it."""
         self._need_managed("coalesce_grad_reduction()")
         with self._micro_steps.coalesce():
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Engine.no_sync`.
+
+        Raises:
+            Asserted: Within itself, or at stages 2 and 3, as an assertion of DeepSpeed.
+        """
+        if self._micro_steps.without_step:
+            raise Asserted("no_sync() within no_sync(); leave the inner one out")
+        if self._core.stage.shards_gradients:
+            raise Asserted(
+                "no_sync() cannot be combined with sharded gradients, stage "
+                f"{self._core.stage.number}; leave it out, or use stage 0 or 1"
+            )
+        with super().no_sync():
             yield
 
     def _need_managed(self, what: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing
-from zero_deepspeed.engine import DeepSpeedEngine
+from zero_deepspeed.engine import Asserted, DeepSpeedEngine
 from zero_deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from zero_deepspeed.utils.logging import logger
 from zero_engine.core import initialize as core
@@ -70,7 +70,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         PeerLost: A peer is lost; under an agent the process exits instead.
     """
     if model is None:
-        raise ConfigError("initialize() needs a model")
+        raise Asserted("initialize() needs a model")
     del distributed_port, dist_init_required
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
@@ -83,7 +83,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if len(given) > 1:
         raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
     if not given:
-        raise ConfigError("initialize() needs a config: a dict, a JSON string or a path")
+        raise Asserted("initialize() needs a config: a dict, a JSON string or a path")
     engine = core.initialize(
         model,
         optimizer,

@@ -6,13 +6,14 @@ or are not sharded, so that one script serves all stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from zero_contract.errors import ZeroError
+from zero_deepspeed.tiling import TiledLinear
 from zero_engine.config import read_json
 from zero_engine.parameters.access import owner_of
 from zero_engine.parameters.construction import DividedConstruction
@@ -21,7 +22,14 @@ from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parameters.places import ZeroParamStatus
 from zero_engine.sharding.partition import make_external
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unwrap_model_for_generation",
+]
 
 
 class Init:
@@ -96,3 +104,14 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "already; call it before initialize(), in the module's constructor for example"
         )
     make_external(parameter)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The module of an engine, whole for the time of the context, to generate with.
+
+    Every rank enters it. Parameters are gathered once, not for each token.
+    """
+    module: nn.Module = getattr(model, "module", model)
+    with GatheredParameters(module):
+        yield module

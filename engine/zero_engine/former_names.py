@@ -85,7 +85,6 @@ _DATA = (
     "select and order samples in the dataset, and set elastic.shuffle to false: what a step trains "
     "on follows from seed and position alone"
 )
-_KERNELS = "nothing is compiled: optimizers and layers use torch's kernels; leave it out"
 _CHECKPOINTS = (
     "every checkpoint loads at every world size; zero-ckpt import --from deepspeed reads those of "
     "DeepSpeed"
@@ -101,9 +100,6 @@ ABSENT_NAMES = {
     "zero_deepspeed.DeepSpeedTransformerConfig": _LAYERS,
     "zero_deepspeed.DeepSpeedTransformerLayer": _LAYERS,
     "zero_deepspeed.InferenceEngine": _INFERENCE,
-    "zero_deepspeed.OnDevice": (
-        'make the model within torch.device("meta"): initialize() creates it unit by unit'
-    ),
     "zero_deepspeed.PipelineEngine": _PIPELINE,
     "zero_deepspeed.PipelineModule": _PIPELINE,
     "zero_deepspeed.add_tuning_arguments": 'write the "scheduler" section into the config',
@@ -111,16 +107,12 @@ ABSENT_NAMES = {
         "nothing tunes itself; python -m zero_engine FILE estimates the memory of a config"
     ),
     "zero_deepspeed.checkpoint.DeepSpeedCheckpoint": _CHECKPOINTS,
-    "zero_deepspeed.checkpoint.ds_to_universal": _CHECKPOINTS,
     "zero_deepspeed.compression.compress": (
         "the model is trained as it is; compress what save_16bit_model exports"
     ),
     "zero_deepspeed.default_inference_config": _INFERENCE,
     "zero_deepspeed.inference": _INFERENCE,
     "zero_deepspeed.init_inference": _INFERENCE,
-    "zero_deepspeed.launcher": (
-        "zero-agent starts scripts, and zero-ctl launch starts it on the hosts of a hostfile"
-    ),
     "zero_deepspeed.linear": "LoRA of the package peft works at every stage",
     "zero_deepspeed.model_implementations": _INFERENCE,
     "zero_deepspeed.module_inject": _INFERENCE,
@@ -128,15 +120,11 @@ ABSENT_NAMES = {
         "engine.monitor.write_events adds curves to those of csv_monitor, tensorboard and wandb in "
         "the config"
     ),
-    "zero_deepspeed.ops.op_builder": _KERNELS,
     "zero_deepspeed.ops.sparse_attention": (
         "DeepSpeed has removed it, too; call torch's flex_attention in the model"
     ),
     "zero_deepspeed.ops.transformer": _LAYERS,
     "zero_deepspeed.pipe": _PIPELINE,
-    "zero_deepspeed.profiling": (
-        'write the "flops_profiler" section into the config, or use torch.utils.flop_counter'
-    ),
     "zero_deepspeed.runtime.bf16_optimizer": _LOADS,
     "zero_deepspeed.runtime.data_pipeline": _DATA,
     "zero_deepspeed.runtime.fp16": _LOADS,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
-from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.training import DATASET_SIZE, DIVIDED, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing, comm
@@ -121,7 +121,10 @@ def test_options_of_deepspeeds_adam_that_would_change_the_result_are_refused() -
         FusedAdam(parameters, bias_correction=False)
     with pytest.raises(ConfigError, match="fp32_optimizer_states=False: moments are fp32"):
         DeepSpeedCPUAdam(parameters, fp32_optimizer_states=False)
-    assert type(FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
+    adam, adamw = (
+        FusedAdam(parameters, adam_w_mode=mode).param_groups[0] for mode in (False, True)
+    )
+    assert (adam["decoupled_weight_decay"], adamw["decoupled_weight_decay"]) == (False, True)
 
 
 # ---- leaf modules ----
@@ -221,7 +224,7 @@ def test_a_script_that_gathers_what_is_not_available_reads_every_parameter(
 
 
 def read_as_in_deepspeed_chat(stage: int) -> tuple[Any, Any]:
-    engine = make_engine(config(stage))
+    engine = make_engine(config(stage, zero_optimization=DIVIDED | {"stage": stage}))
     train(engine, 1)
     sums, inside = {}, None
     for name, param in engine.module.named_parameters():

@@ -10,14 +10,18 @@ import torch
 __all__ = ["DeepSpeedCPUAdagrad"]
 
 
-def DeepSpeedCPUAdagrad(  # noqa: N802 - DeepSpeed's name
-    model_params: Iterable[Any],
-    lr: float = 1e-2,
-    eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Adagrad:
-    """Adagrad; `amsgrad` and `fp32_optimizer_states` change nothing, as in DeepSpeed."""
-    del amsgrad, fp32_optimizer_states
-    return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad, with DeepSpeed's arguments."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        """Make it; `amsgrad` and `fp32_optimizer_states` change nothing, as in DeepSpeed."""
+        del amsgrad, fp32_optimizer_states
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.ops.adam`: torch's fused AdamW, under two names.
 
-The device of the step follows from the place of the shards, so both names make the same optimizer,
-and the checkpoint of one can be resumed with the other.
+The device of the step follows from the place of the shards, so both are the same optimizer, and the
+checkpoint of one can be resumed with the other.
 """
 
 from __future__ import annotations
@@ -16,49 +16,63 @@ from zero_contract.errors import ConfigError
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-def FusedAdam(  # noqa: N802 - DeepSpeed's name and arguments
-    params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    adam_w_mode: bool = True,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    set_grad_none: bool = True,
-) -> torch.optim.Adam:
-    """AdamW, or with `adam_w_mode=False` Adam, whose decay is a part of the gradient.
+class FusedAdam(torch.optim.Adam):
+    """AdamW, or with `adam_w_mode=False` Adam, whose decay is a part of the gradient."""
 
-    `set_grad_none` is accepted for DeepSpeed's signature: gradients are always freed.
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        """Make it; `set_grad_none` has no effect: gradients are always freed.
 
-    Raises:
-        ConfigError: `bias_correction` is False, which torch's Adam does not support.
-    """
-    del set_grad_none
-    if not bias_correction:
-        raise ConfigError("bias_correction=False: Adam is always corrected here; leave it out")
-    cls = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    return cls(params, lr, betas, eps, weight_decay, amsgrad, fused=True)
+        Raises:
+            ConfigError: `bias_correction` is False, which torch's Adam does not support.
+        """
+        del set_grad_none
+        if not bias_correction:
+            raise ConfigError("bias_correction=False: Adam is always corrected here; leave it out")
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            fused=True,
+            decoupled_weight_decay=adam_w_mode,
+        )
 
 
-def DeepSpeedCPUAdam(  # noqa: N802 - DeepSpeed's name and arguments
-    model_params: Iterable[Any],
-    lr: float = 1e-3,
-    bias_correction: bool = True,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    amsgrad: bool = False,
-    adamw_mode: bool = True,
-    fp32_optimizer_states: bool = True,
-) -> torch.optim.Adam:
-    """`FusedAdam` with DeepSpeed's order of arguments for the CPU's Adam.
+class DeepSpeedCPUAdam(FusedAdam):
+    """`FusedAdam` with DeepSpeed's order of arguments for the CPU's Adam."""
 
-    Raises:
-        ConfigError: `bias_correction` or `fp32_optimizer_states` is False.
-    """
-    if not fp32_optimizer_states:
-        raise ConfigError("fp32_optimizer_states=False: moments are fp32 here; leave it out")
-    return FusedAdam(
-        model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
-    )
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        """Make it.
+
+        Raises:
+            ConfigError: `bias_correction` or `fp32_optimizer_states` is False.
+        """
+        if not fp32_optimizer_states:
+            raise ConfigError("fp32_optimizer_states=False: moments are fp32 here; leave it out")
+        super().__init__(
+            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
+        )

@@ -7,6 +7,7 @@ the same parameters; the *local* ones use this rank's share of the flattened par
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from zero_engine.sharding.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
     z3_leaf_module,
 )
@@ -40,8 +43,11 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
 ]
@@ -65,6 +71,16 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the gradient that the next step applies."""
     owned(param).set_gradient(value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace the gradients of several parameters by `update_func(gradient, parameter)`."""
+    for param in param_list:
+        gradient = owned(param).gradient() if param.requires_grad else None
+        if gradient is not None:
+            owned(param).set_gradient(update_func(gradient, param))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:

@@ -22,6 +22,7 @@ from zero_checkpoint.tools.arguments import size
 from zero_checkpoint.tools.export import Selection, export_hf, export_torch, read_state_dict, select
 from zero_checkpoint.tools.locate import one
 from zero_contract.errors import ZeroError
+from zero_engine.core.rewrap import take_without_weights
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -58,11 +59,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> Module:
-    """Load the weights of a checkpoint into a plain model without engine; returns the model.
+    """Load the weights of a checkpoint into a model, on the CPU; returns the model.
+
+    An engine that has the model cannot be used any more.
 
     Raises: as `get_fp32_state_dict_from_zero_checkpoint`, and RuntimeError as `load_state_dict`.
     """
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    take_without_weights(model)
     model.cpu().load_state_dict(weights)
     return model
 

@@ -1,0 +1,346 @@
+"""What a script of DeepSpeed's can read, call, subclass and configure, as tables."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_deepspeed
+from tests.support.cluster import environment
+from tests.support.models import make_model
+from tests.support.training import config, make_engine, run_micro_step, train
+from tests.support.world import WorldError, WorldPool, one_result
+from zero_deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from zero_deepspeed.utils import (
+    get_z3_leaf_modules,
+    safe_get_full_grad,
+    safe_update_full_grad_vectorized,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
+from zero_deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+from zero_deepspeed.zero import unwrap_model_for_generation
+
+# ---- names and classes ----
+
+NAMES = {
+    "": "OnDevice __version_major__ __version_minor__ __version_patch__ launcher profiling",
+    "checkpoint.ds_to_universal": "main",
+    "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME main",
+    "ops": "__compatible_ops__ op_builder",
+    "ops.op_builder": "CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder",
+    "profiling.flops_profiler": "FlopsProfiler get_model_profile",
+    "runtime.activation_checkpointing.checkpointing": "non_reentrant_checkpoint checkpoint",
+    "runtime.lr_schedules": "WARMUP_LR ONE_CYCLE CYCLE_MIN_LR WARMUP_MAX_LR TOTAL_NUM_STEPS",
+    "runtime.zero": "TiledLinear unwrap_model_for_generation",
+    "runtime.zero.tiling": "TiledLinear",
+    "utils.torch": "required_torch_version",
+    "zero": "TiledLinear unwrap_model_for_generation",
+}
+ACCELERATOR = (
+    "Event Stream stream current_stream default_stream range_push range_pop lazy_call "
+    "get_rng_state set_rng_state default_generator memory_cached max_memory_cached memory_stats "
+    "reset_max_memory_allocated is_pinned is_synchronized_device FloatTensor HalfTensor "
+    "BFloat16Tensor create_graph capture_to_graph replay_graph is_triton_supported"
+)
+
+
+def test_every_name_is_where_scripts_import_it_from() -> None:
+    modules = {
+        importlib.import_module(f"zero_deepspeed.{place}".rstrip(".")): names
+        for place, names in (NAMES | {"accelerator": "Accelerator"}).items()
+    }
+    missing = [
+        f"{module.__name__}.{name}"
+        for module, names in modules.items()
+        for name in names.split()
+        if not hasattr(module, name)
+    ]
+    device = zero_deepspeed.get_accelerator()
+    assert missing + [name for name in ACCELERATOR.split() if not hasattr(device, name)] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "adam.FusedAdam",
+        "adam.DeepSpeedCPUAdam",
+        "adagrad.DeepSpeedCPUAdagrad",
+        "lion.FusedLion",
+        "lion.DeepSpeedCPULion",
+        "lamb.FusedLamb",
+    ],
+)
+def test_an_optimizer_is_a_class_that_scripts_test_for_and_derive_from(path: str) -> None:
+    module, _, name = path.partition(".")
+    cls = getattr(importlib.import_module(f"zero_deepspeed.ops.{module}"), name)
+
+    class Derived(cls):  # type: ignore[misc]
+        pass
+
+    made = [kind(nn.Linear(2, 2).parameters(), lr=0.5) for kind in (cls, Derived)]
+    assert all(isinstance(each, cls) for each in made)
+    assert all(isinstance(each, torch.optim.Optimizer) for each in made)
+    assert [each.param_groups[0]["lr"] for each in made] == [0.5, 0.5]
+
+
+# ---- leaf modules ----
+
+
+class Expert(nn.Linear):
+    """Derived from a class that scripts name."""
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.experts = nn.ModuleList(Expert(4, 4) for _ in range(2))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(sum(expert(x) for expert in self.experts)).square().mean()
+
+
+MARKS: dict[str, tuple[Any, list[str]]] = {
+    "base class": (
+        lambda m: set_z3_leaf_modules(m, [nn.Linear]),
+        ["experts.0", "experts.1", "last"],
+    ),
+    "qualified name": (
+        lambda m: set_z3_leaf_modules(m, [f"{__name__}.Expert"]),
+        ["experts.0", "experts.1"],
+    ),
+    "none": (lambda m: set_z3_leaf_modules(m, [nn.LSTM], raise_if_not_found=False), []),
+    "name": (lambda m: set_z3_leaf_modules_by_name(m, ["last"]), ["last"]),
+    "suffix": (lambda m: set_z3_leaf_modules_by_suffix(m, [".1"]), ["experts.1"]),
+    "container": (lambda m: set_z3_leaf_modules_by_name(m, ["experts"]), ["experts"]),
+    "missing": (lambda m: set_z3_leaf_modules_by_name(m, ["no"], raise_if_not_found=False), []),
+}
+
+
+def train_marked(_: None) -> list[Any]:
+    found = []
+    for mark, names in MARKS.values():
+        for stage in (0, 3):
+            model = Mixture()
+            mark(model)
+            by_module = {module: name for name, module in model.named_modules()}
+            assert [by_module[module] for module in get_z3_leaf_modules(model)] == names
+            zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+            engine, *_ = zero_deepspeed.initialize(
+                model=model, config=config(stage, zero_optimization=zero)
+            )
+            engine.backward(engine(torch.ones(2, 4)))
+            found.append(safe_get_full_grad(model.last.weight).tolist())
+    return found
+
+
+def test_whatever_is_marked_trains_to_the_same_gradients(worlds: WorldPool) -> None:
+    first, *others = one_result(worlds, train_marked, None, sizes=(2,))
+    assert all(each == first for each in others)
+
+
+# ---- config ----
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "offload_param below stage 3": {
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}
+    },
+    "static scale with a window of 0": {
+        "fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 0, "min_loss_scale": 0}
+    },
+    "disabled with a minimum of 0": {"fp16": {"enabled": False, "min_loss_scale": 0}},
+    "names of the fields": {
+        "zero_optimization": {
+            "stage": 3,
+            "prefetch_bucket_size": 0,
+            "param_persistence_threshold": 10,
+            "model_persistence_threshold": 100,
+            "max_live_parameters": 1000,
+            "max_reuse_distance": 1000,
+            "gather_16bit_weights_on_model_save": True,
+            "pipeline_loading_checkpoint": False,
+        }
+    },
+}
+
+
+def accepted(settings: dict[str, Any]) -> bool:
+    engine = make_engine(config(0) | settings)
+    train(engine, 1)
+    return engine.global_steps == 1
+
+
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+def test_a_config_that_deepspeed_accepts_trains(
+    worlds: WorldPool, settings: dict[str, Any]
+) -> None:
+    assert worlds.run(1, accepted, settings) == [True]
+
+
+def skip_nine(check: bool) -> int:
+    settings = config(0, bf16=True) | {"bf16": {"enabled": True, "check_grad_overflow": check}}
+    engine = make_engine(settings)
+    for _ in range(9):
+        for batch in engine.training_dataloader:
+            engine.backward(engine(batch) * float("inf"))
+            engine.step()
+            if engine.skipped_steps == 9:
+                return engine.global_steps
+    raise AssertionError
+
+
+def test_skipped_steps_end_the_run_unless_the_script_does_not_check(worlds: WorldPool) -> None:
+    assert worlds.run(1, skip_nine, False) == [9]
+    with pytest.raises(WorldError, match="the last 8 of them in a row"):
+        worlds.run(1, skip_nine, True)
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("where", ["", None])
+def test_a_checkpoint_needs_a_place(worlds: WorldPool, where: str | None) -> None:
+    with pytest.raises(WorldError, match="is no place for checkpoints: give a directory or a URL"):
+        worlds.run(1, save_nowhere, where)
+
+
+def save_nowhere(where: Any) -> None:
+    make_engine(config(0)).save_checkpoint(where)
+
+
+def load_into_the_trained_model(root: str) -> tuple[bool, bool]:
+    engine = make_engine(config(3))
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    want = engine.get_fp32_state_dict()
+    model = load_state_dict_from_zero_checkpoint(engine.module, root)
+    found = model.state_dict()
+    plain = make_model()
+    plain.load_state_dict(found)
+    return want.keys() == found.keys(), all(torch.equal(want[n], found[n]) for n in want)
+
+
+def test_a_model_trained_at_stage_3_takes_the_weights_of_a_checkpoint(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(2, load_into_the_trained_model, str(tmp_path)) == [(True, True)] * 2
+
+
+# ---- the rest ----
+
+
+def see_and_change(_: None) -> list[Any]:
+    found: list[Any] = []
+    for stage in range(4):
+        engine = make_engine(config(stage))
+        with unwrap_model_for_generation(engine) as module:
+            found.append([bool(p.isnan().any()) for p in module.parameters()])
+        params = [p for p in engine.module.parameters() if p.requires_grad]
+        run_micro_step(engine, step=False)
+        safe_update_full_grad_vectorized(params, lambda gradient, _: gradient * 0 + 1)
+        found.append([bool((safe_get_full_grad(p) == 1).all()) for p in params])
+    return found
+
+
+def test_whole_models_and_gradients_are_there_at_every_stage(worlds: WorldPool) -> None:
+    found = one_result(worlds, see_and_change, None, sizes=(2,))
+    assert not any(flag for flags in found[::2] for flag in flags)
+    assert all(flag for flags in found[1::2] for flag in flags)
+
+
+def test_a_model_is_counted_without_an_engine() -> None:
+    model = nn.Sequential(nn.Linear(100, 50), nn.Linear(50, 2, bias=False))
+    macs, params = 4 * (100 * 50 + 50 * 2), 100 * 50 + 50 + 100
+    counted = get_model_profile(model, (4, 100), print_profile=False, as_string=False)
+    assert counted == (2 * macs, macs, params)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(4, 100))
+    profiler.stop_profile()
+    assert profiler.get_total_flops(as_string=True) == "40.80 KFLOPs"
+
+
+@pytest.mark.parametrize(
+    ("in_splits", "out_splits", "bias"), [(1, 1, True), (3, 2, True), (2, 5, False)]
+)
+def test_a_tiled_layer_is_the_layer(in_splits: int, out_splits: int, bias: bool) -> None:
+    plain = nn.Linear(10, 7, bias=bias, dtype=torch.float64)
+    tiled = zero_deepspeed.zero.TiledLinear(
+        10, 7, bias, in_splits, out_splits, init_linear=plain, dtype=torch.float64
+    )
+    x = torch.randn(2, 3, 10, dtype=torch.float64)
+    torch.testing.assert_close(tiled(x), plain(x))
+
+
+def test_a_model_is_made_on_a_device_in_a_dtype() -> None:
+    with zero_deepspeed.OnDevice(torch.float16, device="meta"):
+        weight = nn.Linear(2, 2).weight
+    after = nn.Linear(2, 2).weight
+    assert (weight.device.type, weight.dtype) == ("meta", torch.float16)
+    assert (after.device.type, after.dtype) == ("cpu", torch.float32)
+
+
+def test_there_is_nothing_to_convert_to_a_universal_checkpoint() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "zero_deepspeed.checkpoint.ds_to_universal", "--input_folder", "x"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "loads at every world size and stage; give x to load_checkpoint()" in done.stdout
+
+
+def test_offload_param_below_stage_3_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    from zero_engine.config import load_config
+
+    with caplog.at_level(logging.WARNING):
+        load_config(config(0) | CONFIGS["offload_param below stage 3"])
+    assert "offload_param has no effect at stage 2: only stage 3 divides" in caplog.text
+
+
+def assertions(_: None) -> list[str]:
+    found = []
+    engine = make_engine(config(0))
+    sharded = make_engine(config(2))
+
+    def nested() -> None:
+        with engine.no_sync(), engine.no_sync():
+            pass
+
+    def at_stage_2() -> None:
+        with sharded.no_sync():
+            pass
+
+    calls: list[Any] = [
+        lambda: zero_deepspeed.initialize(None, config={}),
+        lambda: zero_deepspeed.initialize(model=make_model()),
+        nested,
+        at_stage_2,
+    ]
+    for call in calls:
+        try:
+            call()
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_deepspeed_asserts_is_an_assertion_error_with_a_remedy(worlds: WorldPool) -> None:
+    model, settings, nested, sharded = worlds.run(1, assertions, None)[0]
+    assert model == "initialize() needs a model"
+    assert settings == "initialize() needs a config: a dict, a JSON string or a path"
+    assert nested == "no_sync() within no_sync(); leave the inner one out"
+    assert "stage 2; leave it out, or use stage 0 or 1" in sharded
