@@ -2,6 +2,7 @@
 # make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
 #                   test-numerics, test-groupings, test-processes, test-deploy
+# make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, types, import contracts
 # make dist   builds the sdist and the wheel, in dist
@@ -22,7 +23,7 @@ PARTS := test-unit test-contract test-numerics test-groupings test-processes tes
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all $(PARTS) test-image gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all $(PARTS) test-image test-peers gpu-test check dist docs reference install dev locks clean
 
 help:
 	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
@@ -37,6 +38,9 @@ test-all: $(PARTS) test-image
 
 $(PARTS): test-%: dev
 	$(PYTEST) -m 'not image' tests/$*
+
+test-peers: dev
+	$(BIN)/python -m tests.peers $(PEERS)
 
 test-image: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)

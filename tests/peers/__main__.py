@@ -1,0 +1,65 @@
+"""Run the peers' own suites against this tree, under the name `deepspeed`.
+
+python -m tests.peers DIR [--suite NAME] [--keep] [--only PART]
+
+DIR holds a checkout of each peer (`--sources` prints where from). The cases that are run, and what
+each is known to do, are in tests/peers/expected; a case that passed and does not pass any more
+makes this fail. --sample draws the cases anew, --keep writes the outcomes of this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.peers.cases import Case, read, write
+from tests.peers.report import lost, table
+from tests.peers.run import collect, run
+from tests.peers.suites import SUITES
+
+_EXPECTED = Path(__file__).parent / "expected"
+
+
+def main() -> int:
+    """Run the suites that are there; 1 if a case has stopped passing."""
+    args = _arguments()
+    if args.sources:
+        print("\n".join(f"{suite.name}: {suite.source}" for suite in SUITES))
+        return 0
+    gone: list[Case] = []
+    for suite in SUITES:
+        if args.suite not in (None, suite.name):
+            continue
+        if not (args.peers / suite.folder).is_dir():
+            print(f"{suite.name}: {args.peers / suite.folder} is missing; get {suite.source}")
+            continue
+        kept = _EXPECTED / f"{suite.name}.tsv"
+        expected = read(kept) if kept.exists() and not args.sample else {}
+        names = list(expected) or collect(suite, args.peers)
+        chosen = [name for name in names if args.only in name]
+        found = run(suite, args.peers, chosen, args.log, args.minutes)
+        gone += lost(expected, found)
+        print(table(suite.name, found))
+        if args.keep:
+            write(kept, expected | found)
+    for case in gone:
+        print(f"does not pass any more: {case.name}\n    {case.reason}")
+    return int(bool(gone))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.peers", description=__doc__)
+    parser.add_argument("peers", type=Path, nargs="?", default=Path("peers"), metavar="DIR")
+    parser.add_argument("--suite", help="only this one")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--log", type=Path, help="a file for the errors of the cases")
+    parser.add_argument("--minutes", type=float, default=600, help="start nothing after that")
+    parser.add_argument("--keep", action="store_true", help="write the outcomes of this run")
+    parser.add_argument("--sample", action="store_true", help="draw the cases anew")
+    parser.add_argument("--sources", action="store_true", help="print where the peers are from")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

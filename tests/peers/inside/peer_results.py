@@ -1,0 +1,53 @@
+"""A plug-in of pytest: writes one line of JSON for each case of a peer's suite, as it ends.
+
+A case that is under way when the process ends has a line "began" only.
+"""
+
+import json
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+# Workers of DeepSpeed's tests are children of a fork server: it imports torch once for all.
+multiprocessing.set_forkserver_preload(["deepspeed"])
+
+
+def _write(**line):
+    with Path(os.environ["PEER_RESULTS"]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+_CASE_LIMIT_S = 150
+_limits = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart(nodeid):
+    _write(case=nodeid, outcome="began", text="")
+    _limits[nodeid] = threading.Timer(_CASE_LIMIT_S, os._exit, [1])
+    _limits[nodeid].daemon = True
+    _limits[nodeid].start()
+
+
+def pytest_runtest_logfinish(nodeid):
+    _limits.pop(nodeid).cancel()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if report.outcome != "passed" or report.when == "call":
+        _write(case=report.nodeid, outcome=report.outcome, text=str(report.longrepr or "")[-6000:])
+
+
+def pytest_collectreport(report):
+    if report.outcome != "passed":
+        _write(case=report.nodeid, outcome="not collected", text=str(report.longrepr)[-6000:])
+
+
+def pytest_collection_finish(session):
+    if session.config.option.collectonly:
+        for item in session.items:
+            _write(case=item.nodeid, outcome="collected", text="")
