@@ -5,18 +5,25 @@ system before the step returns, so a killed process loses no step that has ended
 per round and rank, DIR/round<R>-rank<r>.jsonl, with a JSON object per line.
 
 Of a step that was executed in several rounds the *last* execution counts: the earlier ones were
-undone by a rollback to a checkpoint.
+undone by a rollback to a checkpoint. Each start of a job is a round of its own here, also one by
+hand: see `round_of_start`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from zero_contract.errors import ZeroError
+
+_FILE = re.compile(r"round(\d+)-rank\d+\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,13 @@ class Ledger:
         directory.mkdir(parents=True, exist_ok=True)
         self._common = {"round": round, "rank": rank, "world": world}
         self._microbatches: dict[int, list[int]] = {}
-        # Unbuffered: each write is one system call, after which it survives the process.
         path = directory / f"round{round}-rank{rank}.jsonl"
+        if (
+            path.exists()
+        ):  # a killed process may have left a part of a line, whose step had not ended
+            with path.open("r+b") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+        # Unbuffered: each write is one system call, after which it survives the process.
         self._file = path.open("ab", buffering=0)
 
     def consume(self, microbatch: int, ids: Iterable[int]) -> None:
@@ -83,6 +95,24 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def round_of_start(
+    directory: str | Path, round: int, everybodys: Callable[[Tensor, str], Tensor]
+) -> int:
+    """The number of this start: `round`, or more if the ledger has a later one already. Collective.
+
+    A job that is started again by hand, or under another name, counts its rounds from 0 or 1.
+
+    Args:
+        directory: The directory of the ledger; rank 0's view of it counts.
+        round: The round of the group.
+        everybodys: From a tensor [n] to those of all ranks, [world, n]; see `Collectives`.
+    """
+    found = (_FILE.fullmatch(path.name) for path in Path(directory).glob("round*-rank*.jsonl"))
+    newest = max((int(match[1]) for match in found if match), default=-1)
+    own = torch.tensor([max(round, newest + 1)], device="cpu")
+    return int(everybodys(own, "the number of this start in the ledger")[0].item())
 
 
 def read_ledger(directory: str | Path) -> list[Entry]:

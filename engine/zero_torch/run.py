@@ -31,7 +31,7 @@ from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.elastic_loader import seed_torch
 from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
-from zero_data.ledger import Ledger
+from zero_data.ledger import Ledger, round_of_start
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
@@ -215,8 +215,8 @@ class Run(Checkpoints):
         """By `id`, of learning rates that are tensors: the tensor, its version, its value."""
         self._ledger: Ledger | None = None
         if directory := options.sample_ledger:
-            who = {"round": self._link.round, "rank": self._rank, "world": self._world}
-            self._ledger = Ledger(directory, **who)
+            start = round_of_start(directory, self._link.round, self._collectives.everybodys)
+            self._ledger = Ledger(directory, round=start, rank=self._rank, world=self._world)
 
     def start(self) -> None:
         """As `Checkpoints.start`."""

@@ -78,6 +78,11 @@ def test_what_was_written_is_read_back_and_a_line_cut_short_by_a_kill_is_left_ou
     path = tmp_path / "round3-rank1.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
     assert read_ledger(tmp_path) == written[:1]
+    again = Ledger(tmp_path, round=3, rank=1, world=2)
+    again.consume(1, (4,))
+    again.end_step(2)
+    again.close()
+    assert read_ledger(tmp_path) == written
 
 
 def test_a_leaf_that_is_run_twice_in_a_step_shows(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
-from zero_data.ledger import Ledger
+from zero_data.ledger import Ledger, round_of_start
 from zero_engine.accumulation import Accumulation, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.core import activations
@@ -424,5 +424,6 @@ def _make_run(
         run.loader = training_loader(config, run, dataset, collate_fn, num_workers)
     if config.elastic.sample_ledger is not None:
         directory = Path(config.elastic.sample_ledger)
-        run.ledger = Ledger(directory, round=link.round, rank=rank, world=world)
+        start = round_of_start(directory, link.round, core.collectives.everybodys)
+        run.ledger = Ledger(directory, round=start, rank=rank, world=world)
     return run
