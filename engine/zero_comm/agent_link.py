@@ -214,6 +214,11 @@ class AgentLink:
             self._written = (saved.size_bytes / saved.write_s, saved.write_s)
         self._send(saved)
 
+    def save_waits(self, step: int, what: str, left_s: float) -> None:
+        """The last save of a script waits; also a heartbeat, or the agent would mark it hung."""
+        self._send(contract.SaveWaits(step=step, what=what, left_s=left_s))
+        self.heartbeat()
+
     def step_times(self) -> tuple[float, float, float, float]:
         """At the end of a step, what `everyones_times` needs of each rank.
 

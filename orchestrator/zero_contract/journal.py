@@ -110,6 +110,12 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             when="etcd does not answer, refuses or is full, or it works again. Workers continue."
         ),
         "commit": Event(when="The commit of a checkpoint waits until etcd answers."),
+        "save": Event(
+            when="Checkpoints are not saved, or a script waits until its last one can be, or "
+            "(`failed` is false) they are saved again.",
+            facts=("step", "failed", "saves"),
+            story=True,
+        ),
         # What happens to the workers of one node.
         "start": Event(when="A node starts its workers of a round.", facts=("world_size",)),
         "worker": Event(when="A worker process runs.", facts=("rank", "pid")),

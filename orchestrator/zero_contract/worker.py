@@ -209,6 +209,19 @@ class Saved:
     """Seconds from the beginning to the end of that."""
     whole_bytes: int = 0
     """On rank 0, the parts of all ranks."""
+    problem: str = ""
+    """Why it was not committed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveWaits:
+    """A save that a script must not end without has failed, and this worker waits to repeat it."""
+
+    step: int
+    what: str
+    """What it waits for, such as room."""
+    left_s: float
+    """For how long at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,6 +315,7 @@ Message = (
     | Left
     | Restored
     | Preparing
+    | SaveWaits
 )
 
 _KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}

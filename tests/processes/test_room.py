@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cluster import LONG_S, STEPS, final_hash, run_alone
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import status
+from zero_orchestrator.ctl import events, status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
 
@@ -41,6 +41,11 @@ def test_a_full_disk_costs_a_job_no_restart_and_the_end_is_that_of_an_undisturbe
     job.wait_for_step(1, world=2)
     fill(disk / "somebody-else")
     wait_for(lambda: "was not saved; training continues" in job.output, 150, "a save without room")
+    failing = wait_for(
+        lambda: status.read(etcd_store, job.job).failing_saves, 60, "what status says of it"
+    )
+    assert failing.saves >= 1
+    assert "No space left on device" in failing.in_words()
     job.pace(LONG_S)
     missed = max(step for step, _ in job.last_steps().values())
     job.wait_for_step(missed + 2, world=2)
@@ -48,4 +53,8 @@ def test_a_full_disk_costs_a_job_no_restart_and_the_end_is_that_of_an_undisturbe
     job.wait_for_end()
     ended = status.read(etcd_store, job.job)
     assert (ended.state, ended.restarts, ended.checkpoint["step"]) == ("DONE", 0, STEPS)
+    assert ended.failing_saves is None
+    records = [event.record for event in events.read(etcd_store, job.job)]
+    told = [record["failed"] for record in records if record["event"] == "save"]
+    assert told == [True, False]
     assert final_hash(job.output) == run_alone(tmp_path_factory.mktemp("alone"))

@@ -117,6 +117,33 @@ def test_an_agent_knows_the_steps_of_one_worker_and_the_checkpoints_while_it_has
     assert mine.history.checkpoints == ()  # the record has them
 
 
+def test_what_is_new_about_saves_that_fail_is_told_once():
+    mine = JobHistory()
+    mine.look(job(1, ME), ME)
+    failed = worker.Saved(step=4, committed=False, problem="no space left")
+    told = []
+    for what in (
+        replace(failed, in_memory=True),
+        failed,
+        replace(failed, step=8),
+        worker.SaveWaits(step=8, what="room", left_s=3600.0),
+        worker.SaveWaits(step=8, what="room", left_s=3595.0),
+    ):
+        (mine.waits if isinstance(what, worker.SaveWaits) else mine.written)(what)
+        told.append(mine.news())
+    mine.saved(CommitRequest(request=1, step=8, tag="b", digest="d", samples=16))
+    mine.written(worker.Saved(step=8, committed=True))
+    assert [*told, mine.news(), mine.news()] == [
+        "",
+        "saves: the last one failed: no space left",
+        "",
+        "saves: the last 2 failed: no space left; waiting for room, 60 min left",
+        "",
+        "checkpoints are saved again, after 2 that failed",
+        "",
+    ]
+
+
 def test_a_checkpoint_has_the_times_and_the_size_of_its_save_on_disk_and_in_memory():
     mine = JobHistory()
     mine.look(job(1, ME), ME)

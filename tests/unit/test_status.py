@@ -310,6 +310,28 @@ def test_what_the_last_saves_took_is_shown_on_disk_and_in_memory_and_how_long_st
     assert "p50 0.25 s, p90 0.5 s, p99 0.5 s, of one rank in all rounds" in page
 
 
+def test_saves_that_fail_are_shown_until_one_succeeds(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    history = History()
+    for step in (10, 20, 20, 30):  # a save that is repeated counts once
+        history = history.with_failure(step, "no space left", time.time())
+    waits = history.with_wait(30, "room", 3420.0, time.time())
+    for now, says in (
+        (history, "the last 3 failed: no space left"),
+        (waits, "the last 3 failed: no space left; waiting for room, 57 min left"),
+    ):
+        memory.put(history_key("gpt"), json.dumps(histories.to_record(now)))
+        [line] = [line for line in shown(read(job)).splitlines() if "no space left" in line]
+        assert line.strip().split(maxsplit=1) == ["saves", says]
+    saved = Saved(step=30, tag="t", time_s=1.0, samples=1, digest="d")
+    for ended in (waits.with_checkpoint(saved), History().with_checkpoint(saved).after(waits)):
+        memory.put(history_key("gpt"), json.dumps(histories.to_record(ended)))
+        assert read(job).failing_saves is None
+    assert History().after(waits).failing == waits.failing
+
+
 def test_the_condition_of_every_member_is_its_own(memory):
     job = Job(memory)
     job.live("abcde")

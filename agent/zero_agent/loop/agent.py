@@ -54,7 +54,7 @@ from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.signing import Purpose, derive
 from zero_contract.values import in_words
-from zero_contract.worker import Progress, Saved
+from zero_contract.worker import Progress, Saved, SaveWaits
 from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.ctl.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
@@ -509,11 +509,9 @@ class Agent:
         if rank == 0:
             self._traces.stepped(self._node_workers.round, time.time())
 
-    def _on_saved(self, rank: int, saved: Saved) -> None:
+    def _on_saved(self, rank: int, saved: Saved | SaveWaits) -> None:
         if rank == 0:
-            self._history.written(saved)
-            if not saved.in_memory:  # there may be one in each step
-                self._traces.saved(saved)
+            self._history.heard(saved, self._journal, self._traces.saved)
 
     def _look_at_time(self) -> None:
         """Mark what this node does, and publish its ledger and the history, for `zero-ctl`."""

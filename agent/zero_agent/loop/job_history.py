@@ -9,13 +9,15 @@ its loop. Used on the agent's thread alone.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from zero_contract import worker
+from zero_contract.journal import Journal
 from zero_contract.worker import CommitRequest, Progress
-from zero_orchestrator.ctl.history import History, Saved
+from zero_orchestrator.ctl.history import Failing, History, Saved
 from zero_orchestrator.membership.job_state import Node, Snapshot
 
 
@@ -35,6 +37,8 @@ class JobHistory:
         self._rank: int | None = None
         self._in_memory: Saved | None = None
         """The in-memory checkpoint that was published last, whose save has not ended."""
+        self._told: Failing | None = None
+        """What `news` has told of saves that fail."""
 
     def look(self, job: Snapshot, node: Node) -> None:
         """Note the round, and whether this node has rank 0."""
@@ -91,6 +95,42 @@ class JobHistory:
         else:
             self.history = self.history.with_checkpoint(made)
 
+    def heard(
+        self,
+        saved: worker.Saved | worker.SaveWaits,
+        journal: Journal,
+        trace: Callable[[worker.Saved], None],
+    ) -> None:
+        """A save of rank 0 has ended, or waits: note it, and tell what is new."""
+        if isinstance(saved, worker.SaveWaits):
+            self.waits(saved)
+        else:
+            self.written(saved)
+            if not saved.in_memory:  # there may be one in each step
+                trace(saved)
+        if text := self.news():
+            failing = self.history.failing
+            level = logging.INFO if failing is None else logging.WARNING
+            saves, failed = (0, False) if failing is None else (failing.saves, True)
+            journal.tell("save", text, level=level, step=saved.step, failed=failed, saves=saves)
+
+    def waits(self, waits: worker.SaveWaits) -> None:
+        """Training waits to repeat the save that has failed."""
+        left_s, now_s = waits.left_s, time.time()
+        self.history = self.history.with_wait(waits.step, waits.what, left_s, now_s)
+
+    def news(self) -> str:
+        """What is new about saves that fail, as a sentence; "" if it has been told."""
+        before, after = self._told, self.history.failing
+        self._told = after
+        if after is None:
+            return (
+                f"checkpoints are saved again, after {before.saves} that failed" if before else ""
+            )
+        if before is None or after.waits_for != before.waits_for:
+            return f"saves: {after.in_words()}"
+        return ""
+
     def written(self, saved: worker.Saved) -> None:
         """The save of the checkpoint that was published last has ended, as rank 0 reports."""
         times: dict[str, float] = {
@@ -100,6 +140,9 @@ class JobHistory:
             "publish_s": saved.publish_s,
         }
         if not saved.committed:
+            if saved.problem and not saved.in_memory:
+                failed = self.history.with_failure(saved.step, saved.problem, time.time())
+                self.history = failed
             return
         if not saved.in_memory:
             self.history = self.history.with_times(saved.step, **times)

@@ -56,6 +56,7 @@ from zero_contract.worker import (
     RankTimes,
     Restored,
     Saved,
+    SaveWaits,
     WaitReply,
     WaitRequest,
     When,
@@ -532,6 +533,8 @@ class NodeWorkers:
                 self._wait_replies.add(rank, message)
             case Saved():
                 self.steps.saved(rank, message)
+            case SaveWaits():
+                self.steps.on_saved(rank, message)
             case Preparing():
                 self.steps.prepares(rank, message)
             case RankTimes():

@@ -26,7 +26,7 @@ from zero_agent.workers.speed import SpeedMeter
 from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
-from zero_contract.worker import Preparing, Progress, Restored, Saved
+from zero_contract.worker import Preparing, Progress, Restored, Saved, SaveWaits
 from zero_orchestrator.ctl.pace import Pace, Speed, add_up, quantiles, stall_s
 
 FACTOR = 10.0
@@ -149,8 +149,8 @@ class Steps:
         """By rank, what the workers have done, in all rounds; replaced, and so read on any thread.
         """
         self.on_report: OnReport = lambda rank, progress, took_s: None
-        self.on_saved: Callable[[int, Saved], None] = lambda rank, saved: None
-        """Called with the rank of a worker and the save that has ended."""
+        self.on_saved: Callable[[int, Saved | SaveWaits], None] = lambda rank, saved: None
+        """Called with the rank of a worker and the save that has ended, or waits."""
 
     @property
     def finished(self) -> int | None:

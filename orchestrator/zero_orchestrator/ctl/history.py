@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -70,6 +70,33 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Failing:
+    """The saves to disk since the last one that succeeded: they have failed."""
+
+    saves: int
+    """How many; a save that is repeated counts once."""
+    step: int
+    """Of the last one."""
+    problem: str
+    time_s: float
+    """When the last one failed, or was waited for: seconds since the epoch."""
+    waits_for: str = ""
+    """What training waits for, to repeat it, such as room; "": it goes on."""
+    left_s: float = 0.0
+    """Seconds for which it waits at most, from `time_s` on."""
+
+    def in_words(self, now_s: float | None = None) -> str:
+        """As a part of a sentence, after "saves"; with the time, how long it still waits."""
+        text = f"the last {self.saves} failed" if self.saves > 1 else "the last one failed"
+        text = f"{text}: {self.problem}"
+        if not self.waits_for:
+            return text
+        left_s = self.left_s - (max(0.0, now_s - self.time_s) if now_s is not None else 0.0)
+        left = f"{left_s / 60:.0f} min" if left_s >= 60 else f"{max(0.0, left_s):.0f} s"
+        return f"{text}; waiting for {self.waits_for}, {left} left"
+
+
+@dataclass(frozen=True, kw_only=True)
 class History:
     """The steps of a job so far, and its newest checkpoints on disk."""
 
@@ -83,6 +110,8 @@ class History:
     """Number of all in-memory checkpoints so far."""
     in_memory: Saved | None = None
     """The newest in-memory checkpoint whose save has ended."""
+    failing: Failing | None = None
+    """None: the last save to disk succeeded, or there was none."""
     durations: Counts = field(default_factory=dict)
     """The durations of the steps of one rank, in the buckets of `pace`; repeated steps as well."""
 
@@ -139,7 +168,22 @@ class History:
     def with_checkpoint(self, saved: Saved) -> History:
         """The history after one more checkpoint."""
         kept = (*self.checkpoints, saved)[-CHECKPOINTS:]
-        return replace(self, checkpoints=kept, saved=self.saved + 1)
+        return replace(self, checkpoints=kept, saved=self.saved + 1, failing=None)
+
+    def with_failure(self, step: int, problem: str, time_s: float) -> History:
+        """The history after a save that has failed, once or again."""
+        known = self.failing
+        saves = 1 if known is None else known.saves + (known.step != step)
+        failing = Failing(saves=saves, step=step, problem=problem, time_s=time_s)
+        return replace(self, failing=failing)
+
+    def with_wait(self, step: int, what: str, left_s: float, time_s: float) -> History:
+        """The history when training waits to repeat the save that has failed."""
+        known = self.failing
+        if known is None or known.step != step:
+            return self
+        waits = replace(known, time_s=time_s, waits_for=what, left_s=left_s)
+        return replace(self, failing=waits)
 
     def with_times(self, step: int, **times: float) -> History:
         """The history with fields of the newest checkpoint, if that is of this step."""
@@ -158,6 +202,7 @@ class History:
             saved=before.saved + self.saved,
             kept=before.kept + self.kept,
             in_memory=self.in_memory or before.in_memory,
+            failing=self.failing if self.failing or self.saved else before.failing,
             durations=add_up([before.durations, self.durations]),
         )._bounded()
 
@@ -207,6 +252,7 @@ def to_record(history: History) -> dict[str, Any]:
         "saved": history.saved,
         "kept": history.kept,
         "in_memory": None if history.in_memory is None else _row(history.in_memory),
+        "failing": None if history.failing is None else asdict(history.failing),
         "durations": {str(place): count for place, count in history.durations.items()},
     }
 
@@ -229,6 +275,7 @@ def from_record(record: Mapping[str, Any]) -> History:
         saved=int(record["saved"]),
         kept=int(record.get("kept", 0)),
         in_memory=_saved(record["in_memory"]) if record.get("in_memory") else None,
+        failing=_failing(record.get("failing")),
         durations={int(place): int(n) for place, n in record.get("durations", {}).items()},
     )
 
@@ -240,6 +287,11 @@ def _row(saved: Saved) -> list[Any]:
 def _saved(row: Sequence[Any]) -> Saved:
     """The checkpoint of a row; those of an older version are shorter."""
     return Saved(**dict(zip(_CHECKPOINT, row, strict=False)))
+
+
+def _failing(record: Mapping[str, Any] | None) -> Failing | None:
+    known = {each.name for each in fields(Failing)}
+    return Failing(**{k: v for k, v in record.items() if k in known}) if record else None
 
 
 def _short(value: Any) -> Any:

@@ -33,7 +33,7 @@ from zero_orchestrator.ctl.events import (
     verdicts_key,
 )
 from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
-from zero_orchestrator.ctl.history import Saved
+from zero_orchestrator.ctl.history import Failing, Saved
 from zero_orchestrator.ctl.pace import Quantiles, Speed
 from zero_orchestrator.ctl.verdicts import Verdict, from_item
 from zero_orchestrator.errors import StoreRefused
@@ -185,6 +185,8 @@ class JobStatus:
     """The newest checkpoint on disk whose save has ended, up to the last record of the job."""
     last_save_in_memory: Saved | None = None
     """The same of in-memory checkpoints."""
+    failing_saves: Failing | None = None
+    """The saves to disk since the last one that succeeded, up to the last record of the job."""
 
     @property
     def ended(self) -> bool:
@@ -235,6 +237,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         run_step_times=pace.quantiles(history.durations),
         last_save=history.written,
         last_save_in_memory=history.in_memory,
+        failing_saves=history.failing,
         samples=_latest(status.samples, *(p.samples or None for p in history.points[-1:])),
         tokens=_latest(status.tokens, *(p.tokens or None for p in history.points[-1:])),
     )

@@ -284,6 +284,8 @@ def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
     if status.reduction:
         yield "reduction", f"{status.reduction}: the number of ranks changes the result"
     yield "checkpoint", _checkpoint(status.checkpoint, status.saved, status.last_save)
+    if status.failing_saves is not None:
+        yield "saves", status.failing_saves.in_words(None if status.ended else time.time())
     if status.in_memory is not None and not status.ended:
         last = status.last_save_in_memory
         yield "in memory", _checkpoint(status.in_memory, status.kept, last)
