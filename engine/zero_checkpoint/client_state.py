@@ -2,19 +2,21 @@
 
 JSON cannot hold some values that scripts keep: a best loss that is a tensor, random states, tuples,
 keys that are no text. Such a value is written as a dictionary whose only key is a *mark*. Must
-always hold: a value is restored as it was stored, tensors on the CPU; a value that cannot be is
-refused by name; plain JSON stays as it is.
+always hold: a value is restored as it was stored, tensors on the CPU, mappings as dictionaries; a
+value that cannot be is refused by name; plain JSON stays as it is.
 """
 
 from __future__ import annotations
 
 import base64
+import io
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES, byte_view, name_of
@@ -22,7 +24,22 @@ from zero_checkpoint.format.dtypes import DTYPES, byte_view, name_of
 LARGEST_BYTES = 1 << 20
 """The largest tensor or array: it is stored in the manifest, which every rank reads."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_MARKS = frozenset({"$tensor", "$array", "$bytes", "$tuple", "$items", "$stored"})
+_MARKS = frozenset(
+    {
+        "$tensor",
+        "$array",
+        "$scalar",
+        "$bytes",
+        "$file",
+        "$tuple",
+        "$size",
+        "$items",
+        "$counter",
+        "$stored",
+    }
+)
+_ARRAYS = (np.ndarray, np.memmap)
+"""Other classes of arrays have more than their elements, such as a mask."""
 
 
 class Stored(str):
@@ -40,9 +57,9 @@ def pack(value: Any, path: str = "client_state") -> Any:
     if type(value) in _PLAIN:
         return value
     match value:
-        case list():
+        case list() if type(value) is list:
             return [pack(inner, f"{path}[{number}]") for number, inner in enumerate(value)]
-        case Mapping() if all(type(key) is str and key not in _MARKS for key in value):
+        case Mapping() if _is_plain(value):
             return {key: pack(inner, f"{path}.{key}") for key, inner in value.items()}
         case _:
             return _marked(value, path)
@@ -74,45 +91,102 @@ def _unpacked(value: Any) -> Any:
             return value
 
 
+def _is_plain(value: Mapping[Any, Any]) -> bool:
+    """Whether a mapping becomes a JSON object as it is."""
+    texts = all(type(key) is str and key not in _MARKS for key in value)
+    return texts and not hasattr(value, "__missing__")
+
+
 def _marked(value: Any, path: str) -> dict[str, Any]:
+    content: Any
     match value:
         case Stored():
-            return {"$stored": str(value)}
+            mark, content = "$stored", str(value)
         case Tensor():
+            check_dense(value, path)
             data = byte_view(value.detach().cpu().contiguous().flatten()).numpy()
-            return {"$tensor": [name_of(value.dtype), list(value.shape), _text(data, path)]}
+            mark, content = "$tensor", [name_of(value.dtype), [*value.shape], _text(data, path)]
         case bytes():
-            return {"$bytes": _text(np.frombuffer(value, np.uint8), path)}
-        case np.ndarray() | np.generic() if not value.dtype.hasobject:
-            return {"$array": [value.dtype.str, list(value.shape), _text(value, path)]}
-        case tuple():
-            return {"$tuple": pack(list(value), path)}
-        case Mapping():
-            items = [[pack(k, path), pack(v, f"{path}[{k!r}]")] for k, v in value.items()]
-            return {"$items": items}
+            mark, content = "$bytes", _text(np.frombuffer(value, np.uint8), path)
+        case io.BytesIO():  # what some modules return as their extra state
+            mark, content = "$file", _text(np.frombuffer(value.getvalue(), np.uint8), path)
+        case np.ndarray() | np.generic() if _is_dense(value):
+            described = np.lib.format.dtype_to_descr(value.dtype)
+            mark = "$array" if isinstance(value, np.ndarray) else "$scalar"
+            content = [described, [*value.shape], _text(value, path)]
+        case torch.Size():
+            mark, content = "$size", [*value]
+        case tuple() if type(value) is tuple:
+            mark, content = "$tuple", pack([*value], path)
+        case Mapping() if type(value) is Counter or not hasattr(value, "__missing__"):
+            mark = "$counter" if type(value) is Counter else "$items"
+            content = [[pack(k, path), pack(v, f"{path}[{k!r}]")] for k, v in value.items()]
         case _:
             raise CheckpointError(
                 f"{path} is a {type(value).__name__}, which no checkpoint can hold; convert it to "
-                "numbers, text, tensors, or lists and dictionaries of them"
+                "numbers, text, tensors, or lists, tuples and dictionaries of them"
             )
+    return {mark: content}
+
+
+def _is_dense(value: np.ndarray[Any, Any] | np.generic) -> bool:
+    """Whether an array is nothing but its elements."""
+    return not value.dtype.hasobject and (isinstance(value, np.generic) or type(value) in _ARRAYS)
+
+
+def check_dense(value: Tensor, path: str) -> None:
+    """Refuse a tensor that is not its elements in memory: raises CheckpointError."""
+    kind = str(value.layout).removeprefix("torch.")
+    if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        kind = type(value).__name__
+    elif value.is_quantized or value.is_meta or value.is_nested:
+        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else "nested"
+    elif value.layout is torch.strided:
+        return
+    raise CheckpointError(
+        f"{path} is a tensor of another kind ({kind}); store a dense one that has all elements, "
+        "such as x.to_dense() or x.full_tensor()"
+    )
 
 
 def _unmarked(value: dict[str, Any]) -> Any:
+    found: Any
     match [*value.items()]:
         case [("$stored", name)]:
-            return Stored(name)
+            found = Stored(name)
         case [("$tensor", [dtype, shape, text])]:
-            return torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
-        case [("$array", [dtype, shape, text])]:
-            return _bytes(text).view(dtype).reshape(shape)[()]
+            found = torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
+        case [("$array" | "$scalar" as mark, [dtype, shape, text])]:
+            found = _bytes(text).view(_dtype(dtype)).reshape(shape)
+            found = found[()] if mark == "$scalar" else found
         case [("$bytes", text)]:
-            return _bytes(text).tobytes()
+            found = _bytes(text).tobytes()
+        case [("$file", text)]:
+            found = io.BytesIO(_bytes(text).tobytes())
+        case [("$size", shape)]:
+            found = torch.Size(shape)
         case [("$tuple", members)]:
-            return tuple(_unpacked(members))
-        case [("$items", items)]:
-            return {_unpacked(key): _unpacked(inner) for key, inner in items}
+            found = tuple(_unpacked(members))
+        case [("$items" | "$counter" as mark, items)]:
+            pairs = {_unpacked(key): _unpacked(inner) for key, inner in items}
+            found = Counter(pairs) if mark == "$counter" else pairs
         case _:
             raise ValueError(f"{sorted(value)} with something else in it")
+    return found
+
+
+def _dtype(described: Any) -> np.dtype[Any]:
+    """The inverse of `dtype_to_descr`, from JSON, which has no tuples."""
+
+    def named(fields: Any) -> Any:
+        if isinstance(fields, str):
+            return fields
+        return [
+            (tuple(name) if isinstance(name, list) else name, named(of), *map(tuple, shape))
+            for name, of, *shape in fields
+        ]
+
+    return np.lib.format.descr_to_dtype(named(described))
 
 
 def _text(data: np.ndarray[Any, Any] | np.generic, path: str) -> str:

@@ -30,6 +30,7 @@ from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.departure import Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.place import Place
+from zero_checkpoint.format.manifest import ASIDE
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.tier import InMemoryCheckpoints
 from zero_checkpoint.options import SKIP, Checkpoint
@@ -97,8 +98,7 @@ class Persistence:
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
         self._refused = 0
         """Consecutive saves that were refused for good, so that training saves in vain."""
-        self._other_run: OtherRun | None = None
-        """The refusal of a save, if the script has not been told yet."""
+        self._other_run: OtherRun | None = None  # a refusal that the script does not know yet
         self.number = link.add(self)
         self._some_rank_busy = False
         self._some_memory_busy = False
@@ -134,12 +134,11 @@ class Persistence:
         *,
         blocking: bool | None = None,
         exclude_frozen: bool = False,
+        aside: bool = False,
     ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
         began, step = _Beginning(), self.training.step
         client = client or self._client_state()
-        packed = pack(client)
-        self._check_metric(client)
         self._directory, self._memory_root = directory, self._memory_root or directory
         self._script_has_state |= bool(client)
         self._script_has_saved = True
@@ -156,9 +155,11 @@ class Persistence:
             self._check_refusals()
         tag = tag or f"global_step{step}"
         hashed = waits if self._config.weight_hash is None else self._config.weight_hash
+        state, problem = self._capture(client, exclude_frozen, hashed=hashed, aside=aside)
         request = Request(
             root=directory,
-            state=self._capture(packed, exclude_frozen, hashed=hashed),
+            state=state,
+            problem=problem,
             step=step,
             tag=tag,
             fence=self._link.fence(step, tag, self.training.samples, last=self.leaving),
@@ -200,6 +201,8 @@ class Persistence:
             saved = self._await_saved(request) if waits else True
             if not copied:  # this rank lacked memory: as if its save had been in the background
                 self._take_outcome(self.saver.wait())
+                if request.problem is not None:
+                    raise request.problem
             return saved
         except BaseException:  # Ctrl-C, or another exception of a signal handler
             if self.saver.busy:
@@ -276,7 +279,7 @@ class Persistence:
                 if not isinstance(outcome.error, DiskFull):
                     self._settle()
                     raise outcome.error
-                self._link.heartbeat()  # or its agent would mark it hung
+                self._link.save_waits(request.step, "room", until_s - time.monotonic())
                 if not self._consensus.announce(partial(self._may_wait, until_s))["wait"]:
                     self._settle()
                     text = f"no room in {request.root} for the checkpoint of step {request.step}"
@@ -322,13 +325,26 @@ class Persistence:
             self._has_logged_metric = True
             _log.info("no client_state[%r]: this save is not among the best", best.metric)
 
-    def _capture(self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool) -> State:
-        run: dict[str, Any] = {"elapsed_s": self.schedule.elapsed_s}
+    def _capture(
+        self,
+        client: Mapping[str, Any],
+        exclude_frozen: bool,
+        *,
+        hashed: bool,
+        aside: bool = False,
+    ) -> tuple[State, CheckpointError | None]:
+        """The state to save; or why this rank cannot save it, which the save tells all ranks."""
+        run: dict[str, Any] = {"elapsed_s": self.schedule.elapsed_s, ASIDE: aside}
         others = [each for each in self._engines() if each is not self]
         if others:
             run[BESIDE] = {str(each.number): each.training.step for each in others}
         run["weight_hash"] = self.training.weight_hash() if hashed else None
-        return self.training.capture(run, client, exclude_frozen=exclude_frozen)
+        try:
+            self._check_metric(client)
+            packed = pack(client)
+            return self.training.capture(run, packed, exclude_frozen=exclude_frozen), None
+        except CheckpointError as error:
+            return State({}, (), meta={"engine": {"step": self.training.step}}), error
 
     def wait(self) -> bool:
         """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
@@ -388,10 +404,9 @@ class Persistence:
             self.ram.give_up(_SCRIPT_ALONE)
         if self.ram.due(self.training.step, some_rank_busy=self._some_memory_busy):
             began = _Beginning()
-            client = pack(self._client_state())
-            state = self._capture(client, exclude_frozen=False, hashed=False)
+            state, problem = self._capture(self._client_state(), False, hashed=False)
             fence = partial(self._link.fence, samples=self.training.samples, in_memory=True)
-            self.ram.begin(root, state, self.saver.lay_out, fence)
+            self.ram.begin(root, state, self.saver.lay_out, fence, problem)
             stall_s = time.monotonic() - began.begin_s
             self._began_in_memory = replace(began, stall_s=stall_s)
             self._link.saved(stall_s)
@@ -571,6 +586,7 @@ def _report(outcome: Outcome, began: _Beginning, *, in_memory: bool = False) -> 
         publish_s=whole.took_s if whole is not None else 0.0,
         published_s=whole.ended_s - begin_s if whole is not None else 0.0,
         whole_bytes=whole.size_bytes if whole is not None else 0,
+        problem=str(outcome.error or "")[:300],
     )
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_checkpoint import commit, restore
-from zero_checkpoint.client_state import Stored, pack, unpack
+from zero_checkpoint.client_state import Stored, check_dense, pack, unpack
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
@@ -251,12 +251,11 @@ def mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     """The same structure; `change` replaces each value that is no collection, given its name."""
     prefix = name and f"{name}."
     match value:
-        case Mapping():
+        case Mapping() if not hasattr(value, "__missing__"):
             return {key: mapped(inner, f"{prefix}{key}", change) for key, inner in value.items()}
-        case list():
-            return [mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value)]
-        case tuple():
-            return tuple(mapped(inner, f"{prefix}{at}", change) for at, inner in enumerate(value))
+        case list() | tuple() if type(value) in (list, tuple):
+            inner_values = enumerate(value)
+            return type(value)(mapped(each, f"{prefix}{at}", change) for at, each in inner_values)
         case _:
             return change(value, name)
 
@@ -277,6 +276,8 @@ def _taken_out(
             f"{name} is a {type(value).__name__}; pass the elements that this rank has, as a "
             "zero_checkpoint.Part"
         )
+    if isinstance(value, Tensor):
+        check_dense(value, name)
     parts[name] = value if isinstance(value, Part) else _whole(value)
     if originals is not None:
         originals[name] = value

@@ -21,7 +21,7 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.fragments import COLUMNS, check_cover, from_lists
 from zero_checkpoint.format.layout import FileLayout
-from zero_checkpoint.format.manifest import MANIFEST, FileRecord, Manifest, encode, file_name
+from zero_checkpoint.format.manifest import MANIFEST, NAME, FileRecord, Manifest, encode, file_name
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.format.table import canonical, table_of, uncollected
 
@@ -155,16 +155,20 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
         raise
     except OSError as error:
         raise Unsure(error) from error
-    # Write `latest`, and a link named after the tag: for people and other tools, not for loads.
-    hint = directory.parent / LATEST
+    _leave_hints(directory, manifest, disk)
+
+
+def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:
+    """Write `latest`, and a link named after the tag: for people and other tools, not for loads."""
+    hint, tag = directory.parent / LATEST, manifest.tag
     temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
-        disk.remove(temporary)
-        _write_whole(temporary, directory.name.encode() + b"\n", disk)
-        disk.publish(temporary, hint, replace=True)
+        if not manifest.is_aside:
+            disk.remove(temporary)
+            _write_whole(temporary, directory.name.encode() + b"\n", disk)
+            disk.publish(temporary, hint, replace=True)
         # A tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it.
-        tag = manifest.tag
-        if not tag.startswith((".", LATEST, REMOVED, "step-")) and "/" not in tag:
+        if not (tag.startswith((".", LATEST, REMOVED)) or NAME.fullmatch(tag) or "/" in tag):
             hint = hint.with_name(tag)
             disk.link(hint, directory.name)
     except (OSError, ValueError) as error:  # no file can have such a name

@@ -256,6 +256,7 @@ class _Search:
     damaged: list[str] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
+    aside: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
     """The manifest of the checkpoint that was offered last."""
     _present: tuple[str, ...] = ()
@@ -291,6 +292,8 @@ class _Search:
                 if entry.why in WAS_COMMITTED:
                     self.rejected.append(entry)
                     _log.warning("checkpoint skipped: %s", entry.reason)
+            elif self.tag is None and entry.manifest.is_aside:
+                self.aside.append(entry.manifest.tag)
             elif self.tag in (None, entry.manifest.tag, entry.path.name):
                 return {"name": entry.path.name}, entry.manifest
             else:
@@ -322,6 +325,10 @@ class _Search:
         if self.tag is None:
             if foreign:  # the run starts from nothing, which its user may not expect
                 _log.warning("%s: there are no checkpoints here%s", self.root, foreign)
+            if self.aside:
+                named = ", ".join(dict.fromkeys(self.aside))
+                text = "%s: all checkpoints here were saved aside; to load one, name its tag: %s"
+                _log.warning(text, self.root, named)
             ownership.loaded(self.root, self._present, ())
             return {}
         known = ", ".join(repr(tag) for tag in dict.fromkeys(self.tags)) or "none"

@@ -76,7 +76,7 @@ def expired(
 
     Args:
         candidates: All usable checkpoints of a root, newest first, as `candidates.find` lists
-            them; quarantined ones do not count as kept.
+            them; quarantined ones do not count as kept, and those that were saved aside stay.
         keep_last: The number of newest checkpoints that stay, at least 2.
         keep_every: The newest checkpoint of each step that is a multiple of it stays as well.
         keep_best: The best of all of them stay as well.
@@ -86,6 +86,7 @@ def expired(
         CheckpointError: `keep_last` or `keep_every` is out of bounds.
     """
     check_policy(keep_last=keep_last, keep_every=keep_every)
+    candidates = [candidate for candidate in candidates if not candidate.manifest.is_aside]
     kept = {candidate.path for candidate in candidates[:keep_last]} | set(protected)
     if keep_every is not None:
         newest_of_step = {c.manifest.step: c.path for c in reversed(candidates)}

@@ -9,7 +9,7 @@ reported once and stops nothing; rank 0 tidies up after each commit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +46,22 @@ class Request:
     step: int
     tag: str
     fence: Fence | None
+    problem: CheckpointError | None = None
+    """Why this rank cannot save its state; then no rank saves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NoImage:
+    """In the place of an image: its use raises why this rank cannot save, so all ranks learn it."""
+
+    problem: CheckpointError
+
+    @property
+    def layout(self) -> FileLayout:
+        raise self.problem
+
+    def chunks(self) -> Iterator[memoryview]:
+        raise self.problem
 
 
 class Saver:
@@ -109,9 +125,9 @@ class Saver:
         """
         self._in_flight_step, self._in_flight_root = request.step, request.root
         try:
-            layout = self.lay_out(request.state)
+            layout = self.lay_out(request.state, request.problem)
         except CheckpointError:  # the save itself reports it, to all ranks
-            self._start(request, None)
+            self._start(request, _NoImage(request.problem) if request.problem else None)
             return False
         if copy:
             try:
@@ -202,8 +218,14 @@ class Saver:
     def _start(self, request: Request, image: Image | None) -> None:
         self._background.start(request.step, partial(self._save, request, image))
 
-    def lay_out(self, state: State) -> FileLayout:
-        """The layout of this rank's file; kept, because it may take as long as the copy."""
+    def lay_out(self, state: State, problem: CheckpointError | None = None) -> FileLayout:
+        """The layout of this rank's file; kept, because it may take as long as the copy.
+
+        Raises:
+            CheckpointError: It cannot be laid out, or there is a `problem` already.
+        """
+        if problem is not None:
+            raise problem
         if self._layout is None or not self.has_laid_out(state):
             self._layout = (state.pieces, own_layout(state, self._rank))
         return self._layout[1]

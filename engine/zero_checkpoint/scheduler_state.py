@@ -36,6 +36,8 @@ def _storable(value: Any, path: str) -> Any:
             return {key: _storable(inner, f"{path}.{key}") for key, inner in value.items()}
         case list() | tuple():
             return [_storable(inner, f"{path}[{number}]") for number, inner in enumerate(value)]
+        case Counter():  # as before there was a mark for it, see `_counted`
+            return pack(dict(value), path)
         case _:
             return pack(value, path)
 

@@ -6,7 +6,7 @@ name, unless the caller asks for its text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -96,6 +96,40 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         current.fill_(value)
     else:  # JSON has no tuples
         group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def matched(
+    records: Sequence[Mapping[str, Any]], groups: Sequence[tuple[Sequence[str], Sequence[str]]]
+) -> list[Mapping[str, Any] | None]:
+    """For each param group the saved record of the same parameters; None: there is none.
+
+    Those with the same parameters in all belong together; after them, those that train the same: an
+    optimizer may have frozen parameters or not, and imported records do not name them.
+
+    Args:
+        records: As `group_record`, with "frozen".
+        groups: The names of the trained and of the frozen parameters of each group.
+    """
+    left = list(records)
+
+    def taken(names: Iterable[str], *keys: str) -> Mapping[str, Any] | None:
+        wanted = set(names)
+        for place, record in enumerate(left):
+            if {name for key in keys for name in record.get(key, ())} == wanted:
+                return left.pop(place)
+        return None
+
+    found = [taken((*trained, *frozen), "params", "frozen") for trained, frozen in groups]
+    return [
+        taken(trained, "params") if record is None and trained else record
+        for record, (trained, _) in zip(found, groups, strict=True)
+    ]
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Of each parameter of a saved group the numbers of its state, such as its count of steps."""
+    own: Mapping[str, Any] = record.get("own", {})
+    return {**dict.fromkeys(record["params"], record["state"]), **own}
 
 
 def group_record(

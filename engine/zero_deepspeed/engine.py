@@ -243,6 +243,7 @@ class DeepSpeedEngine(Engine):
         *,
         client_sd: Mapping[str, Any] | None = None,
         blocking: bool | None = None,
+        aside: bool = False,
     ) -> bool:
         """Save at this step's boundary; every rank calls it. See `Engine.save_checkpoint`.
 
@@ -250,18 +251,19 @@ class DeepSpeedEngine(Engine):
             save_dir: A directory that all ranks share, or a URL.
             tag: The name of the checkpoint, or a number as its name; by default global_step<N>.
             client_state: The script's state, returned by `load_checkpoint`.
-            save_latest: Accepted for DeepSpeed's signature: the file `latest` is only a hint.
+            save_latest: False is `aside`.
             exclude_frozen_parameters: Leave out parameters that are not trained.
             client_sd: The name of `client_state` in DeepSpeed's tutorials.
             blocking: Return when the checkpoint is published.
+            aside: Only a load that names its tag takes this checkpoint.
         """
-        del save_latest
         return super().save_checkpoint(
             save_dir,
             tag,
             client_state or client_sd,
             exclude_frozen_parameters=exclude_frozen_parameters,
             blocking=blocking,
+            aside=aside or not save_latest,
         )
 
     def load_checkpoint(

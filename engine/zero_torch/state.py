@@ -6,13 +6,14 @@ writes, so DDP, FSDP2, one process and the engine load each other's checkpoints 
 what is loaded is bit-equal to what was saved.
 
 A rank has a box of a DTensor, whatever its placements. Under DDP every rank has all of a tensor: it
-saves an interval. A load reads what several ranks have alike once, see `shared_reads`.
+saves an interval; of buffers, and of tensors of the script's objects, rank 0 saves all. A load
+reads what several ranks have alike once, see `shared_reads`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.extra_state import extra_state, restore_extra_state
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.torch_state import (
     device_of_number,
+    matched,
     number_as_json,
     number_from_json,
+    numbers_of,
     persistent_buffers,
     plain,
     set_option,
@@ -78,18 +82,35 @@ class TrainingState:
         return tuple(piece for each, tensor in self._live() for piece in self._owned(each, tensor))
 
     def groups(self) -> list[dict[str, Any]]:
-        """The record of each param group: its parameters, options and numbers, as JSON."""
-        groups = []
-        for names, group in self._groups():
+        """The record of each param group: its parameters, options and numbers, as JSON.
+
+        Raises:
+            CheckpointError: An option or a part of the state is no number.
+        """
+        groups, parameters = [], self._wrapped.parameters()
+        for trained, frozen, group in self._groups():
             options = {
                 key: plain(value, f"param group option {key}")
                 for key, value in group.items()
                 if key != "params"
             }
-            groups.append(
-                {"params": names, "hyperparameters": options, "state": self._numbers(names)}
-            )
+            names = {name: parameters[name] for name in (*trained, *frozen)}
+            numbers = {name: self._numbers(name, each) for name, each in names.items()}
+            common = next((numbers[name] for name in trained if numbers[name]), {})
+            usual = {**{name: {} for name in frozen}, **dict.fromkeys(trained, common)}
+            record = {
+                "params": trained,
+                "frozen": frozen,
+                "hyperparameters": options,
+                "state": common,
+                "own": {name: own for name, own in numbers.items() if own != usual[name]},
+            }
+            groups.append(record)
         return groups
+
+    def extra_state(self) -> dict[str, Any]:
+        """See `zero_checkpoint.extra_state`."""
+        return extra_state(self._wrapped.module, own_name)
 
     def aliases(self) -> dict[str, str]:
         """Tied parameters: other name -> the name under which the tensor is stored."""
@@ -117,32 +138,50 @@ class TrainingState:
 
     def adopt(self, groups: list[Mapping[str, Any]]) -> None:
         """Take over the saved `groups`, after the tensors have been filled."""
-        by_names = {frozenset(record["params"]): record for record in groups}
         parameters = self._wrapped.parameters()
-        for names, group in self._groups():
-            record = by_names.get(frozenset(names))
+        for record, (_, _, group) in zip(self._matched(groups), self._groups(), strict=True):
             if record is None:
                 continue
             for key, value in record["hyperparameters"].items():
                 if key in _HOW:
                     continue
                 set_option(group, key, value)
-            for name in names:
-                state = self._optimizer.state.get(parameters[name])
-                device = device_of_number(group, parameters[name].device)
-                for key, value in record["state"].items() if state else ():
-                    cast(dict[str, Any], state)[key] = number_from_json(value, device)
+            for name, numbers in numbers_of(record).items():
+                if (parameter := parameters.get(name)) is None:
+                    continue
+                device = device_of_number(group, parameter.device)
+                # A parameter without a gradient has no state, and torch makes all of it at once.
+                state = self._optimizer.state.get(parameter)
+                if state or (numbers and name in record.get("own", ())):
+                    self._optimizer.state[parameter].update(
+                        {key: number_from_json(value, device) for key, value in numbers.items()}
+                    )
+
+    def restore_extra_state(self, saved: Mapping[str, Any] | None) -> list[str]:
+        """The inverse of `extra_state`; returns the names of modules that were not saved."""
+        return restore_extra_state(self._wrapped.module, saved, own_name)
+
+    def _matched(self, groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
+        return matched(groups, [(trained, frozen) for trained, frozen, _ in self._groups()])
 
     def _check_groups(self, manifest: Manifest) -> None:
-        saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
-        ours = {frozenset(names) for names, _ in self._groups()}
-        trained = {t.fqn for t in manifest.tensors if t.kind == PARAM}
-        if saved and saved != ours and trained == self._wrapped.parameters().keys():
-            name = min(frozenset[str]().union(*(saved ^ ours)))
+        saved = manifest.meta["engine"]["groups"]
+        stored = {t.fqn for t in manifest.tensors if t.kind == PARAM}
+        if not saved or stored != self._wrapped.parameters().keys():
+            return
+        found = self._matched(saved)
+        # A group that trains nothing may be missing on either side.
+        names = {
+            name
+            for record, (trained, _, _) in zip(found, self._groups(), strict=True)
+            for name in (trained if record is None else ())
+        }
+        known = {id(record) for record in found}
+        names |= {name for each in saved if id(each) not in known for name in each["params"]}
+        if names:
             raise ModelMismatch(
-                f"checkpoint {manifest.tag}: the parameters are in other param groups, or trained "
-                f"where they are now frozen (for example {name}); give the optimizer the groups "
-                "that it had"
+                f"checkpoint {manifest.tag}: the parameters are in other param groups (for example "
+                f"{min(names)}); give the optimizer the groups that it had"
             )
 
     def _make_optimizer_state(self, manifest: Manifest) -> None:
@@ -178,7 +217,7 @@ class TrainingState:
             if is_first_replica(tensor):
                 yield from box.pieces()
             return
-        if each.kind == BUFFER:  # rank 0's
+        if each.kind in (BUFFER, OTHER):  # rank 0's: ranks may differ, and a mixture is nobody's
             bounds = [0, *[tensor.numel()] * self._world]
         else:
             bounds = row_bounds((tensor.numel(),), self._world)
@@ -202,31 +241,21 @@ class TrainingState:
         shape = tuple(tensor.shape)
         return Box(id=each, shape=shape, offsets=offsets, data=data, ranks=ranks)
 
-    def _groups(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """The names of the trained parameters of each group, and the group."""
-        names = {parameter: name for name, parameter in self._wrapped.trained().items()}
+    def _groups(self) -> Iterator[tuple[list[str], list[str], dict[str, Any]]]:
+        """Of each group the names of its trained and of its frozen parameters, and the group."""
+        names = {parameter: name for name, parameter in self._wrapped.parameters().items()}
         for group in self._optimizer.param_groups:
-            yield [names[p] for p in group["params"] if p in names], group
+            params = [p for p in group["params"] if p in names]
+            trained = [names[p] for p in params if p.requires_grad]
+            yield trained, [names[p] for p in params if not p.requires_grad], group
 
-    def _numbers(self, names: list[str]) -> dict[str, Any]:
-        """The numbers that an optimizer keeps, such as step counts; equal for a whole group.
-
-        Raises:
-            CheckpointError: They differ, or are no numbers.
-        """
-        parameters = self._wrapped.parameters()
-        found: dict[str, Any] = {}
-        for name in names:
-            parameter = parameters[name]
-            state = self._optimizer.state.get(parameter, {})
-            for key in sorted(state.keys() - elementwise(parameter, state)):
-                value = number_as_json(state[key], f"optimizer state {key} of {name}")
-                if found.setdefault(key, value) != value:
-                    raise CheckpointError(
-                        f"optimizer state {key} of {name} is {value}, and {found[key]} for other "
-                        "parameters of its param group; put it into a group of its own"
-                    )
-        return found
+    def _numbers(self, name: str, parameter: Tensor) -> dict[str, Any]:
+        """The numbers that an optimizer keeps for a parameter, such as a count of steps."""
+        state = self._optimizer.state.get(parameter, {})
+        return {
+            key: number_as_json(state[key], f"optimizer state {key} of {name}")
+            for key in sorted(state.keys() - elementwise(parameter, state))
+        }
 
 
 def info_of(tensor: Tensor) -> TensorInfo:

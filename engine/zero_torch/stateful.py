@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
-from zero_checkpoint.client_state import Stored, pack, unpack
+from zero_checkpoint.client_state import Stored, check_dense, pack, unpack
 from zero_checkpoint.format.pieces import OTHER, TensorId
 from zero_checkpoint.plain import mapped
 from zero_contract.errors import ConfigError
@@ -57,8 +57,20 @@ class Statefuls:
             CheckpointError: A value cannot be stored; names it.
         """
         self._tensors = {}
+        named = _Names()
+
+        def taken_out(value: Any, path: str) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if not isinstance(value, DTensor):
+                check_dense(value, path)
+            name = named.of(path)
+            # A copy: the script may change it while it is being written.
+            self._tensors[TensorId(OTHER, name)] = value.detach().clone().contiguous()
+            return Stored(name)
+
         return {
-            name: pack(mapped(each.state_dict(), name, self._taken_out), name)
+            name: pack(mapped(each.state_dict(), name, taken_out), name)
             for name, each in self._objects.items()
         }
 
@@ -67,15 +79,18 @@ class Statefuls:
         self._tensors, self._coming = {}, {}
         saved = manifest.meta.get(META, {})
         stored = {t.fqn: t for t in manifest.tensors if t.kind == OTHER}
-        for name in self._objects.keys() & saved.keys():
-            present: dict[str, Tensor] = {}
+        present: dict[str, Tensor] = {}
+        named = _Names()
 
-            def note(value: Any, path: str, present: dict[str, Tensor] = present) -> Any:
-                if isinstance(value, Tensor):
-                    present[path] = value
-                return value
+        def note(value: Any, path: str) -> Any:
+            if isinstance(value, Tensor):
+                present[named.of(path)] = value
+            return value
 
-            mapped(self._objects[name].state_dict(), name, note)
+        for name, each in self._objects.items():
+            mapped(each.state_dict(), name, note)
+            if name not in saved:
+                continue
             self._coming[name] = skeleton = unpack(saved[name])
             for path in _stored_in(skeleton, name):
                 info = manifest.tensors[stored[path]]
@@ -100,12 +115,20 @@ class Statefuls:
         """Forget the tensors."""
         self._tensors, self._coming = {}, {}
 
-    def _taken_out(self, value: Any, path: str) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        # A copy: the script may change it while it is being written.
-        self._tensors[TensorId(OTHER, path)] = value.detach().clone().contiguous()
-        return Stored(path)
+
+class _Names:
+    """A name of its own for each tensor: `{"a.b": x, "a": {"b": y}}` has two at the path a.b."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def of(self, path: str) -> str:
+        name, number = path, 1
+        while name in self._taken:
+            number += 1
+            name = f"{path}#{number}"
+        self._taken.add(name)
+        return name
 
 
 def _stored_in(skeleton: Any, name: str) -> list[str]:

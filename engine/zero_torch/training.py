@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
+from zero_checkpoint.extra_state import KEY as EXTRA_STATE
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import OTHER, Piece, State
@@ -145,6 +146,7 @@ class Training:
             **self.record(),
             **run,
             "groups": self.state.groups(),
+            EXTRA_STATE: self.state.extra_state(),
             "scheduler": schedule_as_json(self.scheduler),
             "loss_scaler": None,
             "grad_scaler": self.scaler.state_dict() if self.scaler else None,
@@ -215,6 +217,7 @@ class Training:
             _log.warning("%s", line)
         self.state.adopt(run["groups"])
         absent = self.state.statefuls.restore()
+        absent += self.state.restore_extra_state(run.get(EXTRA_STATE))
         if absent and self.rank == 0:
             _log.warning("the checkpoint has no state of %s: it stays as it is", ", ".join(absent))
         if self.scheduler is not None and run.get("scheduler") is not None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
-from typing import Any
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 
+from tests.support.structures import STRUCTURES, bits
 from zero_checkpoint.client_state import LARGEST_BYTES, pack, unpack
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 def again(value: Any) -> Any:
@@ -75,11 +82,24 @@ def test_numbers_of_numpy(value: np.generic) -> None:
         ({"a": torch.zeros(LARGEST_BYTES + 1, dtype=torch.uint8)}, r"client_state\.a has 1048577 "),
         (np.zeros(LARGEST_BYTES // 8 + 1), "make it a buffer of the module, or write a file"),
         (torch.zeros(2, dtype=torch.complex128), "complex128 cannot be stored; cast the tensor"),
+        (
+            {"a": torch.eye(2).to_sparse()},
+            r"client_state\.a is a tensor of another kind \(sparse_co",
+        ),
+        (torch.empty(2, device="meta"), r"another kind \(meta\)"),
+        (Point(1, 2), "client_state is a Point, which no checkpoint can hold"),
+        (defaultdict(list, a=[1]), "client_state is a defaultdict"),
+        (np.ma.masked_array([1], [True]), "client_state is a MaskedArray"),
     ],
 )
 def test_what_would_not_come_back_is_refused_by_name(value: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         pack(value)
+
+
+@given(STRUCTURES)
+def test_what_is_stored_comes_back_with_its_types_and_bits(value: Any) -> None:
+    assert bits(again({"value": value})["value"]) == bits(value)
 
 
 def test_as_much_as_fits_comes_back() -> None:

@@ -24,7 +24,7 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, TensorId, TensorInfo
 from zero_checkpoint.plain import STRUCTURE, mapped
-from zero_checkpoint.torch_state import is_buffer, number_from_json
+from zero_checkpoint.torch_state import is_buffer, number_from_json, numbers_of
 
 _log = logging.getLogger(__name__)
 
@@ -182,13 +182,13 @@ def _values(groups: Collection[Mapping[str, Any]], prefix: str) -> dict[str, Any
                 for key, value in group["hyperparameters"].items()
             },
         }
-        values[f"{prefix}{GROUPS}{number}.params"] = list(group["params"])
-        owners = [str(number), *group["params"]]
+        names = [*group["params"], *group.get("frozen", ())]
+        values[f"{prefix}{GROUPS}{number}.params"] = names
+        owners = [str(number), *names]
         values |= {f"{prefix}{GROUPS}{o}.{k}": v for o in owners for k, v in options.items()}
-        numbers = {k: number_from_json(v, torch.device("cpu")) for k, v in group["state"].items()}
         values |= {
-            f"{prefix}{STATE}{name}.{key}": value.clone() if isinstance(value, Tensor) else value
-            for name in group["params"]
+            f"{prefix}{STATE}{name}.{key}": number_from_json(value, torch.device("cpu"))
+            for name, numbers in numbers_of(group).items()
             for key, value in numbers.items()
         }
     return values

@@ -8,6 +8,7 @@ same error, and DCP passes it on.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.dtypes import DTYPES, name_of
@@ -35,6 +37,11 @@ from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus
 from zero_comm.agent_link import current_round
 
+_log = logging.getLogger(__name__)
+
+METADATA = ".metadata"
+"""The name under which DCP keeps a pickle that describes its checkpoint."""
+_FOR_READERS = b"A universal checkpoint: read it with zero_checkpoint.dcp.Reader.\n"
 _NUMBER = re.compile(r".*?(\d+)")
 _Box = tuple[str, TensorInfo, Sequence[int], Tensor]
 """A key, the whole tensor, where the box begins, and the box."""
@@ -147,7 +154,21 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing: the checkpoint is committed."""
+        """On the coordinator: leave the file by which programs recognize a checkpoint of DCP.
+
+        The checkpoint is committed; the file is for those that look for the newest one before they
+        make a reader, such as torchtitan.
+        """
+        del metadata, results
+        assert self.path is not None
+        disk = disk_of(self.path)
+        try:
+            with disk.create(self.path / METADATA) as file:
+                disk.write(file, _FOR_READERS)
+                disk.sync(file)
+            disk.sync_directory(self.path)
+        except OSError as error:
+            _log.warning("%s is saved, but %s could not be written: %s", self.path, METADATA, error)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

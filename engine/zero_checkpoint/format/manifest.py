@@ -40,6 +40,8 @@ TOMBSTONE = b"removed\n"
 """In place of a manifest, in stores that cannot rename a directory: it is being deleted."""
 NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
 """The name of a checkpoint's directory, see `directory_name`."""
+ASIDE = "aside"
+"""In the engine's record of a run, see `Manifest.is_aside`."""
 QUARANTINE = "QUARANTINE"
 """A marker beside the manifest: damaged, never to be chosen again; the text says why."""
 
@@ -86,6 +88,12 @@ class Manifest:
     """SHA-256 of the manifest itself, hex; empty until written or read."""
     text: bytes = b""
     """The bytes that it was parsed from; empty until read."""
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether only a load that names it may take it, and no retention counts or deletes it."""
+        engine = self.meta.get("engine")
+        return isinstance(engine, Mapping) and bool(engine.get(ASIDE))
 
     @property
     def directory(self) -> str:

@@ -176,6 +176,7 @@ class InMemoryCheckpoints:
         state: State,
         lay_out: Callable[[State], FileLayout],
         fence: Callable[[int, str], Fence | None],
+        problem: CheckpointError | None = None,
     ) -> None:
         """Copy the state, and begin to commit it; then the tensors may change, see `snapshot`.
 
@@ -184,11 +185,14 @@ class InMemoryCheckpoints:
             state: This rank's share. Its `meta` must not change any more.
             lay_out: Returns the layout of this rank's file; may raise CheckpointError.
             fence: From step and tag to the fence of the commit, see `commit.save`.
+            problem: Why this rank cannot save its state; then there are no more checkpoints.
         """
         if root != self._root:
             self._settle(root)
         step = self._last_step = int(state.meta["engine"]["step"])
-        image, tag = self._snapshot(state, lay_out), f"global_step{step}"
+        tag = f"global_step{step}"
+        image = self._snapshot(state, lay_out) if problem is None else None
+        self._problem = str(problem) if problem is not None else self._problem
         save = MemorySave(
             root=root,
             state=state,

@@ -65,6 +65,8 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
     for entry in chain.from_iterable(scan(each) for each in roots(path)):
         if isinstance(entry, Rejected):
             rejected.append(entry)
+        elif tag is None and entry.manifest.is_aside:
+            candidates.append(entry)
         elif tag in (None, entry.manifest.tag):
             return entry, [each for each in rejected if each.why in WAS_COMMITTED]
         else:
@@ -75,6 +77,8 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
         remedy = hint(path) or ("" if also else _GIVE_THE_DIRECTORY)
         raise CheckpointError(f"{path}: there is no usable checkpoint here{also}{remedy}")
     tags = ", ".join(dict.fromkeys(c.manifest.tag for c in candidates)) or "none"
+    if tag is None:
+        raise CheckpointError(f"{path}: all were saved aside; name one of the tags: {tags}{also}")
     raise CheckpointError(f"{path}: no checkpoint is tagged {tag!r}; tags there are: {tags}{also}")
 
 

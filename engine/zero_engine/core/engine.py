@@ -109,6 +109,7 @@ class Engine(WholeWeights):
             collectives=core.collectives,
             scheduler=scheduler,
             aliases=core.aliases,
+            frozen_by_group=core.as_given.frozen_by_group,
         )
         self._training = EngineTraining(config, core, run, self._state)
         self._persistence = Persistence(config.checkpoint, self._training, link)
@@ -374,6 +375,7 @@ class Engine(WholeWeights):
         *,
         exclude_frozen_parameters: bool = False,
         blocking: bool | None = None,
+        aside: bool = False,
     ) -> bool:
         """Save a checkpoint; every rank calls it. Inside of a step it is that of the step before.
 
@@ -390,6 +392,8 @@ class Engine(WholeWeights):
                 the weights that the script has given them.
             blocking: Return when the checkpoint is published; None: the opposite of the config's
                 checkpoint.async. A worker that leaves always waits.
+            aside: Only a load that names its tag takes this checkpoint, and `keep_last` neither
+                counts nor deletes it.
 
         Returns:
             Whether the checkpoint was published, or begun in the background. False if this worker's
@@ -421,6 +425,7 @@ class Engine(WholeWeights):
                 client_state or {},
                 blocking=blocking,
                 exclude_frozen=exclude_frozen_parameters,
+                aside=aside,
             )
 
     def keep_client_state(self, source: ClientSource | None) -> None:

@@ -35,6 +35,12 @@ class AsGiven:
             for name, param in model.named_parameters()
             if id(param) in grouped and not param.requires_grad
         ]
+        names = {param: name for name, param in model.named_parameters()}
+        self.frozen_by_group = [
+            [names[p] for p in group["params"] if p in names and not p.requires_grad]
+            for group in groups
+        ]
+        """Of each param group the names of the parameters that are not trained."""
         self._has_warned = False
 
     def check(self, trained: Iterable[FlatUnit]) -> None:

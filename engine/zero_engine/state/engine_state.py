@@ -9,6 +9,7 @@ buffers, scheduler and loss scale.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,19 @@ from torch import nn
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
+from zero_checkpoint.extra_state import KEY as EXTRA_STATE
+from zero_checkpoint.extra_state import extra_state, restore_extra_state
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
 from zero_checkpoint.scheduler_state import restore_schedule, schedule_as_json
-from zero_checkpoint.torch_state import persistent_buffers, plain, set_option
+from zero_checkpoint.torch_state import (
+    matched,
+    numbers_of,
+    persistent_buffers,
+    plain,
+    set_option,
+)
 from zero_comm.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
@@ -30,6 +39,8 @@ from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut
 from zero_engine.state.owner_state import WHOLE, StateOfOwners
 from zero_engine.state.selection import LoadOptions, Selection, select, without_frozen
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,8 @@ class EngineState:
     collectives: Collectives
     scheduler: Any
     aliases: Mapping[str, str]
+    frozen_by_group: Sequence[Sequence[str]] = ()
+    """Of each param group the names of the parameters that are not trained."""
     _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     """Tensors and pieces of the last capture, used again while the memory is the same."""
 
@@ -67,20 +80,23 @@ class EngineState:
         """
         groups: list[dict[str, Any]] = []
         if self.zero is not None and self._optimizer is not None:
-            names, params = self.zero.names_by_group(), self.zero.optimizer.param_groups
-            for named, group, record in zip(names, params, self._optimizer.records(), strict=True):
+            records = self._optimizer.records()
+            params = self.zero.optimizer.param_groups
+            for (named, frozen), group, record in zip(self._groups(), params, records, strict=True):
                 options = {
                     key: plain(value, f"param group option {key}")
                     for key, value in group.items()
                     if key != "params"
                 }
-                groups.append({"params": named, "hyperparameters": options, **record})
+                own = {"params": named, "frozen": list(frozen), "hyperparameters": options}
+                groups.append({**own, **record})
         engine = {
             **run,
             "groups": groups,
             "scheduler": schedule_as_json(self.scheduler),
             "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
             "excludes_frozen": exclude_frozen,
+            EXTRA_STATE: extra_state(self.module),
         }
         state = self._state({"engine": engine, "client": dict(client)})
         return without_frozen(state, self._frozen()) if exclude_frozen else state
@@ -121,10 +137,12 @@ class EngineState:
         """Finish a load whose pieces are filled: everything except weights. Collective."""
         for name, buffer in persistent_buffers(self.module):
             self.collectives.broadcast(buffer, f"buffer {name}")
+        absent = restore_extra_state(self.module, engine.get(EXTRA_STATE))
+        if absent and self.collectives.rank == 0:
+            _log.warning("the checkpoint has no extra state of %s: it stays", ", ".join(absent))
         if self.zero is not None and options.wants_optimizer:
             assert self._optimizer is not None
-            by_names = {frozenset(record["params"]): record for record in engine["groups"]}
-            records = [by_names.get(frozenset(names)) for names in self.zero.names_by_group()]
+            records = matched(engine["groups"], self._groups())
             self._optimizer.finish(records)
             for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
                 for key, value in record["hyperparameters"].items() if record is not None else ():
@@ -184,23 +202,42 @@ class EngineState:
 
     # ---- param groups ----
 
-    def _check_groups(self, manifest: Manifest, options: LoadOptions) -> None:
-        saved = {frozenset(group["params"]) for group in manifest.meta["engine"]["groups"]}
-        if not saved:  # weights alone, such as imported ones: the optimizer begins afresh
-            return
+    def _groups(self) -> list[tuple[list[str], Sequence[str]]]:
+        """Of each param group the names of its trained and of its frozen parameters."""
         assert self.zero is not None
-        ours = {frozenset(names) for names in self.zero.names_by_group()}
-        if saved == ours:
+        return [*zip(self.zero.names_by_group(), self.frozen_by_group, strict=True)]
+
+    def _check_groups(self, manifest: Manifest, options: LoadOptions) -> None:
+        records = manifest.meta["engine"]["groups"]
+        if not records:  # weights alone, such as imported ones: the optimizer begins afresh
+            return
+        saved = {frozenset(record["params"]) for record in records} - {frozenset()}
+        ours = {frozenset(trained) for trained, _ in self._groups()} - {frozenset()}
+        differ = {name for group in saved ^ ours for name in group}
+        # The flat optimizer has one count of steps for all that a group trains.
+        counts = {
+            name
+            for record in records
+            for name, numbers in numbers_of(record).items()
+            if name in record["params"] and numbers != record["state"]
+        }
+        if not differ and not counts:
             return
         params = {slot.fqn for unit in self.units for slot in unit.layout.slots}
         same_model = params == {t.fqn for t in manifest.tensors if t.kind == PARAM}
         # With strict loading another model is refused later, tensor by tensor.
-        if same_model or not options.strict:
-            name = min(frozenset().union(*(saved ^ ours)))
+        if differ and (same_model or not options.strict):
             raise ModelMismatch(
                 f"checkpoint {manifest.tag}: the parameters are in other param groups or "
-                f"trained where they are now frozen (for example {name}); give the optimizer the "
-                "groups that it had, or load with load_optimizer_states=False"
+                f"trained where they are now frozen (for example {min(differ)}); give the "
+                "optimizer the groups that it had, or load with load_optimizer_states=False"
+            )
+        if counts:
+            raise ModelMismatch(
+                f"checkpoint {manifest.tag}: the parameters of a param group were not stepped "
+                f"equally often (for example {min(counts)}), and the engine steps a group as one; "
+                "give it a group of its own from the beginning, or load with "
+                "load_optimizer_states=False"
             )
 
     def _check_optimizer(self, manifest: Manifest) -> None:

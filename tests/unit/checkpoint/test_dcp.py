@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,34 @@ def test_zero_ckpt_exports_a_plain_dcp_directory(tmp_path: Path) -> None:
         state = {**state_of(*made(1, 1)), "epoch": 0}
         dcp.load(state, checkpoint_id=tmp_path / "plain", no_dist=True)
     assert same(state, {**state_of(*made()), "epoch": 3})
+
+
+def step_of_torchtitan(folder: Path) -> int:
+    """Which checkpoint torchtitan 0.3 looks for at its start: -1, if it finds none."""
+    found = [
+        int(match[1])
+        for path in folder.iterdir()
+        if (match := re.search(r"step-(\d+)", path.name)) and (path / ".metadata").is_file()
+    ]
+    return max(found, default=-1)
+
+
+def test_torchtitan_finds_what_a_writer_has_saved_and_a_reader_loads_it(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (50, 100, 150):
+            state = {"w": torch.full((3,), float(step)), "train_state": {"step": step}}
+            name = tmp_path / f"step-{step}"
+            dcp.save(state, storage_writer=Writer(keep_last=2), checkpoint_id=name, no_dist=True)
+        step = step_of_torchtitan(tmp_path)
+        assert step == 150
+        assert (tmp_path / "step-150").is_dir()
+        state = {"w": torch.zeros(3), "train_state": {"step": 0}}
+        name = tmp_path / f"step-{step}"
+        dcp.load(state, storage_reader=Reader(), checkpoint_id=name, no_dist=True)
+    assert (state["w"].tolist(), state["train_state"]) == ([150.0] * 3, {"step": 150})
+    # What was deleted is not found any more, either.
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == [
+        "step-100",
+        "step-150",
+    ]
