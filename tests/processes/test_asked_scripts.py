@@ -42,7 +42,9 @@ def join(
     steps = tmp_path / "steps-0"
     wait_for(lambda: steps.exists() and len(whole_lines(steps)) > 3, 60, "some steps")
     job.start("b")
-    wait_for((tmp_path / "steps-1").exists, 60, "two ranks")
+    wait_for(
+        lambda: any(line.startswith("2 ") for line in whole_lines(steps)), 60, "a step of two ranks"
+    )
     (tmp_path / "enough").touch()
     job.wait_for_end()
     return job, whole_lines(steps)
