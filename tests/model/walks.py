@@ -1,8 +1,12 @@
-"""Random walks through the worlds of a large job; a seed is the same walk each time."""
+"""Random walks through the worlds of a large job, whose links break and heal as well.
+
+A seed is the same walk each time.
+"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tests.model.search import check_commits, move
 from tests.model.world import (
@@ -10,8 +14,13 @@ from tests.model.world import (
     World,
     act,
     begin,
+    break_link,
     faults,
+    heal,
     look,
+    look_at_links,
+    lose_peers,
+    reach_again,
     register,
     still_registered,
     workers_end,
@@ -19,6 +28,9 @@ from tests.model.world import (
 from zero_agent.node.state import Workers
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.spec import JobSpec
+
+HEALS = 0.002
+"""The chance that a dead link works again, at each event."""
 
 
 def walk(nodes: int, events: int, seed: int) -> int:
@@ -32,10 +44,13 @@ def walk(nodes: int, events: int, seed: int) -> int:
     """
     chance, high = random.Random(seed), nodes * 3 // 4
     spec = JobSpec(min_nodes=2, max_nodes=high, max_restarts=10**9)
-    world = begin(spec, nodes, faults=10**9)
+    world = begin(spec, nodes, faults=10**9, breaks=10**9)
     for _ in range(events):
         world = something_happens(world, chance.randrange(nodes), chance, fault_rate=0.02)
+        if world.broken and chance.random() < HEALS:
+            world = chance.choice(list(heal(world)))
         check_commits(world)
+    world = replace(world, broken=frozenset())
     for _ in range(400):
         for index in range(nodes):
             world = something_happens(world, index, chance, fault_rate=0.0)
@@ -61,7 +76,13 @@ def something_happens(world: World, index: int, chance: random.Random, fault_rat
         anew = not agent.alive or chance.random() < 0.5
         return register(world, index, anew=anew) if chance.random() < 0.3 else world
     if chance.random() < fault_rate:
-        return chance.choice(list(faults(world, index)))
+        return chance.choice([*faults(world, index), *break_link(world, index)])
+    links = [*look_at_links(world, index), *reach_again(world, index)]
+    if links and chance.random() < 0.3:
+        return chance.choice(links)
+    lost = [after for after in lose_peers(world) if after.agents[index] is not agent]
+    if lost and chance.random() < 0.1:
+        return lost[0]
     return works(world, index, chance)
 
 

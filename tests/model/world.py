@@ -333,8 +333,11 @@ def commit(world: World, index: int) -> Iterator[World]:
 
 
 def dead_within(world: World, agent: Agent) -> frozenset[Pair]:
-    """The dead links of the round that this agent's workers run in, if that is the current one."""
-    members = {member.id for member in world.job.members.nodes}
+    """The dead links of the round that this agent's workers run in, if that is the current one.
+
+    Who has finished is waited for by nobody.
+    """
+    members = {member.id for member in world.job.members.nodes} - world.job.done
     if not world.broken or agent.round != world.job.n:
         return frozenset()
     return frozenset(pair for pair in world.broken if pair <= members)

@@ -111,7 +111,6 @@ BROKEN_JOBS = {
     "two nodes, both needed": pytest.param(2, (2, 2), 0, 0),
     "two nodes that can be alone": pytest.param(2, (1, 2), 1, 0, marks=pytest.mark.full),
     "two nodes and a fault": pytest.param(2, (1, 2), 1, 1, marks=pytest.mark.full),
-    "three nodes, two needed": pytest.param(3, (2, 3), 1, 0, marks=pytest.mark.full),
 }
 """Nodes there are, nodes wanted, restarts allowed, faults that happen."""
 
