@@ -71,7 +71,7 @@ def jobs(objects: list[Object]) -> Iterator[Object]:
 
 def workloads(objects: list[Object]) -> Iterator[Object]:
     """Everything with a pod template."""
-    yield from of_kind(objects, "StatefulSet")
+    yield from of_kind(objects, "StatefulSet", "Deployment")
     yield from jobs(objects)
 
 

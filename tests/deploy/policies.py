@@ -55,7 +55,8 @@ def probes_ask_a_port_that_is_open(objects: list[Object]) -> Iterator[str]:
     for where, _, container in _all_containers(objects):
         ports = {port["name"] for port in container.get("ports", [])}
         for probe in PROBES:
-            target = container.get(probe, {}).get("httpGet", {}).get("port")
+            asked = container.get(probe, {})
+            target = (asked.get("httpGet") or asked.get("tcpSocket", {})).get("port")
             if target not in ports:
                 yield f"{where}: {probe} asks port {target}; there are {sorted(ports)}"
 
@@ -171,7 +172,7 @@ def _source(volume: Object) -> tuple[str, str]:
 def the_grace_period_fits_the_drain(objects: list[Object]) -> Iterator[str]:
     for where, workload, container in _all_containers(objects):
         variables = environment(objects, container)
-        if "PET_SHUTDOWN_TIMEOUT" in variables:
+        if container["name"] == "agent" and "PET_SHUTDOWN_TIMEOUT" in variables:
             hook_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
             needed_s = hook_s + float(variables["PET_SHUTDOWN_TIMEOUT"]) + TIME_TO_END_S
             given_s = pod(workload)["terminationGracePeriodSeconds"]
@@ -246,7 +247,7 @@ def the_health_port_is_the_agents(objects: list[Object]) -> Iterator[str]:
     for where, _, container in _all_containers(objects):
         port = environment(objects, container).get("PET_HEALTH_PORT")
         opened = {p["name"]: str(p["containerPort"]) for p in container["ports"]}
-        if port is not None and opened.get("health") != port:
+        if container["name"] == "agent" and port is not None and opened.get("health") != port:
             yield f"{where}: PET_HEALTH_PORT={port}; the container opens {opened}"
 
 

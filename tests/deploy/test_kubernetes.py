@@ -36,7 +36,10 @@ VERSIONS = ("1.31", "1.33", "1.35", "1.37")
 
 README = (DEPLOY / "README.md").read_text()
 
-NOT_KUBERNETES = {"JobSet", "TrainingRuntime", "TrainJob", "Certificate", "Issuer"}
+NOT_KUBERNETES = {
+    *("JobSet", "TrainingRuntime", "TrainJob", "Certificate", "Issuer"),
+    *("PodMonitor", "PrometheusRule"),
+}
 """Kinds with a schema of their own project's."""
 
 
@@ -153,6 +156,26 @@ def test_tls_reaches_every_member_and_every_agent():
     mounted = {mount["mountPath"] for mount in _agent(objects)["volumeMounts"]}
     paths = [_flags(objects)[f"PET_ETCD_{name}"] for name in ("CA", "CERT", "KEY")]
     assert {path.rpartition("/")[0] for path in paths} == {"/etc/zero-tls"} <= mounted
+
+
+@pytest.mark.parametrize(
+    ("component", "path"), [("tls", "/etc/zero-tls"), ("etcd-credentials", "/etc/zero-etcd")]
+)
+def test_the_metrics_of_a_job_reach_etcd_as_its_agents_do(tmp_path, component, path):
+    kubernetes = DEPLOY / "kubernetes"
+    parts = [kubernetes / "components" / name for name in ("monitoring", component)]
+    whole = {
+        "resources": [os.path.relpath(BASE, tmp_path)],
+        "components": [os.path.relpath(part, tmp_path) for part in parts],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(whole))
+    objects = render(tmp_path)
+    [container] = pod(named(objects, "Deployment", "metrics"))["containers"]
+    assert container["envFrom"] == [{"configMapRef": {"name": "agent"}}]
+    assert path in {mount["mountPath"] for mount in container["volumeMounts"]}
+    labels = named(objects, "Deployment", "metrics")["spec"]["template"]["metadata"]["labels"]
+    [clients, *_] = named(objects, "NetworkPolicy", "etcd")["spec"]["ingress"]
+    assert labels in [one["podSelector"]["matchLabels"] for one in clients["from"]]
 
 
 def test_an_existing_etcd_leaves_none_of_ours():

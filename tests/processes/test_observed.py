@@ -6,16 +6,20 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.cluster import COLD, TOGETHER, agent, environment
+from tests.support.cluster import COLD, ROOT, TOGETHER, agent, environment
+from tests.support.etcd_server import EtcdServer
 from tests.support.otlp import collector
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
@@ -24,6 +28,7 @@ from zero_orchestrator.ctl.events import goodput_prefix, history_key, read_goodp
 from zero_orchestrator.ctl.goodput import Use, from_record, total_ns
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import KeyValueStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -98,25 +103,108 @@ def test_the_time_of_a_job_with_a_failure_is_accounted_for(etcd, etcd_store, tmp
     assert 'zero_job_restarts_total{zero_job="goodput"} 1.0' in shown.stdout
 
 
-def test_the_metrics_of_all_jobs_are_served_on_a_free_port_until_ctrl_c(etcd, etcd_store):
-    spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=7, command=("train.py",))
-    etcd_store.put(Keys("served").spec, spec.to_json())
+@contextlib.contextmanager
+def _served(endpoint: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`zero-ctl metrics --port`, and the URL at which it serves."""
     command = [sys.executable, "-m", "zero_orchestrator", "metrics", "--port=0"]
-    env = {**environment(), "PET_RDZV_ENDPOINT": etcd.endpoint}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        told = process.stdout.readline()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics is served until Ctrl-C\n", told)
-        url = told.split()[0]
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            text = answer.read().decode()
+    env = {**environment(), "PET_RDZV_ENDPOINT": endpoint}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = process.stdout.readline()
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics is served until Ctrl-C\n", told)
+            yield process, told.split()[0]
+        finally:
+            process.kill()
+
+
+def _scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def _a_job(store: KeyValueStore) -> None:
+    spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=7, command=("train.py",))
+    store.put(Keys("served").spec, spec.to_json())
+
+
+def test_the_metrics_of_all_jobs_are_served_on_a_free_port_until_ctrl_c(etcd, etcd_store):
+    _a_job(etcd_store)
+    with _served(etcd.endpoint) as (process, url):
+        text = _scrape(url)
         assert 'zero_job_restart_budget{zero_job="served"} 7.0' in text
+        assert "zero_etcd_up 1.0" in text
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
+
+
+def test_without_etcd_a_scrape_says_so_and_the_metrics_come_back_with_it(tmp_path):
+    server = EtcdServer(tmp_path).start()
+    try:
+        with _served(server.endpoint) as (process, url):
+            server.stop()
+            text = _scrape(url)
+            assert ("zero_etcd_up 0.0" in text, "zero_job_" in text) == (True, False)
+            server.start()
+            wait_for(lambda: "zero_etcd_up 1.0" in _scrape(url), 60, "etcd in the metrics")
+            process.kill()
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
+        server.stop()
+        command = [sys.executable, "-m", "zero_orchestrator", "metrics", "--port=0"]
+        env = {**environment(), "PET_RDZV_ENDPOINT": server.endpoint}
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (3, False)
     finally:
-        process.kill()
-        process.communicate()
+        server.stop()
+
+
+PROMETHEUS = """
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: [{rules}]
+scrape_configs: [{{job_name: zero, static_configs: [{{targets: ["{target}"]}}]}}]
+"""
+
+
+@pytest.mark.full
+def test_a_real_prometheus_scrapes_the_jobs_and_evaluates_every_rule(etcd, etcd_store, tmp_path):
+    if (program := shutil.which("prometheus")) is None:
+        pytest.skip("prometheus is not here: it is in Debian's package of that name")
+    _a_job(etcd_store)
+    rules, port = ROOT / "deploy" / "monitoring" / "alerts.yaml", free_port()
+    with _served(etcd.endpoint) as (_, url):
+        target = url.removeprefix("http://").removesuffix("/metrics")
+        (tmp_path / "prometheus.yml").write_text(PROMETHEUS.format(rules=rules, target=target))
+        command = [
+            program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}",
+            f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+        ]  # fmt: skip
+        with subprocess.Popen(command) as prometheus:
+            try:
+
+                def ask(path: str) -> Any:
+                    with contextlib.suppress(OSError):
+                        return json.loads(_scrape(f"http://127.0.0.1:{port}/api/v1/{path}"))["data"]
+                    return {}
+
+                query = "query?query=zero_job_restart_budget"
+                found = wait_for(lambda: ask(query).get("result"), 60, "a scrape")
+                assert [(one["metric"]["zero_job"], one["value"][1]) for one in found] == [
+                    ("served", "7")
+                ]
+
+                def evaluated() -> list[dict[str, Any]]:
+                    groups = ask("rules").get("groups", [])
+                    listed = [rule for group in groups for rule in group["rules"]]
+                    return listed if all(one["health"] != "unknown" for one in listed) else []
+
+                health = {one["name"]: one["health"] for one in wait_for(evaluated, 60, "rules")}
+                assert set(health.values()) == {"ok"}, health
+            finally:
+                prometheus.kill()
 
 
 COUNTS = """

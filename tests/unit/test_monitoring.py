@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from zero_agent.loop.metrics import NODE_METRICS, STEPS
-from zero_orchestrator.ctl.metrics import JOB_METRICS
+from zero_orchestrator.ctl.metrics import ETCD_UP, JOB_METRICS
 
 MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
 DEFINED = [definition for definition, _ in (*JOB_METRICS, *NODE_METRICS)]
 SAMPLES = {one.name + ("_total" if one.counts else "") for one in DEFINED}
-SAMPLES |= {f"{STEPS.name}_{part}" for part in ("bucket", "count", "sum")}
+SAMPLES |= {ETCD_UP.name, *(f"{STEPS.name}_{part}" for part in ("bucket", "count", "sum"))}
 
 
 def expressions(file: str) -> list[str]:
@@ -42,6 +42,25 @@ def test_every_alert_says_what_is_wrong_and_what_follows():
         for rule in group["rules"]:
             assert rule["annotations"].keys() == {"summary", "description"}
             assert rule["labels"]["severity"] in {"warning", "critical"}
+
+
+def test_an_alert_about_a_job_ends_with_the_job_or_says_when():
+    of_jobs = [one for one in expressions("alerts.yaml") if "zero_job_" in one]
+    ends = r'state=~?"(ACTIVE|FORMING|ACTIVE\|FORMING)"|_seen_timestamp_seconds < \d|increase\('
+    assert [one for one in of_jobs if not re.search(ends, one) and "unless" not in one] == []
+
+
+def test_a_panel_is_red_only_where_something_is_wrong():
+    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    colours = {
+        panel["title"]: [
+            step["color"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        ]
+        for panel in panels
+    }
+    assert {title for title, found in colours.items() if "red" in found} == {
+        "Goodput since the start", "Age of the newest checkpoint", "Silence of etcd",
+    }  # fmt: skip
 
 
 def test_no_panel_of_the_dashboard_covers_another():

@@ -378,7 +378,17 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if args.port is None:
         print(metrics.exposition(now).decode(), end="")
         return CtlExit.OK
-    registry = metrics.Metrics(now).registry
+    list(now())  # what cannot be read at the start is an error of this command
+
+    def scraped() -> Iterator[Metric]:
+        try:
+            found = [*now(), metrics.etcd_up(True)]
+        except (StoreError, status.NoSuchJob) as error:
+            view.report(f"no metrics: {error}")
+            found = [metrics.etcd_up(False)]
+        yield from found
+
+    registry = metrics.Metrics(scraped).registry
     try:
         server, _ = start_http_server(args.port, addr=args.host, registry=registry)
     except OSError as error:

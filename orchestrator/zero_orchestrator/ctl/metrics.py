@@ -411,6 +411,17 @@ RECOVERY_METRICS: Sequence[tuple[Definition, Callable[[Sequence[Recovery]], Valu
 """Every metric of a job's recoveries, oldest first, and its samples."""
 
 
+ETCD_UP = Definition(
+    name="zero_etcd_up",
+    help="1 if `zero-ctl metrics` could read the jobs, else 0: then it has no other metric.",
+)
+
+
+def etcd_up(is_up: bool) -> Metric:
+    """The metric `ETCD_UP`, the only one that is about no job."""
+    return GaugeMetricFamily(ETCD_UP.name, ETCD_UP.help, value=float(is_up))
+
+
 def of_jobs(
     jobs: Sequence[JobStatus], recovered: Mapping[str, Sequence[Recovery]] = MappingProxyType({})
 ) -> Iterator[Metric]:
