@@ -23,6 +23,8 @@ from zero_checkpoint.commit import save
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.ownership import runs
+from zero_contract.worker import ENV_RUN
 
 DEADLINE_S = 60
 
@@ -89,7 +91,9 @@ class SavingJob:
         for rank, disk in disks.items():
             receive, send = context.Pipe(duplex=False)
             limit = (file_limits or {}).get(rank)
-            settings = (dict(os.environ), self._store.port, limit, timeout_s)
+            # Of the run that has saved before, as the workers that an agent starts again.
+            environment = {**os.environ, ENV_RUN: runs()[-1]}
+            settings = (environment, self._store.port, limit, timeout_s)
             args = (rank, len(disks), root, full, disk, settings, send)
             process = context.Process(target=_save_as_rank, args=args, daemon=True)
             process.start()
