@@ -10,7 +10,8 @@ directory without a manifest, which no load chooses; one that dies after it leav
 checkpoint. A rank that has voted removes its file only on the verdict "not published": without a
 verdict the rename may have happened, and if the storage has failed in it, rank 0 does not know
 either. Then no rank removes anything: a load takes a complete checkpoint, a later sweep
-removes a directory without a manifest. Earlier checkpoints are never touched.
+removes a directory without a manifest. Nor does a rank remove anything if the fence cannot be asked
+for now: rank 0 may publish the files later, alone. Earlier checkpoints are never touched.
 
 Every rank calls `save`, in step, on the thread of its saves. Source of the protocol: two-phase
 commit with the rename as its decision record; torchsnapshot writes its metadata last in the same
@@ -39,7 +40,18 @@ from zero_checkpoint.files.writer import Image, LiveImage, write_file
 from zero_checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
 from zero_checkpoint.format.manifest import MANIFEST, age, directory_name, file_name
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.publish import Fence, Header, Unsure, assemble, publish, vote_for, withdraw
+from zero_checkpoint.publish import (
+    Attempt,
+    Fence,
+    Header,
+    NotPublished,
+    Unsure,
+    assemble,
+    prepare,
+    publish,
+    vote_for,
+    withdraw,
+)
 from zero_checkpoint.staging import PUBLISH, WRITE, OnPart
 from zero_contract.errors import CommitRefused
 
@@ -88,6 +100,7 @@ def save(
 
     Raises:
         CommitRefused: The fence refused; nothing is published. On every rank.
+        NotPublished: The fence cannot be asked for now; the files stay. On every rank.
         DiskFull: One or more ranks lacked room, and nothing else failed; nothing is published.
             On every rank.
         OtherRun: Another run saves to `root`, see `ownership`; nothing is published. On every rank.
@@ -98,7 +111,7 @@ def save(
     """
     disk = disk or disk_of(root)
     opened = consensus.announce(partial(_open, root, step, round, disk), voted_on="nonce")
-    _raise_problem(opened)
+    raise_problem(opened)
     block_bytes = disk.block_bytes or block_bytes_for(state.tensors)
     number, nonce = opened["round"], opened["nonce"]
     header = Header(
@@ -112,24 +125,29 @@ def save(
     name = directory_name(step, number, nonce)
     directory = _as_opened(root, opened["root"], name) / name
     path = directory / file_name(consensus.rank)
+    attempt: Attempt | None = None
+
+    def judge(votes: list[Record | None]) -> Record:
+        nonlocal attempt
+        verdict, attempt = _judge(directory, state, header, votes, fence, disk)
+        return verdict
+
     try:
         verdict = consensus.ask(
             _write_own(path, state, image, consensus.rank, block_bytes, disk, on_part),
-            lambda votes: timed(
-                votes, on_part, lambda: _judge(directory, state, header, votes, fence, disk)
-            ),
+            lambda votes: timed(votes, on_part, partial(judge, votes)),
         )
     except KeyboardInterrupt:
         # With other ranks, or once committed, the attempt must not be undone from here.
         if consensus.world == 1 and not (directory / MANIFEST).exists():
             withdraw(directory, disk)
         raise
-    if "problem" in verdict and not verdict.get("unknown"):
+    if "problem" in verdict and not (verdict.get("unknown") or verdict.get("written")):
         # Rank 0 has removed the attempt already, unless this rank was still writing then.
         with suppress(OSError):
             disk.remove(path)
             disk.remove_directory(path.parent)
-    _raise_problem(verdict)
+    raise_problem(verdict, attempt)
     return directory
 
 
@@ -267,22 +285,35 @@ def _judge(
     votes: list[Record | None],
     fence: Fence | None,
     disk: Disk,
-) -> Record:
+) -> tuple[Record, Attempt | None]:
     """Rank 0: publish the files of all ranks; or remove them, unless they may be published."""
     try:
-        manifest = assemble(state, header, votes)
-        _check_runs(directory.parent)  # once more: the files may have taken long to write
-        publish(directory, manifest, fence, disk)
-        return {}
-    except CommitRefused as error:
-        verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
-    except OtherRun as error:
-        verdict = {"problem": str(error), "other_run": True}
+        attempt = prepare(directory, assemble(state, header, votes), disk)
     except CheckpointError as error:
         # The disk is full if every rank that failed has failed for want of room alone.
         failed = [vote for vote in votes if vote is None or "problem" in vote]
         full = bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
-        verdict = {"problem": f"{directory} was not saved: {error}", "full": full}
+        withdraw(directory, disk)
+        return {"problem": f"{directory} was not saved: {error}", "full": full}, None
+    except Exception as error:
+        withdraw(directory, disk)
+        return _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error), None
+    return publish_or_withdraw(attempt, fence), attempt
+
+
+def publish_or_withdraw(attempt: Attempt, fence: Fence | None) -> Record:
+    """On rank 0: publish the files; or remove them, unless they are, or may yet be, published."""
+    directory, disk = attempt.directory, attempt.disk
+    try:
+        _check_runs(directory.parent)  # once more: much time may have passed
+        publish(attempt, fence)
+        return {}
+    except CommitRefused as error:
+        verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
+        if error.passing:
+            return {**verdict, "written": str(directory)}
+    except OtherRun as error:
+        verdict = {"problem": str(error), "other_run": True}
     except Unsure as error:
         verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error.failure)
         if not withdraw(directory, disk, committing=True):
@@ -301,7 +332,10 @@ def _problem(where: str, error: Exception) -> Record:
     return {"problem": f"{where}: {error or type(error).__name__}"}
 
 
-def _raise_problem(verdict: Record) -> None:
+def raise_problem(verdict: Record, attempt: Attempt | None = None) -> None:
+    """Raise what a verdict says, as `save`; return if it says that all is well."""
+    if written := verdict.get("written"):
+        raise NotPublished(verdict["problem"], written, attempt)
     if verdict.get("refused"):
         raise CommitRefused(verdict["problem"], passing=verdict["passing"])
     if "problem" in verdict:

@@ -12,11 +12,9 @@ they do it at the same boundary.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,16 +30,18 @@ from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import ASIDE
 from zero_checkpoint.format.pieces import State
+from zero_checkpoint.last_save import LastSave
 from zero_checkpoint.memory.tier import InMemoryCheckpoints
 from zero_checkpoint.options import SKIP, Checkpoint
 from zero_checkpoint.other_engines import BESIDE, Moment, inconsistent
+from zero_checkpoint.publish import NotPublished
 from zero_checkpoint.restore import Loaded
 from zero_checkpoint.retention import is_number
 from zero_checkpoint.saver import Request, Saver
 from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.staging import Outcome
 from zero_checkpoint.training import Loading, Training
-from zero_comm.agent_link import BEFORE_FIRST_STEP, AgentLink, exit_on_peer_loss
+from zero_comm.agent_link import BEFORE_FIRST_STEP, AgentLink
 from zero_comm.distributed import group_store
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
 from zero_contract.worker import Restored, Saved
@@ -55,11 +55,6 @@ _SCRIPT_ALONE = (
 )
 NOTES = 10
 """The number of values that `Persistence.notes` adds to the consensus of a step."""
-ROOM_WAIT_S = 3600.0
-"""The time that a save which a script relies on waits for room on a full disk."""
-LEAVING_WAIT_S = 10.0
-"""The same for a worker that leaves: its agent kills it if it takes longer."""
-_PAUSE_S = 5.0
 
 
 class Persistence:
@@ -103,8 +98,8 @@ class Persistence:
         self._some_rank_busy = False
         self._some_memory_busy = False
         self._has_logged_metric = False
-        self._owed: Request | None = None
-        """The last save, if it has found no room: a script must not end without it."""
+        self._last = LastSave(training, link, self.saver, self._consensus, self._note)
+        self.saver.on_published = self._last.succeeded
 
     def _consensus_of(self, part: str, on_wait: Callable[[], None]) -> StoreConsensus:
         """Votes of this rank under a prefix: questions of different parts do not mix."""
@@ -196,6 +191,7 @@ class Persistence:
 
     def _save(self, request: Request, *, waits: bool) -> bool:
         """Begin a save; return when nothing reads the state any more, or the state is copied."""
+        self._last.begun(request)
         try:
             copied = self.saver.begin(request, copy=not waits)
             saved = self._await_saved(request) if waits else True
@@ -218,98 +214,35 @@ class Persistence:
         try:
             return self.wait()
         except DiskFull as error:
-            if self._owed is None:
-                atexit.register(self._end_unsaved)
-            self._owed = request
             continues = not self.training.in_library_loop and (self.leaving or self._script_asks)
             then = f"training continues, and checkpoint_due() is true again in {RETRY_S:g} s"
-            self._warn(
-                f"the checkpoint of step {request.step} was not saved; "
-                f"{then if continues else 'training waits for room'}: {error}; free some room"
-            )
+            if self.training.rank == 0:
+                _log.warning(
+                    "the checkpoint of step %d was not saved; %s: %s; free some room",
+                    request.step,
+                    then if continues else "training waits for room",
+                    error,
+                )
             if not continues:
-                self._wait_for_room(request, self._room_wait_s)
+                self._last.wait_for_room(request)
             return not continues
 
     def close(self) -> None:
-        """Finish the saves in flight, and the last save, if it has found no room.
+        """Finish the saves in flight, and the last save, if it has failed.
 
         Raises:
             DiskFull: There is still no room.
+            CommitRefused: It may not be published.
+            CheckpointError: It failed again.
         """
         self.training.settle()
         if self.ram is not None:
             self.ram.close()
         try:
-            request = self._owed
-            # If an exception ends the script, the other ranks do not come here.
-            if request and request.step == self.training.step and not sys.exc_info()[0]:
-                self._wait_for_room(request, self._room_wait_s)
+            self._take_outcome(self.saver.wait())
+            self._last.finish()
         finally:
             self.saver.close()
-
-    # ---- a full disk ----
-
-    def _settle(self) -> None:
-        """The save that found no room is done, or hopeless."""
-        if self._owed is not None:
-            atexit.unregister(self._end_unsaved)
-        self._owed = None
-
-    @property
-    def _room_wait_s(self) -> float:
-        return LEAVING_WAIT_S if self.leaving else ROOM_WAIT_S
-
-    def _wait_for_room(self, request: Request, limit_s: float) -> None:
-        """Retry a save until there is room; all ranks retry together, as rank 0 decides.
-
-        Raises:
-            DiskFull: There was no room within the limit, or the job wants its workers to leave.
-        """
-        until_s = time.monotonic() + limit_s
-        self._warn(f"waiting up to {limit_s / 60:.0f} min for room in {request.root}")
-        with exit_on_peer_loss(self._link):
-            while True:
-                self.saver.begin(request, copy=False)
-                outcome = self.saver.wait()
-                assert outcome is not None
-                if outcome.error is None:
-                    self._note(outcome)
-                    return
-                if not isinstance(outcome.error, DiskFull):
-                    self._settle()
-                    raise outcome.error
-                self._link.save_waits(request.step, "room", until_s - time.monotonic())
-                if not self._consensus.announce(partial(self._may_wait, until_s))["wait"]:
-                    self._settle()
-                    text = f"no room in {request.root} for the checkpoint of step {request.step}"
-                    raise DiskFull(f"{text} within {limit_s:g} s; free some")
-
-    def _may_wait(self, until_s: float) -> dict[str, bool]:
-        """On rank 0, after a pause: whether to try once more."""
-        time.sleep(_PAUSE_S)
-        asked = self._link.leave_asked and not self.leaving
-        return {"wait": time.monotonic() < until_s and not asked}
-
-    def _warn(self, text: str) -> None:
-        if self.training.rank == 0:
-            _log.warning("%s", text)
-
-    def _end_unsaved(self) -> None:
-        """At the end of the script: exit with 1 if its last save has found no room."""
-        request = self._owed
-        leaves = self.leaving or self._link.group_lost.is_set()
-        if request is None or request.step != self.training.step or leaves:
-            return
-        _log.error(
-            "the script has ended, and its last checkpoint, of step %d, found no room in %s: "
-            "exit code 1",
-            request.step,
-            request.root,
-        )
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
 
     def _check_metric(self, client: Mapping[str, Any]) -> None:
         """Refuse a `keep_best` metric that is no number; without it, the save is not compared."""
@@ -357,6 +290,8 @@ class Persistence:
             # leave. Until then it may compute, and the existing checkpoints stay as they are.
             self.saver.report(outcome)
         elif outcome.error is not None:
+            if not isinstance(outcome.error, DiskFull):
+                self._last.told()
             raise outcome.error
         return outcome.path is not None
 
@@ -373,10 +308,12 @@ class Persistence:
         if outcome.path is not None:
             self.schedule.committed(outcome.write_s)
             self._refused = 0
-            self._settle()
-        elif isinstance(outcome.error, DiskFull):
-            self.schedule.found_no_room()
-        elif isinstance(outcome.error, CommitRefused) and not outcome.error.passing:
+            self._last.settle()
+            return
+        self._last.failed(outcome.error)
+        if isinstance(outcome.error, DiskFull | NotPublished):
+            self.schedule.failed_for_now()
+        elif isinstance(outcome.error, CommitRefused):
             self._refused += 1
 
     def _check_refusals(self) -> None:
@@ -551,7 +488,7 @@ class Persistence:
     def leave(self) -> None:
         """Leave now, after finishing the saves in flight: ends the process."""
         for each in self._engines():
-            with suppress(DiskFull):  # logged below
+            with suppress(CheckpointError, CommitRefused):  # logged below
                 each.close()
             each.saver.log_lost_steps(in_memory=each.ram is not None)
         # Rank 0 may host the store that the others still read the verdict from.

@@ -24,6 +24,7 @@ from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import MANIFEST, NAME, FileRecord, Manifest, encode, file_name
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.format.table import canonical, table_of, uncollected
+from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,28 @@ Fence = Callable[[str], None]
 _TEMPORARY = ".tmp"
 _OWN = tuple(name for name in COLUMNS if name != "file")
 """The columns of fragments in a rank's vote, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """On rank 0, a checkpoint whose files are durable, its manifest too, under a temporary name."""
+
+    directory: Place
+    manifest: Manifest
+    digest: str
+    """Of the manifest."""
+    disk: Disk
+
+
+class NotPublished(CommitRefused):
+    """Etcd does not take a checkpoint for now: its files are written, and stay."""
+
+    def __init__(self, message: str, directory: str, attempt: Attempt | None) -> None:
+        super().__init__(message, passing=True)
+        self.directory = directory
+        """Where its files are."""
+        self.attempt = attempt
+        """To publish it later; on rank 0 alone."""
 
 
 class Unsure(Exception):
@@ -122,15 +145,13 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
     )
 
 
-def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Disk) -> None:
-    """Commit: when this returns, the checkpoint is the newest and survives a power cut.
+def prepare(directory: Place, manifest: Manifest, disk: Disk) -> Attempt:
+    """Write the manifest under a temporary name.
 
     Raises:
-        CommitRefused: The fence refused, before anything is visible.
         CheckpointError: A file is not visible from here.
-        FileExistsError: Another manifest is there, or a tombstone: this attempt was swept.
-        OSError: An operation failed before the commit.
-        Unsure: An operation failed at the commit, or right after it.
+        FileExistsError: Another manifest is there.
+        OSError: An operation failed.
     """
     # A root that is not shared would otherwise show only at a load, when it is too late.
     sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
@@ -142,11 +163,24 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
                 f"put {directory.parent} on storage that all nodes share"
             )
     text, digest = encode(manifest)
+    _write_whole(directory / (MANIFEST + _TEMPORARY), text, disk)
+    return Attempt(directory, manifest, digest, disk)
+
+
+def publish(attempt: Attempt, fence: Fence | None) -> None:
+    """Commit: when this returns, the checkpoint is the newest and survives a power cut.
+
+    Raises:
+        CommitRefused: The fence refused, before anything is visible.
+        FileExistsError: Another manifest is there, or a tombstone: this attempt was swept.
+        OSError: An operation failed before the commit.
+        Unsure: An operation failed at the commit, or right after it.
+    """
+    directory, disk = attempt.directory, attempt.disk
+    if fence is not None:
+        fence(attempt.digest)
     final = directory / MANIFEST
     temporary = final.with_name(MANIFEST + _TEMPORARY)
-    _write_whole(temporary, text, disk)
-    if fence is not None:
-        fence(digest)
     try:
         disk.publish(temporary, final)
         disk.sync_directory(directory)
@@ -155,7 +189,7 @@ def publish(directory: Place, manifest: Manifest, fence: Fence | None, disk: Dis
         raise
     except OSError as error:
         raise Unsure(error) from error
-    _leave_hints(directory, manifest, disk)
+    _leave_hints(directory, attempt.manifest, disk)
 
 
 def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:

@@ -9,7 +9,7 @@ reported once and stops nothing; rank 0 tidies up after each commit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from zero_checkpoint.candidates import newest_committed
 from zero_checkpoint.commit import Lineage, own_layout, save
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.copiers import BeforeChange
-from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.files.chunks import gather_buffers
 from zero_checkpoint.files.direct import DirectDisk
 from zero_checkpoint.files.object_disk import disk_of
@@ -28,7 +28,7 @@ from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.pieces import Piece, State
 from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.options import Checkpoint
-from zero_checkpoint.publish import Fence
+from zero_checkpoint.publish import Fence, NotPublished
 from zero_checkpoint.retention import Best
 from zero_checkpoint.staging import Background, OnPart, Outcome, StagingBuffer
 from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging
@@ -99,6 +99,9 @@ class Saver:
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
+        self._lacked_room = False
+        self.on_published: Callable[[], None] = lambda: None
+        """Called when a save has succeeded, on its thread."""
         self._has_warned = False
         self._buffers = gather_buffers()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
@@ -107,6 +110,11 @@ class Saver:
     def last_failed(self) -> bool:
         """Whether the last save that has ended failed."""
         return self._failed is not None
+
+    @property
+    def last_lacked_room(self) -> bool:
+        """Whether the last save that has ended found the disk full."""
+        return self._lacked_room
 
     @property
     def busy(self) -> bool:
@@ -158,6 +166,14 @@ class Saver:
     def report(self, outcome: Outcome | None) -> None:
         """Log the failure of a save that the script has not waited for."""
         match outcome:
+            case Outcome(error=NotPublished() as error):
+                _log.warning(
+                    "nothing was published for step %d, and training continues; what is written in "
+                    "%s is published when the script ends, if no newer checkpoint is: %s",
+                    outcome.step,
+                    error.directory,
+                    error,
+                )
             case Outcome(error=CommitRefused() as error):
                 _log.warning(
                     "nothing was written for step %d, and training continues: %s",
@@ -212,6 +228,7 @@ class Saver:
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
             self._failed = self._in_flight_root if outcome.path is None else None
+            self._lacked_room = isinstance(outcome.error, DiskFull)
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
 
@@ -248,9 +265,18 @@ class Saver:
             image=image,
             on_part=on_part,
         )
+        self._published(request, path)
+        return path
+
+    def published(self, request: Request, path: Place) -> None:
+        """A checkpoint that was written before is published; no save is in flight."""
+        self.last_step, self._failed = request.step, None
+        self._published(request, path)
+
+    def _published(self, request: Request, path: Place) -> None:
         self._lineage.advance_to(path.name)
         if self._rank == 0:
             digest = request.state.meta["engine"]["weight_hash"]
             _log.info("saved %s%s", path, f", weights {digest[:16]}" if digest else "")
             tidy(request.root, path, self._keep)
-        return path
+        self.on_published()

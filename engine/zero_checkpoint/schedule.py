@@ -18,7 +18,7 @@ from zero_contract.errors import ZeroError
 _log = logging.getLogger(__name__)
 
 RETRY_S = 60.0
-"""The time after which a save that found no room on the disk is due again."""
+"""The time after which a save is due again that found no room on the disk, or no etcd."""
 _WORTH_A_WORD = 1.2
 """The factor by which "auto" must have moved to be reported again."""
 
@@ -70,8 +70,8 @@ class Schedule:
         """A save has been committed, `write_s` after its beginning."""
         self._write_s = write_s
 
-    def found_no_room(self) -> None:
-        """A save has failed because the disk is full."""
+    def failed_for_now(self) -> None:
+        """A save has failed because the disk is full, or etcd away."""
         self._failed_s = self._clock()
 
     # ---- what travels ----

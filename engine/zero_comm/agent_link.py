@@ -59,6 +59,8 @@ COMMIT_TIMEOUT_S = 30.0
 PEER_MEMORY_TIMEOUT_S = 10.0
 BEFORE_FIRST_STEP = "first step: it may compile and warm up"
 """What a worker does that has an engine and its state, until its first step ends."""
+WAIT_FOR_ETCD_S = 5.0
+"""The time that one request for the last checkpoint of a script waits for etcd: another follows."""
 LAST_SAVE = 0.75
 """The part of the drain timeout for which the last save may wait for etcd: the rest is needed to
 exit, before the agent kills the worker."""
@@ -258,6 +260,7 @@ class AgentLink:
         *,
         in_memory: bool = False,
         patience_s: float = 0.0,
+        written: str = "",
     ) -> CommitReply:
         """Ask whether a checkpoint may be published; no reply in time is a refusal."""
         number = next(self._numbers)
@@ -270,6 +273,7 @@ class AgentLink:
             in_memory=in_memory,
             patience_s=patience_s,
             round=self.round,
+            written=written,
         )
         answer = self._ask(request, patience_s + timeout_s)
         if isinstance(answer, CommitReply):
@@ -307,7 +311,14 @@ class AgentLink:
         return f"the agent did not answer within {timeout_s:g} s"
 
     def fence(
-        self, step: int, tag: str, samples: int, *, in_memory: bool = False, last: bool = False
+        self,
+        step: int,
+        tag: str,
+        samples: int,
+        *,
+        in_memory: bool = False,
+        last: bool = False,
+        written: str = "",
     ) -> Callable[[str], None] | None:
         """A function to call with a manifest's digest before publishing it; None without an agent.
 
@@ -319,14 +330,23 @@ class AgentLink:
             samples: The samples consumed up to it.
             in_memory: Whether it is an in-memory checkpoint.
             last: Whether the workers leave with it: then it waits for etcd as long as they may.
+            written: Where its files are, if the script ends with it: it waits for etcd a while.
         """
         if not self.present:
             return None
 
         def check(digest: str) -> None:
-            patience_s = max(0.0, self._last_save_by_s - time.monotonic()) if last else 0.0
+            patience_s = WAIT_FOR_ETCD_S if written else 0.0
+            if last:
+                patience_s = max(0.0, self._last_save_by_s - time.monotonic())
             reply = self.request_commit(
-                step, tag, digest, samples, in_memory=in_memory, patience_s=patience_s
+                step,
+                tag,
+                digest,
+                samples,
+                in_memory=in_memory,
+                patience_s=patience_s,
+                written=written,
             )
             if not reply.granted:
                 raise CommitRefused(

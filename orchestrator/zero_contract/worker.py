@@ -239,6 +239,8 @@ class CommitRequest:
     """Seconds for which the worker repeats the request while etcd is unavailable."""
     round: int = 0
     """The worker's round: only the fence of that round counts. 0: the worker does not say."""
+    written: str = ""
+    """Where its files are, if the script ends with it and waits for etcd."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

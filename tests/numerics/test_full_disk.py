@@ -16,7 +16,7 @@ from tests.numerics.test_leaving import await_leave, exit_code_of, under_agent
 from tests.support.saving import ENDS_AT, heard, undisturbed, use
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
-from zero_checkpoint import find, persistence
+from zero_checkpoint import find, last_save
 from zero_checkpoint.errors import DiskFull
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
@@ -83,7 +83,7 @@ def test_the_last_save_of_a_script_waits_for_room_and_without_it_the_script_fail
 
 
 def end_on_a_full_disk(root: str, attempts: int, asks: bool) -> bool:
-    persistence._PAUSE_S, persistence.ROOM_WAIT_S = 0.01, 1.0
+    last_save._PAUSE_S, last_save.ROOM_WAIT_S = 0.01, 1.0
     engine = make_engine(config(1))
     use(engine, FullFor(attempts))
     train(engine, ENDS_AT)
@@ -105,7 +105,7 @@ def test_a_worker_that_leaves_a_full_disk_leaves_all_the_same(
 
 
 def leave_a_full_disk(root: str) -> int | None:
-    persistence._PAUSE_S, persistence.LEAVING_WAIT_S = 0.01, 0.1
+    last_save._PAUSE_S, last_save.LEAVING_WAIT_S = 0.01, 0.1
     with under_agent(root, leave_after=2):
         engine = make_engine(config(1))
         engine.load_checkpoint(f"{root}/checkpoints")

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from zero_checkpoint import find
 from zero_checkpoint.departure import Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError
 from zero_contract import worker as contract
-from zero_contract.errors import PeerLost
+from zero_contract.errors import CommitRefused, PeerLost
 from zero_contract.worker import (
     CommitReply,
     CommitRequest,
@@ -57,7 +57,7 @@ class Agent:
         memory: Callable[[PeerMemoryRequest], PeerMemoryReply] | None = None,
     ) -> None:
         self.heard: list[contract.Message] = []
-        self._grants = grants
+        self.grants = grants
         self._passing = passing
         self._memory = memory
         self._leave_after = leave_after
@@ -79,10 +79,10 @@ class Agent:
     def _answers(self, message: contract.Message) -> Iterator[contract.Message]:
         match message:
             case CommitRequest():
-                reason = "" if self._grants else "round 4 is forming"
+                reason = "" if self.grants else "round 4 is forming"
                 yield CommitReply(
                     request=message.request,
-                    granted=self._grants,
+                    granted=self.grants,
                     reason=reason,
                     passing=self._passing,
                 )
@@ -290,7 +290,7 @@ def save_refused(root: str) -> tuple[bool, int]:
     return saved, engine.global_steps
 
 
-NOTHING = "nothing was written for step"
+NOTHING = ("nothing was written for step", "nothing was published for step")
 IN_A_ROW = "two saves in a row could not be published, and nothing was written"
 
 
@@ -304,7 +304,7 @@ def test_an_agent_that_is_gone_stops_training_at_the_second_save_in_a_row_that_i
         1, save_without_agent, str(tmp_path), asynchronous, False
     )
     assert (ended_at, error.startswith(IN_A_ROW)) == (last, True)
-    assert [line.split(",")[0] for line in lines] == [f"{NOTHING} {step}" for step in (1, 2)]
+    assert [line.split(",")[0] for line in lines] == [f"{NOTHING[0]} {step}" for step in (1, 2)]
 
 
 def test_saves_that_fail_only_while_etcd_is_away_never_end_the_run(
@@ -312,13 +312,16 @@ def test_saves_that_fail_only_while_etcd_is_away_never_end_the_run(
 ) -> None:
     ((ended_at, error, lines),) = worlds.run(1, save_without_agent, str(tmp_path), False, True)
     assert (ended_at, error) == (4, "")
-    assert [line.split(",")[0] for line in lines] == [f"{NOTHING} {step}" for step in range(1, 5)]
+    expected = [f"{NOTHING[1]} {step}" for step in range(1, 5)]
+    assert [line.split(",")[0] for line in lines] == expected
+    assert [c.manifest.step for c in find(tmp_path / "checkpoints").candidates] == [4]
 
 
 def save_without_agent(root: str, asynchronous: bool, away: bool) -> tuple[int, str, list[str]]:
     settings = config(1, checkpoint={"async": asynchronous})
+    agent = None
     if away:
-        with under_agent(root, grants=False, passing=True):
+        with under_agent(root, grants=False, passing=True) as agent:
             engine = make_engine(settings)
     else:
         os.environ[contract.ENV_SOCKET] = f"{root}/nobody.sock"
@@ -332,7 +335,12 @@ def save_without_agent(root: str, asynchronous: bool, away: bool) -> tuple[int, 
                 engine.save_checkpoint(f"{root}/checkpoints")
         except CheckpointError as problem:
             error = str(problem)
-        engine.destroy()
+        if agent is not None:
+            agent.grants = True
+            engine.destroy()
+        else:
+            with suppress(CommitRefused):
+                engine.destroy()
     return engine.global_steps, error, [line for line in lines if line.startswith(NOTHING)]
 
 

@@ -116,6 +116,7 @@ class Agent:
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
+        self._limits.remark = lambda: self._store_writes.remark
         ask = partial(ask_why_stuck, telemetry, job)
         network = NetworkWatch(clock, self._post, partial(probe_through, telemetry, job))
         self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)

@@ -73,6 +73,8 @@ class Limits:
         self._full = Stopwatch(clock)
         self._said = Stopwatch(clock)
         self._fence = 0
+        self.remark: Callable[[], str] = lambda: ""
+        """Returns what an outage of etcd costs, for the message at its limit."""
 
     @property
     def store_silent_s(self) -> float | None:
@@ -99,7 +101,7 @@ class Limits:
             raise AgentFailed(
                 AgentExit.NO_STORE,
                 f"etcd has been out of reach for more than {self._config.etcd_grace_s:g} s "
-                f"(--etcd-grace): {error}",
+                f"(--etcd-grace): {error}{self.remark()}",
             )
 
     def _is_full(self, error: StoreFull) -> None:

@@ -60,6 +60,20 @@ class StoreWrites:
         self._commits: list[_Commit] = []
         self._master: tuple[int, str] | None = None
         self._refused = Stopwatch(clock)
+        self._ending: CommitRequest | None = None
+        """For the last checkpoint of a script, which waits for etcd."""
+
+    @property
+    def remark(self) -> str:
+        """What is lost, unless a user saves it, if this agent ends now; empty: nothing."""
+        if self._ending is None:
+            return ""
+        step, where = self._ending.step, self._ending.written
+        return (
+            f"; the last checkpoint of the script, of step {step}, is written in {where} and not "
+            "published: to keep it, rename MANIFEST.json.tmp there to MANIFEST.json when nothing "
+            "of the job runs any more"
+        )
 
     def commit(self, n: int, fence: int, request: CommitRequest, reply: Reply) -> None:
         """Queue the publication of a checkpoint; it is granted only while its round is current.
@@ -125,17 +139,30 @@ class StoreWrites:
                 return
             # Trying twice is safe: the fence is compared each time, and the value is the same.
             self._commits.append(commit)
-            if not commit.logged:
-                commit.logged = True
-                self._journal.tell(
-                    "commit",
-                    f"checkpoint {request.tag}, with which the workers leave, is published "
-                    f"when etcd answers, within {left_s:.0f} s",
-                    level=logging.WARNING,
-                )
+            self._log_waiting(commit, left_s)
         else:
+            self._ending = None
             if self._refused.stop():
                 self._journal.tell("store", "etcd takes checkpoints again")
             if granted:
                 self.on_published(request)
             commit.reply(granted, "" if granted else f"round {commit.round} is over", False)
+
+    def _log_waiting(self, commit: _Commit, left_s: float) -> None:
+        """Log once that a checkpoint waits for etcd."""
+        request, known = commit.request, self._ending
+        if commit.logged or (request.written and known and known.written == request.written):
+            return
+        commit.logged = True
+        if request.written:
+            self._ending = request
+            text = (
+                f"the last checkpoint of the script, of step {request.step}, is written in "
+                f"{request.written}, and is published when etcd answers, within --etcd-grace"
+            )
+        else:
+            text = (
+                f"checkpoint {request.tag}, with which the workers leave, is published "
+                f"when etcd answers, within {left_s:.0f} s"
+            )
+        self._journal.tell("commit", text, level=logging.WARNING)

@@ -572,11 +572,12 @@ class Engine(WholeWeights):
     def destroy(self) -> None:
         """Finish a save in flight; close monitors and ledger, with the last engine also the link.
 
-        If the disk was too full for the save of this very step, the save is tried again for an
-        hour.
+        If the last save has failed, it is made now: it waits for room on the disk for an hour, and
+        for etcd as long as the agent does.
 
         Raises:
-            CheckpointError: The disk is still full.
+            CheckpointError: The last save has failed again.
+            CommitRefused: It may not be published.
         """
         self._persistence.close()
         self._reporter.monitors.close()

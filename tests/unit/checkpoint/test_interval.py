@@ -168,7 +168,7 @@ def test_a_save_that_found_no_room_is_due_again_after_a_minute_until_one_begins(
     clock = Clock()
     ours, other = schedule(clock), schedule(clock, rank=1)
     step(clock, ours, other, seconds=5)
-    ours.found_no_room()
+    ours.failed_for_now()
     ours.begun(2.0)  # that save, which had begun before
     step(clock, ours, other, seconds=59)
     assert not other.due(2, 1000, None)
