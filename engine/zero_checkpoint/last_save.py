@@ -253,3 +253,4 @@ def _end_unsaved() -> None:
 
 
 atexit.register(_end_unsaved)
+os.register_at_fork(after_in_child=_AT_EXIT.clear)  # the save is its parent's

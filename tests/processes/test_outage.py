@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
-from tests.support.cluster import TOGETHER, Cluster, is_alive
+from tests.support.cluster import TOGETHER, Cluster, final_hash, is_alive
 from tests.support.etcd_server import server
 from tests.support.waiting import wait_for
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -141,3 +143,35 @@ def test_what_happens_on_a_node_is_acted_on_at_once_while_etcd_stands_still(own)
         agent.send_signal(signal.SIGTERM)
         wait_for(lambda: not is_alive(worker), AT_ONCE_S, "the worker's end")
         assert agent.wait(150) == 128 + signal.SIGTERM
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("since", ["the round has begun", "a round before"])
+def test_an_etcd_that_is_restored_from_a_copy_is_noticed_by_all_and_ends_no_job_for_good(
+    own, since, undisturbed_hash, tmp_path
+):
+    job, etcd = own
+    job.flags = (*job.flags[:-1], "--max-restarts=1", TOGETHER)
+    job.start("a", "b")
+    job.wait_for_step(15, world=2)
+    etcd.stop()
+    shutil.copytree(etcd.member.data, tmp_path / "copy")
+    etcd.start()
+    if since == "a round before":
+        os.kill(job.worker_of("b"), signal.SIGKILL)
+        wait_for(lambda: len(job.events("activate")) == 2, 150, "the next round")
+    job.wait_for_step(steps_done(job) + 3, world=2)
+    etcd.kill()
+    shutil.rmtree(etcd.member.data)
+    shutil.copytree(tmp_path / "copy", etcd.member.data)
+    etcd.start()
+    if since == "the round has begun":
+        wait_for(lambda: job.output.count("etcd has gone back in time") == 2, 150, "two words")
+        assert_as_if_nothing_had_happened(job, undisturbed_hash)
+        assert len(job.events("activate")) == 1
+        return
+    assert {job.agents.pop(node).wait() for node in "ab"} == {AgentExit.NO_STORE}
+    assert job.output.count("etcd has lost the data of job") == 2
+    job.start("a", "b")  # the number of its next round was used before
+    job.wait_for_end()
+    assert final_hash(job.output) == undisturbed_hash

@@ -129,6 +129,10 @@ class JobView:
         self._view.gone(node)
         self.distrust()
 
+    def went_back(self) -> tuple[int, int] | None:
+        """As `Replica.went_back`."""
+        return self._view.went_back()
+
     def close(self) -> None:
         """Watch nothing any more."""
         self._view.close()
@@ -190,6 +194,9 @@ class _FullView:
 
     def gone(self, node: Node) -> None:
         self._all.distrust()
+
+    def went_back(self) -> tuple[int, int] | None:
+        return self._all.went_back()
 
     def close(self) -> None:
         self._all.close()
@@ -276,6 +283,10 @@ class _FollowerView:
 
     def gone(self, node: Node) -> None:
         self._dead |= {(node.id, node.incarnation)}
+
+    def went_back(self) -> tuple[int, int] | None:
+        orders = self._orders.went_back()
+        return self._course.went_back() or orders
 
     def close(self) -> None:
         self._course.close()

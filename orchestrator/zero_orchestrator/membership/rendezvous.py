@@ -326,6 +326,13 @@ class Rendezvous:
 
     def _look(self) -> Snapshot:
         job = self._seeing.look()
+        if (back := self._seeing.went_back()) is not None:
+            self._journal.tell(
+                "store",
+                f"etcd has gone back in time, from revision {back[0]} to {back[1]}: it was "
+                f"restored from a copy; round {job.n} goes on",
+                level=logging.WARNING,
+            )
         if job is not self._snapshot:
             self._snapshot = job
             if self._seeing.whole:

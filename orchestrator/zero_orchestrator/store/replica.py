@@ -42,6 +42,7 @@ class Replica:
         self._range: Range | None = None
         self._revision = -1
         self._stale = False
+        self._back: tuple[int, int] | None = None
         self._read()
         self._watch = store.watch(
             prefix, self._apply, after=self._revision, on_compacted=self._lost_track
@@ -64,6 +65,15 @@ class Replica:
         """Mark the copy as stale, after a write: the next `look` reads the keys from the store."""
         self._stale = True
 
+    def went_back(self) -> tuple[int, int] | None:
+        """From which revision, to which one, the store has gone back in time since the last call.
+
+        A store that was restored from a copy has, and one that has lost its data.
+        """
+        with self._lock:
+            back, self._back = self._back, None
+        return back
+
     def close(self) -> None:
         """End the watch."""
         self._watch.cancel()
@@ -78,6 +88,8 @@ class Replica:
             raise
         with self._lock:
             # The watch may be ahead of the read. A lower revision is of another store: start again.
+            if found.revision < before:
+                self._back = (before, found.revision)
             if found.revision > self._revision or found.revision < before:
                 self._items = {item.key: item for item in found.items}
                 self._revision, self._range = found.revision, None
@@ -97,6 +109,8 @@ class Replica:
     def _lost_track(self, revision: int) -> None:
         """The history is compacted, or is that of another store: read all keys again."""
         with self._lock:
+            if revision < self._revision:
+                self._back = (self._revision, revision)
             self._revision = min(self._revision, revision - 1)
         self._stale = True
         self._on_change()
