@@ -440,13 +440,6 @@ def test_a_supervisor_is_told_how_the_agent_is(start):
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_an_endpoint_meant_for_c10d_is_answered_with_what_to_do():
-    where = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    done = agent("--rdzv-backend=c10d", where, "--etcd-wait=0", "--nnodes=2", *TALK)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert "zero-agent meets in etcd, not in a TCPStore" in done.stderr
-
-
 TIMED = """
 import os, time
 from torch.distributed.elastic import timer

@@ -21,7 +21,10 @@ from zero_agent.etcd.etcd_process import EtcdProcess, Member
 class EtcdServer:
     """One server that can be stopped, killed, suspended, and started again on its data."""
 
-    def __init__(self, directory: Path, member: Member | None = None) -> None:
+    def __init__(
+        self, directory: Path, member: Member | None = None, binary: Path | None = None
+    ) -> None:
+        self._binary = binary
         self.member = member or Member(data=directory / "data", client_port=free_port())
         self._log = directory / f"{self.member.name}.log"
         self._process: EtcdProcess | None = None
@@ -31,7 +34,7 @@ class EtcdServer:
         return self.member.endpoint
 
     def start(self, *, wait: bool = True) -> EtcdServer:
-        self._process = EtcdProcess(self.member, self._log).start()
+        self._process = EtcdProcess(self.member, self._log, binary=self._binary).start()
         if wait:
             self.wait_healthy()
         return self
@@ -100,8 +103,10 @@ def server(directory: Path) -> Iterator[EtcdServer]:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path, size: int = 3) -> Iterator[list[EtcdServer]]:
-    """Members of one cluster that serve."""
+def cluster(
+    directory: Path, size: int = 3, *, binary: Path | None = None
+) -> Iterator[list[EtcdServer]]:
+    """Members of one cluster that serve; by default those that an agent would start."""
     members = [
         Member(
             name=f"m{index}",
@@ -113,7 +118,8 @@ def cluster(directory: Path, size: int = 3) -> Iterator[list[EtcdServer]]:
     ]
     peers = ",".join(f"{member.name}={member.peer_url}" for member in members)
     servers = [
-        EtcdServer(directory, dataclasses.replace(member, peers=peers)) for member in members
+        EtcdServer(directory, dataclasses.replace(member, peers=peers), binary)
+        for member in members
     ]
     with contextlib.ExitStack() as stack:
         for etcd in servers:

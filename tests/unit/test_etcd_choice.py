@@ -7,6 +7,7 @@ import pytest
 from zero_agent.command.command_line import parse
 from zero_agent.etcd.etcd_access import Access, explain, mistake
 from zero_agent.etcd.etcd_choice import Static, Way, choose
+from zero_agent.etcd.own_etcd import Endpoint
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError
 
@@ -19,6 +20,11 @@ from zero_orchestrator.errors import SpecError
         ("--nnodes=1:4", Way.SHARED, ""),
         ("--nnodes=1:4 --standalone", Way.PRIVATE, ""),
         ("--nnodes=2 --rdzv-endpoint=e:1", Way.NAMED, ""),
+        ("--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=head", Way.OWN, ""),
+        ("--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0", Way.PRIVATE, ""),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=e:1,f:1", Way.NAMED, ""),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=e:1 --etcd-ca=ca.pem", Way.NAMED, ""),
+        ("--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=e:1", Way.NAMED, ""),
         ("--nnodes=2 --node-rank=0", Way.STATIC, ""),
         ("--nnodes=2 --master-addr=a --master-port=5", Way.STATIC, ""),
         (
@@ -126,3 +132,23 @@ def test_what_etcd_says_is_explained_in_terms_of_our_flags(said, is_secure, show
 def test_only_an_etcd_that_may_come_by_itself_is_waited_for(said, remedy):
     assert remedy in mistake(said)
     assert bool(mistake(said)) == bool(remedy)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("head", "head", 29400),
+        ("head:7", "head", 7),
+        ("localhost:0", "localhost", 0),
+        ("[fd00::1]", "fd00::1", 29400),
+        ("[fd00::1]:7", "fd00::1", 7),
+    ],
+)
+def test_the_etcd_of_a_jobs_own_has_torchruns_default_port(text, host, port):
+    assert Endpoint.of(text) == Endpoint(host=host, port=port)
+
+
+@pytest.mark.parametrize("text", [":7", "head:70000"])
+def test_a_malformed_endpoint_is_refused(text):
+    with pytest.raises(SpecError, match=f"--rdzv-endpoint={text}: write HOST or HOST:PORT"):
+        Endpoint.of(text)

@@ -58,6 +58,6 @@ def test_a_wrong_setting_is_named_with_the_right_form(text, message):
 def test_those_who_ask_for_another_backend_are_told_what_they_get():
     assert check_backend("static") == check_backend("etcd-v3") == ""
     assert check_backend("etcd") == "--rdzv-backend=etcd: the v3 API of that etcd is used"
-    assert "instead" in check_backend("c10d")
+    assert "exists already" in check_backend("c10d")
     with pytest.raises(SpecError, match=r"--rdzv-backend=c10: .* did you mean c10d"):
         check_backend("c10")

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,9 +24,10 @@ from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_choice, etcd_clock, local_etcd
-from zero_agent.etcd.etcd_access import Access, check_is_etcd
+from zero_agent.etcd.etcd_access import Access, check_is_served
 from zero_agent.etcd.etcd_choice import Static, Way
 from zero_agent.etcd.joining import Joining, joined
+from zero_agent.etcd.own_etcd import Endpoint, Serving, own_server
 from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
@@ -109,7 +110,7 @@ def _run(argv: Sequence[str]) -> int:
         args = line.args
         backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
         way, note = etcd_choice.choose(args)
-        given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.STATIC)
+        given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.OWN, Way.STATIC)
         with joined(args, os.environ, given=given, wanted=wanted) as joining:
             if args.preflight:
                 return preflight(args, conf)
@@ -137,7 +138,7 @@ def _meet(
     signals.install(partial(_end_start, came, numbers), numbers)
     with (
         served(args.health_host, args.health_port) as health,
-        _endpoint(args, way, world, joining) as (where, proxy),
+        _endpoint(args, config, way, world, joining) as (where, proxy, serving),
     ):
         access = dataclasses.replace(access, endpoints=where)
         if world is not None:  # this node's place in the fixed world
@@ -156,36 +157,49 @@ def _meet(
         with access.store() as store:
             if way is Way.NAMED:
                 _await_etcd(args, access, store, numbers)
+            elif way is Way.OWN:
+                _await_served(config, access, joining, numbers)
             # Not before etcd answers: until its name resolves, the route to it is unknown.
             address = config.address or address_towards(access.first)
             config = dataclasses.replace(config, address=address)
             try:
-                return _take_part(config, store, numbers, came, world, health)
+                return _take_part(config, store, numbers, came, world, health, serving)
             finally:  # the rest is short, and no signal may change the exit code any more
                 signals.ignore(numbers)
 
 
 @contextlib.contextmanager
 def _endpoint(
-    args: argparse.Namespace, way: Way, world: Static | None, joining: Joining
-) -> Iterator[tuple[str, PortProxy | None]]:
-    """The endpoint of etcd, which serves in this context; node 0's port, if this is node 0."""
+    args: argparse.Namespace,
+    config: AgentConfig,
+    way: Way,
+    world: Static | None,
+    joining: Joining,
+) -> Iterator[tuple[str, PortProxy | None, Serving | None]]:
+    """The endpoint of etcd, which serves in this context; node 0's port, if this is node 0.
+
+    And the etcd of the job's own, if this agent serves it at --rdzv-endpoint.
+    """
     if world is not None:
         with etcd_choice.static_server(world, joining) as found:
-            yield found
+            yield *found, None
+    elif way is Way.OWN:
+        here, keep_s = Endpoint.of(args.rdzv_endpoint), config.etcd_grace_s
+        with own_server(here, joining, job=config.job or "", keep_s=keep_s) as serving:
+            yield here.text, None, serving
     elif way is Way.PRIVATE:
         with etcd_choice.own_port(args) as proxy, local_etcd.private_server() as endpoint:
-            yield endpoint, proxy
+            yield endpoint, proxy, None
     elif way is Way.SHARED:
-        yield local_etcd.shared_server(etcd_choice.SHARED_ENDPOINT), None
+        yield local_etcd.shared_server(etcd_choice.SHARED_ENDPOINT), None, None
     else:
-        yield args.rdzv_endpoint, None
+        yield args.rdzv_endpoint, None, None
 
 
 def _await_etcd(
     args: argparse.Namespace,
     access: Access,
-    store: KeyValueStore,
+    store: EtcdStore,
     numbers: Sequence[signal.Signals],
 ) -> None:
     """Return when the etcd that the user has named answers; a signal ends the wait.
@@ -196,21 +210,38 @@ def _await_etcd(
     """
     question = Keys(args.rdzv_id).round  # a key of this job: the login may not allow others
 
-    def ask() -> None:
-        if not access.is_secure:
-            check_is_etcd(args)
-        store.get(question)
-
-    def compare_clocks() -> None:
+    def look_at_it() -> None:
         if wrong := etcd_clock.complaint(etcd_clock.offset_s(access)):
             log.warning("%s", wrong)
+        with contextlib.suppress(StoreError):
+            if note := store.version_note():
+                log.warning("%s", note)
 
-    number = signals.call_until_signal(lambda: access.await_answer(ask, args.etcd_wait), numbers)
+    _until_signal(lambda: access.await_answer(lambda: store.get(question), args.etcd_wait), numbers)
+    threading.Thread(target=look_at_it, daemon=True).start()
+
+
+def _await_served(
+    config: AgentConfig, access: Access, joining: Joining, numbers: Sequence[signal.Signals]
+) -> None:
+    """Return when the etcd of the job's own answers; a signal ends the wait.
+
+    Raises:
+        AgentFailed: A signal has come.
+        StoreError: Nobody has served it within --join-timeout.
+    """
+    ask = partial(check_is_served, access.endpoints, joining.tls)
+    wait_s = config.join_timeout_s
+    _until_signal(lambda: access.await_answer(ask, wait_s, "--join-timeout"), numbers)
+
+
+def _until_signal(wait: Callable[[], None], numbers: Sequence[signal.Signals]) -> None:
+    """Wait for etcd. Raises AgentFailed: a signal has come."""
+    number = signals.call_until_signal(wait, numbers)
     if number is not None:
         name = signal.Signals(number).name
         why = f"{name}: etcd has not answered yet, this node has not joined"
         raise AgentFailed(128 + number, why)
-    threading.Thread(target=compare_clocks, daemon=True).start()
 
 
 def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:
@@ -246,6 +277,7 @@ def _take_part(
     came: Sequence[int],
     world: Static | None,
     health: Health | None,
+    serving: Serving | None,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
     on_unhealthy = health.waits if health is not None else lambda why: None
@@ -285,7 +317,9 @@ def _take_part(
             idle_s, since_s = 0.0, clock.now()
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended before this agent joined it: start the next
-        if world is not None and world.rank == 0:
+        if serving is not None:
+            serving.ended = agent.ended
+        if serving is not None or (world is not None and world.rank == 0):
             etcd_choice.see_off(store, job)
         if code in _FAILED and (cause := agent.root_cause):
             leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)

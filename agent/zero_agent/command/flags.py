@@ -240,13 +240,14 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="rdzv-backend",
             default="static",
-            help="no effect: the rendezvous is always etcd v3, see --rdzv-endpoint",
+            help="c10d: the agent on the host of --rdzv-endpoint serves an etcd of the job's own "
+            "there; otherwise --rdzv-endpoint names an etcd that runs already",
         ),
         Flag(
             name="rdzv-endpoint",
             metavar="HOST:PORT[,...]",
             help="addresses of etcd (default: an etcd on this machine, which the first agent "
-            "starts)",
+            "starts; with --rdzv-backend=c10d, HOST[:29400])",
         ),
         Flag(
             name="rdzv-conf",
@@ -509,7 +510,11 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="event-log-handler", default="null", help="no effect: events are kept in --log-dir"
         ),
-        Flag(name="logs-specs", metavar="NAME", help="refused: use --redirects and --tee"),
+        Flag(
+            name="logs-specs",
+            metavar="NAME",
+            help="`default` has no effect; plug-ins are refused: use --redirects and --tee",
+        ),
     ),
 }
 

@@ -135,7 +135,7 @@ def _selection(name: str, typed: Typed) -> None:
 
 
 def _logs_specs(typed: Typed) -> None:
-    if typed.args.logs_specs:
+    if typed.args.logs_specs not in (None, "", "default"):
         raise SpecError(
             f"--logs-specs={typed.args.logs_specs}: torchrun's plug-ins do not work here; use "
             "--log-dir, --redirects and --tee"
@@ -176,7 +176,7 @@ LOOKS: tuple[Look, ...] = (
     Look(at=("rdzv-conf",), find=lambda typed: typed.conf),
     Look(
         at=_WAY,
-        beside=("advertise-addr", "local-addr"),
+        beside=("advertise-addr", "local-addr", "rdzv-backend"),
         find=lambda typed: (
             etcd_choice.choose(typed.args)[0] is not Way.STATIC
             or Static.of(typed.args, join_timeout_s=0.0)

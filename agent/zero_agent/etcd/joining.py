@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from zero_agent.node.scratch import Scratch
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, TlsFiles, write_certificates
 
+OPEN = (
+    "the etcd of this job is open to every host that reaches {where}, and so is its secret: set "
+    f"{ENV_JOIN_TOKEN} to the same random characters on all nodes"
+)
+"""A warning, if there is no token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:

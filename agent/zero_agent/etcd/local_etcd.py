@@ -58,7 +58,12 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def private_server(
-    addresses: Sequence[str] = (), port: int = 0, *, token: str = "", names: Sequence[str] = ()
+    addresses: Sequence[str] = (),
+    port: int = 0,
+    *,
+    token: str = "",
+    names: Sequence[str] = (),
+    data: Path | None = None,
 ) -> Iterator[str]:
     """A new etcd that ends with the calling process; its endpoint.
 
@@ -69,6 +74,7 @@ def private_server(
         port: Its port; 0: a free one.
         token: The job's join token, without which no client is admitted; empty: all clients are.
         names: Names and addresses by which other machines reach it, for its certificate.
+        data: Where its data are, and stay; None: they are temporary.
 
     Raises:
         SpecError: No etcd is installed, or the token is too easy to guess.
@@ -88,7 +94,8 @@ def private_server(
             chosen = port or free_port()
             urls = ",".join(f"{scheme}://{host_port(host, chosen)}" for host in hosts)
             options = (f"--listen-client-urls={urls}",)
-            member = Member(data=directory / "data", client_port=chosen, options=options, tls=tls)
+            where = data or directory / "data"
+            member = Member(data=where, client_port=chosen, options=options, tls=tls)
             process = EtcdProcess(member, directory / "etcd.log", binary=binary)
             made.callback(process.kill)  # its data is not needed any more
             process.start()
@@ -109,6 +116,12 @@ def private_server(
 # ---- a server for all agents of this machine ----
 
 
+def state_directory() -> Path:
+    """Where the data of servers are that outlive an agent."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "zero-elastic")
+
+
 @dataclass(frozen=True)
 class SharedDirectory:
     """The directory of the shared server of one port: its data, locks and log."""
@@ -118,8 +131,7 @@ class SharedDirectory:
     @staticmethod
     def of_port(port: int) -> SharedDirectory:
         """The directory of this user on this machine: home directories are often shared."""
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return SharedDirectory(Path(state, "zero-elastic", f"etcd-{socket.gethostname()}-{port}"))
+        return SharedDirectory(state_directory() / f"etcd-{socket.gethostname()}-{port}")
 
     @property
     def data(self) -> Path:

@@ -39,7 +39,7 @@ BACKENDS: Mapping[str, str] = {
     "zero-etcd": "",
     "etcd": "--rdzv-backend=etcd: the v3 API of that etcd is used",
     "etcd-v2": "--rdzv-backend=etcd-v2: the v3 API of that etcd is used",
-    "c10d": "--rdzv-backend=c10d: the nodes meet in etcd v3 instead, which outlives any of them",
+    "c10d": "--rdzv-backend=c10d: the etcd at --rdzv-endpoint exists already, and is used",
 }
 """Known backends, and a note for the user of each; empty: none."""
 

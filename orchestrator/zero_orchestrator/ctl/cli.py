@@ -169,6 +169,8 @@ def _run(args: argparse.Namespace) -> int:
                         f"zero-ctl: {note}; jobs go on without publishing until then",
                         file=sys.stderr,
                     )
+                if note := store.version_note():
+                    print(f"zero-ctl: {note}", file=sys.stderr)
         return code
 
 

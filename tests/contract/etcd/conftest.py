@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.etcd_server import EtcdServer, server
+from zero_agent.etcd.etcd_process import binaries, find_etcd
+
+
+@pytest.fixture(params=["an agent's", pytest.param("the system's", marks=pytest.mark.full)])
+def binary(request: pytest.FixtureRequest) -> Path:
+    """The etcd that an agent starts, and the one on the PATH, such as Debian's 3.4."""
+    if request.param == "an agent's":
+        return find_etcd()
+    others = [path for path in binaries() if path != find_etcd()]
+    return others[0] if others else pytest.skip("there is no other etcd on the PATH")
 
 
 @pytest.fixture

@@ -18,9 +18,11 @@ from zero_orchestrator.errors import StoreUnavailable
 pytestmark = pytest.mark.etcd
 
 
-def test_calls_and_watches_go_on_when_the_member_they_use_is_killed(tmp_path: Path) -> None:
+def test_calls_and_watches_go_on_when_the_member_they_use_is_killed(
+    tmp_path: Path, binary: Path
+) -> None:
     seen = Seen()
-    with cluster(tmp_path) as members:
+    with cluster(tmp_path, binary=binary) as members:
         everybody = ",".join(member.endpoint for member in members)
         with connect(everybody) as store:
             store.watch(ROOT, seen, after=0)

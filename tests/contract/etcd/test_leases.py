@@ -64,10 +64,10 @@ def test_the_loss_of_a_lease_is_told_once_with_the_reason(own: EtcdServer) -> No
 
 
 @pytest.mark.full
-def test_a_stopped_member_does_not_cost_the_lease(tmp_path: Path) -> None:
+def test_a_stopped_member_does_not_cost_the_lease(tmp_path: Path, binary: Path) -> None:
     """It is refreshed at another one within the same call, patient as the store is."""
     told: list[str] = []
-    with cluster(tmp_path) as members:
+    with cluster(tmp_path, binary=binary) as members:
         # Only the end of a leader would prolong the leases.
         two = [member for member in members if not leads(member)]
         endpoints = ",".join(member.endpoint for member in two)

@@ -44,10 +44,10 @@ def test_a_watch_goes_on_after_its_server_was_killed_and_started_again(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_watch_sees_what_was_written_while_it_had_no_server(tmp_path: Path) -> None:
+def test_a_watch_sees_what_was_written_while_it_had_no_server(tmp_path: Path, binary: Path) -> None:
     """Two members stay up and are written to; the watcher knows the third one alone."""
     seen = Seen()
-    with cluster(tmp_path) as members, connect(members[0].endpoint) as watcher:
+    with cluster(tmp_path, binary=binary) as members, connect(members[0].endpoint) as watcher:
         watcher.watch(ROOT, seen, after=0)
         with connect(members[1].endpoint) as writer:
             put(writer, f"{ROOT}a", "before")
@@ -102,11 +102,11 @@ def test_a_watch_on_a_stopped_server_goes_on_when_the_server_does(own: EtcdServe
 
 @pytest.mark.full
 def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, binary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "QUIET_S", 600.0)  # it would not find out by itself
     seen = Seen()
-    with cluster(tmp_path) as members:
+    with cluster(tmp_path, binary=binary) as members:
         everybody = ",".join(member.endpoint for member in members)
         with connect(everybody) as store:
             store.watch(ROOT, seen, after=0)
@@ -119,11 +119,11 @@ def test_a_watch_leaves_a_silent_server_when_a_call_finds_it_silent(
 
 @pytest.mark.full
 def test_a_watch_finds_by_itself_that_its_server_is_silent(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, binary: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody calls this store; its member is stopped for good, the others carry on."""
     seen = Seen()
-    with cluster(tmp_path) as members:
+    with cluster(tmp_path, binary=binary) as members:
         everybody = ",".join(member.endpoint for member in members)
         with connect(everybody) as watcher:
             watcher.watch(ROOT, seen, after=0)

@@ -109,8 +109,10 @@ def test_keep_alives_of_all_leases_travel_on_one_stream(own):
         assert calls(own, "LeaseKeepAlive") == 1
 
 
-def test_a_read_at_a_stopped_member_is_answered_by_another_within_its_time(tmp_path: Path) -> None:
-    with cluster(tmp_path) as members:
+def test_a_read_at_a_stopped_member_is_answered_by_another_within_its_time(
+    tmp_path: Path, binary: Path
+) -> None:
+    with cluster(tmp_path, binary=binary) as members:
         everybody = ",".join(member.endpoint for member in members)
         followers = {m.endpoint: m for m in members if not _leads(m)}
         with contextlib.closing(_store_at(everybody, set(followers))) as store:

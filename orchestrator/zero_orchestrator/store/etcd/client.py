@@ -19,6 +19,7 @@ from zero_orchestrator.errors import LeaseLost
 from zero_orchestrator.store.etcd.connection import Connection, Credentials, Login, rpc
 from zero_orchestrator.store.etcd.errors import REMEDY_WHEN_FULL
 from zero_orchestrator.store.etcd.lease import KeepAlives
+from zero_orchestrator.store.etcd.versions import complaint
 from zero_orchestrator.store.etcd.watch import EtcdWatch, EtcdWatches, key_range, key_value
 from zero_orchestrator.store.kv import (
     NO_LEASE,
@@ -92,15 +93,27 @@ class EtcdStore:
         Raises:
             StoreUnavailable, StoreRefused: As every call.
         """
+        alarms = self._status().errors
+        if not any("NOSPACE" in alarm for alarm in alarms):
+            return ""
+        return f"etcd at {self.endpoint} is full; {REMEDY_WHEN_FULL}"
 
+    def version_note(self) -> str:
+        """What is known against the version of the server in use; empty: nothing.
+
+        Raises:
+            StoreUnavailable, StoreRefused: As every call.
+        """
+        if why := complaint(self._status().version):
+            return f"at {self.endpoint}: {why}"
+        return ""
+
+    def _status(self) -> Any:
         def send(etcd: Any) -> Any:  # etcd3's `status` does not return the alarms
             stub = rpc.MaintenanceStub(etcd.channel)
             return stub.Status(rpc.StatusRequest(), etcd.timeout, metadata=etcd.metadata)
 
-        alarms = self._connection.call(send, repeatable=True).errors
-        if not any("NOSPACE" in alarm for alarm in alarms):
-            return ""
-        return f"etcd at {self.endpoint} is full; {REMEDY_WHEN_FULL}"
+        return self._connection.call(send, repeatable=True)
 
     # ---- keys ----
 
