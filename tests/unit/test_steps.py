@@ -26,6 +26,19 @@ def test_steps_of_the_engine_and_pulses_of_a_script_count_the_same(tmp_path):
     assert steps.too_slow() == (1, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
 
 
+def test_a_heartbeat_of_the_script_does_not_replace_what_its_run_reports(tmp_path):
+    steps, clock = begun(tmp_path)
+    steps.beat(0, Progress(step=40, samples=320, loss=0.5))
+    clock.advance(4.0)
+    (tmp_path / "0").write_text("3 loss=9.0")  # of the epoch, say
+    assert steps.too_slow() is None
+    assert (steps.last, steps.finished) == (Progress(step=40, samples=320, loss=0.5), 40)
+    clock.advance(4.0)
+    assert steps.too_slow() is None  # it was a sign of life
+    clock.advance(2.0)
+    assert steps.too_slow() == (0, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
+
+
 def test_a_worker_that_has_said_nothing_is_not_judged(tmp_path):
     steps, clock = begun(tmp_path)
     clock.advance(1e6)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_agent.node.heartbeat import Heartbeats
+from zero_agent.node.heartbeat import Beat, Heartbeats
 from zero_agent.workers.speed import SpeedMeter
 from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.clock import Clock
@@ -90,6 +90,10 @@ class StepClock:
         if self.last_s is not None:
             self.last_s += pause_s
 
+    def go_on(self, now_s: float) -> None:
+        """A sign of life in the middle of a step: its time begins anew."""
+        self.last_s = now_s
+
     @property
     def limit_s(self) -> float | None:
         """Seconds that the next step may take; None while there is no limit."""
@@ -136,6 +140,8 @@ class Steps:
         self._looked_s: float | None = None
         """When the clocks of this round were looked at last."""
         self._heartbeats = Heartbeats({})
+        self._reporting: set[int] = set()
+        """The ranks that report the steps of this round by messages."""
         self._promised = False
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in any round."""
@@ -225,6 +231,7 @@ class Steps:
         """
         self._clocks = {}
         self._began_s = self._clock.now()
+        self._reporting = set()
         self._looked_s = None
         self._preparing = {}
         self.times.begin()
@@ -237,7 +244,20 @@ class Steps:
         self._promised = True
 
     def beat(self, rank: int, progress: Progress | None = None) -> None:
-        """Record that a worker has ended a step; `progress` if it reports which."""
+        """Record that a worker has ended a step; `progress` if its message says which."""
+        if progress is not None:
+            self._reporting.add(rank)
+        self._step(rank, progress)
+
+    def _heard(self, rank: int, beat: Beat | None) -> None:
+        """A heartbeat of a script: a step, unless its worker reports steps; then a sign of life."""
+        if rank in self._reporting:
+            self._clocks[rank].go_on(self._clock.now())
+        else:
+            self._step(rank, None if beat is None else Progress(**beat._asdict()))
+
+    def _step(self, rank: int, progress: Progress | None) -> None:
+        """A worker has ended a step; `progress` if it is known which."""
         self._preparing.pop(rank, None)
         took_s = self.times.add(rank, self._clock.now(), progress)
         if progress is not None:
@@ -276,7 +296,7 @@ class Steps:
             for clock in self._clocks.values():
                 clock.leave_out(pause_s)
         for rank, beat in self._heartbeats.beats():
-            self.beat(rank, None if beat is None else Progress(**beat._asdict()))
+            self._heard(rank, beat)
         for rank, clock in self._clocks.items():
             if verdict := clock.verdict(now_s):
                 return rank, verdict
