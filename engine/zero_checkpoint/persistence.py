@@ -43,7 +43,7 @@ from zero_checkpoint.staging import Outcome
 from zero_checkpoint.training import Loading, Training
 from zero_comm.agent_link import BEFORE_FIRST_STEP, AgentLink
 from zero_comm.distributed import group_store
-from zero_contract.errors import CommitRefused, PeerLost, ZeroError
+from zero_contract.errors import CommitRefused, PeerLost
 from zero_contract.worker import Restored, Saved
 
 _log = logging.getLogger(__name__)
@@ -369,8 +369,6 @@ class Persistence:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         begin_s = time.monotonic()
-        if self.training.micro_step:
-            raise ZeroError("load_checkpoint() in the middle of a step; call it before training")
         self._take_outcome(self.saver.wait_for_room())
         self.saver.staging.settle()  # a save may have failed before its copy ended
         if self.ram is not None:

@@ -1,7 +1,6 @@
 """The loader: the rest of an epoch, micro-batch by micro-batch, from the committed position.
 
-Owns the way from a position to batches. Must always hold: iterating reads the position and never
-moves it, whatever has been prefetched; only the end of a step moves it. The samples of a rank are a
+Owns the way from a position to the batches of a map-style dataset. The samples of a rank are a
 function of (seed, position, world, rank), so a run that resumes at another world size consumes
 every sample exactly once. Random augmentation is seeded per micro-batch, with and without worker
 processes, so that it does not depend on the rank or process that loads a sample.
@@ -11,13 +10,10 @@ processes, so that it does not depend on the rank or process that loads a sample
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -27,6 +23,7 @@ from torch.utils.data import (
 )
 
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data.draws import Ticket
 from zero_data.global_batch import (
     Assignment,
     BatchShape,
@@ -40,6 +37,7 @@ from zero_data.global_batch import (
     sample_ids,
     strided,
 )
+from zero_data.position_loader import PositionLoader, seed_everything
 
 PAST_THE_EPOCH = (
     "the epoch has ended, and its last micro-steps await a step(); call engine.step() at the end "
@@ -47,16 +45,8 @@ PAST_THE_EPOCH = (
 )
 _AUGMENTATION = 1
 """Separates the seeds of data from those of dropout, which mix (seed, step, micro-batch)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The position, the samples and the seed of a batch."""
-
-    start: int
-    """The position of its first sample in the run."""
-    ids: tuple[int, ...]
-    seed: int
+_LOOP = 3
+"""Separates those of what a script does between a batch and the engine's forward."""
 
 
 class Feed(Protocol):
@@ -64,7 +54,10 @@ class Feed(Protocol):
 
     @property
     def last(self) -> Ticket | None:
-        """The ticket of the last batch."""
+        """The ticket of the last batch that was drawn."""
+
+    def run(self) -> Ticket | None:
+        """The ticket of the batch that a micro-step runs now, if it is known."""
 
     @property
     def epoch_size(self) -> int | None:
@@ -93,6 +86,16 @@ class DataSource:
     epoch_size: int
     """The samples used per epoch: `size`, less the tail if it is dropped."""
     shuffle_key: int | None
+
+    def left_out(self, batch: BatchShape) -> str:
+        """What is to be said of the tail of an epoch, if it is dropped."""
+        tail = self.size - self.epoch_size
+        said = (
+            f"drop_last leaves out {tail} of {self.size} samples in each epoch: those that fill no "
+            f"global batch of {batch.samples}, at every number of ranks; without it the last step "
+            "of an epoch is smaller, and no sample is left out"
+        )
+        return said if tail else ""
 
 
 def make_source(
@@ -135,6 +138,10 @@ class MicroBatchSampler:
     """Whether `batch` decides where steps end; otherwise the script does."""
     assignment: Assignment | None = None
     """Who runs which micro-batch, if `batch` decides; None: the default."""
+    seeds_forward: bool = False
+    """Whether nobody else seeds the forward: dropout goes on with the numbers of the loop."""
+    until: int | None = None
+    """The epoch with whose end an iteration ends; None: the one in which it begins."""
 
     @property
     def epoch(self) -> int:
@@ -155,45 +162,53 @@ class MicroBatchSampler:
         return self._rest().micro_steps(self.world) - begun
 
     def __iter__(self) -> Iterator[Ticket]:
-        """The micro-batches from the committed position to the end of the epoch.
+        """The micro-batches from the committed position to the end of the epoch `until`.
 
         Raises:
             ZeroError: All of them have run, and the script has not ended the step.
         """
-        begun = self.cursor.micro
+        micro = self.cursor.micro
         if not self.managed:
             # The step of a micro-batch is not known yet: its position in the run is its seed.
-            rest = self._rest()
-            if begun == rest.micro_steps(self.world):
+            if micro == self._rest().micro_steps(self.world):
                 raise ZeroError(PAST_THE_EPOCH)
-            for micro in range(begun, rest.micro_steps(self.world)):
-                microbatch = rest.microbatch(micro, self.rank, self.world)
-                seed = microbatch_seed(self.seed, rest.position + microbatch.start, 0)
-                yield self._ticket(rest, microbatch, seed)
+            for rest in self._rests():
+                for each in range(micro, rest.micro_steps(self.world)):
+                    microbatch = rest.microbatch(each, self.rank, self.world)
+                    yield self._ticket(rest, microbatch, rest.position + microbatch.start, 0)
+                micro = 0
             return
         assignment = self.assignment or strided(self.world)
-        plans = plan_epoch(self.cursor.samples, self.batch, self.source.epoch_size)
+        size = self.source.epoch_size
+        plans = plan_epoch(self.cursor.samples, self.batch, size, self.until)
         for step, plan in enumerate(plans, self.cursor.step):
-            for micro in range(begun, plan.micro_steps(self.world)):
-                microbatch = plan.assigned(assignment, micro, self.rank)
-                seed = microbatch_seed(self.seed, step, microbatch.index)
-                yield self._ticket(plan, microbatch, seed)
-            begun = 0
+            for each in range(micro, plan.micro_steps(self.world)):
+                microbatch = plan.assigned(assignment, each, self.rank)
+                yield self._ticket(plan, microbatch, step, microbatch.index)
+            micro = 0
+
+    def _rests(self) -> Iterator[StepPlan]:
+        """What is left of this epoch, and all of the following ones up to `until`."""
+        rest, size = self._rest(), self.source.epoch_size
+        yield rest
+        for epoch in range(self.epoch + 1, (self.until or 0) + 1):
+            yield plan_rest(epoch * size, self.batch, size)
 
     def _rest(self) -> StepPlan:
         return plan_rest(self.cursor.samples, self.batch, self.source.epoch_size)
 
-    def _ticket(self, plan: StepPlan, microbatch: MicroBatch, seed: int) -> Ticket:
+    def _ticket(self, plan: StepPlan, microbatch: MicroBatch, step: int, number: int) -> Ticket:
         source = self.source
         ids = sample_ids(plan, microbatch, source.size, source.epoch_size, source.shuffle_key)
-        return Ticket(plan.position + microbatch.start, tuple(ids), seed)
+        seed = microbatch_seed(self.seed, step, number)
+        of_loop = mix(self.seed, step, number) if self.seeds_forward else loop_seed(seed)
+        return Ticket(plan.position + microbatch.start, tuple(ids), seed, of_loop)
 
 
-class ElasticLoader:
+class ElasticLoader(PositionLoader):
     """Iterates over the rest of the current epoch in this rank's micro-batches.
 
-    Each iteration begins at the committed position and ends with the epoch; the next one is the
-    next epoch. Padding micro-batches are included: every rank gets equally many.
+    Padding micro-batches are included: every rank gets equally many.
     """
 
     # Nothing that this class owns refers back to it: in a reference cycle the garbage collector
@@ -220,9 +235,8 @@ class ElasticLoader:
             **of_workers: How those processes are started, and for how long they live; they stay
                 from one iteration to the next, unless `persistent_workers` is False.
         """
+        super().__init__(sampler.cursor)
         self.sampler = sampler
-        self.last: Ticket | None = None
-        """The ticket of the last batch."""
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(sampler.source.dataset),
             batch_sampler=sampler,  # type: ignore[arg-type]
@@ -268,47 +282,25 @@ class ElasticLoader:
         """The number of micro-batches that an iteration begun now yields."""
         return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Any]:
-        batch_shape, epoch = self.sampler.batch, self.epoch
-        for ticket, batch in self._loader:
-            self.last = ticket
-            yield batch
-            if self.sampler.batch is not batch_shape:
-                break
-        else:
-            return
-        # The batch size has changed: discard what was planned and prefetched, and continue from the
-        # position, unless the epoch ended there.
-        if self.epoch == epoch:
-            yield from self
+    @property
+    def batch(self) -> BatchShape:
+        """The global batch of the coming steps."""
+        return self.sampler.batch
 
-
-def seed_torch(seed: int) -> None:
-    """Seed the random numbers of torch for one micro-batch.
-
-    Raises:
-        ConfigError: A CUDA graph is being captured: its replays would all have the same numbers.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise ConfigError(
-            "a micro-batch begins within torch.cuda.graph: its random numbers have a seed of their "
-            "own, which a captured graph would repeat in every replay; capture parts of the module "
-            "(torch.cuda.make_graphed_callables, or torch.compile with mode='reduce-overhead'), "
-            "and leave the loop over batches outside"
-        )
-    torch.manual_seed(seed)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the random numbers of augmentation: those of torch, Python and numpy."""
-    seed_torch(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
+        """The batches from the position to the end of an epoch."""
+        self.sampler.until = until
+        return iter(self._loader)
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     """The seed for the augmentation of one micro-batch."""
     return mix(seed, step, microbatch, _AUGMENTATION)
+
+
+def loop_seed(seed: int) -> int:
+    """The seed of what a script does with a micro-batch, from that of loading it."""
+    return mix(seed, _LOOP)
 
 
 class _SeededDataset(Dataset[Any]):

@@ -62,6 +62,13 @@ class Cursor:
     """Steps whose gradients were not finite: the data were consumed, the weights not changed."""
     tokens: int = 0
     """Tokens of those steps, as far as the script has counted them."""
+    moves: int = 0
+    """Times that it went elsewhere than training led: iterations under way follow it there."""
+
+    def move(self, *, step: int, samples: int) -> None:
+        """Go to the begin of another step, or back to that of this one."""
+        self.step, self.samples, self.micro = step, samples, 0
+        self.moves += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +220,11 @@ def plan_rest(position: int, batch: BatchShape, epoch_size: int | None = None) -
     return StepPlan(position, samples, batch.micro_batch, weighed_as=batch.samples)
 
 
-def plan_epoch(position: int, batch: BatchShape, epoch_size: int) -> Iterator[StepPlan]:
-    """The steps from `position` to the end of its epoch."""
-    end = (position // epoch_size + 1) * epoch_size
+def plan_epoch(
+    position: int, batch: BatchShape, epoch_size: int, until: int | None = None
+) -> Iterator[StepPlan]:
+    """The steps from `position` to the end of epoch `until`; None: the one that it is in."""
+    end = ((position // epoch_size if until is None else until) + 1) * epoch_size
     while position < end:
         plan = plan_step(position, batch, epoch_size)
         yield plan

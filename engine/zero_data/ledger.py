@@ -4,9 +4,9 @@ Owns the files and their check. Must always hold: the line of a step is written 
 system before the step returns, so a killed process loses no step that has ended. There is one file
 per round and rank, DIR/round<R>-rank<r>.jsonl, with a JSON object per line.
 
-Of a step that was executed in several rounds the *last* execution counts: the earlier ones were
-undone by a rollback to a checkpoint. Each start of a job is a round of its own here, also one by
-hand: see `round_of_start`.
+Of a step that was executed several times, in several rounds or in one, the *last* execution counts:
+the earlier ones were undone by a rollback to a checkpoint. Each start of a job is a round of its
+own here, also one by hand: see `round_of_start`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Report:
     steps: int
     samples: int
     repeated_steps: int
-    """Steps executed in more than one round: work lost to failures, not an error."""
+    """Steps executed more than once: work lost to failures and rollbacks, not an error."""
     world_by_step: Mapping[int, int]
     problems: tuple[str, ...] = field(default=())
     """Empty if every sample of every epoch was consumed exactly once."""
@@ -85,6 +85,10 @@ class Ledger:
     def consume(self, microbatch: int, ids: Iterable[int]) -> None:
         """Record a micro-batch of the current step."""
         self._microbatches.setdefault(microbatch, []).extend(ids)
+
+    def forget(self) -> None:
+        """Drop what is recorded of the current step: it is not going to end."""
+        self._microbatches = {}
 
     def end_step(self, step: int) -> None:
         """Write the entry of the step that has just ended."""
@@ -144,12 +148,18 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
     The last epoch may be incomplete; then no sample of it may occur twice. `dataset_size` is the
     number of samples per epoch, so it is for runs that keep the tail of every epoch.
     """
-    executions: defaultdict[int, defaultdict[int, list[Entry]]] = defaultdict(
-        lambda: defaultdict(list)
+    executions: defaultdict[int, defaultdict[int, dict[int, Entry]]] = defaultdict(
+        lambda: defaultdict(dict)
     )
+    repeated: set[int] = set()
     for entry in entries:
-        executions[entry.step][entry.round].append(entry)
-    committed = {step: rounds[max(rounds)] for step, rounds in sorted(executions.items())}
+        rounds = executions[entry.step]
+        if rounds.keys() - {entry.round} or entry.rank in rounds[entry.round]:
+            repeated.add(entry.step)
+        rounds[entry.round][entry.rank] = entry
+    committed = {
+        step: [*rounds[max(rounds)].values()] for step, rounds in sorted(executions.items())
+    }
     missing = sorted(set(range(1, max(committed, default=0) + 1)) - committed.keys())
     problems = [f"step {step} is in no ledger" for step in missing]
     consumed: list[int] = []
@@ -160,7 +170,7 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
     return Report(
         steps=len(committed),
         samples=len(consumed),
-        repeated_steps=sum(len(rounds) > 1 for rounds in executions.values()),
+        repeated_steps=len(repeated),
         world_by_step={step: ranks[0].world for step, ranks in committed.items()},
         problems=(*problems, *_epoch_problems(consumed, dataset_size)),
     )

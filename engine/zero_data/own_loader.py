@@ -3,7 +3,9 @@
 Must always hold: an iteration begins at the committed position and ends with the epoch, like that
 of the engine's loader; batches that were prefetched and not run are yielded again.
 
-It cannot know which batch the script really ran: the ledger has the samples of the order.
+It cannot know which batch the script really ran: the ledger has the samples of the order. It cannot
+call back what the DataLoader has prefetched either: where the position is moved, by a load, the
+iteration under way ends with an error.
 """
 
 from __future__ import annotations
@@ -12,8 +14,16 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from zero_data.elastic_loader import MicroBatchSampler, Ticket
+from zero_contract.errors import ZeroError
+from zero_data.draws import Ticket
+from zero_data.elastic_loader import MicroBatchSampler
 from zero_data.global_batch import BatchShape
+
+_MOVED = (
+    "the position of the run has changed, by a load, while your DataLoader is iterated, which has "
+    "prefetched batches of the old position; leave the loop after load_checkpoint(), and begin a "
+    "new one"
+)
 
 
 class MicroBatches(Sampler[list[int]]):
@@ -21,9 +31,27 @@ class MicroBatches(Sampler[list[int]]):
 
     def __init__(self, sampler: MicroBatchSampler) -> None:
         self._sampler = sampler
+        self._moves: int | None = None
+        """Those of the position when the newest iteration began."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (list(ticket.ids) for ticket in self._sampler)
+        self._moves = self._sampler.cursor.moves
+        for ticket in self._sampler:
+            self._check()
+            yield list(ticket.ids)
+
+    def _check(self) -> None:
+        if self._moves not in (None, self._sampler.cursor.moves):
+            raise ZeroError(_MOVED)
+
+    def run(self) -> Ticket | None:
+        """The ticket of the micro-batch that is run now.
+
+        Raises:
+            ZeroError: It was drawn before the position was moved.
+        """
+        self._check()
+        return self.last
 
     def __len__(self) -> int:
         """The number of micro-batches from the committed position to the end of the epoch."""

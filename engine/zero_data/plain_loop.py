@@ -85,11 +85,14 @@ class Samples:
         Raises:
             ZeroError: The next step was requested before this one was committed.
         """
-        epoch, batches = self.epoch, iter(self._loader)
-        while self.epoch == epoch:
+        until, batches = self.epoch, iter(self._loader)
+        while self.epoch <= until:
             plan = plan_step(self.cursor.samples, self._batch, self._loader.epoch_size)
+            moves = self.cursor.moves
             yield Step(self, plan, batches)
-            if self.cursor.samples == plan.position:
+            if self.cursor.moves != moves:
+                until = max(until, self.epoch)
+            elif self.cursor.samples == plan.position:
                 raise ZeroError(
                     "the next step is asked for before this one counts: call step.commit() when "
                     "the optimizer has stepped"
@@ -100,7 +103,7 @@ class Samples:
         return {"step": self.cursor.step, "samples": self.cursor.samples, **self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a position; call it before `steps`.
+        """Go to a position; `steps` under way go on there.
 
         Raises:
             ZeroError: The position is in another order of samples.
@@ -112,12 +115,14 @@ class Samples:
                     f"{state.get(key)}, now it is {value}; give the dataset, seed and shuffle of "
                     "then"
                 )
-        self.cursor.step, self.cursor.samples = state["step"], state["samples"]
+        self.cursor.move(step=state["step"], samples=state["samples"])
+        if self.ledger is not None:
+            self.ledger.forget()
 
     def _run(self, plan: StepPlan, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         for micro in range(plan.micro_steps(self._world)):
             batch, microbatch = next(batches), plan.microbatch(micro, self._rank, self._world)
-            ticket = self._loader.last
+            ticket = self._loader.run()
             assert ticket is not None
             if self.ledger is not None and not microbatch.padding:
                 self.ledger.consume(microbatch.index, ticket.ids)

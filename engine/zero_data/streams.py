@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.elastic_loader import Ticket, microbatch_seed, seed_everything
+from zero_data.draws import Ticket
+from zero_data.elastic_loader import loop_seed, microbatch_seed
 from zero_data.global_batch import Assignment, BatchShape, Cursor, StepPlan, mix, strided
+from zero_data.position_loader import PositionLoader, seed_everything
 
 _READING = 2
 """Separates the seeds of reading from those of augmentation and dropout."""
@@ -30,16 +32,14 @@ Item = tuple[Ticket | None, Any, int | None]
 """A ticket and its batch, or neither at the end; and the length of the stream if it is known."""
 
 
-class StreamLoader:
+class StreamLoader(PositionLoader):
     """Iterates over the rest of the stream's current epoch in this rank's micro-batches."""
 
     def __init__(self, steps: StreamSteps, cursor: Cursor, *, workers: int, pin: bool) -> None:
+        super().__init__(cursor)
         self._steps = steps
-        self._cursor = cursor
         # One process reads ahead; more would each read the whole stream.
         self._workers, self._pin = min(workers, 1), pin
-        self.last: Ticket | None = None
-        """The ticket of the last batch."""
 
     @property
     def dataset(self) -> Iterable[Any]:
@@ -71,9 +71,15 @@ class StreamLoader:
         """Impossible: a stream is read one global batch at a time."""
         return False
 
-    def __iter__(self) -> Iterator[Any]:
-        cursor, batch_shape, epoch = self._cursor, self._steps.batch, self.epoch
-        self._steps.begin = (cursor.step, cursor.samples, cursor.micro)
+    @property
+    def batch(self) -> BatchShape:
+        """The global batch of the coming steps."""
+        return self._steps.batch
+
+    def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
+        """The batches from the position to the end of an epoch."""
+        cursor = self._cursor
+        self._steps.begin, self._steps.until = (cursor.step, cursor.samples, cursor.micro), until
         items: Iterable[Item] = DataLoader(
             self._steps,
             batch_size=None,
@@ -83,17 +89,8 @@ class StreamLoader:
         )
         for ticket, batch, size in items:
             self._steps.size = size or self._steps.size
-            if ticket is None:
-                return
-            self.last = ticket
-            yield batch
-            if self._steps.batch is not batch_shape:
-                break
-        else:
-            return
-        # The batch size has changed: continue from the position, unless the epoch ended there.
-        if self.epoch == epoch:
-            yield from self
+            if ticket is not None:
+                yield ticket, batch
 
 
 def _unchanged(item: Item) -> Item:
@@ -117,38 +114,46 @@ class StreamSteps(IterableDataset[Item]):
     """Step, position and micro-step of the next batch."""
     assignment: Assignment | None = None
     """Who runs which micro-batch; None: the default."""
+    until: int = 0
+    """The epoch with whose end an iteration ends."""
 
     def __iter__(self) -> Iterator[Item]:
-        first, position, micro = self.begin
+        step, position, micro = self.begin
         epoch, read, samples = self._find(position)
         assignment = self.assignment or strided(self.world)
-        for step in count(first):
+        while True:
             taken = self._take(samples, epoch, read, self.batch.samples)
             ended = len(taken) < self.batch.samples
             taken = [] if ended and self.drop_last else taken
             size = self._checked(read + len(taken), ended=ended)
             if not taken:
                 yield None, None, size
-                return
             plan = StepPlan(position, len(taken), self.batch.micro_batch)
             for number in range(micro, plan.micro_steps(self.world)):
                 microbatch = plan.assigned(assignment, number, self.rank)
                 low, high = microbatch.start, microbatch.start + microbatch.size
                 seed = microbatch_seed(self.seed, step, microbatch.index)
                 ids = tuple(range(read + low, read + high))
-                ticket = Ticket(plan.position + low, ids, seed)
+                ticket = Ticket(plan.position + low, ids, seed, loop_seed(seed))
                 seed_everything(seed)
                 yield ticket, self.collate(taken[low:high]), size
-            position, read, micro = position + len(taken), read + len(taken), 0
-            if ended:
+            step, position, read = step + bool(taken), position + len(taken), read + len(taken)
+            micro = 0
+            if ended and epoch >= self.until:
                 return
+            if ended:
+                epoch, read, samples = self._open(epoch + 1)
+
+    def _open(self, epoch: int) -> tuple[int, int, Iterator[Any]]:
+        """An epoch, the offset of its begin, and its samples."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        return epoch, 0, iter(self.dataset)
 
     def _find(self, position: int) -> tuple[int, int, Iterator[Any]]:
         """The epoch of a position, the offset in the epoch, and the samples from there on."""
         epoch, offset = divmod(position, self.size) if self.size else (0, position)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        samples, read = iter(self.dataset), 0
+        epoch, read, samples = self._open(epoch)
         while read < offset:
             wanted = min(self.batch.samples, offset - read)
             taken = len(self._take(samples, epoch, read, wanted))

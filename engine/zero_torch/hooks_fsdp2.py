@@ -29,7 +29,7 @@ from zero_comm.collectives import Collectives, wait
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ConfigError, ZeroError
 from zero_torch.hooks_hsdp import TwoLevels
-from zero_torch.ordered_gradients import OrderedGradients, as_real
+from zero_torch.ordered_gradients import NOT_REDUCED, OrderedGradients, as_real
 
 _Gradients = OrderedGradients | TwoLevels
 _Guard = Callable[[], AbstractContextManager[None]]
@@ -79,6 +79,14 @@ def attach(
                 module.set_custom_all_gather(gather)
             if levels is not None:
                 levels.replace_all_reduce(module)
+            module.set_requires_gradient_sync = _keep_sync  # type: ignore[method-assign]
+
+
+def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """In the place of FSDP2's own: what it leaves on a rank would be in no sum."""
+    del recurse
+    if not requires_gradient_sync:
+        raise ZeroError(NOT_REDUCED)
 
 
 def _attach(module: Any, unit: _ReduceScatter, world: int) -> None:

@@ -1,25 +1,26 @@
 """The script's DataLoader in the order of this project: each sample once, at any world size.
 
 Must always hold: whether samples are shuffled is what the DataLoader says; which rank runs which of
-them is what `zero_data` says.
+them is what `zero_data` says. A DataLoader that says anything else is refused by name: classes are
+compared exactly, because what derives from one of torch has another order.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import (
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, make_source
 from zero_data.global_batch import BatchShape, Cursor
+
+_log = logging.getLogger(__name__)
 
 _OF_WORKERS = (
     "worker_init_fn",
@@ -31,34 +32,117 @@ _OF_WORKERS = (
 """What a DataLoader says of its worker processes."""
 
 
-def shuffles(loader: DataLoader[Any]) -> bool:
-    """Whether a DataLoader shuffles its samples.
+_SEQUENTIAL = ("torch.utils.data.sampler.SequentialSampler",)
+_RANDOM = (
+    "torch.utils.data.sampler.RandomSampler",
+    "torchdata.stateful_dataloader.sampler.RandomSampler",
+    "accelerate.data_loader.SeedableRandomSampler",
+)
+_DISTRIBUTED = (
+    "torch.utils.data.distributed.DistributedSampler",
+    "torchdata.stateful_dataloader.sampler.StatefulDistributedSampler",
+)
+_ITERATES_AS_TORCH = ("torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader",)
+"""Loaders with an iteration of their own that yields what torch's would."""
+_EXACTLY = "give shuffle=True or shuffle=False and no sampler"
+_INSTEAD = {
+    "SubsetRandomSampler": "give Subset(dataset, indices) with shuffle=True",
+    "WeightedRandomSampler": "draw the indices once, from a seed of your own, and give "
+    "Subset(dataset, indices), which may repeat a sample",
+}
+"""What gives the order of a sampler that is not taken."""
+_WAYS_OUT = (
+    "zero_engine.initialize(training_data=...) reads iterables and shards exactly once; "
+    "protect(model, optimizer) without a loader keeps checkpoints, and your script the position "
+    "of its data in client_state"
+)
+
+
+def check_loader(loader: object) -> None:
+    """Check that a loader says which samples there are, and how they are loaded.
 
     Raises:
-        ConfigError: Its order is its own, so it cannot be distributed over any number of ranks.
+        ConfigError: It does not, or does more than that.
     """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"protect() got a {type(loader).__name__} as its loader, which is no DataLoader of "
+            "torch: its samples have no numbers, so they cannot be divided over any number of "
+            f"ranks. Give DataLoader(dataset, batch_size=...) with a map-style dataset; or "
+            f"{_WAYS_OUT}"
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"{type(loader.dataset).__name__} is an IterableDataset, whose samples have no "
-            "numbers; give a map-style dataset, with __len__ and __getitem__"
+            f"numbers; give a map-style dataset, with __len__ and __getitem__; or {_WAYS_OUT}"
         )
     if loader.batch_size is None:
         raise ConfigError(
-            "the DataLoader has no batch_size: zero_torch decides which samples are a micro-batch; "
-            "give batch_size, the samples of a micro-batch, and no batch_sampler"
+            f"the DataLoader has no batch_size, but a {type(loader.batch_sampler).__name__}: "
+            "zero_torch decides which samples are a micro-batch; give batch_size, the samples of a "
+            "micro-batch, and no batch_sampler. Of a loader that accelerator.prepare() returns, "
+            "give the one that it was made of"
         )
-    match loader.sampler:
-        case SequentialSampler():
-            return False
-        case RandomSampler() if not loader.sampler.replacement:
-            return True
-        case DistributedSampler():
-            return loader.sampler.shuffle
-        case _:
-            raise ConfigError(
-                f"the DataLoader has a {type(loader.sampler).__name__}, whose order depends on "
-                "this process; give shuffle=True or shuffle=False and no sampler"
-            )
+    own = type(loader).__iter__ is not DataLoader.__iter__
+    if own and _name(loader) not in _ITERATES_AS_TORCH:
+        raise ConfigError(
+            f"{_name(loader)} has an iteration of its own, which zero_torch would leave out: it "
+            "takes dataset, collate_fn and worker processes of a DataLoader; do what it does to a "
+            "batch in collate_fn or in the loop, and give a DataLoader of torch"
+        )
+
+
+def shuffles(loader: DataLoader[Any]) -> bool:
+    """Whether a DataLoader shuffles its samples, each of them once in an epoch.
+
+    Raises:
+        ConfigError: Its order is another one; says which, and what to give instead.
+    """
+    sampler: Any = loader.sampler
+    name, kind = _name(sampler), type(sampler).__name__
+    if name not in (*_SEQUENTIAL, *_RANDOM, *_DISTRIBUTED):
+        raise ConfigError(
+            f"the DataLoader has a {kind} ({name}), whose order zero_torch cannot divide over any "
+            f"number of ranks; {_INSTEAD.get(kind, _EXACTLY)}"
+        )
+    source = sampler.dataset if name in _DISTRIBUTED else sampler.data_source
+    whole = len(loader.dataset)  # type: ignore[arg-type]
+    if name in _RANDOM and sampler.replacement:
+        raise ConfigError(
+            f"the {kind} draws with replacement, so a sample comes twice or never in an epoch; "
+            f"{_INSTEAD['WeightedRandomSampler']}"
+        )
+    drawn = sampler.num_samples if name in _RANDOM else len(source)
+    if len(source) != whole or drawn != whole:
+        raise ConfigError(
+            f"the {kind} draws {min(drawn, len(source))} of the {whole} samples of the dataset; "
+            "give the DataLoader Subset(dataset, indices) of those, and no sampler"
+        )
+    return bool(sampler.shuffle) if name in _DISTRIBUTED else name in _RANDOM
+
+
+def _name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def without_effect(loader: DataLoader[Any], seed: int, torch_seed: int) -> list[str]:
+    """The seeds of a script that change nothing: a sentence for each.
+
+    Args:
+        loader: The script's.
+        seed: The seed of the run.
+        torch_seed: What torch is seeded with; from 2**32 on it is torch's own or this project's.
+    """
+    sampler: Any = loader.sampler
+    found = []
+    if torch_seed < 1 << 32 and torch_seed != seed:
+        found.append(f"torch.manual_seed({torch_seed}) seeds the initial weights alone")
+    given = _name(sampler) == _RANDOM[0] and sampler.generator is not None
+    if given or loader.generator is not None:
+        found.append("the generator of the DataLoader has no effect")
+    if getattr(sampler, "seed", seed) not in (0, seed):
+        found.append(f"the seed of the sampler, {getattr(sampler, 'seed', None)}, has no effect")
+    return found
 
 
 def in_order(
@@ -69,11 +153,20 @@ def in_order(
     Raises:
         ConfigError: See `shuffles`; or the dataset is too small.
     """
+    check_loader(loader)
     source = make_source(
         loader.dataset, batch, shuffle=shuffles(loader), seed=seed, drop_last=loader.drop_last
     )
+    if rank == 0 and (left_out := source.left_out(batch)):
+        _log.warning("%s", left_out)
     sampler = MicroBatchSampler(
-        source=source, batch=batch, cursor=cursor, rank=rank, world=world, seed=seed
+        source=source,
+        batch=batch,
+        cursor=cursor,
+        rank=rank,
+        world=world,
+        seed=seed,
+        seeds_forward=True,
     )
     return ElasticLoader(
         sampler,
@@ -88,17 +181,23 @@ class MicroBatches:
     """`run.loader`: an iteration is the rest of an epoch, and each of its batches a micro-batch."""
 
     def __init__(
-        self, batches: ElasticLoader, begin: Callable[[], None], end: Callable[[], None]
+        self,
+        batches: ElasticLoader,
+        begin: Callable[[], None],
+        draw: Callable[[], None],
+        end: Callable[[], object],
     ) -> None:
         """Iterate.
 
         Args:
             batches: The batches of this rank.
-            begin: Called before each batch.
-            end: Called after the last one.
+            begin: Called before each iteration.
+            draw: Called for each batch.
+            end: Called at the end of an epoch.
         """
         self.batches = batches
         self._begin = begin
+        self._draw = draw
         self._end = end
 
     @property
@@ -121,8 +220,8 @@ class MicroBatches:
         Raises:
             ZeroError: The step of the micro-batches before was not taken.
         """
-        self._end()  # of an iteration that the script has left: the position comes after it
+        self._begin()
         for batch in self.batches:
-            self._begin()
+            self._draw()
             yield batch
         self._end()

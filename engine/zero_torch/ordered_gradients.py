@@ -36,6 +36,13 @@ from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import OrderedReduction, Turn
 from zero_contract.errors import ZeroError
 
+NOT_REDUCED = (
+    "no gradient was reduced in this micro-step: call run.backward(loss) once for each batch of "
+    "run.loader, and not within no_sync(). accelerator.accumulate() is a "
+    "no_sync() with gradient_accumulation_steps > 1: set it to 1, protect() accumulates. In "
+    "Lightning's manual optimization call self.manual_backward(loss)"
+)
+
 
 def as_real(flat: Tensor) -> Tensor:
     """The same memory as real numbers: of a complex number, its two parts."""
@@ -163,6 +170,31 @@ class OrderedGradients:
         for begin in self.begins:
             begin(now)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether this micro-step has a gradient."""
+        return bool(self._received)
+
+    def drop(self) -> None:
+        """Drop the micro-step, and with it what there is of its step.
+
+        Raises:
+            ZeroError: Its backward has failed.
+        """
+        self._check()
+        self._received.clear()
+        self._of_step.clear()
+        self._tasks.clear()
+        self._drop()
+        self.now = None
+
+    def _check(self) -> None:
+        if self._in_backward:
+            raise ZeroError(
+                "the backward of a micro-step has failed half way, and what it has added to the "
+                "sums of its step cannot be taken back; continue from a checkpoint in a new process"
+            )
+
     def end(self) -> None:
         """End the micro-step.
 
@@ -171,17 +203,9 @@ class OrderedGradients:
                 in it.
         """
         assert self.now is not None
-        if self._in_backward:
-            raise ZeroError(
-                f"the backward of micro-step {self.now.number} has failed half way, and what it "
-                "has added to the sums of its step cannot be taken back; continue from a "
-                "checkpoint in a new process"
-            )
-        if not self._received:
-            raise ZeroError(
-                f"no gradient was reduced in micro-step {self.now.number}: call run.backward(loss) "
-                "once for each batch of run.loader, and not within no_sync()"
-            )
+        self._check()
+        if not self.has_run:
+            raise ZeroError(NOT_REDUCED)
         if absent := sorted(self._of_step - self._received):
             raise ZeroError(
                 f"{absent[0]} got no gradient in micro-step {self.now.number} and had one before: "

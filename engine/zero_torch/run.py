@@ -1,20 +1,19 @@
 """A training loop of the script's own, protected: `protect` returns its `Run`.
 
-Owns the position in a step. Must always hold: a batch of `run.loader` is one micro-batch, and
-begins when it is drawn; optimizer, scheduler and loss scaler act at the last micro-batch of a step
-and do nothing at the others, whoever calls them; a step counts when the optimizer has acted.
+Owns the position in a step. Must always hold: a batch of `run.loader` is one micro-batch; batches
+are run in the order in which they are drawn, and a loop may draw ahead; optimizer, scheduler and
+loss scaler act at the last micro-batch of a step and do nothing at the others, whoever calls them;
+a step counts when the optimizer has acted.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
@@ -24,141 +23,29 @@ from torch.utils.data import DataLoader
 from zero_comm.agent_link import exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.cpu.malloc import keep_freed_memory
-from zero_comm.distributed import init_distributed
 from zero_comm.node_reduction import apart
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import transport_failures
-from zero_contract.errors import ConfigError, ZeroError
-from zero_data.elastic_loader import seed_torch
-from zero_data.global_batch import BatchShape, StepPlan, mix, plan_step
+from zero_contract.errors import ZeroError
+from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.local_step import local_tensors
-from zero_torch.optimizers import (
-    check_members,
-    check_scheduler,
-    check_step,
-    step_without_fusion,
-    takes_no_metric,
-    unwrapped,
-)
-from zero_torch.ordered_gradients import MicroStep, OrderedGradients
+from zero_torch.optimizers import check_members, takes_no_metric
+from zero_torch.ordered_gradients import NOT_REDUCED, MicroStep, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
     Wrapped,
     Wrapper,
     check_gradients,
-    check_savable,
     held_bounds,
     local,
     reals_in,
-    recognize,
     rows_of,
 )
-
-_log = logging.getLogger(__name__)
-_FUSED = (
-    "{}(fused=True) steps with foreach=True instead: a fused kernel rounds the end of a shard "
-    "differently, and the world size decides where shards end"
-)
-
-
-@overload
-def protect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any],
-    *,
-    microbatches: int,
-    scheduler: Any = None,
-    scaler: torch.amp.GradScaler | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Run: ...
-
-
-@overload
-def protect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    scheduler: Any = None,
-    scaler: torch.amp.GradScaler | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Checkpoints: ...
-
-
-def protect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: DataLoader[Any] | None = None,
-    *,
-    microbatches: int | None = None,
-    scheduler: Any = None,
-    scaler: torch.amp.GradScaler | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Run | Checkpoints:
-    """Give a training with stock PyTorch the same bits at every world size. Collective.
-
-    Without a loader it gets checkpoints and recovery alone: data, gradients and steps stay the
-    script's own, and the bits depend on the world size.
-
-    Args:
-        model: Wrapped in DistributedDataParallel, or sharded by fully_shard; in one process also
-            neither. torch.compile may be applied to it, or to parts of it.
-        optimizer: Of the model's parameters.
-        loader: Its batches are micro-batches. Every rank gives the same dataset.
-        microbatches: The micro-batches of a global batch, over all ranks.
-        scheduler: `run.step()` steps it, once for each step of the optimizer; but not one that
-            needs a metric, such as ReduceLROnPlateau, which the script steps itself.
-        scaler: `run.backward()` and `run.step()` scale the loss with it.
-        stateful: Further objects by name, with state_dict() and load_state_dict(): every
-            checkpoint has their states, and `run.load` restores them. A state must be equal on all
-            ranks, but for DTensors.
-        config: The sections "elastic" and "checkpoint", see `settings`.
-
-    Raises:
-        ConfigError: The model, optimizer or loader cannot be protected; says why.
-        PeerLost: A peer is lost.
-    """
-    if (loader is None) != (microbatches is None):
-        absent = "loader" if loader is None else "microbatches"
-        raise ConfigError(
-            f"protect() got no {absent}: give loader and microbatches, or neither of them for "
-            "checkpoints alone"
-        )
-    if microbatches is not None and microbatches < 1:
-        raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
-    chosen = settings.read(config or {})
-    init_distributed()
-    wrapped = recognize(model)
-    optimizer = unwrapped(optimizer)
-    check_savable(wrapped)
-    check_members(optimizer, wrapped.trained())
-    check_scheduler(scheduler)
-    if loader is not None:
-        check_gradients(wrapped, dist.get_world_size())
-        check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
-        if step_without_fusion(optimizer) and dist.get_rank() == 0:
-            _log.warning("%s", _FUSED.format(type(optimizer).__name__))
-    made: Run | Checkpoints
-    options = {
-        "scheduler": scheduler,
-        "scaler": scaler,
-        "stateful": dict(stateful or {}),
-        "chosen": chosen,
-    }
-    if loader is None or microbatches is None:
-        made = Checkpoints(wrapped, optimizer, **options)
-    else:
-        made = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
-    made.start()
-    return made
 
 
 class Run(Checkpoints):
@@ -195,7 +82,7 @@ class Run(Checkpoints):
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
         place = self._rank, self._world, options.seed
         batches = in_order(loader, self._batch, self._cursor, *place)
-        self.loader = MicroBatches(batches, self._begin_micro_step, self._end_micro_step)
+        self.loader = MicroBatches(batches, self._begin_iteration, self._draw, self._between_steps)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._group_of_gradients(),
@@ -206,6 +93,13 @@ class Run(Checkpoints):
         )
         self._gradients.changes.append(self._train_others)
         self._norm: Norm | None = None  # a script need not clip
+        self._watches = False
+        """Whether forwards are watched."""
+        self._stepped = self._owed = False
+        """Whether the script has called step() in this micro-step; whether it may still call that
+        of the one before."""
+        self._unscaled = False
+        """Whether the gradients of this step are unscaled."""
         self._skipped = False
         """Whether this step left the weights as they were: the gradients were not finite."""
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
@@ -272,6 +166,7 @@ class Run(Checkpoints):
                 hooks_ddp.attach(ddp, self._parameters, self._gradients, self._collectives)
             case Wrapper.PLAIN:
                 hooks_plain.attach(self._gradients)
+        self._gradients.ends.append(self._end_backward)  # the last one: behind all gradients
 
     def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
         """See the begin of a backward that the script calls itself."""
@@ -306,6 +201,7 @@ class Run(Checkpoints):
         Raises:
             ZeroError: There is no micro-batch, or this is its second backward.
         """
+        self._advance()
         now = self._now()
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * now.weight
         if now.number * self._world + self._rank < self._plan().microbatches:
@@ -320,6 +216,8 @@ class Run(Checkpoints):
                 loss.backward()
         finally:
             self._gradients.loss_is_weighted = False
+        if not self._gradients.has_run:
+            raise ZeroError(NOT_REDUCED)
 
     def step(self, max_norm: float | None = None) -> bool:
         """End the micro-batch; at the last one of the step, step optimizer and scheduler.
@@ -330,6 +228,8 @@ class Run(Checkpoints):
         Returns:
             Whether this was the last micro-batch of a step.
         """
+        if not self._belongs_to_this():
+            return False
         last = self._now().last
         if last:
             with exit_on_peer_loss(self._link):
@@ -351,9 +251,9 @@ class Run(Checkpoints):
         Returns:
             The norm before; None if this is not the last micro-batch of the step.
         """
-        if not self._now().last:
+        if not self._belongs_to_this() or not self._now().last:
             return None
-        if self.scaler is not None:
+        if self.scaler is not None and not self._unscaled:
             self.scaler.unscale_(self._optimizer)
         gradients = [p.grad for p in self._gradients.trained.values()]
         flat = [rows_of(g) for g in gradients if g is not None]
@@ -378,10 +278,52 @@ class Run(Checkpoints):
         if self._ledger is not None:
             self._ledger.close()
 
+    def load(self, directory: str | os.PathLike[str], tag: str | float | None = None) -> str | None:
+        """Resume from the newest complete checkpoint, of any world size and wrapper.
+
+        Inside of a loop, a step that is not ended is dropped, and the loop goes on from the loaded
+        position; one that draws ahead must be left.
+
+        Args:
+            directory: As given to `save`: a directory that all ranks share, or a URL.
+            tag: Only a checkpoint of this name.
+
+        Returns:
+            The path of the checkpoint; None if there is none yet.
+
+        Raises:
+            DamagedCheckpoint: There are checkpoints, and none is whole.
+            ModelMismatch: The newest one is of another model or optimizer.
+            CheckpointError: A rank could not read, or no checkpoint has this tag.
+            ZeroError: A backward has failed half way.
+        """
+        cursor = self._cursor
+        if not self._between_steps():
+            self._drop_step()
+            cursor.move(step=cursor.step, samples=cursor.samples)
+        moves = cursor.moves
+        path = super().load(directory, tag)
+        if cursor.moves != moves:  # the batch that waits is of the position before
+            self._drop_step()
+        return path
+
+    def _drop_step(self) -> None:
+        self._gradients.drop()
+        self._losses.clear()
+        self._everybodys, self._stepped, self._owed = None, False, False
+        if self._unscaled and self.scaler is not None:  # the scaler has a state of each step
+            state, self._unscaled = self.scaler.state_dict(), False
+            self._update_scaler()
+            self.scaler.load_state_dict(state)
+        if self._ledger is not None:
+            self._ledger.forget()
+
     def _between_steps(self) -> bool:
-        if self._gradients.now is not None and not self._in_step:
-            return False
-        self._end_micro_step()
+        gradients = self._gradients
+        if gradients.now is not None and gradients.has_run:
+            if not (gradients.now.last and self._in_step):
+                return False
+            self._end_micro_step()
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
@@ -397,42 +339,114 @@ class Run(Checkpoints):
         if self._gradients.now is None:
             raise ZeroError(
                 "there is no micro-batch: run.backward(), run.step() and clip_grad_norm_() belong "
-                "to a batch of run.loader"
+                "to a batch of run.loader, drawn after the last run.load()"
             )
         return self._gradients.now
+
+    def _belongs_to_this(self) -> bool:
+        """Whether a call of the script belongs to this micro-step.
+
+        Else a batch was drawn between the backward of the one before and this call, and it was not
+        the last of its step.
+
+        Raises:
+            ZeroError: No backward has run.
+        """
+        if self._now() and self._gradients.has_run:
+            self._stepped = True
+            return True
+        if not self._owed:
+            raise ZeroError(
+                "a step without a gradient: call run.backward(loss), or loss.backward(), for every "
+                f"batch of run.loader first. If you have called it: {NOT_REDUCED}"
+            )
+        self._owed = False
+        return False
 
     def _plan(self) -> StepPlan:
         return plan_step(self._cursor.samples, self._batch, self.loader.batches.epoch_size)
 
+    def _begin_iteration(self) -> None:
+        """Begin an iteration of the loader: what the one before has drawn and not run comes again.
+
+        Raises:
+            ZeroError: A step was not taken; or a batch was passed over.
+        """
+        gradients = self._gradients
+        if gradients.now is not None and gradients.has_run:
+            self._end_micro_step()
+        gradients.now, self._owed = None, False
+
+    def _draw(self) -> None:
+        """A batch was drawn: the micro-step before has ended, or the batch waits for its end."""
+        gradients, batches = self._gradients, self.loader.batches
+        if batches.elsewhere:
+            raise ZeroError(
+                "run.loader is iterated in another thread than the one that trains, which begins "
+                "micro-steps here: give the DataLoader num_workers and prefetch_factor instead"
+            )
+        if batches.draws.passed_over is not None:
+            raise ZeroError(
+                "a batch of run.loader was drawn and not trained, and the next one was drawn: its "
+                "samples would be lost. Call backward() for every batch; let a bad one contribute "
+                "0 * its loss"
+            )
+        now = gradients.now
+        if now is not None and gradients.has_run and (not now.last or self._in_step):
+            self._owed = not self._stepped
+            self._end_micro_step()
+        if gradients.now is None:
+            self._begin_micro_step()
+        if batches.draws.waiting > 1 or gradients.has_run:
+            self._watch()
+
+    def _watch(self) -> None:
+        """From now on the next micro-step begins with its forward, if not with a draw."""
+        if not self._watches:
+            self._watches = True
+            called = self._wrapped.called  # before FSDP2 gathers: a step may end here
+            called.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._advance()
+
+    def _advance(self) -> None:
+        """Begin the micro-step of a batch that was drawn ahead, if the one before has run."""
+        gradients = self._gradients
+        if not self.loader.batches.draws.waiting:
+            return
+        if gradients.now is not None and gradients.has_run:
+            self._end_micro_step()
+        if gradients.now is None:
+            self._begin_micro_step()
+
+    def _microbatch(self) -> MicroBatch:
+        return self._plan().microbatch(self._cursor.micro, self._rank, self._world)
+
     def _begin_micro_step(self) -> None:
-        self._end_micro_step()
-        plan, cursor = self._plan(), self._cursor
-        micro, world = cursor.micro, self._world
-        microbatch = plan.microbatch(micro, self._rank, world)
-        groups = self._optimizer.param_groups
-        rates = [self._rate(group["lr"]) for group in groups if "lr" in group]
+        plan, micro, world = self._plan(), self._cursor.micro, self._world
         if micro == 0:
             self._optimizer.zero_grad()
-            self._rates = rates
-        elif rates != self._rates:
+        elif self._learning_rates() != self._rates:
             raise ZeroError(
                 "the learning rate has changed in the middle of a step, as a scheduler does that "
                 "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
                 "holds it until the last micro-batch of a step"
             )
-        self._in_step = False
-        ticket = self.loader.batches.last
-        if self._ledger is not None and ticket is not None and not microbatch.padding:
-            self._ledger.consume(microbatch.index, ticket.ids)
+        self._in_step = self._stepped = False
         self._gradients.begin(
             MicroStep(
                 number=micro,
                 live=plan.live(micro, world),
                 last=micro == plan.micro_steps(world) - 1,
-                weight=plan.weight(microbatch),
+                weight=plan.weight(self._microbatch()),
             )
         )
-        seed_torch(mix(self._chosen.elastic.seed, cursor.step, microbatch.index))
+
+    def _learning_rates(self) -> list[float]:
+        groups = self._optimizer.param_groups
+        return [self._rate(group["lr"]) for group in groups if "lr" in group]
 
     def _rate(self, rate: float | Tensor) -> float:
         """A learning rate. A tensor is read when it has changed: the host waits for its device."""
@@ -444,15 +458,29 @@ class Run(Checkpoints):
             self._read_rates[id(rate)] = rate, rate._version, known
         return known
 
+    def _end_backward(self) -> None:
+        """The gradients of this micro-step are there: it has run the oldest batch."""
+        if not self._gradients.has_run:
+            raise ZeroError(NOT_REDUCED)
+        self._owed = False
+        ticket, microbatch = self.loader.batches.run(), self._microbatch()
+        if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
+            raise ZeroError(
+                "this is not the batch whose turn it is: run the batches of run.loader in the "
+                "order in which they are drawn, each once"
+            )
+        if self._cursor.micro == 0:
+            self._rates = self._learning_rates()
+        if self._ledger is not None and not microbatch.padding:
+            self._ledger.consume(microbatch.index, ticket.ids)
+
     def _end_micro_step(self) -> None:
-        """End the micro-step, if there is one.
+        """End the micro-step.
 
         Raises:
             ZeroError: It was the last one of its step, and the optimizer was not called.
         """
-        now = self._gradients.now
-        if now is None:
-            return
+        now = self._now()
         if now.last and not self._in_step:
             raise ZeroError(
                 f"step {self._cursor.step + 1} was not taken: call run.step(), or "
@@ -467,7 +495,7 @@ class Run(Checkpoints):
 
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
-        self._in_step, self._skipped = True, skipped
+        self._in_step, self._skipped, self._unscaled = True, skipped, False
         cursor.step += 1
         cursor.samples += plan.samples
         cursor.skipped += skipped
@@ -483,14 +511,21 @@ class Run(Checkpoints):
         if self.scheduler is not None:
             _derive(self.scheduler, "step", self._if_last)
         if self.scaler is not None:
-            replace(self.scaler, "unscale_", self._if_last)
+            self._update_scaler = self.scaler.update
+            replace(self.scaler, "unscale_", self._unscale)
             replace(self.scaler, "step", self._scaler_step)
             replace(self.scaler, "update", self._if_last)
 
     def _if_last(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._gradients.now  # None after run.step(), which ends the micro-step
-        acts = not self._cursor.micro if now is None else now.last
+        runs = now is not None and self._gradients.has_run
+        acts = now.last if now is not None and runs else not self._cursor.micro
         return call(*args, **kwargs) if acts else None
+
+    def _unscale(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._belongs_to_this() and self._now().last:
+            self._unscaled = True
+            call(*args, **kwargs)
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if makes_state(self._optimizer):
@@ -522,6 +557,8 @@ class Run(Checkpoints):
         Raises:
             ZeroError: There is no micro-batch, or the optimizer has acted in it.
         """
+        if not self._belongs_to_this():
+            return False
         last = self._now().last
         if last and self._in_step:
             raise ZeroError("the optimizer was stepped twice in one step; step it once")

@@ -225,8 +225,8 @@ class Training:
         if self.scaler is not None and run.get("grad_scaler"):
             self.scaler.load_state_dict(run["grad_scaler"])
         cursor = self.cursor
-        cursor.step, cursor.samples, cursor.skipped = run["step"], run["samples"], run["skipped"]
-        cursor.micro = 0
+        cursor.move(step=run["step"], samples=run["samples"])
+        cursor.skipped = run["skipped"]
 
     def _adopt_order(self, run: Mapping[str, Any]) -> list[str]:
         """Sum gradients as a checkpoint says; returns a sentence for each change."""

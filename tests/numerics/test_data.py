@@ -196,6 +196,8 @@ def misread(kind: str, root: str) -> None:
     match kind:
         case "iterator":
             make_engine(config(), training_data=iter([1, 2]))
+        case "loader":
+            make_engine(config(), training_data=DataLoader(Tokens(8), batch_size=2))
         case "empty":
             next(iter(make_engine(config(), training_data=Stream(0)).training_dataloader))
         case "small":
@@ -214,6 +216,7 @@ def misread(kind: str, root: str) -> None:
     ("kind", "message"),
     [
         ("iterator", "training_data: list_iterator cannot be begun again"),
+        ("loader", "training_data: a DataLoader, whose batches would be taken for samples"),
         ("empty", "training_data: the dataset is empty"),
         ("small", "training_data: less than one global batch of 10 samples"),
         ("growing", "this epoch has more samples, the one before had 12: a position in it"),

@@ -170,8 +170,57 @@ def test_a_step_that_is_not_reduced_or_not_taken_is_an_error_that_names_it(
     (told,) = worlds.run(1, not_taken)
     assert told.startswith("step 1 was not taken: call run.step(), or optimizer.step()")
     for told in worlds.run(2, within_no_sync):
-        assert told.startswith("no gradient was reduced in micro-step 0")
+        assert told.startswith("no gradient was reduced in this micro-step")
         assert "not within no_sync()" in told
+
+
+def unscaled_by_the_script(clips: bool) -> str:
+    """The usual order with a scaler: unscale, clip, step, update."""
+    model = make("plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loader = DataLoader(dataset(), batch_size=2, shuffle=True)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=5, scaler=scaler)
+    for tokens in batches(run):
+        scaler.scale(model(tokens)).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+        run.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return run.weight_hash()
+
+
+def test_gradients_that_the_script_has_unscaled_are_clipped(worlds: WorldPool) -> None:
+    assert worlds.run(1, unscaled_by_the_script, True) == worlds.run(
+        1, unscaled_by_the_script, False
+    )
+
+
+def accumulated_by_accelerate(wrapper: str) -> str:
+    """A loop that leaves gradients on the rank, and calls no step for them."""
+    model: Any = make(wrapper)
+    _, run = run_of(model)
+
+    def train() -> None:
+        for tokens in batches(run):
+            if wrapper == "ddp":
+                with model.no_sync():
+                    model(tokens).backward()
+            else:
+                model.set_requires_gradient_sync(False)
+                model(tokens).backward()
+
+    return refusal(train)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_accumulation_by_accelerate_is_refused_before_a_gradient_is_lost(
+    worlds: WorldPool, wrapper: str
+) -> None:
+    for told in worlds.run(2, accumulated_by_accelerate, wrapper):
+        assert "accelerator.accumulate() is a no_sync() with gradient_accumulation_steps" in told
+        assert "self.manual_backward(loss)" in told
 
 
 def test_tensor_parallelism_with_a_loader_is_refused(worlds: WorldPool) -> None:

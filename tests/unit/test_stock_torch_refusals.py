@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
 
 from zero_contract.errors import ConfigError
 from zero_torch import settings
-from zero_torch.loader import shuffles
 from zero_torch.optimizers import check_members, step_without_fusion
 from zero_torch.wrapped import (
     Wrapper,
@@ -27,15 +18,6 @@ from zero_torch.wrapped import (
     recognize,
     shard_problem,
 )
-
-DATA = TensorDataset(torch.zeros(8, 1))
-
-
-class Stream(IterableDataset[int]):
-    """Samples without numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(3)
 
 
 def test_a_model_that_is_not_distributed_is_refused_with_several_ranks() -> None:
@@ -73,29 +55,6 @@ def test_a_fused_optimizer_steps_with_the_bits_of_foreach() -> None:
         scaler.step(optimizer)
         weights.append(model.weight.detach())
     assert torch.equal(*weights)
-
-
-def test_the_loader_says_whether_samples_are_shuffled() -> None:
-    sampler = DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=True)
-    loaders = [
-        DataLoader(DATA, batch_size=2),
-        DataLoader(DATA, batch_size=2, shuffle=True),
-        DataLoader(DATA, batch_size=2, sampler=sampler),
-    ]
-    assert [shuffles(loader) for loader in loaders] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("loader", "problem"),
-    [
-        (DataLoader(Stream()), "Stream is an IterableDataset"),
-        (DataLoader(DATA, batch_sampler=[[0]]), "the DataLoader has no batch_size"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0], 1)), "a WeightedRandomSampler"),
-    ],
-)
-def test_a_loader_that_cannot_be_ordered_is_refused(loader: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        shuffles(loader)
 
 
 def test_the_config_has_the_sections_of_the_engine() -> None:

@@ -31,9 +31,9 @@ from zero_comm.distributed import local_rank
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
-from zero_data.elastic_loader import seed_torch
 from zero_data.global_batch import mix
 from zero_data.own_loader import MicroBatches
+from zero_data.position_loader import seed_everything
 from zero_engine.config import Config
 from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import Loss, MicroSteps
@@ -128,7 +128,7 @@ class Engine(WholeWeights):
                 microbatch = self._run.microbatch()
                 seed = mix(self._config.seed, self._run.cursor.step, microbatch.index)
                 self._self_test.run_if_due(call, args, kwargs, seed)
-                seed_torch(seed)
+                seed_everything(seed)
             with (
                 self._stopwatch.measure(part),
                 self._profile.measure(part, self._run.cursor.step),
@@ -465,6 +465,9 @@ class Engine(WholeWeights):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint, made at any world size and stage.
 
+        A loop over the engine's loader goes on from there, as a new one does: gradients of a step
+        that is not ended are dropped, and its samples come again.
+
         An engine without an optimizer loads the weights alone, in its own dtype.
 
         Args:
@@ -488,6 +491,8 @@ class Engine(WholeWeights):
                 half loaded, and nothing but another load is allowed.
         """
         self._core.moved.need("load_checkpoint()", refills=True)
+        if self._run.cursor.micro or self._micro_steps.awaits_step:
+            self._micro_steps.begin_again()
         with exit_on_peer_loss(self._link):
             options = LoadOptions(
                 strict=load_module_strict,

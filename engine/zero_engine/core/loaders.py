@@ -5,10 +5,12 @@ Must always hold: the loader begins at the run's position, for every kind of dat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import (
+    DataLoader,
     Dataset,
     IterableDataset,
     default_collate,
@@ -22,6 +24,8 @@ from zero_data.streams import StreamLoader, StreamSteps
 from zero_engine.config import Config
 from zero_engine.parts import Run
 
+_log = logging.getLogger(__name__)
+
 Collate = Callable[[list[Any]], Any]
 
 
@@ -33,6 +37,11 @@ def training_loader(
     num_workers: int = 0,
 ) -> ElasticLoader | StreamLoader:
     """A loader of this rank's micro-batches, from the run's position on."""
+    if isinstance(dataset, DataLoader):
+        raise ConfigError(
+            "training_data: a DataLoader, whose batches would be taken for samples; give its "
+            "dataset and collate_fn, or give it batch_sampler=engine.batch_sampler(dataset)"
+        )
     if isinstance(dataset, ShardedIterable):
         reader = ShardReader(dataset, run.batch.micro_batch)
         sampler = microbatch_sampler(config, run, reader, shuffle=False)
@@ -56,6 +65,8 @@ def microbatch_sampler(
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
     )
+    if run.rank == 0 and (left_out := source.left_out(run.batch)):
+        _log.warning("%s", left_out)
     return MicroBatchSampler(
         source=source,
         batch=run.batch,

@@ -22,7 +22,8 @@ from torch.autograd import Variable
 from zero_comm.reduction import Turn
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ZeroError
-from zero_data.elastic_loader import PAST_THE_EPOCH, Ticket
+from zero_data.draws import Ticket
+from zero_data.elastic_loader import PAST_THE_EPOCH
 from zero_data.global_batch import BatchShape, StepPlan
 from zero_data.token_weights import (
     BY_SCRIPT,
@@ -78,8 +79,8 @@ class MicroSteps:
         self._run = run
         self._losses: list[Tensor] = []
         self._tokens: list[Count] = []
-        self._ticket: Ticket | None = None
-        """The ticket of the batch that the current micro-step has consumed."""
+        self._drawn: Ticket | None = None
+        """The last batch that was drawn when the current micro-step began."""
         self._checked: tuple[BatchShape, int] | None = None
         self._warned = False
         self._warned_of_more = False
@@ -325,7 +326,8 @@ class MicroSteps:
                         run.accumulation.where,
                     )
             self._warned = True
-        ticket = self._ticket = run.loader.last if run.loader is not None else None
+        ticket = run.loader.run() or run.loader.last if run.loader is not None else None
+        self._drawn = run.loader.last if run.loader is not None else None
         microbatch = run.microbatch()
         if ticket is not None and ticket.start != run.plan().position + microbatch.start:
             if not self._warned:
@@ -357,6 +359,18 @@ class MicroSteps:
         self.ended += 1
         self._run.cursor.micro += 1
 
+    def begin_again(self) -> None:
+        """Go back to the begin of the step that is not ended, as a load does."""
+        self.awaits_step = self._shared = False
+        self._losses.clear()
+        self._tokens.clear()
+        cursor, zero = self._run.cursor, self._core.zero
+        if zero is not None:
+            zero.accumulating = False
+        if self._run.ledger is not None:
+            self._run.ledger.forget()
+        cursor.move(step=cursor.step, samples=cursor.samples)
+
     def _check_further_loss(self, tokens: Count) -> None:
         """Check a backward before the step() of the last one: a further loss of one micro-batch.
 
@@ -371,7 +385,7 @@ class MicroSteps:
                 "gradient of each micro-batch; add the losses and call backward() once, or use "
                 '"owner"'
             )
-        if loader is not None and loader.last != self._ticket:
+        if loader is not None and loader.last != self._drawn:
             raise ZeroError(
                 "backward() of another batch before the step() of the last one; call engine.step() "
                 "after each batch: it updates the weights only when the global batch is complete"

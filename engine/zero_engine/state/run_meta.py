@@ -132,7 +132,8 @@ def adopt(saved: Mapping[str, Any], config: Config, core: Core, run: Run) -> Non
         for line in lines if run.rank == 0 else ():
             _log.warning("%s", line)
     cursor = run.cursor
-    cursor.step, cursor.samples, cursor.skipped = saved["step"], saved["samples"], saved["skipped"]
+    cursor.move(step=saved["step"], samples=saved["samples"])
+    cursor.skipped = saved["skipped"]
     cursor.tokens = saved.get("tokens") or 0  # an import, or an older version, has none
 
 

@@ -1,0 +1,122 @@
+"""What every loader of this project does: its iterations follow the position of the run.
+
+Must always hold: iterating reads the position and never moves it, whatever has been prefetched or
+drawn ahead; only the end of a step moves it, and a load. An iteration begins at the position and
+ends with the epoch. Where the position is moved meanwhile, the iteration goes on from there, up to
+the end of the epoch that it would have ended with, so that a script that counts epochs counts
+right. What the script does with a batch begins with random numbers of that batch alone: those of
+torch, Python and numpy, with and without worker processes. In a loop that draws ahead it is the
+batch that is run next, and not the one that is drawn.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from zero_contract.errors import ConfigError, ZeroError
+from zero_data.draws import TWO_ITERATIONS, Draws, Ticket
+from zero_data.global_batch import BatchShape, Cursor
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the random numbers of torch, Python and numpy for one micro-batch.
+
+    Raises:
+        ConfigError: A CUDA graph is being captured: its replays would all have the same numbers.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "a micro-batch begins within torch.cuda.graph: its random numbers have a seed of their "
+            "own, which a captured graph would repeat in every replay; capture parts of the module "
+            "(torch.cuda.make_graphed_callables, or torch.compile with mode='reduce-overhead'), "
+            "and leave the loop over batches outside"
+        )
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+class PositionLoader(ABC):
+    """A loader of one run."""
+
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._newest = object()
+        """Of the newest iteration."""
+        self._thread = threading.get_ident()
+        self.draws = Draws(cursor)
+        self.last: Ticket | None = None
+        """The ticket of the last batch that was drawn."""
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to; counts from 0."""
+
+    @property
+    @abstractmethod
+    def batch(self) -> BatchShape:
+        """The global batch of the coming steps."""
+
+    @abstractmethod
+    def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
+        """The batches from the position to the end of an epoch."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is another thread than the one that trains."""
+        return threading.get_ident() != self._thread
+
+    def run(self) -> Ticket | None:
+        """The ticket of the batch that a micro-step runs now; None if no batch waits for one."""
+        ticket = self.draws.run()
+        if self.draws.ended:  # no draw comes before what the script does with the next one
+            self._seed()
+        return ticket
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch.
+
+        Raises:
+            ZeroError: A newer iteration has begun; or see `Draws`.
+        """
+        self.draws.begin()
+        iteration = self._newest = object()
+        until = self.epoch
+        while True:
+            plan = self._cursor.moves, self.batch
+            for ticket, batch in self.read(until):
+                self._hand_out(ticket)
+                yield batch
+                if self._newest is not iteration:
+                    raise ZeroError(TWO_ITERATIONS)
+                if (self._cursor.moves, self.batch) != plan:
+                    break
+            else:
+                self.draws.end()
+                self._seed()
+                return
+            # Go on from the position: what was planned and prefetched is of another one.
+            self.draws.move()
+            if self._cursor.moves != plan[0]:
+                until = max(until, self.epoch)
+            elif self.epoch > until:
+                return
+
+    def _hand_out(self, ticket: Ticket) -> None:
+        self.last = ticket
+        self.draws.draw(ticket, elsewhere=self.elsewhere)
+        self._seed()
+
+    def _seed(self) -> None:
+        """Begin the random numbers of what the script does with the next batch."""
+        ticket = self.draws.next
+        if ticket is not None and not self.elsewhere:  # where another batch may be run now
+            seed_everything(ticket.loop_seed)

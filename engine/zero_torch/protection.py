@@ -1,0 +1,145 @@
+"""`protect`, the one call of a script: checks what it is given, and chooses what it gets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader
+
+from zero_comm.distributed import init_distributed
+from zero_contract.errors import ConfigError
+from zero_torch import settings
+from zero_torch.checkpoints import Checkpoints
+from zero_torch.loader import check_loader, without_effect
+from zero_torch.optimizers import (
+    check_members,
+    check_scheduler,
+    check_step,
+    step_without_fusion,
+    unwrapped,
+)
+from zero_torch.run import Run
+from zero_torch.wrapped import Wrapper, check_gradients, check_savable, recognize
+
+_log = logging.getLogger(__name__)
+_FUSED = (
+    "{}(fused=True) steps with foreach=True instead: a fused kernel rounds the end of a shard "
+    "differently, and the world size decides where shards end"
+)
+
+
+@overload
+def protect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    microbatches: int,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run: ...
+
+
+@overload
+def protect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Checkpoints: ...
+
+
+def protect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any] | None = None,
+    *,
+    microbatches: int | None = None,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run | Checkpoints:
+    """Give a training with stock PyTorch the same bits at every world size. Collective.
+
+    Without a loader it gets checkpoints and recovery alone: data, gradients and steps stay the
+    script's own, and the bits depend on the world size.
+
+    Args:
+        model: Wrapped in DistributedDataParallel, or sharded by fully_shard; in one process also
+            neither. torch.compile may be applied to it, or to parts of it.
+        optimizer: Of the model's parameters.
+        loader: Its batches are micro-batches. Every rank gives the same dataset.
+        microbatches: The micro-batches of a global batch, over all ranks.
+        scheduler: `run.step()` steps it, once for each step of the optimizer; but not one that
+            needs a metric, such as ReduceLROnPlateau, which the script steps itself.
+        scaler: `run.backward()` and `run.step()` scale the loss with it.
+        stateful: Further objects by name, with state_dict() and load_state_dict(): every
+            checkpoint has their states, and `run.load` restores them. A state must be equal on all
+            ranks, but for DTensors.
+        config: The sections "elastic" and "checkpoint", see `settings`.
+
+    Raises:
+        ConfigError: The model, optimizer or loader cannot be protected; says why.
+        PeerLost: A peer is lost.
+    """
+    if (loader is None) != (microbatches is None):
+        absent = "loader" if loader is None else "microbatches"
+        raise ConfigError(
+            f"protect() got no {absent}: give loader and microbatches, or neither of them for "
+            "checkpoints alone"
+        )
+    if microbatches is not None and microbatches < 1:
+        raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
+    if loader is not None:
+        check_loader(loader)
+    chosen = settings.read(config or {})
+    torch_seed = torch.initial_seed()
+    init_distributed()
+    wrapped = recognize(model)
+    optimizer = unwrapped(optimizer)
+    check_savable(wrapped)
+    check_members(optimizer, wrapped.trained())
+    check_scheduler(scheduler)
+    if loader is not None:
+        check_gradients(wrapped, dist.get_world_size())
+        check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
+        if step_without_fusion(optimizer) and dist.get_rank() == 0:
+            _log.warning("%s", _FUSED.format(type(optimizer).__name__))
+        if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
+            _warn_of_seeds(loader, chosen.elastic.seed, torch_seed)
+    made: Run | Checkpoints
+    options = {
+        "scheduler": scheduler,
+        "scaler": scaler,
+        "stateful": dict(stateful or {}),
+        "chosen": chosen,
+    }
+    if loader is None or microbatches is None:
+        made = Checkpoints(wrapped, optimizer, **options)
+    else:
+        made = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
+    made.start()
+    return made
+
+
+def _warn_of_seeds(loader: DataLoader[Any], seed: int, torch_seed: int) -> None:
+    """Name the seeds of a script that change nothing; five of them would be five equal runs."""
+    if found := without_effect(loader, seed, torch_seed):
+        _log.warning(
+            "%s: the order of samples, augmentation and the random numbers of the loop come from "
+            "elastic.seed, %d by default; give protect(config={'elastic': {'seed': ...}})",
+            "; ".join(found),
+            seed,
+        )

@@ -1,0 +1,212 @@
+"""Whatever orders a script's samples is taken exactly, or refused by its name."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import data
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import zero_torch
+from tests.support.world import WorldPool
+from zero_contract.errors import ConfigError
+
+SIZE = 8
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+DATA = Numbers()
+
+
+class Weighted(DistributedSampler[int]):
+    """Derives from a sampler of torch, and has another order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([7] * len(self))
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE - 1, -1, -1))
+
+
+class Own(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class Batches(BatchSampler):
+    pass
+
+
+class Mixing(DataLoader[Any]):
+    """Does something to each batch."""
+
+    def __iter__(self) -> Any:
+        return (batch + 1 for batch in super().__iter__())
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def distributed(kind: Any = DistributedSampler, dataset: Any = DATA, **options: Any) -> Any:
+    return kind(dataset, num_replicas=2, rank=0, **options)
+
+
+def batched(of: Any) -> dict[str, Any]:
+    return {"batch_sampler": of}
+
+
+IN_ORDER, SHUFFLED = False, True
+SAMPLERS: list[tuple[type, dict[str, Any], bool | str]] = [
+    (SequentialSampler, {}, IN_ORDER),
+    (SequentialSampler, {"sampler": SequentialSampler(range(SIZE))}, IN_ORDER),
+    (SequentialSampler, {"sampler": SequentialSampler(range(3))}, "draws 3 of the 8 samples"),
+    (RandomSampler, {"shuffle": True}, SHUFFLED),
+    (RandomSampler, {"sampler": RandomSampler(DATA)}, SHUFFLED),
+    (RandomSampler, {"sampler": RandomSampler(DATA, num_samples=4)}, "draws 4 of the 8 samples"),
+    (RandomSampler, {"sampler": RandomSampler(DATA, replacement=True)}, "with replacement"),
+    (RandomSampler, {"sampler": RandomSampler(range(3))}, "draws 3 of the 8 samples"),
+    (DistributedSampler, {"sampler": distributed()}, SHUFFLED),
+    (DistributedSampler, {"sampler": distributed(shuffle=False)}, IN_ORDER),
+    (DistributedSampler, {"sampler": distributed(dataset=range(5))}, "draws 5 of the 8 samples"),
+    (Weighted, {"sampler": distributed(Weighted)}, "Weighted .*give shuffle=True or"),
+    (Backwards, {"sampler": Backwards(DATA)}, "Backwards .*give shuffle=True or"),
+    (Own, {"sampler": Own()}, "Own .*give shuffle=True or"),
+    (SubsetRandomSampler, {"sampler": SubsetRandomSampler([1, 2])}, r"Subset\(dataset, indices\)"),
+    (WeightedRandomSampler, {"sampler": WeightedRandomSampler([1.0], 1)}, "draw the indices once"),
+    (BatchSampler, batched(BatchSampler(Own(), 2, False)), "no batch_size, but a BatchSampler"),
+    (Batches, batched(Batches(Own(), 2, False)), "no batch_size, but a Batches"),
+    (Sampler, {"sampler": [3, 2, 1]}, r"a list \(builtins.list\)"),
+]
+
+
+def test_the_table_has_every_sampler_of_torch() -> None:
+    classes = {each for each in vars(data).values() if isinstance(each, type)}
+    samplers = {each for each in classes if issubclass(each, Sampler)}
+    assert samplers <= {kind for kind, _, _ in SAMPLERS}
+
+
+def protected(loader: Any, **config: Any) -> zero_torch.Run:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return zero_torch.protect(model, optimizer, loader, microbatches=2, config=config)
+
+
+def refusal(loader: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        protected(loader)
+    return str(refused.value)
+
+
+def taken() -> list[list[int] | str]:
+    """The samples of an epoch by each sampler, or why it is refused."""
+    found: list[list[int] | str] = []
+    for _, options, order in SAMPLERS:
+        batch_size = {} if "batch_sampler" in options else {"batch_size": 2}
+        loader = DataLoader(DATA, **options, **batch_size)
+        if isinstance(order, str):
+            found.append(refusal(loader))
+        else:
+            found.append(torch.cat(list(protected(loader).loader)).tolist())
+    return found
+
+
+def test_a_sampler_is_taken_exactly_or_refused_by_name(worlds: WorldPool) -> None:
+    (found,) = worlds.run(1, taken)
+    for (kind, _, order), samples in zip(SAMPLERS, found, strict=True):
+        if isinstance(order, str):
+            assert isinstance(samples, str)
+            assert re.search(order, samples)
+            assert (kind.__name__ in samples) == (kind is not Sampler)
+        else:
+            assert sorted(samples) == list(range(SIZE))
+            assert (samples != list(range(SIZE))) == order
+
+
+def refusals() -> list[str]:
+    loaders = [DataLoader(Stream()), [torch.zeros(1)], iter(()), Mixing(DATA, batch_size=2)]
+    return [refusal(loader) for loader in loaders]
+
+
+def test_a_loader_that_cannot_be_taken_is_refused_with_a_way_out(worlds: WorldPool) -> None:
+    (found,) = worlds.run(1, refusals)
+    assert "Stream is an IterableDataset" in found[0]
+    assert "got a list as its loader, which is no DataLoader" in found[1]
+    assert "got a tuple_iterator as its loader" in found[2]
+    assert "Mixing has an iteration of its own" in found[3]
+    for told in found[:3]:
+        assert "zero_engine.initialize(training_data=...)" in told
+        assert "client_state" in told
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def told(seed: int, loader: Any, **config: Any) -> list[str]:
+    handler, logger = Lines(), logging.getLogger("zero_torch")
+    logger.addHandler(handler)
+    torch.manual_seed(seed)
+    protected(loader, **config)
+    logger.removeHandler(handler)
+    return handler.lines
+
+
+def warnings() -> list[list[str]]:
+    plain = DataLoader(DATA, batch_size=2, shuffle=True)
+    seeded = DataLoader(DATA, batch_size=2, shuffle=True, generator=torch.Generator())
+    by_sampler = DataLoader(DATA, batch_size=2, sampler=distributed(seed=3))
+    cut = DataLoader(range(SIZE - 1), batch_size=2, drop_last=True)  # type: ignore[arg-type]
+    return [
+        told(5, plain),
+        told(42, plain),
+        told(5, plain, elastic={"seed": 7}),
+        told(42, seeded),
+        told(42, by_sampler),
+        told(42, cut),
+    ]
+
+
+def test_what_has_no_effect_on_the_order_of_samples_is_said_once(worlds: WorldPool) -> None:
+    (found,) = worlds.run(1, warnings)
+    source = "elastic.seed, 42 by default; give protect(config={'elastic': {'seed': ...}})"
+    assert [len(lines) for lines in found] == [1, 0, 0, 1, 1, 1]
+    assert found[0][0].startswith("torch.manual_seed(5) seeds the initial weights alone: ")
+    assert found[3][0].startswith("the generator of the DataLoader has no effect: ")
+    assert found[4][0].startswith("the seed of the sampler, 3, has no effect: ")
+    assert all(source in found[number][0] for number in (0, 3, 4))
+    assert found[5][0].startswith("drop_last leaves out 3 of 7 samples in each epoch: ")
