@@ -45,12 +45,17 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that steps: of one that a library has prepared, the one inside.
 
     Raises:
-        ConfigError: There is none inside whose step can be held.
+        ConfigError: There is none inside whose step can be held, or whose state can be saved.
     """
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise ConfigError(
             "ZeroRedundancyOptimizer divides its state among the ranks by itself, and a checkpoint "
             "would have that of one rank; call fully_shard(model) and use the optimizer inside"
+        )
+    if type(optimizer).__name__ == "Adafactor":
+        raise ConfigError(
+            "Adafactor keeps state in other shapes than its parameters, which the checkpoints of "
+            "zero_torch cannot hold; use another optimizer, or train with zero_engine, which can"
         )
     if "_optimizer_step_pre_hooks" in vars(optimizer):
         return optimizer
