@@ -242,7 +242,7 @@ class Allocation:
         with (self.directory / "output").open("ab") as output:
             return subprocess.Popen(
                 [*self._network, "bash", str(SBATCH), *script],
-                env=environment() | facts, stdout=output, stderr=output, cwd=ROOT,
+                env=environment() | facts, stdout=output, stderr=output, cwd=self.directory,
             )  # fmt: skip
 
     @property
@@ -277,7 +277,7 @@ def test_a_slurm_job_leaves_the_port_of_anothers_etcd_alone(tmp_path):
         finally:
             kill_all_with("ALLOCATION", allocation.mark)
     assert second != first
-    assert list(ROOT.glob(".zero-*")) == []
+    assert list(tmp_path.glob(".zero-*")) == []
     assert list(allocation.scratch.glob("tmp.*")) == [], "etcd is gone with its data"
 
 
