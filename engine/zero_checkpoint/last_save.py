@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakMethod
 
 from zero_checkpoint.commit import publish_or_withdraw, raise_problem
 from zero_checkpoint.consensus import Record, StoreConsensus
@@ -58,13 +59,14 @@ class LastSave:
             link: The link to the agent.
             saver: Makes the saves.
             consensus: The votes of all ranks on whether to wait.
-            note: Called with the outcome of a save; calls `failed` or `settle`.
+            note: A method that is called with the outcome of a save; calls `failed` or `settle`.
+                Its object, which has this one, lives longer only while a save is under way.
         """
         self._training = training
         self._link = link
         self._saver = saver
         self._consensus = consensus
-        self._note = note
+        self._noting = WeakMethod(note)
         self._request: Request | None = None
         self._owed: Request | None = None
         self._written: _Written | None = None
@@ -74,11 +76,20 @@ class LastSave:
     def begun(self, request: Request) -> None:
         """A save begins; until it has succeeded, the script must not end."""
         self._request = request
-        _AT_EXIT[id(self)] = self
+        _AT_EXIT[id(self)] = self, self._noting()
 
-    def succeeded(self) -> None:
-        """The save that has begun is published; may be called on its thread."""
-        _AT_EXIT.pop(id(self), None)
+    @property
+    def succeeded(self) -> Callable[[], object]:
+        """To be called when the save that has begun is published, on any thread.
+
+        It does not refer to this object: the saver has it, and this object has the saver.
+        """
+        return partial(_AT_EXIT.pop, id(self), None)
+
+    def _note(self, outcome: Outcome) -> None:
+        note = self._noting()
+        assert note is not None, "it lives as long as a save of it may have an outcome"
+        note(outcome)
 
     def failed(self, error: Exception | None) -> None:
         """A save has failed, and the script goes on."""
@@ -237,13 +248,13 @@ class _Written:
     """To publish it; on rank 0 alone."""
 
 
-_AT_EXIT: dict[int, LastSave] = {}
+_AT_EXIT: dict[int, tuple[LastSave, object]] = {}
 """The trainings of this process whose last save has not succeeded; they live until it has."""
 
 
 def _end_unsaved() -> None:
     """At the end of the script: exit with 1 if a last save is missing."""
-    missing = [text for each in list(_AT_EXIT.values()) if (text := each.at_exit())]
+    missing = [text for each, _ in list(_AT_EXIT.values()) if (text := each.at_exit())]
     if not missing:
         return
     _log.error("the script has ended, and %s: exit code 1", "; ".join(missing))

@@ -100,7 +100,7 @@ class Saver:
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
         self._lacked_room = False
-        self.on_published: Callable[[], None] = lambda: None
+        self.on_published: Callable[[], object] = lambda: None
         """Called when a save has succeeded, on its thread."""
         self._has_warned = False
         self._buffers = gather_buffers()

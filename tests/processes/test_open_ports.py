@@ -47,7 +47,7 @@ TABLE = {
         "a refused handshake",
         f"{HERE}::test_the_etcd_of_the_compose_file_asks_for_certificates_on_its_own_network",
     ),
-    "etcd of `--master-addr` without `ZERO_JOIN_TOKEN`": (
+    "etcd of `--master-addr` or `--rdzv-backend=c10d` without `ZERO_JOIN_TOKEN`": (
         "everything below; the agent logs a warning at its start",
         f"{HERE}::test_an_etcd_without_a_token_gives_a_stranger_all_it_has",
     ),
