@@ -62,7 +62,12 @@ def make(tmp_path, flags):
 @pytest.fixture
 def machines(tmp_path, tmp_path_factory):
     """Four nodes that train; three are enough."""
-    flags = ("--nnodes=3:4", "--max-restarts=100", "--rdzv-conf=last_call_timeout=30")
+    flags = (
+        "--nnodes=3:4",
+        "--max-restarts=100",
+        "--exclude-after=0",
+        "--rdzv-conf=last_call_timeout=30",
+    )
     etcd = tmp_path_factory.mktemp("etcd")
     with on_machines(etcd, make(tmp_path, flags), NAMES) as found:
         yield found
