@@ -100,7 +100,8 @@ def test_a_job_that_ends_without_etcd_is_done_with_its_last_checkpoint(
     is_saved = moment == "saved"
     waits = "etcd cannot be reached" if is_saved else WAITS
     wait_for(lambda: waits in ending.output, 120, "a word about the outage")
-    assert ending.saved == ([3] if is_saved else [])
+    if not (is_saved and (saves, closes) == ("ASYNC", "-")):  # it may still be under way
+        assert ending.saved == ([3] if is_saved else [])
     ending.etcd.start()
     assert ending.ends() == ("DONE", 0, 1)
     assert ending.saved == [3]
