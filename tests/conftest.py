@@ -25,6 +25,7 @@ _LOGGERS = (
     "zero_comm",
     "zero_checkpoint",
     "zero_data",
+    "zero_step",
     "zero_engine",
     "zero_deepspeed",
 )

@@ -1,0 +1,109 @@
+"""The norm of gradients has the same bits however the elements are divided and added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zero_step.norm import BLOCK, NORM_ROWS, ROW, block_norms, merged, sum_of_squares
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def norm_of(parts: Sequence[Tensor]) -> float:
+    return merged([sum_of_squares(part).tolist() for part in parts])
+
+
+def some_norms(seed: int, spread: float, dtype: torch.dtype) -> Tensor:
+    """Norms whose logarithms are spread widely, some of them 0, and none as large as infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 3000, (), generator=generator))
+    exponents = torch.randn(count, generator=generator, dtype=torch.double) * spread
+    values = torch.rand(count, generator=generator) * torch.exp2(exponents.clamp(-140, 120))
+    return torch.where(torch.rand(count, generator=generator) < 0.1, 0, values).to(dtype)
+
+
+def root_of(square: Fraction) -> float:
+    """The square root, rounded once."""
+    scale = 256  # of a numerator with many more bits than those of an fp64
+    root = math.isqrt((square.numerator << 2 * scale + 400) // square.denominator)
+    return math.ldexp(root | 1, -scale - 200)
+
+
+@given(SEEDS, st.sampled_from([0.5, 3, 40]), st.sampled_from([torch.float32, torch.float64]))
+def test_any_division_and_any_order_have_the_same_bits(
+    seed: int, spread: float, dtype: torch.dtype
+) -> None:
+    norms = some_norms(seed, spread, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    expected = norm_of([norms])
+    for ranks in (2, 9):
+        mixed = norms[torch.randperm(norms.numel(), generator=generator)]
+        # Bounds in any order of ranks: some have nothing.
+        bounds = torch.randint(0, norms.numel() + 1, (ranks - 1,), generator=generator)
+        parts = list(mixed.tensor_split(bounds.sort().values))
+        assert norm_of(parts) == expected
+
+
+@given(SEEDS, st.sampled_from([0.5, 3, 40]), st.sampled_from([torch.float32, torch.float64]))
+def test_it_is_the_root_of_the_sum_of_squares(seed: int, spread: float, dtype: torch.dtype) -> None:
+    norms = some_norms(seed, spread, dtype)
+    squares = norms.double().square().tolist()
+    true = root_of(sum(map(Fraction, squares), Fraction(0)))
+    # Half a unit in the last place, and what is dropped: 2**-60 of the sum for each block at most.
+    assert abs(norm_of([norms]) - true) <= true * (2**-53 + len(squares) * 2**-61)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ([], 0.0),
+        ([0.0, 0.0], 0.0),
+        ([3.0, 4.0], 5.0),
+        ([2.0**-149], 2.0**-149),
+        ([2.0**-149] * 4, 2.0**-148),
+        ([2.0**127] * 4, 2.0**128),
+        ([math.inf, 1.0], math.inf),
+        ([math.nan, 1.0], math.nan),
+        ([math.nan, math.inf], math.nan),
+    ],
+)
+def test_of_special_numbers(blocks: list[float], expected: float) -> None:
+    norms = torch.tensor(blocks)
+    parts = [norms[:1], norms[1:], norms[:0]]
+    for found in (norm_of([norms]), norm_of(parts)):
+        assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+def test_what_fp64_does_not_hold_twice_is_infinite() -> None:
+    assert norm_of([torch.tensor([1e140], dtype=torch.double)]) == 1e140
+    assert norm_of([torch.tensor([1e160], dtype=torch.double)]) == math.inf
+    assert norm_of([torch.tensor([1e-160, 1.0], dtype=torch.double)]) == 1
+
+
+def test_sums_of_more_blocks_than_an_fp64_counts_are_exact() -> None:
+    ranks = 1 << 12
+    most = [0, (1 << 62) + 1, 0, 0, 0]
+    assert merged([most] * ranks) == root_of(Fraction(ranks * most[1]))
+
+
+def test_a_rank_sends_a_few_integers() -> None:
+    for blocks in (0, 1, 100_000):
+        row = sum_of_squares(torch.rand(blocks))
+        assert (row.shape, row.dtype) == ((ROW,), torch.int64)
+
+
+@pytest.mark.parametrize("numel", [0, 1, BLOCK, BLOCK * NORM_ROWS - 1, BLOCK * NORM_ROWS + 65])
+def test_the_norm_of_a_block_depends_on_its_elements_alone(numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    found = block_norms(values)
+    filled = torch.nn.functional.pad(values, (0, -numel % BLOCK)).view(-1, BLOCK)
+    assert torch.equal(found, torch.cat([block_norms(row) for row in filled]) if numel else found)
+    assert found.numel() == -(-numel // BLOCK)
