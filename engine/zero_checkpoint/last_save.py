@@ -142,7 +142,7 @@ class LastSave:
     def _due(self) -> Request | None:
         """The save that is owed, if the state still is the one that was to be saved."""
         request = self._owed
-        return request if request and request.step == self._training.step else None
+        return request if request and request.step == self._training.cursor.step else None
 
     def wait_for_room(self, request: Request) -> None:
         """Retry a save until there is room; all ranks retry together, as rank 0 decides.

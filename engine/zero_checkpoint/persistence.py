@@ -132,7 +132,7 @@ class Persistence:
         aside: bool = False,
     ) -> bool:
         """Save at this boundary, then leave if leaving is due. See `Engine.save_checkpoint`."""
-        began, step = _Beginning(), self.training.step
+        began, step = _Beginning(), self.training.cursor.step
         client = client or self._client_state()
         self._directory, self._memory_root = directory, self._memory_root or directory
         self._script_has_state |= bool(client)
@@ -157,7 +157,7 @@ class Persistence:
             problem=problem,
             step=step,
             tag=tag,
-            fence=self._link.fence(step, tag, self.training.samples, last=self.leaving),
+            fence=self._link.fence(step, tag, self.training.cursor.samples, last=self.leaving),
         )
         saved = self._save(request, waits=waits)
         self._saved_step = step
@@ -177,7 +177,7 @@ class Persistence:
         """Leave now, or at the next step, or leave it to the save of another engine."""
         engines = self._engines()
         left = sum(
-            each._directory is not None and each._saved_step != each.training.step
+            each._directory is not None and each._saved_step != each.training.cursor.step
             for each in engines
         )
         if left:
@@ -270,14 +270,14 @@ class Persistence:
         run: dict[str, Any] = {"elapsed_s": self.schedule.elapsed_s, ASIDE: aside}
         others = [each for each in self._engines() if each is not self]
         if others:
-            run[BESIDE] = {str(each.number): each.training.step for each in others}
+            run[BESIDE] = {str(each.number): each.training.cursor.step for each in others}
         run["weight_hash"] = self.training.weight_hash() if hashed else None
         try:
             self._check_metric(client)
             packed = pack(client)
             return self.training.capture(run, packed, exclude_frozen=exclude_frozen), None
         except CheckpointError as error:
-            return State({}, (), meta={"engine": {"step": self.training.step}}), error
+            return State({}, (), meta={"engine": {"step": self.training.cursor.step}}), error
 
     def wait(self) -> bool:
         """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
@@ -339,10 +339,10 @@ class Persistence:
             return
         if self._known_to_script_alone:
             self.ram.give_up(_SCRIPT_ALONE)
-        if self.ram.due(self.training.step, some_rank_busy=self._some_memory_busy):
+        if self.ram.due(self.training.cursor.step, some_rank_busy=self._some_memory_busy):
             began = _Beginning()
             state, problem = self._capture(self._client_state(), False, hashed=False)
-            fence = partial(self._link.fence, samples=self.training.samples, in_memory=True)
+            fence = partial(self._link.fence, samples=self.training.cursor.samples, in_memory=True)
             self.ram.begin(root, state, self.saver.lay_out, fence, problem)
             stall_s = time.monotonic() - began.begin_s
             self._began_in_memory = replace(began, stall_s=stall_s)
@@ -442,16 +442,16 @@ class Persistence:
             self._link.leaving = True
         self._some_rank_busy = saves
         self._some_memory_busy = in_memory
-        self._link.everyones_times(self.training.step, [row[3:7] for row in notes])
+        self._link.everyones_times(self.training.cursor.step, [row[3:7] for row in notes])
         self.schedule.take_notes(notes[0][7:])
         self._take_outcome(self.saver.finished())
 
     def due(self, every_steps: int | None, every_s: float | str | None) -> bool:
         """Whether the script should save now. See `Engine.checkpoint_due`."""
         self._script_asks = True
-        due = self.schedule.due(self.training.step, every_steps, every_s)
+        due = self.schedule.due(self.training.cursor.step, every_steps, every_s)
         # Scripts call it after every micro-step, and only the last one completes a step.
-        return not self.training.micro_step and (due or self.leaving)
+        return not self.training.cursor.micro and (due or self.leaving)
 
     # ---- leaving ----
 

@@ -40,7 +40,7 @@ UNKNOWN_RUN: Mapping[str, Any] = {
     "step": 0,
     "samples": 0,
     "skipped": 0,
-    **dict.fromkeys(("leaves", "micro_batch", "dataset_size", "seed", "world", "stage")),
+    **dict.fromkeys(("microbatches", "micro_batch", "dataset_size", "seed", "world", "stage")),
     **dict.fromkeys(("dtype", "optimizer", "torch", "threads", "scheduler", "weight_hash")),
     "reduction": None,
 }

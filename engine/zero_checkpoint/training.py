@@ -16,6 +16,17 @@ from zero_checkpoint.memory.search import MemorySearch
 from zero_checkpoint.restore import Loaded
 
 
+class Position(Protocol):
+    """A position in steps."""
+
+    step: int
+    """Steps done."""
+    samples: int
+    """Samples consumed by them."""
+    micro: int
+    """Micro-steps done of the current step; 0: between steps."""
+
+
 class Training(Protocol):
     """A state to be saved, at a position in steps. Every rank of a group has one, in step."""
 
@@ -28,16 +39,8 @@ class Training(Protocol):
         """The number of ranks."""
 
     @property
-    def step(self) -> int:
-        """Steps done."""
-
-    @property
-    def samples(self) -> int:
-        """Samples consumed by the steps done."""
-
-    @property
-    def micro_step(self) -> int:
-        """Micro-steps done of the current step; 0: between steps, where it can be saved."""
+    def cursor(self) -> Position:
+        """Where it is; it can be saved between steps."""
 
     @property
     def trains(self) -> bool:

@@ -19,8 +19,6 @@ CHAIN = 1
 _TREE = {"order": "tree", "version": 1}
 _ROUNDED = {"order": "tree", "version": 2, "quantized": "blocks"}
 """Of a run that rounds the sum of each block to int8; releases that do not know it refuse it."""
-_BEFORE_BLOCKS = {**_TREE, "block": CHAIN}
-"""The order of older checkpoints, which have no such record."""
 _NATIVE = {"order": NATIVE, "version": 1}
 _FROM_ORDERED = (
     'elastic.reduction is "native", and was "ordered" when the checkpoint was made: from here on '
@@ -28,9 +26,8 @@ _FROM_ORDERED = (
 )
 _TO_ROUNDED = (
     "zero_optimization.zero_quantized_gradients is true, and the run of this checkpoint did not "
-    "round the sums of blocks: it rounded nothing, or, as older releases did, each micro-batch's "
-    "gradient; from here on the results are not those of that run; remove the key if it was not "
-    "set there"
+    "round the sums of blocks; from here on the results are not those of that run; remove the key "
+    "if it was not set there"
 )
 _FROM_ROUNDED = (
     "zero_optimization.zero_quantized_gradients was true when the checkpoint was made, and sums "
@@ -116,7 +113,7 @@ def order_of(
         ConfigError: The order would change though the config does not name the mode, or it asks for
             another block, or the order is not known.
     """
-    reduction = saved.get("reduction", _BEFORE_BLOCKS)
+    reduction = saved["reduction"]
     if reduction is None:  # unknown, as after an import
         return CHAIN if mode == NATIVE else configured or DEFAULT_BLOCK, ""
     order = {key: reduction[key] for key in _ROUNDED if key in reduction}

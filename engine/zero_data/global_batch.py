@@ -34,7 +34,7 @@ _ENDLESS = 1 << 62
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShape:
-    """The global batch: `leaves` micro-batches of `micro_batch` samples."""
+    """The global batch: `microbatches` micro-batches of `micro_batch` samples."""
 
     microbatches: int
     micro_batch: int

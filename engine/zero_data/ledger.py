@@ -92,7 +92,7 @@ class Ledger:
 
     def end_step(self, step: int) -> None:
         """Write the entry of the step that has just ended."""
-        record = {"step": step, **self._common, "leaves": self._microbatches}
+        record = {"step": step, **self._common, "microbatches": self._microbatches}
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
         self._microbatches = {}
 
@@ -133,7 +133,9 @@ def read_ledger(directory: str | Path) -> list[Entry]:
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                microbatches = {int(index): tuple(ids) for index, ids in record["leaves"].items()}
+                microbatches = {
+                    int(index): tuple(ids) for index, ids in record["microbatches"].items()
+                }
                 executed = record["step"], record["round"], record["rank"], record["world"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 where = f"{path}:{number}"

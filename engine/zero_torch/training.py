@@ -22,8 +22,9 @@ from zero_checkpoint.restore import Loaded
 from zero_checkpoint.scheduler_state import restore_schedule, schedule_as_json
 from zero_comm.collectives import Collectives
 from zero_comm.determinism import Hardware
-from zero_comm.reduction_order import NATIVE, ORDERED, order_of, record_of, record_of_native
+from zero_comm.reduction_order import NATIVE, ORDERED, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
+from zero_step import record
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.shared_reads import SharedReads
 from zero_torch.state import TrainingState
@@ -31,24 +32,12 @@ from zero_torch.stateful import META
 
 _log = logging.getLogger(__name__)
 
-_ANEW = "begin a new run in another directory"
-_NO_POSITION = (
-    "the checkpoint does not say which samples its steps have consumed, as it was made without a "
-    "loader: the samples begin anew"
+_TERMS = record.Terms(
+    anew="begin a new run in another directory",
+    dataset="the loader's dataset",
+    seed="elastic.seed",
+    batch="give protect(microbatches={microbatches}) and a loader with batch_size={micro_batch}",
 )
-_THEN = (
-    " when the checkpoint was made: from here on the results are not those of the uninterrupted run"
-)
-_SAME_RESULT = {
-    "leaves": "the number of micro-batches of a step",
-    "micro_batch": "the samples of a micro-batch",
-    "dataset_size": "the number of samples in the dataset",
-    "seed": "the seed",
-    "optimizer": "the optimizer",
-    "torch": "the version of torch",
-    "threads": "torch's number of threads",
-}
-"""What a result depends on: key of the record of a run -> its name for a user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +54,7 @@ class Ordered:
     def record(self) -> dict[str, Any]:
         """Under the names of the engine's record."""
         return {
-            "leaves": self.batch.microbatches,
+            "microbatches": self.batch.microbatches,
             "micro_batch": self.batch.micro_batch,
             "dataset_size": self.dataset_size,
             "seed": self.seed,
@@ -87,7 +76,7 @@ def _memory_of(piece: Piece) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training: `zero_checkpoint.persistence.Training`, implemented."""
+    """One training: `zero_checkpoint.training.Training`, implemented."""
 
     state: TrainingState
     cursor: Cursor
@@ -113,21 +102,6 @@ class Training:
         return self.collectives.world
 
     @property
-    def step(self) -> int:
-        """Steps done."""
-        return self.cursor.step
-
-    @property
-    def samples(self) -> int:
-        """Samples consumed by the steps done."""
-        return self.cursor.samples
-
-    @property
-    def micro_step(self) -> int:
-        """Micro-steps done of the current step."""
-        return self.cursor.micro
-
-    @property
     def trains(self) -> bool:
         """True."""
         return True
@@ -143,7 +117,7 @@ class Training:
         """The state to save, as of now."""
         engine = {
             **UNKNOWN_RUN,
-            **self.record(),
+            **self._describe(),
             **run,
             "groups": self.state.groups(),
             EXTRA_STATE: self.state.extra_state(),
@@ -169,21 +143,12 @@ class Training:
             self.last.pieces = pieces
         return self.last.pieces
 
-    def record(self) -> dict[str, Any]:
-        """Counters, batch and environment, under the names of the engine's record."""
-        cursor, ordered = self.cursor, self.ordered
+    def _describe(self) -> dict[str, Any]:
         native = {"reduction": record_of_native(dist.get_backend(), "of the script")}
-        return {
-            **(ordered.record() if ordered is not None else native),
-            "step": cursor.step,
-            "samples": cursor.samples,
-            "skipped": cursor.skipped,
-            "world": self.world,
-            "optimizer": type(self.optimizer).__name__,
-            "torch": str(torch.__version__),
-            "threads": torch.get_num_threads(),
-            "hardware": [dict(each) for each in self.hardware.records],
-        }
+        known = self.ordered.record() if self.ordered is not None else native
+        return record.describe(
+            self.cursor, self.hardware, world=self.world, optimizer=self.optimizer, **known
+        )
 
     def weight_hash(self) -> str:
         """The hash of all weights. Collective."""
@@ -211,9 +176,18 @@ class Training:
             ConfigError: The script asks for another order of the gradients' sums, or for the
                 hardware of the checkpoint.
         """
-        lines = [each + _THEN for each in self.hardware.resume(run)]
-        lines += [*self._adopt_order(run), *differences(self.record(), run)]
-        for line in lines if self.rank == 0 else ():
+        ordered = self.ordered
+        adopted = record.adopt(
+            run,
+            self._describe(),
+            self.hardware,
+            _TERMS,
+            mode=ORDERED if ordered is not None else NATIVE,
+            block=ordered.configured_block if ordered is not None else None,
+        )
+        if ordered is not None:
+            ordered.gradients.block = adopted.block
+        for line in adopted.remarks if self.rank == 0 else ():
             _log.warning("%s", line)
         self.state.adopt(run["groups"])
         absent = self.state.statefuls.restore()
@@ -224,34 +198,11 @@ class Training:
             restore_schedule(self.scheduler, run["scheduler"])
         if self.scaler is not None and run.get("grad_scaler"):
             self.scaler.load_state_dict(run["grad_scaler"])
-        cursor = self.cursor
-        cursor.move(step=run["step"], samples=run["samples"])
-        cursor.skipped = run["skipped"]
-
-    def _adopt_order(self, run: Mapping[str, Any]) -> list[str]:
-        """Sum gradients as a checkpoint says; returns a sentence for each change."""
-        ordered = self.ordered
-        if ordered is None:
-            changes = [order_of(run, NATIVE, None, anew=_ANEW)[1]] if run.get("leaves") else []
-        else:
-            block, change = order_of(run, ORDERED, ordered.configured_block, anew=_ANEW)
-            ordered.gradients.block = block
-            unknown = run["step"] and not run["samples"]
-            changes = [change, _NO_POSITION if unknown else ""]
-        return [change for change in changes if change]
-
-
-def differences(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What makes a resumed run another one: a sentence each. A saved None is unknown."""
-    return [
-        f"{what} is {ours[key]} and was {saved[key]}{_THEN}"
-        for key, what in _SAME_RESULT.items()
-        if saved.get(key) not in (None, ours.get(key)) and key in ours
-    ]
+        record.resume(self.cursor, run)
 
 
 class Loading:
-    """One load: `zero_checkpoint.persistence.Loading`, implemented.
+    """One load: `zero_checkpoint.training.Loading`, implemented.
 
     What several ranks have alike, one reads and gives to the others after all ranks have agreed
     that what they have read is good.

@@ -298,7 +298,7 @@ class _Parts:
             "skipped": int(model["skipped_steps"]),
             "world": world,
             "stage": _int(config.get("zero_optimization", {}).get("stage")),
-            "leaves": world * accumulation if micro and accumulation else None,
+            "microbatches": world * accumulation if micro and accumulation else None,
             "micro_batch": micro if accumulation else None,
             "scheduler": _schedule(model),
             "dtype": dtype,

@@ -210,7 +210,7 @@ _RUN = {
     "samples": "samples consumed",
     "tokens": "tokens consumed",
     "dataset_size": "dataset size",
-    "leaves": "micro-batches per step",
+    "microbatches": "micro-batches per step",
     "micro_batch": "samples per micro-batch",
     "skipped": "steps skipped",
     "seed": "seed",

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loading:
-    """The steps of a load: `zero_checkpoint.persistence.Loading`, implemented for an engine.
+    """The steps of a load: `zero_checkpoint.training.Loading`, implemented for an engine.
 
     Attributes:
         resumes: Whether all of the state is to be loaded.

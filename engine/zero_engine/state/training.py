@@ -1,19 +1,34 @@
-"""An engine for the checkpoint library: `zero_checkpoint.persistence.Training`, implemented."""
+"""An engine for the checkpoint library: `zero_checkpoint.training.Training`, implemented."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.weight_hash import weight_hash
+from zero_comm.reduction_order import record_of, record_of_native
+from zero_data.global_batch import BatchShape
+from zero_engine.accumulation import check_block
 from zero_engine.config import Config
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.weights import whole_weights
-from zero_engine.state import run_meta
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.loading import Loading
 from zero_engine.state.selection import LoadOptions
+from zero_step import record
+
+_log = logging.getLogger(__name__)
+
+_TERMS = record.Terms(
+    anew="begin a new run with load_checkpoint(load_module_only=True)",
+    dataset="training_data",
+    seed="seed",
+    batch="set train_batch_size to {samples} and train_micro_batch_size_per_gpu to {micro_batch}",
+)
 
 
 class EngineTraining:
@@ -22,25 +37,11 @@ class EngineTraining:
     def __init__(self, config: Config, core: Core, run: Run, state: EngineState) -> None:
         self.rank = run.rank
         self.world = run.world
+        self.cursor = run.cursor
         self._config = config
         self._core = core
         self._run = run
         self._state = state
-
-    @property
-    def step(self) -> int:
-        """Steps completed."""
-        return self._run.cursor.step
-
-    @property
-    def samples(self) -> int:
-        """Samples consumed by the completed steps."""
-        return self._run.cursor.samples
-
-    @property
-    def micro_step(self) -> int:
-        """Micro-steps completed in the current step."""
-        return self._run.cursor.micro
 
     @property
     def trains(self) -> bool:
@@ -56,7 +57,7 @@ class EngineTraining:
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool
     ) -> State:
         """The state to save, with counters, batch and environment."""
-        whole = {**run_meta.describe(self._config, self._core, self._run), **run}
+        whole = {**self._describe(), **run}
         return self._state.capture(whole, client, exclude_frozen=exclude_frozen)
 
     def weight_hash(self) -> str:
@@ -82,8 +83,72 @@ class EngineTraining:
 
     def loading(self, options: LoadOptions) -> Loading:
         """A load into this engine."""
+        return Loading(self._state, self._core.moved, options, self._adopt)
 
-        def adopt_position(saved: Mapping[str, Any]) -> None:
-            run_meta.adopt(saved, self._config, self._core, self._run)
+    # ---- the record of the run ----
 
-        return Loading(self._state, self._core.moved, options, adopt_position)
+    def _describe(self) -> dict[str, Any]:
+        config, core, run = self._config, self._core, self._run
+        return record.describe(
+            run.cursor,
+            core.hardware,
+            world=run.world,
+            optimizer=core.zero.optimizer if core.zero is not None else None,
+            microbatches=run.batch.microbatches,
+            micro_batch=run.batch.micro_batch,
+            summed_over=run.summed_over,
+            reduction=self._reduction(),
+            dataset_size=run.loader.dataset_size if run.loader is not None else None,
+            seed=config.seed,
+            stage=core.stage.number,
+            dtype=str(core.dtype),
+            master=config.master,
+            moments=config.moments,
+        )
+
+    def _reduction(self) -> dict[str, Any] | None:
+        """How the run sums gradients; None if it trains nothing."""
+        zero, config = self._core.zero, self._config
+        if zero is None:
+            return None
+        if config.elastic.is_native:
+            return record_of_native(dist.get_backend(), config.travelling)
+        rounds = config.zero_optimization.zero_quantized_gradients
+        return record_of(zero.reduction_block, rounds=rounds)
+
+    def _adopt(self, saved: Mapping[str, Any]) -> None:
+        """Resume at a position, with its batch if the config leaves that open; raises as `adopt`.
+
+        Args:
+            saved: The checkpoint's record of its run.
+        """
+        run, count, size = self._run, saved["microbatches"], saved["micro_batch"]
+        run.loaded_samples = (count or 0) * (size or 0)
+        if run.batch_from_world and count:
+            run.adopt_batch(BatchShape(microbatches=count, micro_batch=size))
+        if run.loader is not None and saved["dataset_size"]:
+            run.loader.expect(saved["dataset_size"])
+        self._adopt_order(saved)
+        if run.summed_over is not None and saved.get("summed_over") is not None:
+            run.summed_over = saved["summed_over"]
+        record.resume(run.cursor, saved)
+
+    def _adopt_order(self, saved: Mapping[str, Any]) -> None:
+        """Sum gradients as a checkpoint says; warn of what changes the result."""
+        core, elastic = self._core, self._config.elastic
+        if core.zero is None:
+            return
+        adopted = record.adopt(
+            saved,
+            self._describe(),
+            core.hardware,
+            _TERMS,
+            mode=elastic.reduction,
+            block=elastic.reduction_block,
+            rounds=self._config.zero_optimization.zero_quantized_gradients,
+        )
+        self._run.hardware_changed = adopted.hardware_changed
+        core.zero.reduction_block = adopted.block
+        check_block(core.accumulation, adopted.block)
+        for line in adopted.remarks if self.rank == 0 else ():
+            _log.warning("%s", line)

@@ -185,7 +185,7 @@ def test_deepspeeds_groups_counters_and_batch_come_along(tmp_path, stage):
     assert foreign.frozen == {"frozen"}
     run = foreign.run
     assert (run["step"], run["samples"], run["world"], run["stage"]) == (3, 12, 2, stage)
-    assert (run["leaves"], run["micro_batch"]) == (2, 2)
+    assert (run["microbatches"], run["micro_batch"]) == (2, 2)
 
 
 def test_a_deepspeed_scripts_own_state_and_schedule_come_along(tmp_path):
@@ -382,7 +382,7 @@ def test_unknown_things_stay_unknown_and_a_tie_must_be_one(tmp_path):
     assert (list(tied.params), tied.aliases) == (["a"], {"b": "a"})
     checkpoint, _ = adopted(tmp_path, tied)
     engine = checkpoint.manifest.meta["engine"]
-    assert (engine["groups"], engine["leaves"], engine["seed"]) == ([], None, None)
+    assert (engine["groups"], engine["microbatches"], engine["seed"]) == ([], None, None)
     other = Foreign(params={"a": torch.ones(2), "b": torch.zeros(2)}, buffers={})
     with pytest.raises(CheckpointError, match="the two differ, so they are not tied"):
         adopt.tie(other, {"b": "a"})

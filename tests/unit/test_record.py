@@ -8,10 +8,10 @@ import pytest
 
 from zero_comm.reduction_order import order_of, record_of, record_of_native
 from zero_contract.errors import ConfigError
-from zero_engine.state.run_meta import differences
+from zero_step.record import Terms, differences
 
 RUN: dict[str, Any] = {
-    "leaves": 2,
+    "microbatches": 2,
     "micro_batch": 2,
     "summed_over": None,
     "dataset_size": 23,
@@ -22,33 +22,42 @@ RUN: dict[str, Any] = {
     "optimizer": "AdamW",
     "torch": "2.13.0",
     "threads": 1,
+    "step": 3,
+    "samples": 12,
 }
+TERMS = Terms(
+    anew="begin a new run",
+    dataset="the data",
+    seed="a.seed",
+    batch="give {samples} samples, {microbatches} of {micro_batch}",
+)
 
 
 @pytest.mark.parametrize(
     ("ours", "saved", "begins", "says"),
     [
         (
-            {"leaves": 1},
+            {"microbatches": 1},
             {},
             "a step trains on 2 samples (1 micro-batch of 2), and trained on 4 (2 micro-batches of "
             "2) when the checkpoint was made: ",
-            "set train_batch_size to 4 and train_micro_batch_size_per_gpu to 2",
+            "give 4 samples, 2 of 2, which any number of ranks can train",
         ),
         (
-            {"leaves": 1, "micro_batch": 4},
+            {"microbatches": 1, "micro_batch": 4},
             {},
             "a step of 4 samples is cut into 1 micro-batch of 4, and was cut into 2 micro-batches ",
-            "set train_micro_batch_size_per_gpu to 2",
+            "by rounding and by dropout; give 4 samples, 2 of 2",
         ),
         ({}, {"summed_over": 3}, 'gradient_allreduce_op was "sum" when', "3 times smaller"),
         (
             {"dataset_size": 20},
             {},
-            "the number of samples in training_data is 20 and was 23",
-            "give",
+            "the number of samples in the data is 20 and was 23",
+            "give the same dataset, or begin a new run",
         ),
-        ({"seed": 1}, {}, "seed is 1 and was 42 when the checkpoint was made: order", "set seed"),
+        ({"seed": 1}, {}, "a.seed is 1 and was 42 when the checkpoint was made: order", "set it"),
+        ({}, {"samples": 0}, "the checkpoint does not say which samples", "begin anew"),
         (
             {"dtype": "torch.bfloat16"},
             {},
@@ -68,15 +77,16 @@ RUN: dict[str, Any] = {
 def test_what_has_changed_is_said_with_its_meaning_and_what_to_set(
     ours: dict[str, Any], saved: dict[str, Any], begins: str, says: str
 ) -> None:
-    (line,) = differences({**RUN, **ours}, {**RUN, **saved})
+    (line,) = differences({**RUN, **ours}, {**RUN, **saved}, TERMS)
     assert line.startswith(begins)
     assert says in line.removeprefix(begins)
 
 
 def test_what_nobody_knows_is_no_difference() -> None:
-    assert differences(RUN, RUN) == []
-    assert differences(RUN, {}) == []
-    assert differences(RUN, dict.fromkeys(RUN)) == []
+    assert differences(RUN, RUN, TERMS) == []
+    assert differences(RUN, {}, TERMS) == []
+    assert differences({}, RUN, TERMS) == []
+    assert differences(RUN, dict.fromkeys(RUN), TERMS) == []
 
 
 # ---- the order of the sum ----
@@ -87,8 +97,6 @@ TREE = {"order": "tree", "version": 1}
 @pytest.mark.parametrize(
     ("saved", "configured", "block"),
     [
-        ({}, None, 1),  # of before there were blocks
-        ({}, 1, 1),
         ({"reduction": None}, None, 8),  # imported
         ({"reduction": None}, 2, 2),
         ({"reduction": {**TREE, "block": 4}}, None, 4),
@@ -105,7 +113,6 @@ def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({}, "reduction_block is 8, and the run of this checkpoint sums gradients in blocks of 1"),
         ({"reduction": {**TREE, "block": 4}}, "remove the key or set it to 4"),
         (
             {"reduction": {**TREE, "version": 2, "block": 8}},
