@@ -77,7 +77,7 @@ def save(
     fence: Fence | None,
     disk: Disk | None = None,
     image: Image | None = None,
-    on_part: OnPart | None = None,
+    on_part: OnPart = lambda part, size_bytes, took_s: None,
 ) -> Place:
     """Save the state of all ranks under `root`; every rank calls it, and returns when it is done.
 
@@ -132,11 +132,14 @@ def save(
         verdict, attempt = _judge(directory, state, header, votes, fence, disk)
         return verdict
 
+    def write() -> Record:
+        own = image or LiveImage(own_layout(state, consensus.rank))
+        is_first = consensus.rank == COORDINATOR
+        file = write_file(path, own, block_bytes, disk, log_progress=is_first)
+        return vote_for(state, own.layout, file)
+
     try:
-        verdict = consensus.ask(
-            _write_own(path, state, image, consensus.rank, block_bytes, disk, on_part),
-            lambda votes: timed(votes, on_part, partial(judge, votes)),
-        )
+        verdict = vote(consensus, write, judge, where=path, on_part=on_part)
     except KeyboardInterrupt:
         # With other ranks, or once committed, the attempt must not be undone from here.
         if consensus.world == 1 and not (directory / MANIFEST).exists():
@@ -203,10 +206,8 @@ def _open(root: Place, step: int, round: int, disk: Disk) -> Record:
             where = root.absolute() if isinstance(root, Path) else root
             return {"round": number, "nonce": nonce, "root": str(where)}
         raise CheckpointError(f"{_NONCES} names for step {step} are taken; remove some")
-    except OtherRun as error:
-        return {"problem": str(error), "other_run": True}
     except Exception as error:
-        return _problem(f"rank {COORDINATOR}: no new directory under {root}", error)
+        return problem(f"rank {COORDINATOR}: no new directory under {root}", error)
 
 
 def _check_runs(root: Place) -> None:
@@ -240,42 +241,40 @@ def own_layout(state: State, rank: int) -> FileLayout:
     return lay_out(state, comment={"file": file_name(rank)})
 
 
-def _write_own(
-    path: Place,
-    state: State,
-    image: Image | None,
-    rank: int,
-    block_bytes: int,
-    disk: Disk,
-    on_part: OnPart | None,
+def vote(
+    consensus: StoreConsensus,
+    write: Callable[[], Record],
+    judge: Callable[[list[Record | None]], Record],
+    *,
+    where: object,
+    on_part: OnPart,
 ) -> Record:
-    """Write this rank's file; the vote describes the file, or the error.
+    """Let each rank write its file, and rank 0 judge all of them; the verdict, on every rank.
 
     A rank that failed votes as well: without its vote all ranks would wait for the whole timeout.
+
+    Args:
+        consensus: The votes of this group.
+        write: Writes this rank's file; returns its `vote_for`.
+        judge: On rank 0, from all votes to the verdict. Must not raise.
+        where: The path of the file, for errors.
+        on_part: See `save`.
     """
-    try:
-        image = image or LiveImage(own_layout(state, rank))
-        begin_s = time.monotonic()
-        file = write_file(path, image, block_bytes, disk, log_progress=rank == COORDINATOR)
-        if on_part is not None:
-            on_part(WRITE, image.layout.size_bytes, time.monotonic() - begin_s)
-        return vote_for(state, image.layout, file)
-    except Exception as error:
-        return _problem(f"rank {rank}: {path}", error)
-
-
-def timed(
-    votes: list[Record | None],
-    on_part: OnPart | None,
-    judge: Callable[[], Record],
-) -> Record:
-    """The verdict of `judge` on the votes, whose time is reported as that of the publication."""
     begin_s = time.monotonic()
-    verdict = judge()
-    if on_part is not None:
-        sizes = (vote.get("size_bytes", 0) for vote in votes if vote is not None)
+    try:
+        own = write()
+        on_part(WRITE, own["size_bytes"], time.monotonic() - begin_s)
+    except Exception as error:
+        own = problem(f"rank {consensus.rank}: {where}", error)
+
+    def timed(votes: list[Record | None]) -> Record:
+        begin_s = time.monotonic()
+        verdict = judge(votes)
+        sizes = (each.get("size_bytes", 0) for each in votes if each is not None)
         on_part(PUBLISH, sum(sizes), time.monotonic() - begin_s)
-    return verdict
+        return verdict
+
+    return consensus.ask(own, timed)
 
 
 def _judge(
@@ -297,47 +296,61 @@ def _judge(
         return {"problem": f"{directory} was not saved: {error}", "full": full}, None
     except Exception as error:
         withdraw(directory, disk)
-        return _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error), None
+        return problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error), None
     return publish_or_withdraw(attempt, fence), attempt
 
 
 def publish_or_withdraw(attempt: Attempt, fence: Fence | None) -> Record:
     """On rank 0: publish the files; or remove them, unless they are, or may yet be, published."""
     directory, disk = attempt.directory, attempt.disk
+    where = f"rank {COORDINATOR}: {directory / MANIFEST}"
     try:
         _check_runs(directory.parent)  # once more: much time may have passed
         publish(attempt, fence)
         return {}
-    except CommitRefused as error:
-        verdict: Record = {"problem": str(error), "refused": True, "passing": error.passing}
-        if error.passing:
-            return {**verdict, "written": str(directory)}
-    except OtherRun as error:
-        verdict = {"problem": str(error), "other_run": True}
     except Unsure as error:
-        verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error.failure)
+        verdict = problem(where, error.failure)
         if not withdraw(directory, disk, committing=True):
             return {"problem": verdict["problem"] + _UNKNOWN, "unknown": True}
         return verdict
     except Exception as error:
-        verdict = _problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error)
+        verdict = problem(where, error)
+    if verdict.get("passing"):
+        return {**verdict, "written": str(directory)}
     withdraw(directory, disk)
     return verdict
 
 
-def _problem(where: str, error: Exception) -> Record:
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{where}: {error.strerror} (errno {error.errno})"
-        return {"problem": text, "full": error.errno in _NO_ROOM}
+def problem(where: str, error: Exception) -> Record:
+    """The record of what has failed, for `raise_problem` on every rank."""
+    match error:
+        case CommitRefused():
+            return {"problem": str(error), "refused": True, "passing": error.passing}
+        case OtherRun():
+            return {"problem": str(error), "other_run": True}
+        case OSError() if error.strerror:
+            text = f"{where}: {error.strerror} (errno {error.errno})"
+            return {"problem": text, "full": error.errno in _NO_ROOM}
     return {"problem": f"{where}: {error or type(error).__name__}"}
 
 
-def raise_problem(verdict: Record, attempt: Attempt | None = None) -> None:
-    """Raise what a verdict says, as `save`; return if it says that all is well."""
+def raise_problem(
+    verdict: Record,
+    attempt: Attempt | None = None,
+    failure: type[CheckpointError] | None = None,
+) -> None:
+    """Raise what a verdict says; return if it says that all is well.
+
+    Args:
+        verdict: Of `vote`, or another record with `problem`.
+        attempt: Of rank 0, for `NotPublished`.
+        failure: The error, unless the commit was refused; None: as `save`.
+    """
     if written := verdict.get("written"):
         raise NotPublished(verdict["problem"], written, attempt)
     if verdict.get("refused"):
         raise CommitRefused(verdict["problem"], passing=verdict["passing"])
     if "problem" in verdict:
         full, other = verdict.get("full"), verdict.get("other_run")
-        raise (OtherRun if other else DiskFull if full else CheckpointError)(verdict["problem"])
+        of_save = OtherRun if other else DiskFull if full else CheckpointError
+        raise (failure or of_save)(verdict["problem"])

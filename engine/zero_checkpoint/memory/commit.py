@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from functools import partial
 from pathlib import Path
 
 from zero_checkpoint import ownership
-from zero_checkpoint.commit import generation, timed
-from zero_checkpoint.consensus import Record, StoreConsensus
+from zero_checkpoint.commit import generation, problem, raise_problem, vote
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.writer import BlockHasher
 from zero_checkpoint.format.layout import block_bytes_for
@@ -40,8 +39,7 @@ from zero_checkpoint.format.pieces import State
 from zero_checkpoint.memory.node import MemoryNode, home_of, keep_manifest, seal
 from zero_checkpoint.memory.peers import ReplicaPeers, replica_peers
 from zero_checkpoint.publish import Fence, Header, assemble, vote_for
-from zero_checkpoint.staging import WRITE, FrozenImage, OnPart
-from zero_contract.errors import CommitRefused
+from zero_checkpoint.staging import FrozenImage, OnPart
 
 _log = logging.getLogger(__name__)
 
@@ -114,21 +112,20 @@ def commit_in_memory(
     opened = consensus.ask(joining, partial(_open, save))
     if "off" in opened:
         raise MemoryOff(opened["off"])
-    _raise_problem(opened)
+    raise_problem(opened, failure=NotKept)
     assert node is not None, "or this rank's own vote would have switched it off"
     name, home = directory_name(save.step, opened["round"], opened["nonce"]), opened["home"]
-    begin_s = time.monotonic()
-    vote = _seal_own(save, consensus.rank, node, peers, f"{home}/{name}", opened["roster"])
-    if "problem" not in vote:
-        on_part(WRITE, vote["size_bytes"], time.monotonic() - begin_s)
     directory = node.directory_of(home, name)
-    verdict = consensus.ask(
-        vote,
-        lambda votes: timed(votes, on_part, lambda: _judge(save, opened, directory, votes)),
+    verdict = vote(
+        consensus,
+        partial(_seal_own, save, consensus.rank, node, peers, f"{home}/{name}", opened["roster"]),
+        partial(_judge, save, opened, directory),
+        where=directory / file_name(consensus.rank),
+        on_part=on_part,
     )
     if "problem" in verdict:
         node.forget(home, [name])
-    _raise_problem(verdict)
+    raise_problem(verdict, failure=NotKept)
     with suppress(OSError):  # rank 0 has it, and a manifest is read from anywhere
         keep_manifest(directory, verdict["manifest"])
     node.forget_before(home, name)
@@ -150,7 +147,7 @@ def _open(save: MemorySave, votes: list[Record | None]) -> Record:
             "roster": [vote["address"] for vote in votes if vote is not None],
         }
     except Exception as error:
-        return {"problem": f"rank 0: {error or type(error).__name__}"}
+        return problem(f"rank {COORDINATOR}", error)
 
 
 def _seal_own(
@@ -161,26 +158,23 @@ def _seal_own(
     place: str,
     roster: Sequence[str],
 ) -> Record:
-    """Seal, hash and copy this rank's image; the vote holds the result, or the error."""
+    """Seal, hash and copy this rank's image; returns the vote."""
     image, name = save.image, file_name(rank)
     assert image is not None
     path = f"{place}/{name}"
-    try:
-        seal(image, node.directory / path)
-        block_bytes = block_bytes_for(save.state.tensors)
-        hasher = BlockHasher(block_bytes)
-        for chunk in image.chunks():
-            hasher.update(chunk)
-        size, head = image.layout.size_bytes, len(image.layout.head)
-        file = FileRecord(name, size, head, hasher.digests())
-        poorer = [
-            f"rank {rank}: {why}"
-            for address in replica_peers(roster, node.address, save.replicas)
-            if (why := peers.send(address, path, image, file, block_bytes))
-        ]
-        return {**vote_for(save.state, image.layout, file), "poorer": poorer}
-    except Exception as error:
-        return {"problem": f"rank {rank}: {node.directory / path}: {error or type(error).__name__}"}
+    seal(image, node.directory / path)
+    block_bytes = block_bytes_for(save.state.tensors)
+    hasher = BlockHasher(block_bytes)
+    for chunk in image.chunks():
+        hasher.update(chunk)
+    size, head = image.layout.size_bytes, len(image.layout.head)
+    file = FileRecord(name, size, head, hasher.digests())
+    poorer = [
+        f"rank {rank}: {why}"
+        for address in replica_peers(roster, node.address, save.replicas)
+        if (why := peers.send(address, path, image, file, block_bytes))
+    ]
+    return {**vote_for(save.state, image.layout, file), "poorer": poorer}
 
 
 def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
@@ -198,15 +192,9 @@ def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record
         if save.fence is not None:
             save.fence(digest)
         keep_manifest(directory, text)  # at once: one node with the manifest is enough
-    except CommitRefused as error:
-        return {"problem": str(error), "refused": True}
+    except CheckpointError as error:
+        return {"problem": str(error)}  # it names the rank
     except Exception as error:
-        return {"problem": str(error) or type(error).__name__}
+        return problem(f"rank {COORDINATOR}", error)
     poorer = [why for vote in votes if vote is not None for why in vote["poorer"]]
     return {"manifest": text, "poorer": poorer}
-
-
-def _raise_problem(verdict: Record) -> None:
-    if "problem" in verdict:
-        refused = verdict.get("refused", False)
-        raise (CommitRefused if refused else NotKept)(verdict["problem"])
