@@ -50,7 +50,8 @@ def attribute_docs(kind: type[Any]) -> dict[str, str]:
     """The docstrings below a class's attributes, which Python itself does not keep."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    bases = [base for base in kind.__bases__ if dataclasses.is_dataclass(base)]
+    found = {name: text for base in bases for name, text in attribute_docs(base).items()}
     for name, text in zip(body.body, body.body[1:], strict=False):
         if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
             continue

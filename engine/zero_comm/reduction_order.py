@@ -44,7 +44,7 @@ def check_mode(mode: str | None, block: int | None) -> None:
     """Check elastic.reduction and elastic.reduction_block of a config.
 
     Raises:
-        ConfigError: One is no such value, or one excludes the other.
+        ConfigError: The mode is no such value, or excludes a block.
     """
     if mode not in (None, ORDERED, NATIVE):
         raise ConfigError(f'elastic.reduction: {mode!r} is neither "{ORDERED}" nor "{NATIVE}"')
@@ -53,7 +53,6 @@ def check_mode(mode: str | None, block: int | None) -> None:
             'elastic.reduction_block: with elastic.reduction "native" the backend chooses the '
             "order; remove one of the two"
         )
-    check_block(block)
 
 
 def check_block(block: int | None) -> None:

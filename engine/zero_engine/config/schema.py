@@ -17,7 +17,6 @@ from typing import Any
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
 from zero_comm.determinism import Deterministic, mode_of
-from zero_comm.determinism import check as check_deterministic
 from zero_comm.reduction_order import NATIVE, check_mode
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ConfigError
@@ -26,6 +25,7 @@ from zero_engine.config.activations import ActivationCheckpointing
 from zero_engine.config.elasticity import Elasticity
 from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
 from zero_engine.stages import STAGES
+from zero_step import options
 
 _LARGEST_POWER = 127
 Seed = int  # from 0, of 64 bits
@@ -232,11 +232,9 @@ FROM_MODULES, FROM_CHECKPOINT = "modules", "checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic:
+class Elastic(options.Elastic):
     """Keys that DeepSpeed does not have."""
 
-    sample_ledger: str | None = None
-    """Directory for the record of consumed sample ids. Without it no record is kept."""
     shuffle: bool = True
     """Whether a map-style dataset is shuffled anew in every epoch."""
     max_skipped_steps: int = 8
@@ -245,9 +243,6 @@ class Elastic:
     """How gradients are summed: "ordered", with the same bits at every world size, or "native", by
     the backend's own reduce-scatter and all-reduce, with bits that depend on the number of ranks.
     null: "ordered"; a checkpoint of a "native" run is then refused."""
-    reduction_block: int | None = None
-    """Micro-batches that are summed in a tree, a power of two; the bits of every sum depend on it.
-    null: 8 in a new run, and what it was in one that is resumed."""
     accumulate: str = Where.OWNER.value
     """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
     owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
@@ -262,12 +257,6 @@ class Elastic:
     draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because
     load_checkpoint follows; anything else before it is an error. Another value: the path of a
     safetensors file, or of a directory of them, that holds the parameters under their names."""
-    deterministic: str | None = None
-    """Whether kernels must repeat themselves and hardware must stay the same. "error": what breaks
-    that is an error: an operator without such a kernel, unequal ranks, a resume on other hardware.
-    "warn": it is logged. "off": torch chooses kernels as the script lets it. null: "warn"; with
-    elastic.reduction "native" "off"."""
-
     overlap_param_gather: bool = False
     """Stages 1 and 2: `step()` begins to all-gather the new weights and does not wait for them; the
     next forward waits, module by module. Until then parameters show NaN, as at stage 3. The bits
@@ -279,6 +268,7 @@ class Elastic:
         return self.reduction == NATIVE
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_least("elastic", self, {"max_skipped_steps": 1, "accumulate_device_bytes": 0})
         check_mode(self.reduction, self.reduction_block)
         if self.is_native and self.accumulate_device_bytes is not None:
@@ -286,7 +276,6 @@ class Elastic:
                 'elastic.accumulate_device_bytes: not with elastic.reduction "native", which keeps '
                 "no pieces; remove one of the two"
             )
-        check_deterministic(self.deterministic)
         if self.accumulate not in list(Where):
             raise ConfigError(
                 f'elastic.accumulate: {self.accumulate!r} is not "owner", "node" or "local"'
