@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ from tests.support.etcd_server import EtcdServer, server
 from tests.support.memory_store import MemoryStore
 from tests.support.s3_server import S3Server, s3_server
 from zero_orchestrator.store.etcd.client import EtcdStore
-from zero_orchestrator.store.kv import KeyValueStore
+from zero_orchestrator.store.kv import Delete, KeyValueStore
 
 _LOGGERS = (
     "zero",
@@ -73,10 +74,20 @@ def _loggers_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """One real server for the whole run. Tests that hurt their server start one of their own."""
+def etcd_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     with server(tmp_path_factory.mktemp("etcd")) as running:
         yield running
+
+
+@pytest.fixture
+def etcd(etcd_of_session: EtcdServer) -> Iterator[EtcdServer]:
+    """One real server for the whole run. Tests that hurt their server start one of their own.
+
+    No key outlives its test: it would go with its lease, a revision in the middle of another test.
+    """
+    yield etcd_of_session
+    with contextlib.closing(EtcdStore(etcd_of_session.endpoint)) as store:
+        store.txn([], [Delete("/", prefix=True)])
 
 
 @pytest.fixture
