@@ -62,7 +62,7 @@ docs: $(VENV)/.installed-docs
 	@echo build/docs/index.html
 
 reference: dev
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.generate
 
 install: $(VENV)/.installed
 dev: $(VENV)/.installed-dev
