@@ -156,6 +156,7 @@ class LastSave:
             self._warn(f"waiting up to {limit_s / 60:.0f} min for room in {request.root}")
         with exit_on_peer_loss(self._link):
             while True:
+                began_s = time.monotonic()
                 self.begun(request)
                 self._saver.begin(request, copy=False)
                 outcome = self._saver.wait()
@@ -173,6 +174,7 @@ class LastSave:
                     self.told()
                     text = f"no room in {request.root} for the checkpoint of step {request.step}"
                     raise DiskFull(f"{text} within {limit_s:g} s; free some")
+                self._link.saved(time.monotonic() - began_s)
         assert self._written is not None
         self._wait_for_etcd(self._written, self._consensus.announce)
 
@@ -193,7 +195,9 @@ class LastSave:
         )
         with exit_on_peer_loss(self._link):
             while True:
+                began_s = time.monotonic()
                 verdict = announce(partial(self._publish, written))
+                self._link.saved(time.monotonic() - began_s)
                 self._link.heartbeat()  # or its agent would mark it hung
                 if verdict.get("written"):
                     continue

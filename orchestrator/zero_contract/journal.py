@@ -107,7 +107,9 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "lease": Event(when="A node's lease is in danger, or the node has registered again."),
         "health": Event(when="A node has become unhealthy, or healthy again."),
         "store": Event(
-            when="etcd does not answer, refuses or is full, or it works again. Workers continue."
+            when="etcd does not answer, refuses or is full, or (`away` is false) it works again. "
+            "Workers continue.",
+            facts=("away",),
         ),
         "commit": Event(when="The commit of a checkpoint waits until etcd answers."),
         "save": Event(

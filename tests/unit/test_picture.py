@@ -21,7 +21,6 @@ from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.page import document
 from zero_orchestrator.ctl.picture import RANKS, Json, Records, picture
 from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
-from zero_orchestrator.ctl.verdicts import Kind, Verdict
 from zero_orchestrator.ctl.views import TableView
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import State
@@ -44,14 +43,15 @@ def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
     assert {4, 3} == set(found["curve"]["workers"])
     values = {tile["label"]: tile["value"] for tile in found["tiles"]}
     assert (values["Step"], values["Nodes"], values["Restarts"]) == ("76", "4", "1 of 3")
-    assert values["Checkpoint at step"] == "70"
+    assert values["Checkpoint"] == "70"
     on_disk = [row for row in found["checkpoints"]["rows"] if not row[7]]
     assert [row[0] for row in on_disk] == [10, 20, 30, 40, 50, 60, 70]
     read = {row[0]: row[5] for row in on_disk}
     assert (read[30][0], read[20], read[40]) == (2, None, None)
-    (verdict,) = found["verdicts"]
-    assert (verdict["nodes"], verdict["holds"]) == (["node-c"], True)
-    assert verdict["text"] == "rank 2 on node-c computes 1.4 x slower since step 67"
+    (problem,) = found["problems"]
+    assert (problem["kind"], problem["nodes"]) == ("straggler", ["node-c"])
+    assert (problem["to_s"], problem["steps"]) == (None, True)
+    assert problem["text"] == "rank 2 on node-c computes 1.4 x slower since step 67"
     assert sum(use["part"] for use in found["uses"]) == pytest.approx(1)
 
 
@@ -70,9 +70,9 @@ def test_the_lanes_cover_the_run_without_gaps_and_show_who_was_gone():
 
 def test_a_recovery_lasts_from_the_first_sign_to_the_first_step_of_the_next_round():
     failure, join = shown(disturbed())["recoveries"]
-    assert (failure["failure"], failure["cause"]) == (True, "lost node node-b; restart 1 of 3")
+    assert (failure["failures"], failure["cause"]) == (1, "lost node node-b; restart 1 of 3")
     assert failure["to_s"] - failure["from_s"] == pytest.approx(1.85, abs=0.02)
-    assert (join["failure"], join["over"], join["round"]) == (False, True, 2)
+    assert (join["failures"], join["over"], join["rounds"]) == (0, True, [2])
     assert [event[2] for event in failure["events"]][:3] == ["exit", "dead", "interrupt"]
 
 
@@ -90,49 +90,6 @@ def test_a_lane_that_was_written_long_ago_is_continued_by_what_the_job_has_told_
     first_s = next(p.time_s for p in records.history.points if p.time_s > began.record["time"])
     assert since[:2] == [(restart.record["time"], "recovering"), (first_s, "training")]
     assert [phase for _, phase in since[2:]] == ["recovering", "training"]
-
-
-def test_a_verdict_about_ranks_holds_until_it_is_withdrawn_or_its_round_ends():
-    def told(at_s, event, **facts):
-        return Event(
-            1, {"time": at_s, "node": "a", "round": 1, "event": event, "text": "", **facts}
-        )
-
-    events = [
-        told(10.0, "straggler", rank=3, host="b", slow=True),
-        told(11.0, "straggler", rank=5, host="c", slow=True),
-        told(12.0, "straggler", rank=3, host="b", slow=False),
-        told(13.0, "interrupt"),
-        told(14.0, "straggler", rank=3, host="b", slow=True),
-        told(15.0, "stuck", ranks=[3, 7], hosts=["b", "d"], step=9, stuck=True),
-        told(16.0, "interrupt"),
-    ]
-    found = shown(disturbed(), events=events)["verdicts"]
-    assert [(one["nodes"], one["holds"], one["time_s"], one["to_s"]) for one in found] == [
-        (["b"], True, 10, 12),
-        (["c"], True, 11, 13),
-        (["b"], False, 12, None),
-        (["b"], True, 14, 16),
-        (["b", "d"], True, 15, 16),
-    ]
-
-
-def test_a_verdict_that_holds_is_shown_though_its_event_is_not_kept():
-    records = disturbed()
-    told = records.events[-1].record["text"]
-    held = (
-        Verdict(kind=Kind.STRAGGLER, text=told, rank=2, node="node-c", since_step=67),
-        Verdict(kind=Kind.SLOW_STORAGE, text="all ranks write slowly", since_step=50),
-    )
-    status = dataclasses.replace(records.status, verdicts=held)
-    found = shown(records, status=status)["verdicts"]
-    at_s = next(p.time_s for p in records.history.points if p.step == 50)
-    assert [(one["text"], one["nodes"], one["time_s"]) for one in found] == [
-        (told, ["node-c"], records.events[-1].record["time"]),
-        ("all ranks write slowly", ["-"], at_s),
-    ]
-    ended = dataclasses.replace(status, state=State.DONE)
-    assert [one["text"] for one in shown(records, status=ended)["verdicts"]] == [told]
 
 
 def test_tokens_and_what_saves_took_are_shown_where_they_are_known():
@@ -354,7 +311,7 @@ def test_a_report_from_files_alone_shows_the_story_and_says_what_is_absent(files
     )
     assert [event[3] for event in found["events"]][:3] == ["open", "activate", "start"]
     assert [one["cause"] for one in found["recoveries"]] == ["lost node c; restart 1 of 3"]
-    assert [one["text"] for one in found["verdicts"]] == ["rank 1 is slow"]
+    assert [one["text"] for one in found["problems"]] == ["rank 1 is slow"]
     values = {tile["label"]: tile["value"] for tile in found["tiles"]}
     assert (values["Nodes"], values["Restarts"], values["Goodput"]) == ("2", "1", "75.0 %")
     assert (values["Step"], values["Loss"]) == ("-", "-")

@@ -96,6 +96,7 @@ class Limits:
                 "store",
                 f"etcd {how} ({error}); the workers continue, nothing is committed",
                 level=logging.WARNING,
+                away=True,
             )
         if self._outage.past(self._config.etcd_grace_s):
             raise AgentFailed(
@@ -112,6 +113,7 @@ class Limits:
                 f"etcd is full ({error}); the workers continue, and changes of the job wait until "
                 "etcd has room again",
                 level=logging.WARNING,
+                away=True,
             )
 
     def store_answers(self, fence: int) -> None:
@@ -121,9 +123,10 @@ class Limits:
             fence: The job's fence; a new fence was written, so etcd had room for it.
         """
         if self._outage.stop():
-            self._journal.tell("store", "etcd answers again")
+            self._journal.tell("store", "etcd answers again", away=False)
         if fence != self._fence and self._full.running:
-            self._journal.tell("store", f"etcd has room again, after {self._full.elapsed_s:.0f} s")
+            text = f"etcd has room again, after {self._full.elapsed_s:.0f} s"
+            self._journal.tell("store", text, away=False)
             self._full.stop()
             self._said.stop()
         self._fence = fence

@@ -9,7 +9,7 @@ lane has at most `SPANS` spans; they do not overlap, and are in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_orchestrator.ctl.goodput import Begins, Doing, Mark
+from zero_orchestrator.ctl.pace import stalls
 
 SPANS = 64
 """Most spans of a lane; beyond them a short one becomes part of the span before it."""
@@ -30,6 +31,7 @@ class Phase(StrEnum):
     TRAINING = "training"
     REPEATING = "repeating"
     SAVING = "saving"
+    STUCK = "stuck"
     RECOVERING = "recovering"
     WAITING = "waiting"
     STARTING = "starting"
@@ -69,6 +71,12 @@ class Lane:
     """Whether a step has ended in any round of this node."""
     reached: int = 0
     """The last step that any worker of the job is known to have finished."""
+    step: int | None = None
+    """The last step of this round; None before the first."""
+    step_s: float = 0.0
+    """When that has ended; later by the time of the saves since then."""
+    usual_s: float = 0.0
+    """The usual time of a long step of this round; 0: not known."""
 
     def add(self, mark: Mark, at_s: float) -> Lane:
         """The lane after one more mark of the ledger, at a time of the wall clock."""
@@ -80,19 +88,37 @@ class Lane:
                 phase = Phase.STARTING
             ran_s = at_s if mark.doing is Doing.RUNNING else None
             reached = max(self.reached, mark.reached)
-            return replace(now.begin(phase, at_s), ran_s=ran_s, reached=reached)
-        now, saving_s = self, min(mark.saving_ns / 1e9, at_s - self._last_s)
+            begun = now.begin(phase, at_s)
+            return replace(begun, ran_s=ran_s, reached=reached, step=None, usual_s=0.0)
+        usual_s, saving_s = mark.usual_ns / 1e9, min(mark.saving_ns / 1e9, at_s - self._last_s)
+        now = replace(self, usual_s=usual_s)._stalled(at_s - saving_s)
         if saving_s >= SAVE_S:
-            now = now.begin(Phase.SAVING, at_s - saving_s)
+            now = now._saves(at_s - saving_s)
         phase = Phase.TRAINING if mark.step >= self.reached else Phase.REPEATING
         reached = max(self.reached, mark.step)
-        return replace(now.begin(phase, at_s), ran_s=None, stepped=True, reached=reached)
+        step_s = self.step_s + saving_s if mark.step == self.step else at_s
+        now = replace(now.begin(phase, at_s), ran_s=None, stepped=True, reached=reached)
+        return replace(now, step=mark.step, step_s=step_s)
+
+    def _saves(self, from_s: float) -> Lane:
+        """The lane with a save, or with more of the one that has just ended, as one that waits."""
+        if len(self.spans) > 1:
+            *before, last = self.spans
+            if before[-1].phase is Phase.SAVING and last.from_s > from_s - SAVE_S:
+                return replace(self, spans=tuple(before))
+        return self.begin(Phase.SAVING, from_s)
+
+    def _stalled(self, at_s: float) -> Lane:
+        """The lane with the part of the present step that is above the usual time of a long one."""
+        if self.step is None or not self.usual_s or not stalls(at_s - self.step_s, self.usual_s):
+            return self
+        return self.begin(Phase.STUCK, self.step_s + self.usual_s)
 
     def shown(self, at_s: float, *, reports: bool) -> Lane:
         """The lane up to now. Workers that do not report their steps train as long as they run."""
         now = replace(self, until_s=max(at_s, self.until_s))
         if reports or self.ran_s is None:
-            return now
+            return now._stalled(now.until_s)
         return now.begin(Phase.TRAINING, self.ran_s)
 
     def begin(self, phase: Phase, at_s: float) -> Lane:
@@ -113,6 +139,25 @@ class Lane:
     @property
     def _last_s(self) -> float:
         return self.spans[-1].from_s if self.spans else self.until_s
+
+
+def intervals(
+    spans: Iterable[Span], end_s: float | None
+) -> list[tuple[float, float | None, Phase]]:
+    """Each span with its end: without gaps, in order, none of them empty.
+
+    Args:
+        spans: In the order in which their phases began; a span whose start is known too late, after
+            the start of the one that follows, lasts no time.
+        end_s: The end of the last span; None: it lasts until now.
+    """
+    found: list[tuple[float, float | None, Phase]] = []
+    to_s = end_s
+    for span in reversed(list(spans)):
+        if to_s is None or span.from_s < to_s:
+            found.append((span.from_s, to_s, span.phase))
+            to_s = span.from_s
+    return found[::-1]
 
 
 def _bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:

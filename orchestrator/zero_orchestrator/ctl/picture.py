@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
@@ -31,10 +31,10 @@ from zero_orchestrator.ctl.events import (
 from zero_orchestrator.ctl.events import read as read_events
 from zero_orchestrator.ctl.goodput import USES, from_record, total_ns
 from zero_orchestrator.ctl.history import History, Point, Saved
-from zero_orchestrator.ctl.lane import Lane, Phase
+from zero_orchestrator.ctl.lane import Lane, Phase, Span, intervals
+from zero_orchestrator.ctl.problems import ENDINGS, Problem, problems, withdraws
 from zero_orchestrator.ctl.status import JobStatus, NodeRow, slowest_ranks
-from zero_orchestrator.ctl.story import ENDS, Recovery, recoveries
-from zero_orchestrator.ctl.verdicts import Kind
+from zero_orchestrator.ctl.story import ENDS, Band, bands, recoveries
 from zero_orchestrator.store.kv import KeyValueStore
 
 WINDOWS = 100
@@ -45,19 +45,19 @@ NOTICE_S = 15.0
 """A lost node is noticed within this time: its lane ends where its round did."""
 TONES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("interrupt", "fail", "give up", "dead", "hang"), "bad"),
-        **dict.fromkeys(("stuck", "unkillable", "failed"), "bad"),
-        **dict.fromkeys(
-            ("straggler", "exit", "health", "lease", "ring", "store", "commit"), "warn"
-        ),
-        **dict.fromkeys(("drain", "yield", "leave", "forkserver", "halt", "form"), "warn"),
-        **dict.fromkeys(("open", "activate", "restore", "finish", "done"), "good"),
+        **dict.fromkeys(("interrupt", "fail", "give up", "dead", "hang", "dead link"), "bad"),
+        **dict.fromkeys(("stuck", "unkillable", "failed", "save"), "bad"),
+        **dict.fromkeys(("straggler", "slow link", "slow storage", "exit", "health"), "warn"),
+        **dict.fromkeys(("lease", "ring", "store", "commit", "forkserver", "aside"), "warn"),
+        **dict.fromkeys(("world size",), "warn"),
+        **dict.fromkeys(("drain", "yield", "leave", "halt", "form"), "note"),
+        **dict.fromkeys(("open", "activate", "restore", "finish", "done"), "note"),
     }
 )
-"""Event -> how the page shows it; any other event is plain."""
+"""Event -> how the page shows it: something is wrong, or worth a note; others are details."""
 
 NOTHING = "-"
-_WORKS = frozenset({Phase.TRAINING, Phase.REPEATING, Phase.SAVING})
+_WORKS = frozenset({Phase.TRAINING, Phase.REPEATING, Phase.SAVING, Phase.STUCK})
 """What a node does until its round ends."""
 _STEPS = frozenset({Phase.TRAINING, Phase.REPEATING})
 """What a node does from the first step of a round on."""
@@ -105,12 +105,13 @@ def picture(records: Records, *, now_s: float) -> Json:
     job, history, told = records.status, records.history, records.events
     end_s = _end_s(records, now_s)
     lanes = [_lane(records, row, end_s) for row in _rows(records)]
-    first_steps_s = sorted(
-        from_s for lane in lanes for from_s, _, phase in lane["spans"] if phase in _STEPS
-    )
-    recovered = [_recovery(one, first_steps_s, end_s) for one in recoveries(records.events)]
+    steps_s = [from_s for lane in lanes for from_s, _, phase in lane["spans"] if phase in _STEPS]
+    steps_s = sorted([*steps_s, *(point.time_s for point in history.points)])
+    lost = bands(recoveries(told), steps_s, _over_s(records, end_s))
+    recovered = [_recovery(band) for band in lost]
+    wrong = [_problem(one) for one in problems(told, job, history.points, end_s)]
     sections = {
-        "job": {**_job(job, now_s), "note": records.note},
+        "job": {**_job(records, end_s, now_s), "note": records.note},
         "tiles": _tiles(records, end_s),
         "range": [_start_s(records, end_s), end_s],
         "curve": _curve(history),
@@ -119,7 +120,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         "recoveries": recovered,
         "paces": _paces(job),
         "checkpoints": _checkpoints(history, told),
-        "verdicts": [*_verdicts(told), *_untold(records)],
+        "problems": wrong,
         "uses": _uses(job),
         "events": [_event(event) for event in told],
     }
@@ -148,6 +149,12 @@ def _start_s(records: Records, end_s: float) -> float:
     return min(first_s, default=end_s)
 
 
+def _over_s(records: Records, end_s: float) -> float:
+    """When the job has ended; until then, where the picture ends."""
+    ended = [_time_s(e) for e in records.events if e.record.get("event") in ENDINGS]
+    return min(end_s, ended[-1]) if ended and records.status.ended else end_s
+
+
 def _time_s(event: Event) -> float:
     return _number(event.record.get("time")) or 0.0
 
@@ -161,9 +168,14 @@ def _number(value: object) -> float | None:
 # ---- sections ----
 
 
-def _job(job: JobStatus, now_s: float) -> Json:
+def _job(records: Records, end_s: float, now_s: float) -> Json:
+    job = records.status
+    opened = [_time_s(e) for e in records.events[:1] if e.record.get("event") == "open"]
     return {
         "name": job.job,
+        "owner": job.owner,
+        "from_s": min([*opened, _start_s(records, end_s)]),
+        "to_s": _over_s(records, end_s),
         "state": job.state or "not begun",
         "ended": job.ended,
         "now": job.now,
@@ -181,9 +193,13 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
     rates, unit = _rates(points)
     rate = next((value for value in reversed(rates) if value is not None), None)
     nodes = len(records.lanes) if job.ended and records.lanes else len(job.members)
+    spares = sum(row.alive for row in job.spares)
     wanted = _count(job.world_size, "worker")
     if job.max_nodes:
-        wanted = f"{job.min_nodes} to {job.max_nodes} wanted, {wanted}"
+        least = f"{job.min_nodes} to " if job.min_nodes < job.max_nodes else ""
+        wanted = f"{least}{job.max_nodes} wanted, {wanted}"
+    if spares and not job.ended:
+        wanted = f"and {_count(spares, 'spare')}; {wanted}"
     return [
         _tile("Step", NOTHING if step is None else f"{step:,}", f"round {job.round}"),
         _tile("Loss", _loss(loss), "mean of the last step"),
@@ -232,11 +248,11 @@ def _last_step(job: JobStatus, points: Sequence[Point]) -> tuple[int | None, flo
 def _checkpoint_tile(job: JobStatus, end_s: float) -> Json:
     saved = job.checkpoint
     if saved is None or "step" not in saved:
-        return _tile("Checkpoint at step", NOTHING, "on disk")
+        return _tile("Checkpoint", NOTHING, "none on disk")
     saved_s = _number(saved.get("time"))
     ago = "before the end" if job.ended else "ago"
-    note = "on disk" if saved_s is None else f"{in_words(end_s - saved_s)} {ago}"
-    return _tile("Checkpoint at step", f"{saved['step']:,}", note)
+    when = "" if saved_s is None else f", {in_words(end_s - saved_s)} {ago}"
+    return _tile("Checkpoint", f"{saved['step']:,}", f"step on disk{when}")
 
 
 def _tile(label: str, value: str, note: str) -> Json:
@@ -310,22 +326,16 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
     node, row = named
     lane, spans = records.lanes.get(node), []
     if lane is not None:
-        starts = [(span.from_s, span.phase) for span in lane.spans]
+        starts = list(lane.spans)
         alive = row is not None and row.alive and not records.status.ended
         if alive:
             starts += _since_written(records, node, lane)
         elif lane.until_s < end_s - 1:
-            starts.append((lane.until_s, Phase.GONE))
-        starts = [
-            (_lost_s(records, from_s) if phase is Phase.GONE else from_s, phase)
-            for from_s, phase in starts
-        ]
-        ends = [*(from_s for from_s, _ in starts[1:]), None if alive else end_s]
-        spans = [
-            [from_s, to_s, str(phase)]
-            for (from_s, phase), to_s in zip(starts, ends, strict=True)
-            if to_s is None or to_s > from_s
-        ]
+            starts.append(Span(from_s=lane.until_s, phase=Phase.GONE))
+        for place, span in enumerate(starts):
+            if span.phase is Phase.GONE:
+                starts[place] = replace(span, from_s=_lost_s(records, span.from_s))
+        spans = [[*one] for one in intervals(starts, None if alive else end_s)]
     return {
         "node": node,
         "spans": spans,
@@ -333,13 +343,14 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
         "alive": row is not None and row.alive,
         "ranks": "" if row is None else _ranks(row),
         "address": "" if row is None else row.address,
+        "host": "" if row is None else row.host,
         "step": None if row is None else row.step,
         "loss": None if row is None else _number(row.loss),
         "told_s": None if row is None else _number(row.step_time_s),
     }
 
 
-def _since_written(records: Records, node: str, lane: Lane) -> Iterator[tuple[float, Phase]]:
+def _since_written(records: Records, node: str, lane: Lane) -> Iterator[Span]:
     """What a node has done since it wrote its lane, as the rounds and the steps of the job show."""
     phase, step_times_s = lane.spans[-1].phase, [point.time_s for point in records.history.points]
     for event in reversed(_late(records.events, lane.until_s)):
@@ -347,13 +358,13 @@ def _since_written(records: Records, node: str, lane: Lane) -> Iterator[tuple[fl
         place = bisect_left(step_times_s, at_s)
         if kind in ENDS and phase in _WORKS:
             phase = Phase.RECOVERING
-            yield at_s, phase
+            yield Span(from_s=at_s, phase=phase)
         elif kind == "activate" and node not in event.record.get("nodes", ()):
             phase = Phase.IDLE
-            yield at_s, phase
+            yield Span(from_s=at_s, phase=phase)
         elif kind == "activate" and place < len(step_times_s):
             phase = Phase.TRAINING
-            yield step_times_s[place], phase
+            yield Span(from_s=step_times_s[place], phase=phase)
 
 
 def _late(events: Sequence[Event], since_s: float) -> list[Event]:
@@ -375,22 +386,20 @@ def _ranks(row: NodeRow) -> str:
     return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
 
 
-def _recovery(found: Recovery, first_steps_s: Sequence[float], end_s: float) -> Json:
-    """A recovery, up to the first step of any node after it; `first_steps_s` is sorted."""
-    from_s, told_s = found.from_s, _time_s(found.events[-1])
-    end = next(event for event in found.events if event.record.get("event") in ENDS)
-    place = bisect_left(first_steps_s, told_s)
-    to_s = first_steps_s[place] if place < len(first_steps_s) else None
+def _recovery(band: Band) -> Json:
+    """Time without a new step, with each attempt to end it."""
+    told = [event for one in band.recoveries for event in one.events]
+    ends = [event for event in told if event.record.get("event") in ENDS]
+    failures = sum(event.record.get("event") == "interrupt" for event in ends)
     return {
-        "round": found.round,
-        "failure": end.record.get("event") == "interrupt",
-        "cause": str(end.record.get("text", "")),
-        "from_s": from_s,
-        "to_s": end_s if to_s is None else to_s,
-        "over": to_s is not None,
+        "rounds": [one.round for one in band.recoveries],
+        "failures": failures,
+        "cause": str(ends[-1].record.get("text", "")),
+        "from_s": band.from_s,
+        "to_s": band.to_s,
+        "over": band.over,
         "events": [
-            [round(offset_s, 3), *_event(event)[2:]]
-            for event, offset_s in zip(found.events, found.offsets_s, strict=True)
+            [round(max(0.0, _time_s(event) - band.from_s), 3), *_event(event)[2:]] for event in told
         ],
     }
 
@@ -463,78 +472,26 @@ def _event(event: Event) -> list[Any]:
     record, kind = event.record, str(event.record.get("event", "?"))
     told = [str(record.get(name, "")) for name in ("round", "node")]
     tone = "" if record.get("symptom") else TONES.get(kind, "")
-    if not _holds(record):
-        tone = "good"
+    if withdraws(record):
+        tone = "note"
     return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
 
 
-def _verdicts(events: Sequence[Event]) -> list[Json]:
-    """The verdicts about ranks: each holds until it is withdrawn, or its round ends."""
-    found: list[Json] = []
-    holding: dict[object, Json] = {}
-    for event in events:
-        record, at_s = event.record, _time_s(event)
-        if record.get("event") in ENDS:
-            for one in holding.values():
-                one["to_s"] = at_s
-            holding.clear()
-        if record.get("event") not in tuple(Kind):
-            continue
-        about = record.get("event"), record.get("rank")
-        if (before := holding.pop(about, None)) is not None:
-            before["to_s"] = at_s
-        found.append(
-            {
-                "time_s": at_s,
-                "to_s": None,
-                "nodes": [str(node) for node in record.get("hosts", [record.get("host") or "-"])],
-                "holds": _holds(record),
-                "text": str(record.get("text", "")),
-            }
-        )
-        if found[-1]["holds"]:
-            holding[about] = found[-1]
-    return found
-
-
-def _untold(records: Records) -> list[Json]:
-    """The verdicts that hold now and whose events are not kept."""
-    told = {str(event.record.get("text")) for event in records.events}
-    points = records.history.points
-    steps = [point.step for point in points]
-    found = []
-    for verdict in records.status.verdicts:
-        if records.status.ended or verdict.text in told:
-            continue
-        place = bisect_left(steps, verdict.since_step or 0)
-        since_s = points[min(place, len(points) - 1)].time_s if points else 0.0
-        found.append(
-            {
-                "time_s": since_s or records.status.state_time_s or 0.0,
-                "to_s": None,
-                "nodes": [verdict.node or "-"],
-                "holds": True,
-                "text": verdict.text,
-            }
-        )
-    return found
-
-
-def _holds(record: Mapping[str, Any]) -> bool:
-    """Whether an event is a verdict; the same event withdraws it."""
-    return record.get("slow") is not False and record.get("stuck") is not False
+def _problem(one: Problem) -> Json:
+    return {**asdict(one), "nodes": sorted(one.nodes)}
 
 
 # ---- the same in words, for whoever does not see the charts ----
 
 
 def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) -> Json:
-    took_s = [one["to_s"] - one["from_s"] for one in found if one["failure"]]
+    failed = [one for one in found if one["failures"]]
     lost = "no failure"
-    if took_s:
+    if failed:
+        longest_s = max(one["to_s"] - one["from_s"] for one in failed)
         lost = (
-            f"failures: {len(took_s)}, longest {max(took_s):.1f} s from the last step to the next "
-            "step"
+            f"failures: {sum(one['failures'] for one in failed)}, longest time without a new step "
+            f"{longest_s:.1f} s"
         )
     return {
         "loss": _curve_in_words("Loss", [(p.step, p.loss) for p in history.points]),

@@ -95,6 +95,8 @@ class NodeRow:
     slots: int
     """Number of workers."""
     address: str
+    host: str = ""
+    """Name of its machine."""
     step: int | None = None
     step_time_s: float | None = None
     """When the node reported that step: its wall clock, seconds since the epoch."""
@@ -432,6 +434,7 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
         first_rank=rank,
         slots=node.slots,
         address=node.address,
+        host=node.machine,
         step=last.get("step"),
         step_time_s=last.get("time") if "step" in last else None,
         loss=last.get("loss"),

@@ -6,6 +6,8 @@ a span between two nodes is as exact as their clocks agree.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +61,12 @@ class Recovery:
         if self._end is None or not isinstance(idle_s, int | float):
             return first_s  # no steps are reported, or it is of an older version
         return min(first_s, _time_s(self._end) - idle_s)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a step of the round is known to have ended."""
+        idle_s = self._end.record.get("idle_s") if self._end is not None else None
+        return isinstance(idle_s, int | float)
 
     @property
     def _end(self) -> Event | None:
@@ -116,6 +124,56 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
             parts.append(Span(name=name, from_s=from_s, to_s=until_s))
             from_s = until_s
     return tuple(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Time without a new step: a recovery, or several that ended in the next failure."""
+
+    recoveries: tuple[Recovery, ...]
+    """Oldest first."""
+    from_s: float
+    """The last step before the first of them, seconds since the epoch."""
+    to_s: float
+    """The first step after the last of them, or the end of what is known."""
+    over: bool
+    """Whether a step has ended it."""
+
+
+def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> tuple[Band, ...]:
+    """The time that recoveries took: no two bands overlap, and nothing is in two of them.
+
+    A recovery lasts until a step ends after it. One without is over when the next failure comes;
+    both are then one band.
+
+    Args:
+        found: The recoveries, oldest first.
+        steps_s: When steps have ended, as far as it is known, ascending; seconds since the epoch.
+        end_s: Now, or the end of the job.
+    """
+    made: list[Band] = []
+    for place, one in enumerate(found):
+        at = bisect_left(steps_s, _time_s(one.events[-1]))
+        step_s = steps_s[at] if at < len(steps_s) else math.inf
+        if place + 1 < len(found) and found[place + 1].stepped:
+            step_s = min(step_s, found[place + 1].from_s)  # its own step is not known
+        over = step_s <= end_s
+        band = Band(
+            recoveries=(one,),
+            from_s=one.from_s,
+            to_s=max(min(step_s, end_s), one.from_s),
+            over=over,
+        )
+        while made and (band.from_s < made[-1].to_s or not made[-1].over):
+            before = made.pop()
+            band = Band(
+                recoveries=(*before.recoveries, *band.recoveries),
+                from_s=min(before.from_s, band.from_s),
+                to_s=max(before.to_s, band.to_s),
+                over=band.over,
+            )
+        made.append(band)
+    return tuple(made)
 
 
 def recoveries(events: Sequence[Event]) -> tuple[Recovery, ...]:

@@ -2,8 +2,13 @@
 // Draws the picture of a job (picture.py). Everything from the job is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const PHASES = ["training", "repeating", "saving", "recovering", "waiting", "starting", "idle", "gone"];
-const SHOWN = 200; // events, before the button that shows all
+const PHASES = ["training", "saving", "starting", "idle", "repeating", "waiting", "recovering", "stuck", "gone"];
+const USES = { // use of time -> the phase whose colour it has
+  "useful steps": "training", "repeated steps": "repeating", "save stalls": "saving", stuck: "stuck",
+  "re-forming": "recovering", "waiting for nodes": "waiting", "starting and ending": "starting",
+};
+const PLAIN = new Set(["time", "node", "event", "what", "what happened", "as told", "where"]); // columns whose values need no name
+const SHOWN = 60; // events, before the button that shows all
 const ROWS = 60; // of a table that stands for a curve
 const picture = JSON.parse(document.getElementById("picture").textContent);
 const live = document.documentElement.dataset.live === "1";
@@ -30,14 +35,21 @@ function spans(lane) { return lane.spans.map(([from, to, phase]) => [from, to ==
 // ---- words ----
 
 const pad = (number) => String(number).padStart(2, "0");
+/** The zone of this browser at a time, such as UTC+02:00. */
+function zone(time_s) {
+  const east = -new Date(1000 * time_s).getTimezoneOffset(), size = Math.abs(east);
+  return `UTC${east ? `${east < 0 ? "-" : "+"}${pad(Math.floor(size / 60))}:${pad(size % 60)}` : ""}`;
+}
+/** A time with its date; with its zone where that is not the one of the page's tables. */
 function clock(time_s) {
   if (!time_s) return "-";
   const at = new Date(1000 * time_s);
+  const day = `${at.getFullYear()}-${pad(at.getMonth() + 1)}-${pad(at.getDate())}`;
   const time = `${pad(at.getHours())}:${pad(at.getMinutes())}:${pad(at.getSeconds())}`;
-  const [from, to] = picture.range;
-  if (to - from < 43200 && Math.abs(time_s - to) < 43200) return time;
-  return `${at.getFullYear()}-${pad(at.getMonth() + 1)}-${pad(at.getDate())} ${time}`;
+  return `${day} ${time}${zone(time_s) === here() ? "" : ` ${zone(time_s)}`}`;
 }
+const here = () => zone(picture.range[1]);
+const moment = (time_s) => `${clock(time_s)} ${here()}`;
 function length(seconds) {
   const s = Math.max(0, seconds);
   if (s < 9.95) return `${s.toFixed(1)} s`;
@@ -122,7 +134,7 @@ let drawn = null; // the geometry of the last drawing
 
 function geometry() {
   const wide = Math.max(280, $("charts").clientWidth), small = wide < 560;
-  const left = small ? 56 : 92, right = wide - (small ? 6 : 14);
+  const left = small ? 64 : 92, right = wide - (small ? 6 : 14);
   return { wide, left, right, small, ...across(left, right) };
 }
 
@@ -132,7 +144,7 @@ function chart(root, where, top, tall, title, columns, css) {
   const log = css === "loss" && view.scale === "log" && middle.every((v) => v === null || v > 0);
   const turn = log ? Math.log10 : (v) => v;
   const all = [...low, ...high].filter((v) => v !== null && (!log || v > 0)).map(turn);
-  root.append(svg("text", { x: left, y: top - 8, class: "title" }, title));
+  root.append(svg("text", { x: where.small ? 0 : left, y: top - 8, class: "title" }, title));
   if (!all.length) {
     root.append(svg("text", { x: (left + right) / 2, y: top + tall / 2, "text-anchor": "middle" }, "not reported"));
     root.append(svg("line", { x1: left, x2: right, y1: top + tall, y2: top + tall, class: "base" }));
@@ -157,7 +169,7 @@ function chart(root, where, top, tall, title, columns, css) {
     path += flat ? `V${point[1].toFixed(1)}H${point[0].toFixed(1)}` : `${pen}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
     pen = "L";
   }
-  if (picture.curve.stride > 1 && css === "loss") {
+  if (picture.curve.stride > 1 && css === "loss") { // what each point stands for
     const known = time.map((_, i) => i).filter((i) => low[i] !== null && (!log || low[i] > 0));
     const up = known.map((i) => `${x(time[i]).toFixed(1)} ${y(high[i]).toFixed(1)}`);
     const down = known.reverse().map((i) => `${x(time[i]).toFixed(1)} ${y(low[i]).toFixed(1)}`);
@@ -213,20 +225,44 @@ function strips(root, where, top) {
   }
   root.append(svg("line", { x1: left, x2: right, y1: middle, y2: middle, class: "gridline" }));
   root.append(svg("path", { d: path || "M0 0", class: "mark" }));
+  troubles(where.small).forEach(([name, kinds], row) => {
+    label(name, 2 + row);
+    const y = top + TALL.strip * (2 + row) + 4;
+    root.append(svg("line", { x1: left, x2: right, y1: y + 6, y2: y + 6, class: "gridline" }));
+    for (const one of picture.problems.filter((found) => kinds.includes(found.kind))) {
+      const from = Math.min(x(one.from_s), right - 3), to = x(one.to_s === null ? picture.range[1] : one.to_s);
+      root.append(svg("rect", { x: from, width: Math.max(3, to - from), y, height: 12, class: "trouble" }));
+    }
+  });
 }
+
+/** The rows of what was wrong with the whole job: a name, and the kinds of problems. */
+function troubles(small) {
+  const rows = [["no step", ["stuck", "dead link"]], [small ? "no saves" : "saves fail", ["saves fail"]], [small ? "no etcd" : "etcd away", ["etcd away"]]];
+  return rows.filter(([, kinds]) => picture.problems.some((one) => kinds.includes(one.kind)));
+}
+
+/** What was wrong with single nodes, while the job went on. */
+function slow() { return picture.problems.filter((one) => one.steps && one.kind !== "etcd away" && one.nodes.length); }
 
 function bands(root, where, top, bottom) {
   for (const one of picture.recoveries) {
-    const from = where.x(one.from_s), to = where.x(one.to_s);
-    root.append(svg("rect", { x: Math.min(from, where.right - 2), width: Math.max(2, to - from), y: top, height: bottom - top, class: "band" }));
+    const from = Math.min(where.x(one.from_s), where.right - 2), to = Math.max(where.x(one.to_s), from + 2);
+    root.append(svg("rect", { x: from, width: to - from, y: top, height: bottom - top, class: "band" }));
+    const text = attempts(one);
+    if (to - from > text.length * 6.6 + 10) root.append(svg("text", { x: (from + to) / 2, y: top + 15, "text-anchor": "middle", class: "inside" }, text));
   }
+}
+function attempts(one) {
+  if (!one.failures) return "change";
+  return one.failures === 1 ? "failure" : `${one.failures} failures`;
 }
 
 function drawCharts() {
   const where = geometry(), { curve } = picture;
   const high = curve.loss.some((v) => v !== null) ? TALL.loss : 40;
   const loss = 24, rate = loss + high + TALL.gap + 6, below = rate + TALL.rate;
-  const tall = below + TALL.axis + 2 * TALL.strip + 6;
+  const tall = below + TALL.axis + (2 + troubles().length) * TALL.strip + 6;
   const root = svg("svg", { width: where.wide, height: tall, "aria-hidden": "true" });
   bands(root, where, loss, below);
   chart(root, where, loss, high, curve.stride > 1 ? `Loss, mean and range of ${curve.stride} steps` : "Loss", [curve.loss, curve.low, curve.high], "loss");
@@ -245,11 +281,6 @@ function drawLanes(where) {
   const { lanes } = picture, { left, right, x, wide, small } = where;
   const tall = Math.max(5, Math.min(20, Math.floor(440 / (lanes.length || 1)))), bar = tall > 9 ? tall - 4 : tall - 1;
   const root = svg("svg", { width: wide, height: tall * lanes.length + 8, "aria-hidden": "true" });
-  const hatch = svg("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
-  hatch.append(svg("line", { x1: 0, x2: 0, y1: 0, y2: 5, class: "hatch-line" }));
-  const defs = svg("defs");
-  defs.append(hatch);
-  root.append(defs);
   const paths = Object.fromEntries(PHASES.map((phase) => [phase, ""])), every = Math.ceil(14 / tall), most = small ? 6 : 12;
   lanes.forEach((lane, row) => {
     const top = row * tall + 3;
@@ -259,14 +290,15 @@ function drawLanes(where) {
     }
     for (const [from, to, phase] of spans(lane)) {
       const start = Math.min(x(from), right - 1.5), width = Math.max(x(to) - start, phase === "training" ? 0.2 : 1.5);
-      paths[phase in paths ? phase : "idle"] += `M${start.toFixed(1)} ${top}h${width.toFixed(1)}v${bar}h${(-width).toFixed(1)}z`;
+      const thin = phase === "idle" ? bar / 3 : 0; // so that colour is not all that tells
+      paths[phase in paths ? phase : "idle"] += `M${start.toFixed(1)} ${(top + thin).toFixed(1)}h${width.toFixed(1)}v${(bar - 2 * thin).toFixed(1)}h${(-width).toFixed(1)}z`;
     }
   });
   for (const phase of PHASES) if (paths[phase]) root.append(svg("path", { d: paths[phase], class: `phase-${phase}` }));
   const rows = new Map(lanes.map((lane, row) => [lane.node, row]));
-  for (const [{ time_s, to_s, holds }, node] of picture.verdicts.flatMap((one) => one.nodes.map((node) => [one, node]))) {
-    if (!holds || !rows.has(node)) continue;
-    const px = x(time_s), top = rows.get(node) * tall + 3, wide = x(to_s === null ? picture.range[1] : to_s) - px;
+  for (const [{ from_s, to_s }, node] of slow().flatMap((one) => one.nodes.map((node) => [one, node]))) {
+    if (!rows.has(node)) continue;
+    const px = x(from_s), top = rows.get(node) * tall + 3, wide = x(to_s === null ? picture.range[1] : to_s) - px;
     root.append(svg("rect", { x: px, y: top + bar - 2, width: Math.max(wide, 2), height: 3, class: "straggler" }));
     root.append(svg("path", { d: `M${px} ${top + bar}l5 -${Math.max(bar, 8)}h-10z`, class: "straggler" }));
   }
@@ -290,8 +322,9 @@ function drawLegend() {
     items.push(el("li", {}, box, text));
   };
   if (picture.checkpoints.rows.some((row) => !row[7])) sign("M8 1l4.5 5l-4.5 5l-4.5 -5z", "mark", "checkpoint");
-  if (picture.recoveries.length) sign("M0 0h16v12h-16z", "band", "recovery, to the next step");
-  if (picture.verdicts.length) sign("M8 11l5 -10h-10z", "straggler", "slow or stuck rank");
+  if (picture.recoveries.length) sign("M0 0h16v12h-16z", "band", "no new step");
+  if (troubles().length) sign("M0 0h16v12h-16z", "trouble", "no step, failing saves, or etcd away");
+  if (slow().length) sign("M8 11l5 -10h-10z", "straggler", "slow node");
   $("legend").replaceChildren(...items);
 }
 
@@ -313,7 +346,7 @@ function point(time_s, row) {
     line.setAttribute("x2", px);
     line.setAttribute("visibility", "visible");
   }
-  const parts = [clock(time_s)];
+  const parts = [moment(time_s)];
   if (curve.time.length) {
     const i = Math.round(place(curve.time, time_s));
     parts.push(`step ${curve.step[i].toLocaleString("en")}`);
@@ -328,7 +361,10 @@ function point(time_s, row) {
     parts.push(`${lane.node}: ${span ? `${span[2]} for ${length(span[1] - span[0])}` : "not there"}`);
   } else {
     const one = picture.recoveries.find((r) => time_s >= r.from_s && time_s <= r.to_s);
-    if (one) parts.push(one.cause);
+    if (one) parts.push(`${attempts(one)}, no new step for ${length(one.to_s - one.from_s)}: ${one.cause}`);
+    for (const bad of picture.problems) {
+      if (time_s >= bad.from_s && time_s <= (bad.to_s === null ? picture.range[1] : bad.to_s)) parts.push(`${bad.kind}: ${bad.text}`);
+    }
   }
   out.replaceChildren(el("b", {}, parts[0]), parts.length > 1 ? ` · ${parts.slice(1).join(" · ")}` : "");
   $("charts").setAttribute("aria-valuetext", parts.join(", "));
@@ -358,29 +394,46 @@ function keys(event) {
 
 function table(heads, rows, numeric = []) {
   const head = el("tr", {}, ...heads.map((text, i) => el("th", { scope: "col", class: numeric.includes(i) ? "n" : "" }, text)));
-  const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => (cell instanceof HTMLTableCellElement ? cell : el("td", { class: numeric.includes(i) ? "n" : "" }, cell)))));
+  const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => {
+    const made = cell instanceof HTMLTableCellElement ? cell : el("td", {}, cell);
+    if (numeric.includes(i)) made.classList.add("n");
+    const [label, of = ""] = heads[i].split(", "); // for a table that does not fit
+    made.dataset.label = PLAIN.has(label) ? "" : `${label} `;
+    made.dataset.zone = of && ` ${of}`;
+    return made;
+  })));
   return el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
 }
 function fill(id, count, text, make) {
   $(id).replaceChildren(count ? make() : el("p", { class: "empty" }, text));
+  fit($(id));
+}
+/** A table that is wider than its place shows each row as a paragraph: no column is ever cut. */
+function fit(place) {
+  for (const made of place.querySelectorAll("table")) {
+    made.classList.remove("rows");
+    made.classList.toggle("rows", made.scrollWidth > made.parentElement.clientWidth || made.parentElement.scrollWidth > made.parentElement.clientWidth);
+  }
 }
 function tight(text) { return el("td", { class: "tight" }, text); }
 
 function curveTable() {
   const { curve } = picture, every = Math.max(1, Math.ceil(curve.step.length / ROWS));
   const rows = curve.step.map((_, i) => i).filter((i) => i % every === 0 || i === curve.step.length - 1);
-  return table(["step", "time", "loss", curve.unit, "workers"], rows.map((i) => [
-    curve.step[i].toLocaleString("en"), clock(curve.time[i]), amount(curve.loss[i]), amount(curve.rate[i]), String(curve.workers[i]),
+  return table(["step", `time, ${here()}`, "loss", curve.unit, "workers"], rows.map((i) => [
+    curve.step[i].toLocaleString("en"), tight(clock(curve.time[i])), amount(curve.loss[i]), amount(curve.rate[i]), String(curve.workers[i]),
   ]), [0, 2, 3, 4]);
 }
 function laneTable() {
   const rows = picture.lanes.flatMap((lane) => spans(lane).map(([from, to, phase]) => [tight(lane.node), phase, tight(clock(from)), length(to - from)]));
-  const shown = table(["node", "phase", "from", "for"], rows.slice(0, 1000), [3]);
+  const shown = table(["node", "phase", `from, ${here()}`, "for"], rows.slice(0, 1000), [3]);
   return rows.length > 1000 ? el("div", {}, shown, el("p", { class: "empty" }, `The first 1,000 of ${rows.length.toLocaleString("en")} spans.`)) : shown;
 }
 function openTables() {
   for (const [id, make] of [["curve-table", curveTable], ["lane-table", laneTable]]) {
-    if ($(id).open) $(id).lastElementChild.replaceChildren(make());
+    if (!$(id).open) continue;
+    $(id).lastElementChild.replaceChildren(make());
+    fit($(id));
   }
 }
 
@@ -389,15 +442,23 @@ function drawJob() {
   document.title = `${job.name}: ${job.state}`;
   setText("name", job.name);
   setText("state", job.state);
-  const tone = { ACTIVE: "good", DONE: "good", FORMING: "warn", STOPPED: "warn" }[job.state] || "bad";
-  $("state").className = `badge ${job.state === "not begun" ? "" : tone}`;
+  const tone = { ACTIVE: "", DONE: "", STOPPED: "", FORMING: "warn", "not begun": "" }[job.state];
+  $("state").className = `badge ${tone === undefined ? "bad" : tone}`;
   setText("now", [job.ended ? job.cause || job.now : job.now, job.stop, job.note].filter(Boolean).join("; "));
+  const lasted = length(job.to_s - job.from_s);
+  const ran = job.ended ? `, ended ${clock(job.to_s)} after ${lasted}` : `, ${lasted} ago`;
+  setText("since", job.from_s ? `Started ${moment(job.from_s)}${ran}${job.owner ? `, by ${job.owner}` : ""}` : "");
   if (live) return age();
-  const made = new Date(1000 * job.made_s);
-  setText("made", `report of ${made.getFullYear()}-${pad(made.getMonth() + 1)}-${pad(made.getDate())} ${pad(made.getHours())}:${pad(made.getMinutes())}`);
+  setText("made", `report of ${moment(job.made_s)}`);
 }
 function age() {
   setText("made", `updated ${length(Math.round(Date.now() / 1000 - heard_s)).replace(".0", "")} ago`);
+}
+/** What is wrong now, at the head of the page. */
+function drawWrong() {
+  const now = picture.problems.filter((one) => one.to_s === null);
+  $("wrong").hidden = !now.length;
+  $("wrong").replaceChildren(...now.map((one) => el("li", {}, el("b", {}, one.kind), ` since ${clock(one.from_s)}: ${one.text}`)));
 }
 function drawTiles() {
   $("tiles").replaceChildren(...picture.tiles.map((tile) => el("div", { class: "tile" },
@@ -405,8 +466,7 @@ function drawTiles() {
 }
 function drawUses() {
   fill("uses", picture.uses.length, "No time is accounted for yet.", () => {
-    const colours = { "useful steps": 0, "re-forming": 1, "save stalls": 2, "repeated steps": 6, "waiting for nodes": 3, "starting and ending": 4 };
-    const css = (use) => `use-${use in colours ? colours[use] : 5}`;
+    const css = (use) => `use-${USES[use] || "idle"}`;
     const uses = [...picture.uses].sort((a, b) => b.part - a.part);
     const stack = el("div", { class: "stack", "aria-hidden": "true" }, ...uses.map((use) => {
       const part = el("span", { class: css(use.use) });
@@ -414,7 +474,7 @@ function drawUses() {
       return part;
     }));
     const rows = uses.map((use) => [
-      el("td", { title: use.meaning }, el("span", { class: `swatch ${css(use.use)}`, "aria-hidden": "true" }), use.use),
+      el("td", { class: "text" }, el("span", { class: `swatch ${css(use.use)}`, "aria-hidden": "true" }), use.use, el("span", { class: "meaning" }, use.meaning)),
       `${(100 * use.part).toFixed(1)} %`, length(use.time_s),
     ]);
     return el("div", {}, stack, table(["use of all nodes' time", "part", "time"], rows, [1, 2]));
@@ -425,14 +485,15 @@ function drawRecoveries() {
   setText("recoveries-count", found.length || "");
   fill("recoveries", found.length, "No round has ended before the job.", () => el("div", {}, ...found.map((one) => {
     const made = el("details", { class: "recovery" }, el("summary", {},
-      el("span", { class: "muted" }, clock(one.from_s)),
-      el("span", { class: "why" }, el("span", { class: one.failure ? "tone bad" : "tone warn" }, one.failure ? "failure " : "change "), one.cause),
-      el("span", { class: "took" }, one.over ? length(one.to_s - one.from_s) : "not over")));
+      el("span", { class: "why" }, el("span", { class: one.failures ? "tone bad" : "tone" }, attempts(one)), ` ${one.failures > 1 ? "in a row, the last: " : ""}${one.cause}`),
+      el("span", { class: "took" }, one.over ? length(one.to_s - one.from_s) : `${length(one.to_s - one.from_s)}, no step since`),
+      el("span", { class: "muted when" }, moment(one.from_s))));
     made.addEventListener("toggle", () => {
       if (!made.open || made.children.length > 1) return;
-      const rows = one.events.map(([offset, node, kind, text]) => [tight(after(offset)), tight(node), tight(kind), text]);
-      if (one.over) rows.push([tight(after(one.to_s - one.from_s)), "", "step", "the first step of the next round has ended"]);
-      made.append(el("div", { class: "scroll" }, table(["after", "node", "event", ""], rows)));
+      const rows = one.events.map(([offset, node, kind, text]) => [tight(after(offset)), tight(node), tight(kind), el("td", { class: "text" }, text)]);
+      if (one.over) rows.push([tight(after(one.to_s - one.from_s)), "", "step", el("td", { class: "text" }, "the first step of the next round has ended")]);
+      made.append(el("div", { class: "fits" }, table(["after", "node", "event", "what happened"], rows)));
+      fit(made);
     });
     return made;
   })));
@@ -440,10 +501,12 @@ function drawRecoveries() {
 function drawNodes() {
   const { lanes } = picture;
   setText("nodes-count", lanes.length || "");
-  fill("nodes", lanes.length, "No node has been seen yet.", () => table(["node", "state", "rank", "step", "loss", "address"], lanes.map((lane) => {
-    const tone = { running: "good", done: "good", draining: "warn", left: "warn", spare: "" }[lane.condition];
-    return [tight(lane.node), el("td", { class: `tone ${tone === undefined ? "bad" : tone}` }, lane.condition), lane.ranks || "-",
-      lane.step === null ? "-" : lane.step.toLocaleString("en"), amount(lane.loss), lane.address];
+  const hosts = lanes.some((lane) => lane.host && lane.host !== lane.node);
+  const heads = ["node", "state", "ranks", "step", "loss", "address", ...(hosts ? ["host"] : [])];
+  fill("nodes", lanes.length, "No node has been seen yet.", () => table(heads, lanes.map((lane) => {
+    const tone = { running: "", done: "", spare: "", gone: picture.job.ended ? "" : "warn", draining: "warn", left: "warn" }[lane.condition];
+    return [tight(lane.node), el("td", { class: `tone ${tone === undefined ? "bad" : tone}` }, lane.condition), tight(lane.ranks || "-"),
+      lane.step === null ? "-" : lane.step.toLocaleString("en"), amount(lane.loss), lane.address || "-", ...(hosts ? [lane.host || "-"] : [])];
   }), [3, 4]));
   if (live) {
     const chosen = $("node").value, names = lanes.filter((lane) => lane.alive).map((lane) => lane.node);
@@ -458,10 +521,10 @@ function drawCheckpoints() {
   const count = saved ? (saved > there ? `newest ${there} of ${saved}` : `${saved}`) : "";
   setText("checkpoints-count", kept ? `${count || "0"} on disk, ${kept.toLocaleString("en")} in memory` : count);
   fill("checkpoints", rows.length, "No checkpoint is recorded.", () => table(
-    ["step", "where", "committed", "read and verified", "size", "stall", "write", "publish", "samples", "checkpoint", "digest"],
+    ["step", "where", `committed, ${here()}`, "read and verified", "size", "stall", "write", "publish", "samples", "checkpoint", "digest"],
     [...rows].reverse().map(([step, time_s, samples, tag, digest, read, written, inMemory]) => [
       step.toLocaleString("en"), inMemory ? "memory" : "disk", tight(clock(time_s)),
-      read ? el("td", { class: "tight tone good", title: clock(read[1]) }, `by round ${read[0]}${read[2] ? ` in ${brief(read[2])}` : ""}`) : el("td", { class: "tight muted" }, "not read"),
+      read ? el("td", { class: "tight", title: moment(read[1]) }, `by round ${read[0]}${read[2] ? ` in ${brief(read[2])}` : ""}`) : el("td", { class: "tight muted" }, "not read"),
       ...(written ? [size(written[0]), ...written.slice(1).map(brief)] : ["-", "-", "-", "-"]),
       samples.toLocaleString("en"), el("td", { class: "tight" }, el("code", {}, tag)),
       el("td", { class: "tight" }, el("code", { title: digest }, digest.slice(0, 8))),
@@ -483,10 +546,15 @@ function drawPaces() {
     return [tight(of), count.toLocaleString("en"), ...exact, el("td", { class: "wide" }, bar)];
   }), [1, 2, 3, 4]));
 }
-function drawVerdicts() {
-  $("verdicts-panel").hidden = !picture.verdicts.length;
-  fill("verdicts", picture.verdicts.length, "", () => table(["time", "node", "what"],
-    [...picture.verdicts].reverse().map(({ time_s, nodes, text }) => [tight(clock(time_s)), nodes.join(", "), text])));
+function drawProblems() {
+  const held = (one) => one.to_s === null, found = [...picture.problems].reverse();
+  const rows = [...found.filter(held), ...found.filter((one) => !held(one))];
+  $("problems-panel").hidden = !rows.length;
+  setText("problems-count", found.filter(held).length ? `${found.filter(held).length} now` : "none now");
+  fill("problems", rows.length, "", () => table(["what", `since, ${here()}`, "until", "nodes", "as told"], rows.map((one) => [
+    el("td", { class: `tight tone ${held(one) ? "bad" : ""}` }, one.kind), tight(clock(one.from_s)),
+    held(one) ? el("td", { class: "tight tone bad" }, "holds now") : tight(`${clock(one.to_s)} (${length(one.to_s - one.from_s)})`),
+    el("td", { class: "names" }, one.nodes.length > 6 ? `${one.nodes.length} nodes` : one.nodes.join(", ") || "all"), el("td", { class: "text" }, one.text)])));
 }
 function drawEvents() {
   const word = $("find").value.trim().toLowerCase(), matters = $("matters").checked;
@@ -494,9 +562,9 @@ function drawEvents() {
     (!matters || tone) && (!word || `${node} ${kind} ${text}`.toLowerCase().includes(word))).reverse();
   setText("events-count", `${found.length.toLocaleString("en")} of ${picture.events.length.toLocaleString("en")}`);
   const shown = view.all ? found : found.slice(0, SHOWN);
-  fill("events", shown.length, "No such event.", () => table(["time", "round", "node", "event", "what happened"],
+  fill("events", shown.length, "No such event.", () => table([`time, ${here()}`, "round", "node", "event", "what happened"],
     shown.map(([time_s, round, node, kind, text, tone]) => [
-      tight(clock(time_s)), round, node, el("td", { class: `tight tone ${tone}` }, kind), el("td", { class: "text" }, text)])));
+      tight(clock(time_s)), round, tight(node), el("td", { class: `tight tone ${tone}` }, kind), el("td", { class: "text" }, text)])));
   $("more").hidden = shown.length === found.length;
   setText("more", `Show all ${found.length.toLocaleString("en")}`);
 }
@@ -507,10 +575,10 @@ function drawWords() {
 
 const SECTIONS = [
   [drawJob, ["job"]], [drawTiles, ["tiles"]], [drawUses, ["uses"]],
-  [drawCharts, ["range", "curve", "lanes", "recoveries", "checkpoints", "verdicts"]],
-  [drawLegend, ["lanes", "recoveries", "checkpoints", "verdicts"]], [openTables, ["curve", "lanes"]],
+  [drawCharts, ["range", "curve", "lanes", "recoveries", "checkpoints", "problems"]],
+  [drawLegend, ["lanes", "recoveries", "checkpoints", "problems"]], [openTables, ["curve", "lanes"]],
   [drawRecoveries, ["recoveries"]], [drawNodes, ["lanes", "job"]], [drawCheckpoints, ["checkpoints"]], [drawPaces, ["paces"]],
-  [drawVerdicts, ["verdicts"]], [drawEvents, ["events"]], [drawWords, ["words", "lane_age_s"]],
+  [drawProblems, ["problems"]], [drawWrong, ["problems"]], [drawEvents, ["events"]], [drawWords, ["words", "lane_age_s"]],
 ];
 function draw(changed) {
   for (const [make, of] of SECTIONS) if (!changed || of.some((name) => name in changed)) make();
@@ -586,7 +654,7 @@ new ResizeObserver(() => {
   if ($("charts").clientWidth === wide) return;
   wide = $("charts").clientWidth;
   cancelAnimationFrame(resized);
-  resized = requestAnimationFrame(() => { drawCharts(); point(view.at, view.row); });
+  resized = requestAnimationFrame(() => { drawCharts(); point(view.at, view.row); fit(document); });
 }).observe($("charts"));
 draw(null);
 if (live) listen();

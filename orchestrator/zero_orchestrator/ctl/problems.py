@@ -1,0 +1,149 @@
+"""What was wrong with a job, and from when to when: verdicts, saves that fail, etcd out of reach.
+
+Pure functions of the events in their order, and of what holds now. Times are wall clocks of nodes,
+in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zero_orchestrator.ctl.events import Event
+from zero_orchestrator.ctl.history import Point
+from zero_orchestrator.ctl.status import JobStatus
+from zero_orchestrator.ctl.story import ENDS
+from zero_orchestrator.ctl.verdicts import Kind
+
+SAVES = "saves fail"
+ETCD = "etcd away"
+ASIDE = "set aside"
+ENDINGS = frozenset({"finish", "fail", "give up", "halt"})
+"""Events with which a job ends."""
+_TRANSITIONS = ENDS | ENDINGS | {"activate"}
+"""Each is a transaction of etcd, so that etcd answered."""
+_OF_A_ROUND = frozenset(map(str, Kind))
+"""What ends with its round at the latest."""
+
+
+@dataclass(kw_only=True)
+class Problem:
+    """Something was wrong for some time."""
+
+    kind: str
+    """A kind of verdict, or `SAVES`, `ETCD` or `ASIDE`."""
+    text: str
+    from_s: float
+    to_s: float | None = None
+    """None: it holds now."""
+    nodes: list[str] = field(default_factory=list)
+    """The nodes that it is about."""
+    steps: bool = True
+    """Whether the job takes steps all the same."""
+
+
+def withdraws(record: Mapping[str, Any]) -> bool:
+    """Whether an event says that a problem is over."""
+    return any(record.get(name) is False for name in ("slow", "stuck", "failed", "away", "aside"))
+
+
+def problems(
+    events: Sequence[Event], status: JobStatus, points: Sequence[Point], now_s: float
+) -> list[Problem]:
+    """All that is known, oldest first.
+
+    Args:
+        events: Of the job, in their order.
+        status: The job now: a verdict that holds may have no event that is kept.
+        points: The steps of the job.
+        now_s: The end of the job, or now.
+    """
+    found: list[Problem] = []
+    open_: dict[object, Problem] = {}
+    for event in events:
+        record, at_s = event.record, float(event.record.get("time", 0.0))
+        kind = str(record.get("event"))
+        ended = [about for about, one in open_.items() if _ends(one.kind, kind)]
+        for about in ended:
+            open_.pop(about).to_s = at_s
+        about, problem = _told(record, at_s, points)
+        if problem is None:
+            continue
+        before = open_.get(about)
+        if withdraws(record):
+            if before is not None:
+                open_.pop(about).to_s = at_s
+        elif before is not None and problem.kind in {SAVES, ETCD}:
+            before.text = problem.text  # more nodes say so, or there is more to say
+            before.nodes += [node for node in problem.nodes if node not in before.nodes]
+        else:
+            if before is not None:
+                before.to_s = at_s
+            open_[about] = problem
+            found.append(problem)
+    if status.ended:
+        for one in open_.values():
+            one.to_s = max(now_s, one.from_s)
+        return found
+    _say_newest(found, status, now_s)
+    return [*found, *_untold(found, status, points)]
+
+
+def _ends(kind: str, event: str) -> bool:
+    """Whether an event ends all problems of a kind."""
+    return event in _TRANSITIONS if kind == ETCD else kind in _OF_A_ROUND and event in ENDS
+
+
+def _told(
+    record: Mapping[str, Any], at_s: float, points: Sequence[Point]
+) -> tuple[object, Problem | None]:
+    """What an event is about, and the problem of which it tells the beginning or the end."""
+    event, text, node = record.get("event"), str(record.get("text", "")), str(record.get("node"))
+    if event in tuple(Kind):
+        nodes = [str(host) for host in record.get("hosts", [record.get("host")]) if host]
+        stops = event in {Kind.STUCK, Kind.DEAD_LINK}
+        if stops:  # it began with the last step
+            place = bisect_right(points, at_s, key=lambda point: point.time_s)
+            at_s = points[place - 1].time_s if place else at_s
+        about = (event, record.get("rank")) if event == Kind.STRAGGLER else event
+        problem = Problem(kind=str(event), text=text, from_s=at_s, nodes=nodes, steps=not stops)
+        return about, problem
+    if event == "save" and "failed" in record:
+        return SAVES, Problem(kind=SAVES, text=text, from_s=at_s)
+    if event == "store" and "away" in record:
+        return ETCD, Problem(kind=ETCD, text=text, from_s=at_s, nodes=[node])
+    if event == "aside":
+        return (ASIDE, node), Problem(kind=ASIDE, text=text, from_s=at_s, nodes=[node])
+    return None, None
+
+
+def _say_newest(found: Sequence[Problem], status: JobStatus, now_s: float) -> None:
+    """The event of a save that fails tells the first one; the record of the job has the last."""
+    failing = status.failing_saves
+    for one in found:
+        if failing is not None and one.kind == SAVES and one.to_s is None:
+            one.text = failing.in_words(now_s)
+
+
+def _untold(found: Sequence[Problem], status: JobStatus, points: Sequence[Point]) -> list[Problem]:
+    """The verdicts that hold now and whose events are not kept."""
+    told = {one.text for one in found}
+    steps = [point.step for point in points]
+    more = []
+    for verdict in status.verdicts:
+        if verdict.text in told:
+            continue
+        place = bisect_left(steps, verdict.since_step or 0)
+        since_s = points[min(place, len(points) - 1)].time_s if points else 0.0
+        more.append(
+            Problem(
+                kind=str(verdict.kind),
+                text=verdict.text,
+                from_s=since_s or status.state_time_s or 0.0,
+                nodes=[verdict.node] if verdict.node else [],
+                steps=verdict.kind not in {Kind.STUCK, Kind.DEAD_LINK},
+            )
+        )
+    return more
