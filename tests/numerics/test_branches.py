@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import zero_deepspeed
-from tests.support.training import config, fingerprint, train
+from tests.support.training import config, divided, fingerprint, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.errors import Diverged
 from zero_contract.errors import PeerLost
@@ -57,7 +57,7 @@ class Samples(Dataset[Tensor]):
 
 def branching_engine(stage: int, ways: list[list[int]], **zero: Any) -> Engine:
     torch.manual_seed(5)
-    settings = config(stage, zero_optimization={"stage": stage, **zero})
+    settings = config(stage, zero_optimization=divided(stage) | zero)
     engine, *_ = zero_deepspeed.initialize(
         model=Branching(ways), training_data=Samples(), config=settings
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
+from tests.support.training import divided
 from tests.support.world import WorldPool
 from zero_engine.core.engine import Engine
 
@@ -75,7 +76,7 @@ def trained(stage: int, run: Callable[[Engine, Tensor], None]) -> str:
     torch.manual_seed(0)
     settings = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": divided(stage),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
     model = Model()

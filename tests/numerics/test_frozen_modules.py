@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
+from tests.support.training import divided
 from tests.support.world import WorldPool
 from zero_engine.core.engine import Engine
 
@@ -69,7 +70,7 @@ def make_prompted(stage: int, beside: str) -> Engine:
     settings = {
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": divided(stage),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
     engine, *_ = zero_deepspeed.initialize(model=model, config=settings)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zero_deepspeed
-from tests.support.training import config, make_engine
+from tests.support.training import config, divided, make_engine
 from tests.support.world import WorldError, WorldPool
 from zero_engine.core.engine import Engine
 
@@ -51,7 +51,7 @@ def train_gan(stage: int, frozen: bool = False, plain: bool = False) -> list[Ten
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 4 // dist.get_world_size(),
         "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": divided(stage),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     generator, judge = (zero_deepspeed.initialize(model=part, config=settings)[0] for part in parts)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_deepspeed
 from tests.support.models import Tokens, make_model
-from tests.support.training import config, fingerprint, make_engine
+from tests.support.training import config, divided, fingerprint, make_engine
 from tests.support.world import WorldError, WorldPool
 from zero_contract.errors import ZeroError
 from zero_engine.core.engine import Engine
@@ -121,7 +121,7 @@ def scores_engine(stage: int, reentrant: bool | None = None, **more: Any) -> Eng
     settings = {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": divided(stage),
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         **more,
     }
@@ -335,7 +335,7 @@ def two_models(stage: int) -> list[Engine]:
     settings = {
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": divided(stage),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     return [

@@ -66,7 +66,7 @@ def train(run: dict[str, Any], stage: int) -> tuple[str, dict[str, Any]]:
         "train_batch_size": run["microbatches"] * run["micro"],
         "train_micro_batch_size_per_gpu": run["micro"],
         "gradient_clipping": run["clip"],
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": run["bf16"]},
         "optimizer": {"type": run["optimizer"], "params": OPTIMIZERS[run["optimizer"]]},
     }

@@ -2,7 +2,8 @@
 
 A tree is a list of nodes, each a residual step on vectors of WIDTH: an odd bottleneck, a norm,
 dropout, a scalar parameter, a parameter that nothing uses, a module that several places share, a
-frozen one; or further nodes, in a ModuleList or a Sequential.
+frozen one; or further nodes, in a ModuleList or a Sequential. Whoever calls a node of the kind
+"apart" leaves the node out and calls the modules inside of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _LEAVES = st.one_of(
 NODES = st.recursive(
     _LEAVES,
     lambda children: st.tuples(
-        st.sampled_from(["list", "sequential"]), st.lists(children, min_size=1, max_size=3)
+        st.sampled_from(["list", "sequential", "apart"]),
+        st.lists(children, min_size=1, max_size=3),
     ),
     max_leaves=8,
 )
@@ -88,6 +90,19 @@ class Offset(nn.Module):
         return x + self.offset
 
 
+class Apart(nn.Sequential):
+    """Whoever has it calls its members, and not itself."""
+
+
+def call(node: nn.Module, x: Tensor) -> Tensor:
+    """What a node makes of x; a node that is `Apart` is left out."""
+    if not isinstance(node, Apart):
+        return node(x)
+    for member in node:
+        x = call(member, x)
+    return x
+
+
 class Listed(nn.Module):
     """A ModuleList, somewhere in the tree."""
 
@@ -97,7 +112,7 @@ class Listed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for member in self.members:
-            x = member(x)
+            x = call(member, x)
         return x
 
 
@@ -115,6 +130,7 @@ def make_node(tree: Any, shared: nn.Module) -> nn.Module:
         "buffer": Offset,
         "list": lambda children: Listed([make_node(each, shared) for each in children]),
         "sequential": lambda children: nn.Sequential(*(make_node(c, shared) for c in children)),
+        "apart": lambda children: Apart(*(make_node(each, shared) for each in children)),
     }
     return makers[kind](*facts)
 
@@ -130,7 +146,7 @@ class Tree(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for node in self.nodes:
-            x = node(x)
+            x = call(node, x)
         return self.head(x).square().mean()
 
 

@@ -9,7 +9,8 @@ with its last tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_contract.errors import ZeroError
+from zero_engine.sharding.flat_unit import FlatUnit
 
 
 class Hook:
@@ -40,6 +42,62 @@ class Hook:
             " its parameters are not always there; do it before initialize(), or make another one "
             "and load engine.module_state_dict() into it"
         )
+
+
+class CalledAlone:
+    """The hooks of a module inside of a unit's module, for calls of it alone.
+
+    torch.compile traces the usual case, in which the unit is there.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        before: Callable[..., None],
+        after: Callable[..., None] = lambda *_: None,
+    ) -> None:
+        """Note what to call.
+
+        Args:
+            units: Those that the module uses.
+            before: The pre-hook of a unit's module, called if one of them is not gathered.
+            after: Its hook, called after such a forward.
+        """
+        self._units = tuple(units)
+        self._before, self._after = Hook(before, units), Hook(after, units)
+        self._alone = False
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Before the module's forward."""
+        if not all(unit.gathered for unit in self._units):
+            self._alone = True
+            self._before(module, args)
+        elif self._alone:  # it has raised before
+            self._alone = False
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After it."""
+        if self._alone:
+            self._alone = False
+            self._after(module, args, kwargs, output)
+
+
+def users_inside(
+    units: Mapping[nn.Module, Sequence[FlatUnit]],
+) -> Mapping[nn.Module, Sequence[FlatUnit]]:
+    """The modules below those of units that have a parameter, and the units that they use.
+
+    Args:
+        units: The module of units -> these.
+    """
+    inside: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
+    for above, members in units.items():
+        for module in above.modules():
+            own = {id(param) for param in module.parameters()}
+            used = [unit for unit in members if any(id(param) in own for param in unit.params)]
+            if used and module is not above:
+                inside[module] += used
+    return inside
 
 
 def owners_inside(root: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[nn.Module]:

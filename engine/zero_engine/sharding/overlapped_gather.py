@@ -5,7 +5,8 @@ Owns the waits for them. Must always hold:
 - Nobody reads weights of which a part is old: from the step on a unit's parameters show NaN, as at
   stage 3, until somebody has waited for the unit.
 - The forward of a unit's module waits for the unit, that of the model for the root, where tied and
-  stray parameters live; so does a module that owns one of those, for a script that calls it alone.
+  stray parameters live; so does a module inside that uses one of their parameters, for a script
+  that calls it alone.
   `state_dict()` and `load_state_dict()` of a module wait for its own parameters. The engine's other
   uses wait for everything, in `MovedStates.need`, because what a step sends must not be changed.
 - A wait is no collective: all ranks have begun the same gathers in the same order, in the step. So
@@ -25,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_contract.errors import PeerLost
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_engine.sharding.module_hooks import Hook, owners_inside
+from zero_engine.sharding.module_hooks import CalledAlone, Hook, users_inside
 from zero_engine.sharding.module_state import keep, let_go
 
 
@@ -50,8 +51,14 @@ class OverlappedGather:
         self._failed = False
         """Whether a wait has not come to its end: a peer was lost, or Ctrl-C."""
         self._hooks: list[RemovableHandle] = []
-        for module, needed in _needed_by_forward(root, self.units).items():
-            self._hooks.append(module.register_forward_pre_hook(Hook(self._gather, needed)))
+        by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
+        for unit in self.units:
+            by_module[unit.module].append(unit)
+        for module, members in by_module.items():
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._gather, members)))
+        for module, used in users_inside(by_module).items():
+            alone = CalledAlone(used, self._gather)
+            self._hooks.append(module.register_forward_pre_hook(alone.before))
         for module, needed in _owned_by(root, self.units).items():
             hook = Hook(self._gather, needed)
             self._hooks += [
@@ -93,19 +100,6 @@ class OverlappedGather:
         except BaseException:
             self._failed = True
             raise
-
-
-def _needed_by_forward(
-    root: nn.Module, units: Sequence[FlatUnit]
-) -> Mapping[nn.Module, Sequence[FlatUnit]]:
-    """The units that the forward of each module needs."""
-    needed: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
-    for unit in units:
-        needed[unit.module].append(unit)
-    roots = [unit for unit in units if unit.is_root]
-    for module in owners_inside(root, [param for unit in roots for param in unit.params]):
-        needed[module] += roots
-    return needed
 
 
 def _owned_by(root: nn.Module, units: Sequence[FlatUnit]) -> Mapping[nn.Module, Sequence[FlatUnit]]:

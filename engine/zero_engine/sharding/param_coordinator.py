@@ -7,7 +7,8 @@ Owns the gather and release hooks. Must always hold:
   beginning of forward to the end of backward, because tied and stray parameters live there, also
   while a forward without gradients runs in between; a further backward gathers it again. Where
   a script runs modules without the model's own forward (a method beside it), it is gathered by the
-  first that owns one of those.
+  first that owns one of those. A unit is likewise gathered by the modules inside of its module that
+  are called without it.
 - Every rank gathers every unit in the order of `gather_order`, also those that its branch leaves
   out: it takes part and releases them. A unit that is needed out of that order is gathered on the
   spot; if the ranks do not agree in that, they wait for each other, which `collectives` reports.
@@ -38,7 +39,13 @@ from torch.utils.hooks import RemovableHandle
 from zero_comm.collectives import Collectives
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.gather_order import Pass, ahead, complete
-from zero_engine.sharding.module_hooks import Hook, after_gradients, owners_inside
+from zero_engine.sharding.module_hooks import (
+    CalledAlone,
+    Hook,
+    after_gradients,
+    owners_inside,
+    users_inside,
+)
 from zero_engine.sharding.module_state import ModuleState
 
 
@@ -71,6 +78,8 @@ class ParamCoordinator:
         self._ran: set[FlatUnit] = set()
         """The units whose modules have run in forward since the last backward but one has ended."""
         self._backward_ended = False
+        self._differentiated: defaultdict[FlatUnit, set[object]] = defaultdict(set)
+        """The calls of a unit's module whose backward is under way."""
         self.on_skipped: Callable[[FlatUnit], None] = _nothing
         """Called in backward for a unit whose turn has passed, and whose module has not run."""
         self.on_plain_backward: Callable[[], None] | None = None
@@ -102,15 +111,19 @@ class ParamCoordinator:
                 module.register_forward_hook(Hook(self._after_stray)),
             ]
         by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
-        for unit in units:
+        for unit in self._blocks:
             by_module[unit.module].append(unit)
         for module, members in by_module.items():
-            if module is not root:
-                after = Hook(self._after_forward, members)
-                self._hooks += [
-                    module.register_forward_pre_hook(Hook(self._before_forward, members)),
-                    module.register_forward_hook(after, with_kwargs=True),
-                ]
+            self._hooks += [
+                module.register_forward_pre_hook(Hook(self._before_forward, members)),
+                module.register_forward_hook(Hook(self._after_forward, members), with_kwargs=True),
+            ]
+        for module, used in users_inside(by_module).items():
+            called_alone = CalledAlone(used, self._before_forward, self._after_forward)
+            self._hooks += [
+                module.register_forward_pre_hook(called_alone.before),
+                module.register_forward_hook(called_alone.after, with_kwargs=True),
+            ]
 
     def unhook(self) -> None:
         """Remove the hooks from the modules, whose parameters are going to be whole."""
@@ -132,6 +145,7 @@ class ParamCoordinator:
     def end_backward(self) -> None:
         """Release all units, the root included; after the first step, settle the order."""
         self._in_backward, self._backward_ended = False, True
+        self._differentiated.clear()
         self._release(self._units)
         if not self._units or self._traces is None:
             return
@@ -204,8 +218,9 @@ class ParamCoordinator:
     ) -> None:
         if self._in_backward:
             return
+        call = object()
         for tensor in _differentiable(output):
-            tensor.register_hook(partial(self._before_backward, units))
+            tensor.register_hook(partial(self._before_backward, units, call))
         # Frozen weights have no gradient that shows that backward has passed them; the gradients of
         # the module's inputs show it. Without such inputs they stay until the end; likewise with a
         # leaf of the graph among these, such as a parameter: its gradient is made right after its
@@ -213,13 +228,21 @@ class ParamCoordinator:
         untrained = [unit for unit in units if not unit.trained]
         inputs = list(_differentiable((args, kwargs)))
         if untrained and inputs and not any(tensor.is_leaf for tensor in inputs):
-            after_gradients(inputs, partial(self._release, untrained))
+            after_gradients(inputs, partial(self._after_backward, untrained, call))
         self._release(units)
 
-    def _before_backward(self, units: Sequence[FlatUnit], _gradient: Tensor) -> None:
+    def _before_backward(self, units: Sequence[FlatUnit], call: object, _gradient: Tensor) -> None:
         if not self._in_backward and self.on_plain_backward is not None:
             self.on_plain_backward()
+        for unit in units:
+            self._differentiated[unit].add(call)
         self._gather(units)
+
+    def _after_backward(self, units: Sequence[FlatUnit], call: object) -> None:
+        # The gradient of a tensor between two calls begins one before it ends the other.
+        for unit in units:
+            self._differentiated[unit].discard(call)
+        self._release([unit for unit in units if not self._differentiated[unit]])
 
     # ---- gather and release ----
 
