@@ -8,8 +8,8 @@ Owns the order of every addition that crosses ranks or micro-steps. Must always 
 - A norm is taken over blocks of NORM_BLOCK elements, and the blocks are summed in the order of the
   tensors, in fp64, so it does not depend on the world size either.
 
-It knows flat tensors and ranks alone. `grad_reducer` reduces units with it, `zero_optimizer` takes
-the norm of what they come to. `node_reduction` does the same sums inside of nodes first.
+It knows flat tensors and ranks alone. `zero_step.gradients` reduces with it, `zero_optimizer` takes
+the norm of what that comes to. `node_reduction` does the same sums inside of nodes first.
 """
 
 from __future__ import annotations

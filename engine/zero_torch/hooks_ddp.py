@@ -30,8 +30,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_comm.collectives import Collectives
+from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
-from zero_torch.ordered_gradients import MicroStep, OrderedGradients, as_real
+from zero_torch.ordered_gradients import OrderedGradients, as_real
+
+DEPTH = 8
+"""Buckets that may have come to the same exchange. Their gradients lie where DDP has them anyway,
+and where the network has as much to do, it will not be idle while a hook waits."""
 
 
 class _Buckets:
@@ -48,7 +53,7 @@ class _Buckets:
         self._names = names
         self.gradients = gradients
         self._collectives = collectives
-        self._now: MicroStep | None = None
+        self._now: Turn | None = None
         self._settled = False
         """Whether a step has ended, and so the buckets stay what they are."""
         self._summed: list[tuple[Tensor, Tensor]] = []
@@ -77,7 +82,7 @@ class _Buckets:
         each = buffer.split([as_real(p.detach()[None]).numel() for p in parameters])
         if now is not None and now.last:
             self._summed += zip(parameters, each, strict=True)
-        if self._settled or (now is not None and now.number == 0 and now.last):
+        if self._settled or (now is not None and now.first and now.last):
             self._reduce(f"the bucket of {names[0]}", buffer)
         else:
             for name, gradient in zip(names, each, strict=True):
@@ -133,10 +138,7 @@ class _Buckets:
         if not sum(widths):
             return
         mine = torch.cat(list(rests.values()))
-        now = self.gradients.now
-        assert now is not None
-        if not self.gradients.loss_is_weighted:
-            mine.mul_(now.weight)
+        mine.mul_(self.gradients.pipeline.weight)
         everybodys = self._collectives.everybodys(mine, "the ends of gradients")
         for (name, rest), microbatches in zip(
             rests.items(), everybodys.split(widths, dim=1), strict=True

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_comm.collectives import Collectives, Pending
+from zero_comm.reduction import Turn
 from zero_contract.errors import ConfigError
-from zero_torch.ordered_gradients import MicroStep, OrderedGradients
+from zero_torch.ordered_gradients import OrderedGradients
 
 
 class TwoLevels:
@@ -38,7 +39,7 @@ class TwoLevels:
         self._alone = dist.new_group([collectives.rank], use_local_synchronization=True)
 
     @property
-    def now(self) -> MicroStep | None:
+    def now(self) -> Turn | None:
         """The micro-step."""
         return self._gradients.now
 

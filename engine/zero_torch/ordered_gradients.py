@@ -9,32 +9,27 @@ A backward may have others in it, each a graph task of its own: activation check
 `use_reentrant` computes one for each module. What torch does at the end of a task finds its sums
 complete; what belongs to the end of the whole backward comes after that of the outermost task.
 
-Exchanges go on while the backward runs. When one has ended, the next gradient or `poll` begins the
-one that follows it in its reduction. The backward waits only where as many reductions are under way
-as one has exchanges; all have ended when backward() returns. On a device with streams the stream
-waits, so each ends at once.
+Exchanges go on while the backward runs, and have ended when backward() returns. On a device with
+streams the stream waits, so each ends at once.
 
 `hooks_fsdp2`, `hooks_ddp` and `hooks_plain` bring torch's gradients here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from zero_comm.additions import SUMS
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives, Pending, has_ended, wait
-from zero_comm.node_reduction import NodeReduction
+from zero_comm.collectives import Pending
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction, Turn
+from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
+from zero_step.gradients import Pipeline, Reduction
 
 NOT_REDUCED = (
     "no gradient was reduced in this micro-step: call run.backward(loss) once for each batch of "
@@ -49,39 +44,6 @@ def as_real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroStep:
-    """Where in a step this rank is."""
-
-    number: int
-    live: int
-    """Ranks [0, live) run micro-batches, the others padding micro-batches, which are not summed."""
-    last: bool
-    weight: float
-    """The share of this rank's micro-batch in the mean loss of the step."""
-
-    @property
-    def turn(self) -> Turn:
-        """What it is to a sum."""
-        return Turn(live=self.live, first=self.number == 0, last=self.last)
-
-
-@dataclass(slots=True, eq=False)
-class _UnderWay:
-    """A reduction that has begun and has not ended."""
-
-    steps: Iterator[tuple[Pending, ...]]
-    """Each begins exchanges, and waits for those that the one before has begun."""
-    pending: tuple[Pending, ...]
-    """The exchanges under way."""
-    number: int = 1
-    """Of the steps so far."""
-
-    def has_arrived(self) -> bool:
-        """Whether the next step would not wait."""
-        return all(map(has_ended, self.pending))
-
-
 class OrderedGradients:
     """The sums of all gradients of a model.
 
@@ -89,8 +51,8 @@ class OrderedGradients:
         now: The micro-step; None between the end of a step and the next micro-batch.
         trained: The parameters that require gradients in this step, by name.
         block: Micro-batches that are summed in a tree; it may change between two steps.
-        loss_is_weighted: Whether the loss of this backward has the weight of its micro-batch
-            already; otherwise the gradients get it here.
+        pipeline: The reductions; its `weight` is that of this rank's micro-batch in the mean loss
+            of the step.
         begins: Called at the begin of a micro-step.
         changes: Called at the begin of a step in which others are trained than in the one before.
         settles: Called at the end of a graph task, before its exchanges are completed.
@@ -100,42 +62,34 @@ class OrderedGradients:
 
     def __init__(
         self,
-        collectives: Collectives,
+        reduction: Reduction,
         parameters: Mapping[str, nn.Parameter],
         block: int,
-        apart: Collectives | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        depth: int = 1,
     ) -> None:
-        """Sum over a group.
+        """Sum over the group of a reduction.
 
         Args:
-            collectives: The group.
+            reduction: Makes the sums.
             parameters: All parameters by name; whose gradients are summed, `requires_grad` says.
             block: Micro-batches that are summed in a tree.
-            apart: The group in which sums begin inside of nodes; None: owners add everything.
             guard: A context around the end of a backward, which may find that a peer is lost.
+            depth: See `Pipeline`.
         """
-        device = next(iter(parameters.values())).device
-        self.now: MicroStep | None = None
-        self.loss_is_weighted = False
+        self.now: Turn | None = None
         self.block = block
-        self.begins: list[Callable[[MicroStep], None]] = []
+        self.begins: list[Callable[[Turn], None]] = []
         self.changes: list[Callable[[], None]] = []
         self.settles: list[Callable[[], None]] = []
         self.ends: list[Callable[[], None]] = []
-        self._collectives = collectives
         self._parameters = parameters
         self.trained = self._require_gradients()
         self._guard = guard
-        # Elsewhere exchanges of weights begin in between, in an order that torch decides.
-        self._waits_at_once = not collectives.any_order(device)
-        self._pool = BufferPool(device)
-        self._reduction: OrderedReduction | NodeReduction
-        if apart is None:
-            self._reduction = OrderedReduction(collectives, self._pool)
-        else:
-            self._reduction = NodeReduction(apart, apart, self._pool)
-        self._turn = Turn(live=0, first=True)
+        # On a stream exchanges of weights begin in between, in an order that torch decides.
+        streams = not reduction.collectives.any_order(reduction.pool.device)
+        self.pipeline = Pipeline(reduction, depth=depth, at_once=streams)
         self._sums: dict[str, OrderedSum] = {}
         self._totals: dict[str, Tensor] = {}
         """The memory of sums that take several micro-steps."""
@@ -143,7 +97,6 @@ class OrderedGradients:
         """The sums that have received a gradient in this step."""
         self._received: set[str] = set()
         """Those that have received one in this micro-step."""
-        self._under_way: list[_UnderWay] = []
         self._in_backward = False
         """Whether a gradient of the backward under way has come."""
         self._tasks: list[int] = []
@@ -151,14 +104,14 @@ class OrderedGradients:
         self._failure: Exception | None = None
         """What a hook could not raise: raised at the end of the backward."""
 
-    def begin(self, now: MicroStep) -> None:
-        """Begin a micro-step.
+    def begin(self, now: Turn, weight: float) -> None:
+        """Begin a micro-step, in which this rank's micro-batch has a weight.
 
         Raises:
             ZeroError: Other parameters are trained than in the micro-steps before.
         """
         self._look_at_trained(now)
-        if now.number == 0:
+        if now.first:
             for gone in self._sums.keys() - self._of_step:  # DDP has other buckets now
                 self._sums.pop(gone).total = torch.empty(0, device="cpu")
                 self._totals.pop(gone, None)
@@ -166,7 +119,8 @@ class OrderedGradients:
         self._received.clear()
         self._tasks.clear()
         self._drop()
-        self.now, self._turn = now, now.turn
+        self.now = now
+        self.pipeline.begin(now, weight)
         for begin in self.begins:
             begin(now)
 
@@ -208,13 +162,13 @@ class OrderedGradients:
             raise ZeroError(NOT_REDUCED)
         if absent := sorted(self._of_step - self._received):
             raise ZeroError(
-                f"{absent[0]} got no gradient in micro-step {self.now.number} and had one before: "
-                "every micro-batch must use the same parameters; let the others contribute "
+                f"{absent[0]} got no gradient in micro-step {self.now.micro_step} and had one "
+                "before: every micro-batch must use the same parameters; let the others contribute "
                 "0 * parameter.sum() to the loss"
             )
         if not self.now.last:
             self._drop()
-        elif self.now.number == 0:
+        elif self.now.first:
             for ordered in self._sums.values():
                 ordered.total = ordered.total[:0]  # the memory is that of `.grad`
         self.now = None
@@ -244,15 +198,18 @@ class OrderedGradients:
             PeerLost: A peer is lost.
         """
         micro_step = self._receive(name)
-        # More under way would take memory and save no time: the network is busy with these.
-        most = self._reduction.steps + (then is not None)
-        self._advance()
-        while len(self._under_way) >= most:
-            self._wait()
-        steps = self._steps(name, gradient, out, micro_step, then)
-        self._under_way.append(_UnderWay(steps, next(steps)))
-        while self._under_way and (now or self._waits_at_once or self._collectives.world == 1):
-            self._wait()
+        ordered = self._sum_of(name, out, micro_step)
+
+        def share() -> Pending | None:
+            ordered.settle()
+            if ordered.total.data_ptr() != out.data_ptr():
+                out.copy_(ordered.total)
+            return None if then is None else then()
+
+        what = f"gradients of {name}"
+        self.pipeline.reduce(gradient, what, ordered, then=share if micro_step.last else None)
+        if now:
+            self.pipeline.complete()
 
     def poll(self) -> None:
         """Go on with the reductions whose exchanges have ended, in the middle of a backward.
@@ -261,7 +218,7 @@ class OrderedGradients:
         """
         if self._failure is None:
             try:
-                self._advance()
+                self.pipeline.poll()
             except Exception as error:
                 self.hold(error)
 
@@ -271,12 +228,11 @@ class OrderedGradients:
         Returns:
             [n] in the dtype of sums, in the last micro-step.
         """
-        micro_step = self._receive(name)
+        turn = self._receive(name)
         total = torch.empty_like(microbatches[0], dtype=SUMS[microbatches.dtype])
-        ordered = self._sum_of(name, total, micro_step)
-        turn = self._turn
+        ordered = self._sum_of(name, total, turn)
         given = list(microbatches[: turn.live])
-        ordered.add(given, self._pool, first=turn.first, last=turn.last)
+        ordered.add(given, self.pipeline.pool, first=turn.first, last=turn.last)
         if not turn.last:
             return None
         ordered.settle()
@@ -312,35 +268,9 @@ class OrderedGradients:
                 partial(self._settle, is_outermost)
             )
 
-    def _steps(
-        self,
-        name: str,
-        gradient: Tensor,
-        out: Tensor,
-        now: MicroStep,
-        then: Callable[[], Pending] | None,
-    ) -> Iterator[tuple[Pending, ...]]:
-        """One reduction: each step but the first one waits for what the one before has begun."""
-        if not self.loss_is_weighted:
-            gradient.mul_(now.weight)
-        ordered = self._sum_of(name, out, now)
-        reducing = self._reduction.start(gradient, f"gradients of {name}", ordered, self._turn)
-        yield reducing.pending
-        while reducing.advance():
-            yield reducing.pending
-        if not now.last:
-            return
-        ordered.settle()
-        if ordered.total.data_ptr() != out.data_ptr():
-            out.copy_(ordered.total)
-        if then is not None:
-            pending = then()
-            yield (pending,)
-            wait(pending)
-
-    def _sum_of(self, name: str, out: Tensor, now: MicroStep) -> OrderedSum:
+    def _sum_of(self, name: str, out: Tensor, now: Turn) -> OrderedSum:
         """The sum of this step; where a step has one micro-step, it is made where it goes."""
-        if now.number == 0:
+        if now.first:
             total = out
             wide = SUMS[out.dtype]
             if not now.last or out.dtype != wide:
@@ -351,35 +281,6 @@ class OrderedGradients:
             ordered = self._sums.setdefault(name, OrderedSum(total, self.block))
             ordered.total, ordered.block = total, self.block
         return self._sums[name]
-
-    def _advance(self) -> bool:
-        """Do the next step of each reduction whose exchanges have ended, and wait for none.
-
-        None overtakes one before it, so second exchanges, say, begin in one order on all ranks.
-
-        Returns:
-            Whether there was a step to do.
-        """
-        moved, ahead = False, inf
-        for each in tuple(self._under_way):
-            if each.number < ahead and each.has_arrived():
-                self._step(each)
-                moved = True
-            ahead = each.number
-        return moved
-
-    def _wait(self) -> None:
-        """Do the steps that can be done, or else wait for the one that began first."""
-        if not self._advance():
-            self._step(self._under_way[0])
-
-    def _step(self, each: _UnderWay) -> None:
-        """Do the next step of a reduction."""
-        pending = next(each.steps, None)
-        if pending is None:
-            self._under_way.remove(each)
-        else:
-            each.pending, each.number = pending, each.number + 1
 
     def _settle(self, is_outermost: bool) -> None:
         """End the exchanges of a graph task; autograd calls it at the end."""
@@ -392,30 +293,29 @@ class OrderedGradients:
         self._tasks.clear()
         if self._in_backward:
             self._complete(self.ends)
-            self._pool.free()  # the next forward needs the memory
+            self.pipeline.pool.free()  # the next forward needs the memory
             self._in_backward = False
 
     def _complete(self, before: list[Callable[[], None]]) -> None:
         with self._guard():
             if (failure := self._failure) is not None:
-                self._failure, self._in_backward = None, bool(self._under_way)
+                self._failure, self._in_backward = None, bool(self.pipeline.under_way)
                 self._tasks.clear()
                 raise failure
             for each in before:
                 each()
-            while self._under_way:
-                self._wait()
+            self.pipeline.complete()
 
     def _require_gradients(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self._parameters.items() if each.requires_grad}
 
-    def _look_at_trained(self, now: MicroStep) -> None:
+    def _look_at_trained(self, now: Turn) -> None:
         trained = self._require_gradients()
         if changed := sorted(trained.keys() ^ self.trained.keys()):
-            if now.number:
+            if not now.first:
                 raise ZeroError(
                     f"requires_grad of {changed[0]} has changed in the middle of a step, at micro-"
-                    f"step {now.number}: freeze and unfreeze layers between two steps"
+                    f"step {now.micro_step}: freeze and unfreeze layers between two steps"
                 )
             self.trained = trained
             for change in self.changes:
@@ -425,7 +325,7 @@ class OrderedGradients:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _expect(self, name: str) -> MicroStep:
+    def _expect(self, name: str) -> Turn:
         if self.now is None:
             raise ZeroError(
                 "a backward() outside of a micro-batch: its gradients belong to no step; call it "
@@ -433,18 +333,18 @@ class OrderedGradients:
             )
         if name in self._received:
             raise ZeroError(
-                f"{name} got a second gradient in micro-step {self.now.number}: call "
+                f"{name} got a second gradient in micro-step {self.now.micro_step}: call "
                 "backward() once for each batch of run.loader, with the sum of its losses"
             )
-        if self.now.number and name not in self._of_step:
+        if not self.now.first and name not in self._of_step:
             raise ZeroError(
-                f"{name} got no gradient in the micro-steps before {self.now.number}: every "
+                f"{name} got no gradient in the micro-steps before {self.now.micro_step}: every "
                 "micro-batch must use the same parameters; let the others contribute "
                 "0 * parameter.sum() to the loss"
             )
         return self.now
 
-    def _receive(self, name: str) -> MicroStep:
+    def _receive(self, name: str) -> Turn:
         now = self._expect(name)
         self._received.add(name)
         self._of_step.add(name)

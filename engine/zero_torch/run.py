@@ -23,19 +23,20 @@ from torch.utils.data import DataLoader
 from zero_comm.agent_link import exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.cpu.malloc import keep_freed_memory
-from zero_comm.node_reduction import apart
+from zero_comm.reduction import Turn
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
+from zero_step.gradients import own_groups, reduction_over
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import check_members, takes_no_metric
-from zero_torch.ordered_gradients import NOT_REDUCED, MicroStep, OrderedGradients
+from zero_torch.ordered_gradients import NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
     Wrapped,
@@ -85,11 +86,11 @@ class Run(Checkpoints):
         self.loader = MicroBatches(batches, self._begin_iteration, self._draw, self._between_steps)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
-            self._group_of_gradients(),
+            reduction_over(self._groups_of_sums(), self._device),
             self._parameters,
             options.reduction_block or DEFAULT_BLOCK,
-            self._apart(),
             guard=partial(exit_on_peer_loss, self._link),
+            depth=hooks_ddp.DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
         )
         self._gradients.changes.append(self._train_others)
         self._norm: Norm | None = None  # a script need not clip
@@ -129,29 +130,19 @@ class Run(Checkpoints):
         if self._device.type == "cpu":
             keep_freed_memory()
 
-    def _group_of_gradients(self) -> Collectives:
-        """The group in which gradients travel. Collective.
-
-        Exchanges of one communicator of NCCL follow each other, so FSDP2's gathers of weights have
-        the default group to themselves.
-        """
-        group, fsdp = self._collectives, self._wrapped.wrapper is Wrapper.FSDP2
-        if fsdp and self._world > 1 and not group.any_order(self._device):
-            return apart(group, self._device, self._link.interrupt)
-        return group
-
-    def _apart(self) -> Collectives | None:
-        """The group in which sums begin inside of nodes, if that saves anything. Collective."""
-        group = self._collectives
-        topology = group.find_nodes(os.environ)
-        if any(each.dtype == torch.float64 for each in self._parameters.values()):
-            return None  # nodes give their partial sums on in fp32
-        if not (topology.divides and group.any_order(self._device)):
-            return None
-        # FSDP2 says which rank has which shard.
-        fixed = range(self._world) if self._wrapped.wrapper is Wrapper.FSDP2 else None
-        group.lay_out(topology, fixed)
-        return apart(group, self._device, self._link.interrupt)
+    def _groups_of_sums(self) -> list[Collectives]:
+        """The groups in which sums are made: inside of nodes first, if that saves anything."""
+        group, device = self._collectives, self._device
+        topology, any_order = group.find_nodes(os.environ), group.any_order(device)
+        is_fsdp = self._wrapped.wrapper is Wrapper.FSDP2
+        # Nodes give their partial sums on in fp32.
+        is_double = any(each.dtype == torch.float64 for each in self._parameters.values())
+        two = topology.divides and any_order and not is_double
+        if two:  # FSDP2 says which rank has which shard
+            group.lay_out(topology, range(self._world) if is_fsdp else None)
+        # FSDP2's gathers of weights have the default group to themselves.
+        alone = is_fsdp and not any_order
+        return own_groups(group, device, self._link.interrupt, alone=alone, two=two) or [group]
 
     def _attach(self) -> None:
         called = self._wrapped.called
@@ -203,19 +194,20 @@ class Run(Checkpoints):
         """
         self._advance()
         now = self._now()
-        loss = (loss if loss.dtype == torch.float64 else loss.float()) * now.weight
-        if now.number * self._world + self._rank < self._plan().microbatches:
+        pipeline = self._gradients.pipeline
+        weight, pipeline.weight = pipeline.weight, 1.0  # for the loss has it
+        loss = (loss if loss.dtype == torch.float64 else loss.float()) * weight
+        if now.micro_step * self._world + self._rank < self._plan().microbatches:
             self._losses.append(loss.detach())  # read at the end of the step: a device is busy
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._gradients.loss_is_weighted = True
         if loss.requires_grad:  # else backward() raises why not
             loss.register_hook(self._gradients.announce)
         try:
             with exit_on_peer_loss(self._link), transport_failures("the backward", of_script=True):
                 loss.backward()
         finally:
-            self._gradients.loss_is_weighted = False
+            pipeline.weight = weight
         if not self._gradients.has_run:
             raise ZeroError(NOT_REDUCED)
 
@@ -335,7 +327,7 @@ class Run(Checkpoints):
 
     # ---- micro-steps ----
 
-    def _now(self) -> MicroStep:
+    def _now(self) -> Turn:
         if self._gradients.now is None:
             raise ZeroError(
                 "there is no micro-batch: run.backward(), run.step() and clip_grad_norm_() belong "
@@ -436,12 +428,13 @@ class Run(Checkpoints):
             )
         self._in_step = self._stepped = False
         self._gradients.begin(
-            MicroStep(
-                number=micro,
+            Turn(
                 live=plan.live(micro, world),
+                first=micro == 0,
                 last=micro == plan.micro_steps(world) - 1,
-                weight=plan.weight(self._microbatch()),
-            )
+                micro_step=micro,
+            ),
+            plan.weight(self._microbatch()),
         )
 
     def _learning_rates(self) -> list[float]:

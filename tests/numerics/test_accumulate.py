@@ -166,7 +166,7 @@ def cost(nodes: str, where: str, block: int) -> tuple[int, int]:
     kept_in_step(engine)
     core = engine._core
     assert core.reducer is not None
-    reduction = core.reducer._reduction
+    reduction = core.reducer.pipeline.reduction
     assert isinstance(reduction, NodeReduction)
     groups = {reduction.collectives, reduction.between}  # one group, where any order is right
     sent_bytes = sum(group.bytes_sent["pieces"] for group in groups)

@@ -134,7 +134,7 @@ def buffers_of_one_step(stage: int) -> list[int]:
     engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     assert engine._core.reducer is not None
     reducer = engine._core.reducer
-    reducer._pool = reducer._reduction.pool = Asked(torch.device("cpu"))
+    reducer.pipeline.reduction.pool = Asked(torch.device("cpu"))
     engine.backward(engine(torch.ones(1, WIDTH)))
     engine.step()
     return asked
@@ -194,7 +194,7 @@ def most_under_way(
         del os.environ[ENV_NODE_RANKS]
     assert engine._core.reducer is not None
     reducer = engine._core.reducer
-    reducer._pool = reducer._reduction.pool = pool = Counted(torch.device("cpu"))
+    reducer.pipeline.reduction.pool = pool = Counted(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(additions, "_PIECE", 1 << 12)  # as little beside units as of real ones
         for batch in engine.training_dataloader or ():

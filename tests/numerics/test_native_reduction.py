@@ -35,7 +35,7 @@ def counted(stage: int, dtype: str, accumulate: str) -> tuple[list[Tensor], int]
     engine = native(stage, dtype, elastic=NATIVE | {"accumulate": accumulate})
     weights, reducer = train(engine), engine._core.reducer
     assert reducer is not None
-    return weights, reducer._reduction.collectives.bytes_sent["reduce"]
+    return weights, reducer.pipeline.reduction.collectives.bytes_sent["reduce"]
 
 
 def trained(cases: list[tuple[int, str]]) -> list[list[Tensor]]:

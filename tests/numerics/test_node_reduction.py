@@ -75,7 +75,7 @@ def sent(nodes: str) -> tuple[int, int]:
         del os.environ[ENV_NODE_RANKS]
     train(engine, 1)
     assert engine._core.reducer is not None
-    reduction = engine._core.reducer._reduction
+    reduction = engine._core.reducer.pipeline.reduction
     assert isinstance(reduction, NodeReduction)
     return reduction.collectives.bytes_sent["pieces"], sum(u.padded for u in engine._core.units)
 

@@ -140,7 +140,9 @@ def train_in_nodes(size: int, wire: dict[str, bool]) -> tuple[Any, ...]:
     losses += train(engine, STEPS + 1)
     node, reducer = engine._core.units[0]._node, engine._core.reducer
     assert reducer is not None
-    between = engine._core.collectives.bytes_sent | reducer._reduction.collectives.bytes_sent
+    between = (
+        engine._core.collectives.bytes_sent | reducer.pipeline.reduction.collectives.bytes_sent
+    )
     sent = dict(between), dict(node.bytes_sent) if node else {}
     return (*fingerprint(engine), losses, evaluated), sent
 

@@ -141,7 +141,7 @@ def in_flight(stage: int, blocks: int) -> int:
     settings = config(stage, train_batch_size=4)
     engine, *_ = zero_deepspeed.initialize(model=model, training_data=Samples(), config=settings)
     assert engine._core.reducer is not None
-    under_way, found = engine._core.reducer._in_flight, [0]
+    under_way, found = engine._core.reducer.pipeline.under_way, [0]
     for layer in model.layers:
         layer.up.weight.register_hook(lambda _: found.append(len(under_way)))
     train(engine, 1)

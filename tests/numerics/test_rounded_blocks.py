@@ -89,7 +89,7 @@ def sent(nodes: str, block: int) -> tuple[int, int]:
     (engine,) = on_nodes(nodes, lambda: [make_rounded("owner", 2, "fp32", block, count=12)])
     train(engine, 1)
     assert engine._core.reducer is not None
-    reduction = engine._core.reducer._reduction
+    reduction = engine._core.reducer.pipeline.reduction
     assert isinstance(reduction, NodeReduction)
     return reduction.collectives.bytes_sent["pieces"], sum(u.padded for u in engine._core.units)
 

@@ -62,7 +62,7 @@ def one_goes_ahead(widths: tuple[int, ...], nodes: str) -> tuple[str, list[int]]
     store, found = dist.distributed_c10d._get_default_store(), list[int]()
 
     def go_on() -> None:
-        found.append(len(run._gradients._under_way))
+        found.append(len(run._gradients.pipeline.under_way))
         store.set(f"rank 0 is through step {run.global_step}", "")
 
     def stay_behind(*_: Any) -> None:
@@ -75,11 +75,11 @@ def one_goes_ahead(widths: tuple[int, ...], nodes: str) -> tuple[str, list[int]]
     return train(model, run), found
 
 
-@pytest.mark.parametrize(("buckets", "nodes"), [(2, "4"), (3, "2,2")])
+@pytest.mark.parametrize(("buckets", "nodes"), [(6, "4"), (6, "2,2")])
 def test_a_backward_of_ddp_waits_for_no_bucket_until_its_end(
     worlds: WorldPool, buckets: int, nodes: str
 ) -> None:
-    """As many buckets as one has exchanges: two, or three where sums travel between nodes."""
+    """One has two exchanges, or three where sums travel between nodes; there are more buckets."""
     widths = (WIDTH,) * (buckets + 1)
     (expected,) = worlds.run(1, alone, widths)
     ranks = worlds.run(4, one_goes_ahead, widths, nodes)
@@ -105,7 +105,7 @@ def half_way(widths: tuple[int, ...]) -> tuple[str, list[int]]:
     found: list[int] = []
 
     def arrived() -> bool:
-        return all(each.has_arrived() for each in run._gradients._under_way)
+        return all(each.has_arrived() for each in run._gradients.pipeline.under_way)
 
     def stop(_: torch.Tensor) -> None:
         wait_for(arrived, DEADLINE_S, "the exchange that is under way")

@@ -98,7 +98,7 @@ def step_of_each(
             engine = started(stage, where, blocks[system], world * accumulation)
             core, sent = engine._core, Counter[str]()
             assert core.reducer is not None
-            reduction = core.reducer._reduction
+            reduction = core.reducer.pipeline.reduction
             assert isinstance(reduction, NodeReduction)
             for group in {core.collectives, reduction.collectives, reduction.between}:
                 count(group, sent)

@@ -34,7 +34,6 @@ from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.determinism import Hardware, meet
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
-from zero_comm.node_reduction import apart
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
@@ -71,6 +70,7 @@ from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
 from zero_engine.sharding.partition import Small, UnitSpec, aliases, partition
 from zero_engine.stages import STAGES, Stage
+from zero_step.gradients import own_groups, reduction_over
 
 _log = logging.getLogger(__name__)
 
@@ -331,36 +331,32 @@ def _make_stepper(
     zero.overlaps_gather = config.elastic.overlap_param_gather
     for each in zero.sums:
         each.rounds = config.zero_optimization.zero_quantized_gradients
+    groups = _own_groups(shared) or [shared.collectives]
+    travelling = DTYPES[config.travelling] if native else None
     reducer = GradReducer(
         trained,
         zero.sums,
-        shared.collectives,
-        stage,
+        reduction_over(groups, shared.device, travelling),
         zero.wholes,
         coordinator.release_trained if stage.shards_parameters else None,
-        _apart(shared),
         shared.guard,
-        native=DTYPES[config.travelling] if native else None,
+        gathers=stage.shards_parameters,
     )
     coordinator.on_skipped = partial(skip, weakref.ref(reducer))
     return zero, reducer
 
 
-def _apart(shared: _Shared) -> list[Collectives]:
-    """The groups that the exchanges of sums have for themselves.
-
-    Exchanges that travel at the same time need one each where they are matched by their order: at
-    stage 3 also those of weights and of gradients.
-    """
+def _own_groups(shared: _Shared) -> list[Collectives]:
+    """The groups that sums have for themselves; at stage 3 weights travel at the same time."""
     collectives, device = shared.collectives, shared.device
-    any_order, native = collectives.any_order(device), shared.config.elastic.is_native
-    alone = native or (shared.stage.shards_parameters and not any_order)
-    count = int(alone and collectives.world > 1)
-    two = shared.accumulation.has_two_exchanges
-    if two:
-        count = 1 if any_order else 2
-    groups = [apart(collectives, device, shared.interrupt) for _ in range(count)]
-    return groups * 2 if two and any_order else groups
+    gathers = shared.stage.shards_parameters and not collectives.any_order(device)
+    return own_groups(
+        collectives,
+        device,
+        shared.interrupt,
+        alone=shared.config.elastic.is_native or gathers,
+        two=shared.accumulation.has_two_exchanges,
+    )
 
 
 def _make_scheduler(

@@ -5,10 +5,9 @@ Owns the gradient buffers between a parameter's hook and the accumulator. Must a
 - Units are reduced in one fixed order on every rank, each while the next one's backward runs. A
   unit that is ready early waits for its turn; one that lacks gradients when backward ends is
   completed with zeros. So a rank that skipped a branch stays in step with the others.
-- Each unit has one reduction in each micro-step, whose sum is `zero_comm.reduction`'s.
-- A bounded number of them is under way, if a device's stream does the waiting: the host cannot
-  tell what has ended, because it runs ahead. A unit that the backward will not meet on this rank
-  (`skip`) is then reduced in its turn, so that no stream waits for the end of another's backward.
+- Each unit has one reduction in each micro-step, which `zero_step.gradients` brings to its end.
+- A unit that the backward will not meet on this rank (`skip`) is reduced in its turn if a device's
+  stream does the waiting, so that no stream waits for the end of another's backward.
 
 A backward pass is announced by `begin` and ended by `finish`. A gradient of an unannounced one
 calls `on_plain_backward`, which announces it.
@@ -17,24 +16,20 @@ calls `on_plain_backward`, which announces it.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
+from math import inf
 
 import torch
 from torch import Tensor
 
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives
-from zero_comm.native_reduction import NativeReduction
-from zero_comm.node_reduction import NodeReduction
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction, Reducing, Turn
+from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_engine.stages import Stage
+from zero_step.gradients import Pipeline, Reduction
 
 
 class UnitGradient:
@@ -110,14 +105,12 @@ class GradReducer:
         self,
         units: Sequence[FlatUnit],
         sums: Sequence[OrderedSum],
-        collectives: Collectives,
-        stage: Stage,
+        reduction: Reduction,
         wholes: Sequence[Tensor] = (),
         on_ready: Callable[[FlatUnit], None] | None = None,
-        apart: Sequence[Collectives] = (),
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
-        native: torch.dtype | None = None,
+        gathers: bool,
     ) -> None:
         """Hook the parameters.
 
@@ -125,18 +118,13 @@ class GradReducer:
             units: The trained units, in module order.
             sums: For each unit the sum of this rank's interval, [padded / world]; or [padded], to
                 be made by the backend for every rank.
-            collectives: The group to reduce over.
-            stage: Whether parameters are gathered in backward.
+            reduction: Makes them.
             wholes: For each unit the tensor [padded] that the total of its sum is an interval of,
                 if every rank has it.
             on_ready: Called when this backward pass does not need a unit's weights any more.
-            apart: Groups for these exchanges alone: none, or one, in which owners add everything,
-                or the backend does; or two, and then sums begin inside of nodes.
             guard: A context around exchanges, which may find that a peer is lost.
-            native: The dtype in which the backend sums gradients; None: they are summed in order.
+            gathers: Whether parameters are gathered in backward.
         """
-        self._collectives = collectives
-        self._stage = stage
         self._guard = guard
         self._on_ready = on_ready or (lambda _: None)
         gradients = [
@@ -147,8 +135,6 @@ class GradReducer:
         blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
         self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
         self._next = 0
-        self._turn = Turn(live=0, first=True)
-        self._weight = 1.0
         self.running = False
         """Whether a backward pass has begun and has not ended."""
         self._inconsistent = False
@@ -157,22 +143,11 @@ class GradReducer:
         """Autograd's number, unique in the process, of the backward pass of the newest loss."""
         self.on_plain_backward: Callable[[], None] = _refuse
         """Called at a gradient of an unannounced backward pass; it must call `begin`."""
-        self._in_flight: deque[tuple[UnitGradient, Reducing]] = deque()
-        self._pool = BufferPool(sums[0].total.device)
-        self._reduction: OrderedReduction | NodeReduction | NativeReduction
-        alone = apart[0] if apart else collectives
-        if native is not None:
-            self._reduction = NativeReduction(alone, self._pool, native)
-        elif len(apart) > 1:
-            inside, between = apart
-            self._reduction = NodeReduction(inside, between, self._pool)
-        else:
-            self._reduction = OrderedReduction(alone, self._pool)
         # Where parameters are gathered in backward, a process that waits here for another rank
         # could keep it waiting there (a deadlock), since one whose branch left a unit out sends
         # its zeros at the end. A stream can wait: such a rank sends them in their turn.
-        self._bounded = not alone.any_order(self._pool.device)
-        self._waits = self._bounded or not stage.shards_parameters
+        self._by_stream = not reduction.collectives.any_order(reduction.pool.device)
+        self.pipeline = Pipeline(reduction, depth=1 if self._by_stream or not gathers else inf)
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
@@ -190,7 +165,7 @@ class GradReducer:
     @property
     def withholds(self) -> bool:
         """Whether ranks hold pieces of this step that have not come to their owners."""
-        return self._turn.withholds
+        return self.pipeline.turn.withholds
 
     def begin(self, turn: Turn, *, weight: float = 1.0) -> None:
         """Announce one backward pass.
@@ -211,17 +186,17 @@ class GradReducer:
                 "checkpoint: engine.load_checkpoint()"
             )
         self._inconsistent = False
-        self._turn = turn
-        self._weight = weight
+        self.pipeline.begin(turn, weight)
         self._next = 0
+        for gradient in self._order:
+            gradient.reset()
         self.running = True
 
     def abandon(self) -> None:
         """Discard a backward pass that has failed half way."""
-        self._complete()
+        self.pipeline.complete()
         for gradient in self._order:
             gradient.buffer = None
-            gradient.reset()
         self.running, self._inconsistent = False, True
 
     def note_graph_task(self, _gradient: Tensor) -> None:
@@ -231,7 +206,7 @@ class GradReducer:
     def skip(self, unit: FlatUnit) -> None:
         """Expect no gradient of a unit in this backward pass: its module has not run here."""
         gradient = next((each for each in self._order if each.unit is unit), None)
-        if gradient is None or not self._bounded or not self.running:
+        if gradient is None or not self._by_stream or not self.running:
             return
         self._ensure_buffer(gradient)
         gradient.fill_missing()
@@ -246,8 +221,8 @@ class GradReducer:
                 gradient.fill_missing()
                 self._on_ready(gradient.unit)
         self._issue_ready()
-        self._complete()
-        self._pool.free()  # the next forward needs the memory
+        self.pipeline.complete()
+        self.pipeline.pool.free()  # the next forward needs the memory
         self.running = False
 
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
@@ -281,61 +256,19 @@ class GradReducer:
             return
         dtype, whole = gradient.unit.full.dtype, gradient.whole
         # A gradient can be where its sum is going to be: nothing has been summed there yet.
-        if self._turn.first and whole is not None and whole.dtype == dtype:
+        if self.pipeline.turn.first and whole is not None and whole.dtype == dtype:
             gradient.start(whole)
         else:
-            gradient.start(self._pool.take(gradient.unit.padded, dtype))
+            gradient.start(self.pipeline.pool.take(gradient.unit.padded, dtype))
 
     def _issue_ready(self) -> None:
         while self._next < len(self._order) and not self._order[self._next].missing:
             gradient = self._order[self._next]
-            # More under way would take memory and save no time: the network is busy with these.
-            self._advance(waits=self._waits)
-            microbatches = gradient.buffer
+            microbatches, gradient.buffer = gradient.buffer, None
             assert microbatches is not None
-            if self._weight != 1:
-                microbatches.mul_(self._weight)
-            what = f"gradients of {gradient.unit.label}"
-            reducing = self._reduction.start(microbatches, what, gradient.sum, self._turn)
-            if reducing.pending:
-                self._in_flight.append((gradient, reducing))
-            else:  # nothing travels: this rank has added it up on its own
-                reducing.finish()
-                self._release(gradient)
-            if self._collectives.world == 1:
-                self._advance(waits=True)
+            what, lent = f"gradients of {gradient.unit.label}", microbatches is not gradient.whole
+            self.pipeline.reduce(microbatches, what, gradient.sum, lent=lent)
             self._next += 1
-
-    def _complete(self) -> None:
-        """Wait for everything that is under way."""
-        while self._in_flight:
-            self._advance(waits=True)
-
-    def _advance(self, *, waits: bool) -> None:
-        """Advance each reduction under way by one step, in their order.
-
-        Args:
-            waits: For exchanges; otherwise end at the first reduction whose have not ended.
-        """
-        for gradient, reducing in tuple(self._in_flight):
-            if not waits and not reducing.has_arrived():
-                return
-            if not reducing.advance():
-                self._in_flight.popleft()
-                self._release(gradient)
-            elif not reducing.holds_gradient:
-                self._give_back(gradient)
-
-    def _release(self, gradient: UnitGradient) -> None:
-        """Expect the gradient of the next micro-step."""
-        self._give_back(gradient)
-        gradient.reset()
-
-    def _give_back(self, gradient: UnitGradient) -> None:
-        """Free the memory of a gradient that nobody reads any more."""
-        if gradient.buffer is not None and gradient.buffer is not gradient.whole:
-            self._pool.give(gradient.buffer)
-        gradient.buffer = None
 
 
 def _refuse() -> None:

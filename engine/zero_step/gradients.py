@@ -1,0 +1,217 @@
+"""The pipeline of reductions: gradients of micro-batches come in, their ordered sums go out.
+
+Owns the reductions that are under way, and how far each has come. Must always hold:
+
+- All ranks begin the same reductions in the same order, and none overtakes the one before it. So
+  the exchanges of one kind begin in one order on all ranks.
+- Each of its exchanges has a bounded number of them, if this rank can be kept waiting where it is
+  called. More would take memory and save no time: the network is busy with these.
+- What has ended is gone on with when the next gradient comes, or at `poll`, and not before.
+
+Hooks feed it: of flat units (`zero_engine`), of DDP, FSDP2 and plain modules (`zero_torch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from zero_comm.buffer_pool import BufferPool
+from zero_comm.collectives import Collectives, Pending, has_ended, wait
+from zero_comm.native_reduction import NativeReduction
+from zero_comm.node_reduction import NodeReduction, apart
+from zero_comm.ordered_sum import OrderedSum
+from zero_comm.reduction import OrderedReduction, Turn
+from zero_comm.waiting import Interrupt
+
+Reduction = OrderedReduction | NodeReduction | NativeReduction
+
+
+def own_groups(
+    collectives: Collectives, device: torch.device, interrupt: Interrupt, *, alone: bool, two: bool
+) -> list[Collectives]:
+    """The groups that the exchanges of sums have for themselves. Collective.
+
+    Exchanges that travel at the same time need one each where they are matched by their order.
+
+    Args:
+        collectives: The group of all ranks, laid out.
+        device: Where gradients are.
+        interrupt: Ends every wait.
+        alone: Something else travels in the group at the same time.
+        two: A sum has two exchanges, inside of nodes and between them.
+    """
+    any_order = collectives.any_order(device)
+    count = int(alone and collectives.world > 1)
+    if two:
+        count = 1 if any_order else 2
+    groups = [apart(collectives, device, interrupt) for _ in range(count)]
+    return groups * 2 if two and any_order else groups
+
+
+def reduction_over(
+    groups: Sequence[Collectives], device: torch.device, native: torch.dtype | None = None
+) -> Reduction:
+    """The reduction in some groups: by owners or by the backend in one, by nodes first in two.
+
+    Args:
+        groups: One or two; see `own_groups`.
+        device: Where gradients are.
+        native: The dtype in which the backend sums them; None: they are summed in order.
+    """
+    pool = BufferPool(device)
+    if native is not None:
+        return NativeReduction(groups[0], pool, native)
+    if len(groups) > 1:
+        inside, between = groups
+        return NodeReduction(inside, between, pool)
+    return OrderedReduction(groups[0], pool)
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay:
+    """A reduction that has begun and has not ended."""
+
+    steps: Iterator[tuple[Pending, ...]]
+    """Each waits for the exchanges that the one before has begun, and begins others."""
+    pending: tuple[Pending, ...]
+    """The exchanges under way."""
+    number: int = 1
+    """Of the exchange that it has come to: the first, the second, ..."""
+
+    def has_arrived(self) -> bool:
+        """Whether the next step would not wait."""
+        return all(map(has_ended, self.pending))
+
+
+class Pipeline:
+    """The reductions of one rank.
+
+    Attributes:
+        turn: The micro-step.
+        weight: The factor of its gradients; 1 if their loss has been multiplied with it.
+        under_way: In the order in which they have begun.
+    """
+
+    def __init__(self, reduction: Reduction, *, depth: float, at_once: bool = False) -> None:
+        """Reduce the gradients of micro-steps.
+
+        Args:
+            reduction: Makes the sums.
+            depth: How many may have come to the same exchange; more of them wait in `reduce`.
+                Without a bound where another rank may be kept waiting for what this one does after
+                that: for the weights that it gathers, say.
+            at_once: Keep none under way.
+        """
+        self.reduction = reduction
+        self.turn = Turn(live=0, first=True)
+        self.weight = 1.0
+        self.under_way: list[UnderWay] = []
+        self._depth = depth
+        self._at_once = at_once or reduction.collectives.world == 1
+
+    @property
+    def pool(self) -> BufferPool:
+        """The memory of gradients, and of what is received."""
+        return self.reduction.pool
+
+    def begin(self, turn: Turn, weight: float = 1.0) -> None:
+        """Begin a micro-step."""
+        self.turn, self.weight = turn, weight
+
+    def reduce(
+        self,
+        gradient: Tensor,
+        what: str,
+        into: OrderedSum,
+        *,
+        lent: bool = False,
+        then: Callable[[], Pending | None] | None = None,
+    ) -> None:
+        """Begin to add the gradients of the micro-batches of all ranks. Collective.
+
+        Args:
+            gradient: [world * n], n elements for each rank; used up.
+            what: Names the exchanges in messages.
+            into: The sum of the step, of n elements; or of all, if the backend makes it.
+            lent: The gradient is memory of the pool, and goes back to it.
+            then: Called when the micro-step has been added; may begin an exchange, as of the sums.
+
+        Raises:
+            PeerLost: A peer is gone, or has not answered within the group's timeout.
+            LeavingNow: This rank was asked to leave.
+            Diverged: The ranks wait for each other.
+        """
+        self.poll()
+        while not self._has_room(1):
+            self._wait()
+        if self.weight != 1:
+            gradient.mul_(self.weight)
+        steps = self._steps(gradient, what, into, lent, then)
+        pending = next(steps, None)
+        while pending is not None and not pending:  # nothing travels in this micro-step
+            pending = next(steps, None)
+        if pending is not None:
+            self.under_way.append(UnderWay(steps, pending))
+        if self._at_once:
+            self.complete()
+
+    def poll(self) -> bool:
+        """Do the next step of each reduction whose exchanges have ended, and wait for none.
+
+        Returns:
+            Whether there was a step to do.
+        """
+        moved, ahead = False, inf
+        for each in tuple(self.under_way):
+            if each.number < ahead and self._has_room(each.number + 1) and each.has_arrived():
+                self._step(each)
+                moved = True
+            ahead = each.number
+        return moved
+
+    def _has_room(self, exchange: int) -> bool:
+        return sum(each.number == exchange for each in self.under_way) < self._depth
+
+    def complete(self) -> None:
+        """Wait for everything that is under way."""
+        while self.under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Do the steps that can be done, or else wait for the one that began first."""
+        if not self.poll():
+            self._step(self.under_way[0])
+
+    def _step(self, each: UnderWay) -> None:
+        pending = next(each.steps, None)
+        if pending is None:
+            self.under_way.remove(each)
+        else:
+            each.pending, each.number = pending, each.number + 1
+
+    def _steps(
+        self,
+        gradient: Tensor,
+        what: str,
+        into: OrderedSum,
+        lent: bool,
+        then: Callable[[], Pending | None] | None,
+    ) -> Iterator[tuple[Pending, ...]]:
+        reducing = self.reduction.start(gradient, what, into, self.turn)
+        yield reducing.pending
+        goes_on = True
+        while goes_on:
+            goes_on = reducing.advance()
+            if lent and not (goes_on and reducing.holds_gradient):
+                self.pool.give(gradient)
+                lent = False
+            if goes_on:
+                yield reducing.pending
+        if then is not None and (pending := then()) is not None:
+            yield (pending,)
+            wait(pending)
