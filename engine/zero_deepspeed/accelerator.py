@@ -20,13 +20,18 @@ from torch import Tensor
 
 from zero_comm.distributed import local_device
 
-__all__ = ["Accelerator", "get_accelerator"]
+__all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported"]
 
 
 @cache
 def get_accelerator() -> Accelerator:
     """The accelerator of this worker: CUDA if there is a GPU, else the CPU."""
     return Cuda() if torch.cuda.is_available() else Accelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether the engine works on this worker's accelerator: it does."""
+    return True
 
 
 class Accelerator:

@@ -37,6 +37,16 @@ class Asserted(ConfigError, AssertionError):
     """What DeepSpeed asserts, which scripts may catch as such."""
 
 
+def _need_a_scalar(call: str, loss: Loss) -> None:
+    value = loss[0] if isinstance(loss, tuple) else loss
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise Asserted(
+            f"{call}: the loss must be a scalar tensor, and is of {shape}; give its mean, or "
+            "(its sum, the number of its tokens)"
+        )
+
+
 class Epochs:
     """DeepSpeed's throughput timer, which scripts notify of their epochs."""
 
@@ -52,7 +62,7 @@ class DeepSpeedEngine(Engine):
     def empty_partition_cache(self) -> None:
         """Do nothing: parameters are released after every use."""
 
-    # ---- a step ----
+    # ---- a step: what DeepSpeed asserts begins with its own words, which scripts look for ----
 
     def backward(
         self,
@@ -72,13 +82,41 @@ class DeepSpeedEngine(Engine):
             tokens: The number of tokens in the mean.
             by_share: Weight the loss by the micro-batch's share of the global batch.
         """
+        _need_a_scalar("backward()", loss)
         by_share = by_share and scale_wrt_gas
         return super().backward(loss, retain_graph, tokens=tokens, by_share=by_share)
 
+    def scale(self, loss: Loss, *, tokens: int | Tensor | None = None) -> Tensor:
+        """The loss, weighted and scaled, for the script to call `.backward()` on."""
+        _need_a_scalar("scale()", loss)
+        return super().scale(loss, tokens=tokens)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-step; see `Engine.step`.
+
+        Raises:
+            Asserted: Within `no_sync` or `coalesce_grad_reduction`.
+        """
+        if self._micro_steps.without_step or self._micro_steps.coalescing:
+            raise Asserted(
+                "It is illegal to call Engine.step() inside no_sync context manager, or inside "
+                "coalesce_grad_reduction(); leave it for after the context"
+            )
+        super().step(lr_kwargs)
+
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """A context for all backwards of a step, at any stage, with one `step()` after it."""
+        """A context for all backwards of a step, at any stage, with one `step()` after it.
+
+        Raises:
+            Asserted: Within itself or `no_sync`, or if `step()` ends every step.
+        """
         self._need_managed("coalesce_grad_reduction()")
+        if self._micro_steps.without_step or self._micro_steps.coalescing:
+            raise Asserted(
+                "coalesce_grad_reduction() cannot be nested in itself or in no_sync(); leave the "
+                "inner one out"
+            )
         with self._micro_steps.coalesce():
             yield
 
@@ -87,21 +125,24 @@ class DeepSpeedEngine(Engine):
         """See `Engine.no_sync`.
 
         Raises:
-            Asserted: Within itself, or at stages 2 and 3, as an assertion of DeepSpeed.
+            Asserted: Within itself or `coalesce_grad_reduction`, or at stages 2 and 3.
         """
-        if self._micro_steps.without_step:
-            raise Asserted("no_sync() within no_sync(); leave the inner one out")
         if self._core.stage.shards_gradients:
             raise Asserted(
-                "no_sync() cannot be combined with sharded gradients, stage "
+                "no_sync context manager is incompatible with the sharded gradients of ZeRO stage "
                 f"{self._core.stage.number}; leave it out, or use stage 0 or 1"
+            )
+        if self._micro_steps.without_step or self._micro_steps.coalescing:
+            raise Asserted(
+                "no_sync context manager reentry is unsupported, also inside "
+                "coalesce_grad_reduction(); leave the inner one out"
             )
         with super().no_sync():
             yield
 
     def _need_managed(self, what: str) -> None:
         if not self._config.managed_gradient_accumulation:
-            raise ZeroError(
+            raise Asserted(
                 f"{what}: with managed_gradient_accumulation: false a step ends where step() is "
                 "called; leave it out"
             )
@@ -459,6 +500,10 @@ class DeepSpeedEngine(Engine):
     def scheduler_name(self) -> str | None:
         """The schedule's name in the config, if it is there."""
         return self._config.scheduler.type if self._config.scheduler else None
+
+    def log_level(self) -> str | None:
+        """The level of DeepSpeed's logger in the config; None: not there."""
+        return self._config.log_level
 
     def steps_per_print(self) -> int | None:
         """The number of steps between log lines; None: no lines."""

@@ -60,10 +60,6 @@ FORMER_NAMES = {
     "zero_engine.verify": "zero_data.ledger.verify",
     "zero_engine.zero": "zero_deepspeed.zero",
     "zero_deepspeed.Engine": "zero_deepspeed.DeepSpeedEngine",
-    "zero_deepspeed.elasticity": (
-        'write the "elasticity" section into the config: it chooses the batch, and every world '
-        "size trains"
-    ),
     "zero_deepspeed.env_report": _REPORT,
     "zero_deepspeed.runtime.zero.stage3": _ESTIMATORS,
     "zero_deepspeed.runtime.zero.stage_1_and_2": _ESTIMATORS,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from zero_contract.errors import ConfigError
+from zero_deepspeed import elasticity
 from zero_engine.config import load_config
 from zero_engine.config.elasticity import Elasticity, choose_batch
 
@@ -77,3 +78,39 @@ def test_a_config_with_the_section_has_that_batch_whatever_the_world() -> None:
 def test_a_section_that_cannot_be_met_is_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({"elasticity": {**section((2, 4, 6), 2000, (1, 9)), **keys}})
+
+
+PLAN = section((8, 12, 16, 17), 10000, (32, 1500))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"enabled": False}, 'give a section "elasticity" with "enabled": true'),
+        ({"micro_batch_sizes": [1, 4, -1]}, "give numbers of samples from 1"),
+        ({"micro_batch_sizes": [2, 0.5]}, "is not a list of integers"),
+        ({"max_gpus": -1}, "min_gpus 32 and max_gpus -1 are no range"),
+        ({"max_train_batch_size": 0}, "is less than the micro-batch size 17"),
+        ({"model_parallel_size": 4}, "there is no model parallelism"),
+        ({"version": "0.3"}, "elasticity.version: 0.3 is not known; the newest is 0.2"),
+    ],
+)
+def test_a_wrong_section_is_deepspeeds_error(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(elasticity.config.ElasticityError, match=message):
+        elasticity.compute_elastic_config({"elasticity": PLAN | changed}, "0.19.6")
+
+
+def test_the_workers_of_a_job_are_planned_without_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = {"elasticity": PLAN}
+    batch, worlds = elasticity.compute_elastic_config(plan, "0.19.6")
+    assert (batch, len(worlds), worlds[0]) == (9792, 23, 32)
+    assert elasticity.compute_elastic_config(plan, "0.19.6", world_size=64)[2:] == (17,)
+    monkeypatch.setenv("WORLD_SIZE", "96")
+    found = elasticity.compute_elastic_config(plan, "0.19.6", return_microbatch=True)
+    assert found[2:] == (17,)
+    with pytest.raises(elasticity.config.ElasticityIncompatibleWorldSize, match="128 ranks do not"):
+        elasticity.compute_elastic_config(plan, "0.19.6", world_size=128)
+    with pytest.raises(elasticity.config.ElasticityError, match=r"DeepSpeed 0\.2 has none"):
+        elasticity.compute_elastic_config(plan, "0.2")

@@ -25,6 +25,10 @@ _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _FLATTENED = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*):/[^/]")
 
 
+class NoPlace(CheckpointError, ValueError):
+    """What was given as a directory names none."""
+
+
 def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
     """The place that a user means by a path or a URL.
 
@@ -35,7 +39,7 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
     if isinstance(where, ObjectPath):
         return where
     if not where or not isinstance(where, str | os.PathLike):
-        raise CheckpointError(
+        raise NoPlace(
             f"{where!r} is no place for checkpoints: give a directory or a URL; the working "
             'directory is "."'
         )

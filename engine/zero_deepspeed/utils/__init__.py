@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from zero_deepspeed.loaders import RepeatingLoader
-from zero_deepspeed.utils.logging import log_dist, logger
+from zero_deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 from zero_engine.former_names import raising_getattr
 from zero_engine.parameters.access import owned
 from zero_engine.sharding.leaf_modules import (
@@ -44,6 +44,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -11,9 +11,12 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
+from zero_contract.errors import ConfigError
 from zero_engine.observe.reporting import add_handler
 
-__all__ = ["log_dist", "logger", "print_rank_0"]
+__all__ = ["log_dist", "logger", "print_rank_0", "set_log_level_from_string"]
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 logger = logging.getLogger("DeepSpeed")
 logger.setLevel(logging.INFO)
@@ -25,6 +28,22 @@ def log_dist(message: str, ranks: Collection[int] | None = None, level: int = lo
     rank = dist.get_rank() if dist.is_initialized() else -1
     if not ranks or -1 in ranks or rank in ranks or rank == -1:
         logger.log(level, "[rank %d] %s", rank, message)
+
+
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
+    """Set the level of a logger and of its handlers, by default of `logger`, by name: "info".
+
+    Raises:
+        ConfigError: There is no such level.
+    """
+    if log_level_str.lower() not in _LEVELS:
+        raise ConfigError(f"log level {log_level_str!r} is none of {', '.join(_LEVELS)}")
+    one = custom_logger or logger
+    one.setLevel(log_level_str.upper())
+    for handler in one.handlers:
+        handler.setLevel(log_level_str.upper())
 
 
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
