@@ -7,7 +7,14 @@ _INTERNAL_MODULES = (
     "autotuning|compile|comm.comm|comm.torch|runtime.(bf16_optimizer|comm|config_utils|eigenvalue"
     "|fp16|precision_config|sparse_tensor|state_dict_factory|torch_autocast|utils|zero.(config"
     "|contiguous|linear|mics|parameter_offload|partition|stage|utils))|utils.(comms_logging|nvtx"
-    "|pin_memory|tensor_fragment|timer|z3_leaf)|runtime.engine._|runtime.config.(get_|Deep|_)"
+    "|pin_memory|tensor_fragment|timer|z3_leaf|zero_to_fp32)|runtime.engine._|runtime.config.(get_"
+    "|Deep|_)"
+)
+
+_INTERNAL_NAMES = (
+    "fp16_|bit16_|averaged_|ipg_|partition|parameter_offload|ds_tensor|ds_active_sub|param_coord"
+    "|pipeline_parallelism|sparse_tensor_module_names|basic_optimizer|accumulated_grads_in_cpu"
+    "|loss_scale_config|param_dtype|step_subgroup|rollback_subgroup"
 )
 
 CAUSES: tuple[tuple[str, str], ...] = (
@@ -17,13 +24,18 @@ CAUSES: tuple[tuple[str, str], ...] = (
         "not offered",
         r"there is no (pipeline|tensor|expert|model|sequence) parallelism|each rank computes whole"
         r"|unit/v1/moe/|_moe\b|not here: deepspeed\.(moe|pipe|inference|module_inject|sequence"
-        r"|linear|elasticity|launcher|compression|runtime\.(pipe|hybrid|data_pipeline|progressive))",
+        r"|linear|launcher|compression|runtime\.(pipe|hybrid|data_pipeline|progressive|activation_"
+        r"checkpointing\.offload_activations))|pickle <class 'sitecustomize\.top"
+        r"|'zero_deepspeed\.launcher\.runner' has no attribute",
     ),
     ("not offered", r"DeepCompile|zenflow|super_offload|mics_shard_size|there are no kernels for"),
     ("internals", rf"not here: deepspeed\.({_INTERNAL_MODULES})"),
     (
         "internals",
-        r"has no attribute '_(?!_version)|has no attribute '(fp16_|bit16_|averaged_|ipg_)",
+        r"'zero_deepspeed\.runtime\.(utils|zero\.partition_parameters)' has no attribute"
+        r"|deepspeed\.runtime\.zero\.partition_parameters has no attribute",
     ),
-    ("internals", r"has no attribute '(partition|parameter_offload|ds_tensor|param_coordinator)"),
+    ("internals", r"isinstance\([\s\S]{1,600}, (DeepSpeedZeroOpt|ZeROOpt)|be ZeROOptimizer"),
+    ("internals", r"isinstance\(.*, ZeROOrderedDict\)"),
+    ("internals", rf"has no attribute '(_(?!_version)|{_INTERNAL_NAMES})"),
 )

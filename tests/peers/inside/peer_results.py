@@ -42,6 +42,14 @@ def pytest_runtest_logreport(report):
         _write(case=report.nodeid, outcome=report.outcome, text=str(report.longrepr or "")[-6000:])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Fixtures of DeepSpeed that are classes, which pytest has not found since its version 8.4."""
+    if isinstance(obj, type) and getattr(obj, "is_dist_fixture", False) and hasattr(obj, "run"):
+        fixtures = collector.session._fixturemanager
+        fixtures._register_fixture(name=name, func=obj, nodeid=collector.nodeid, scope="function")
+
+
 def pytest_collectreport(report):
     if report.outcome != "passed":
         _write(case=report.nodeid, outcome="not collected", text=str(report.longrepr)[-6000:])

@@ -4,7 +4,8 @@ Python imports a module of this name by itself when it starts. The engine is imp
 process asks for a library that looks for DeepSpeed, so that other processes start quickly.
 
 The helpers of DeepSpeed's tests import everything that there is. A name that this tree does not
-have is a placeholder for them, which fails when it is called, with the words "not here: ".
+have is a placeholder for them, which fails when it is called, with the words "not here: ". The
+tests name devices by their number, which is that of a GPU; here it means the CPU.
 """
 
 import builtins
@@ -14,6 +15,17 @@ from importlib.util import find_spec
 
 _LIBRARIES = ("accelerate", "deepspeed", "lightning", "pytorch_lightning", "transformers")
 _import = builtins.__import__
+
+
+# Numbers and names that the tests calculate with before they ask the engine for anything.
+_CONSTANTS = {
+    "deepspeed.git_version_info": {
+        "version": "0.19.8",
+        "torch_info": {"version": "2.13", "cuda_version": "13.0", "nccl_version": "2.29"},
+    },
+    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": 2**20},
+    "deepspeed.runtime.torch_autocast": {"PARAM_COMM_DTYPE_ATTR_NAME": "comm_dtype"},
+}
 
 
 class _First:
@@ -27,7 +39,27 @@ class _First:
 
         sys.meta_path.insert(0, _Missing())
         builtins.__import__ = _import_for_tests
+        _number_the_cpu()
         return find_spec(name)
+
+
+def _number_the_cpu():
+    from torch.nn.parallel import DistributedDataParallel
+
+    from zero_deepspeed import comm
+    from zero_deepspeed.accelerator import get_accelerator
+
+    make, gather = DistributedDataParallel.__init__, comm.all_gather_into_tensor
+
+    def make_without_numbers(self, module, device_ids=None, output_device=None, **named):
+        make(self, module, **named)
+
+    def gather_numbers(output, tensor, *args, **named):  # gloo gathers no scalars
+        return gather(output, tensor.reshape(-1) if tensor.dim() == 0 else tensor, *args, **named)
+
+    DistributedDataParallel.__init__ = make_without_numbers
+    comm.all_gather_into_tensor = gather_numbers
+    type(get_accelerator()).current_device = lambda self: "cpu"
 
 
 class _Missing:
@@ -46,6 +78,7 @@ class _Missing:
         return None
 
     def exec_module(self, module):
+        vars(module).update(_CONSTANTS.get(module.__name__, {}))
         module.__getattr__ = lambda name: _placeholder(f"{module.__name__}.{name}")
 
 
