@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import deque
+from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 
@@ -15,7 +19,8 @@ from zero_orchestrator.membership.job_view import REREAD_S
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.replica import Replica
+from zero_orchestrator.store.kv import Delete, Put, Range
+from zero_orchestrator.store.replica import Position, Replica
 
 KEYS = Keys("job")
 NAMES = tuple(f"n{index:02}" for index in range(12))
@@ -223,6 +228,84 @@ def test_a_reading_that_is_older_than_the_watch_is_not_believed():
     copy.distrust()
     store.late = True
     assert [item.key for item in copy.look().items] == ["a/2"]
+
+
+class Histories:
+    """A store that is written, restored from copies, and replaced, with a watch that is late."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.cluster, self.database = 1, Database()
+        self.copies = [(1, deepcopy(self.database))]
+        self.late: deque[Callable[[], None]] = deque()
+        self.told: int | None = None
+
+    def range(self, prefix):
+        found = Range(self.database.revision, tuple(self.database.under(prefix)), self.cluster)
+        if self.told is not None and self.random.random() < 0.3:  # while the answer is on its way
+            self.write()
+            self.deliver()
+        return found
+
+    def watch(self, prefix, on_changes, *, after, on_compacted):
+        self.on_changes, self.on_compacted, self.told = on_changes, on_compacted, after
+
+    def write(self):
+        key = f"a/{self.random.randrange(4)}"
+        if batch := self.database.write([self.random.choice([Delete(key), Put(key, "x")])]):
+            self.late.append(lambda: self.tell(batch))
+
+    def tell(self, batch):
+        self.told = batch[0].revision
+        self.on_changes(batch)
+
+    def deliver(self):
+        while self.late:
+            self.late.popleft()()
+
+    def copy(self):
+        self.copies.append((self.cluster, deepcopy(self.database)))
+
+    def restore(self) -> bool:
+        """Go on from a copy, perhaps as another cluster; whether that is a jump."""
+        was, self.late = Position(self.cluster, self.database.revision), deque()
+        self.cluster, copy = self.random.choice(self.copies)
+        self.database = deepcopy(copy)
+        if self.random.random() < 0.5:
+            self.cluster = self.random.randrange(1 << 60)
+        now = Position(self.cluster, self.database.revision)
+        self.copies = [(c, d) for c, d in self.copies if c != now.cluster or d.revision <= now[1]]
+        if now.cluster != was.cluster or now.revision < self.told:
+            self.told = now.revision
+            self.late.append(lambda: self.on_compacted(now.revision))
+        for batch in self.database.since(self.told):
+            self.late.append(lambda batch=batch: self.tell(batch))
+        return not now.follows(was)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_follows_a_store_through_all_that_happens_to_it_and_notices_what_it_was(seed):
+    store = Histories(seed)
+    copy = Replica(store, "a/", lambda: None)
+
+    def settle() -> None:
+        for _ in range(3):
+            store.deliver()
+            copy.distrust()
+            copy.look()
+
+    for _ in range(60):
+        store.random.choice([store.write, store.copy, store.deliver, copy.look, store.restore])()
+        if store.random.random() < 0.2:
+            settle()
+            store.deliver()
+            assert {i.key: i for i in copy.look().items} == store.database.items
+            copy.jump()
+            jumps = store.restore()
+            copy.distrust()
+            copy.look()
+            settle()
+            assert (copy.jump() is not None, copy.jump()) == (jumps, None)
 
 
 # ---- the membership ----

@@ -31,7 +31,7 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import failures, parse
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range, Read
-from zero_orchestrator.store.replica import Replica
+from zero_orchestrator.store.replica import Jump, Replica
 
 FIRST = 3
 """Number of deciders, agents with the full view: two may die at once without any delay."""
@@ -45,6 +45,16 @@ LONGEST_S = 15.0
 """Longest pause of a follower: half of a large job may be gone at once."""
 CAUSES = 8
 """Number of failure reports, the oldest, that a follower reads beside agents of other versions."""
+
+
+RESTART = "Start the agents again; the job goes on from its newest checkpoint"
+
+
+def follows(before: Snapshot, job: Snapshot) -> bool:
+    """Whether a job can have come from one state to another: a round is in each state once."""
+    if job.fence == before.fence:
+        return True
+    return job.fence > before.fence and (job.n, job.state) != (before.n, before.state)
 
 
 class JobView:
@@ -80,7 +90,6 @@ class JobView:
         is_first = self._keys.node(self._id) in [item.key for item in first]
         self._view: _FullView | _FollowerView = self._open(whole=is_first)
         self._job: Snapshot | None = None
-        self._fence = 0
         self._checked_s, self._pause_s = clock.now(), REREAD_S
 
     @property
@@ -103,13 +112,11 @@ class JobView:
         before, job = self._job, self._view.look()
         if job is before:
             return job
-        if job.fence < self._fence:
+        if before is not None and not follows(before, job):
             raise StoreReplaced(
                 f"etcd has lost the data of job {self._keys.job}: its last transition was at "
-                f"revision {self._fence}, and now {job.fence or 'there is none'}. Start the agents "
-                "again; the job goes on from its newest checkpoint"
+                f"revision {before.fence}, and now {job.fence or 'there is none'}. {RESTART}"
             )
-        self._fence = job.fence
         if self.whole and self._id not in first(job) and job.node(self._id) is not None:
             self._change(whole=False)
             job = self._view.look()
@@ -129,9 +136,9 @@ class JobView:
         self._view.gone(node)
         self.distrust()
 
-    def went_back(self) -> tuple[int, int] | None:
-        """As `Replica.went_back`."""
-        return self._view.went_back()
+    def jump(self) -> Jump | None:
+        """As `Replica.jump`."""
+        return self._view.jump()
 
     def close(self) -> None:
         """Watch nothing any more."""
@@ -195,8 +202,8 @@ class _FullView:
     def gone(self, node: Node) -> None:
         self._all.distrust()
 
-    def went_back(self) -> tuple[int, int] | None:
-        return self._all.went_back()
+    def jump(self) -> Jump | None:
+        return self._all.jump()
 
     def close(self) -> None:
         self._all.close()
@@ -284,9 +291,9 @@ class _FollowerView:
     def gone(self, node: Node) -> None:
         self._dead |= {(node.id, node.incarnation)}
 
-    def went_back(self) -> tuple[int, int] | None:
-        orders = self._orders.went_back()
-        return self._course.went_back() or orders
+    def jump(self) -> Jump | None:
+        orders = self._orders.jump()
+        return self._course.jump() or orders
 
     def close(self) -> None:
         self._course.close()

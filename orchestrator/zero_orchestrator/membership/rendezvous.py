@@ -24,11 +24,11 @@ from zero_contract.clock import Clock
 from zero_contract.errors import ZeroError
 from zero_contract.journal import Journal
 from zero_contract.signing import Secret
-from zero_orchestrator.errors import StoreFull, StoreUnavailable
+from zero_orchestrator.errors import StoreFull, StoreReplaced, StoreUnavailable
 from zero_orchestrator.membership.dead_links import DeadLink, LinkReport
 from zero_orchestrator.membership.durations import Durations
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
-from zero_orchestrator.membership.job_view import JobView, place
+from zero_orchestrator.membership.job_view import RESTART, JobView, place
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.registration import Registration
 from zero_orchestrator.membership.rounds import (
@@ -51,6 +51,7 @@ from zero_orchestrator.store.kv import (
     absent,
     unchanged,
 )
+from zero_orchestrator.store.replica import Jump
 
 PROMPT_S = 1.0
 """Joining takes milliseconds; an agent that waited longer has seen the end of an outage."""
@@ -119,6 +120,8 @@ class Rendezvous:
             works=works,
         )
         self._snapshot = Snapshot(spec=spec)
+        self._jump: Jump | None = None
+        """Not yet in the journal."""
         self._reason = ""
         self._waits_for: Wait | None = None
 
@@ -198,10 +201,12 @@ class Rendezvous:
         if self._registration.lost:
             self._seeing.distrust()
             self._look()  # first of all: is this the store that knew the lease?
+            self._check_job()
             self._announce()
             self._journal.tell("lease", f"node {self.node.id} has registered again")
         job = self._look()
         if job.node(self.node.id) is None:  # somebody took this agent for dead
+            self._check_job()
             self._announce(evicted=self.node.evicted + 1)
             self._look()
         while self._advance():
@@ -326,13 +331,13 @@ class Rendezvous:
 
     def _look(self) -> Snapshot:
         job = self._seeing.look()
-        if (back := self._seeing.went_back()) is not None:
-            self._journal.tell(
-                "store",
-                f"etcd has gone back in time, from revision {back[0]} to {back[1]}: it was "
-                f"restored from a copy; round {job.n} goes on",
-                level=logging.WARNING,
-            )
+        self._jump = self._seeing.jump() or self._jump
+        if self._jump or (job.state in ENDED and job is not self._snapshot):
+            self._check_job()
+        if self._jump:
+            text = f"{self._jump}; it has the data of this job, and round {job.n} goes on"
+            self._journal.tell("store", text, level=logging.WARNING)
+            self._jump = None
         if job is not self._snapshot:
             self._snapshot = job
             if self._seeing.whole:
@@ -344,6 +349,15 @@ class Rendezvous:
                 "Give each agent its own --node-id, or none"
             )
         return job
+
+    def _check_job(self) -> None:
+        """Raises StoreReplaced: etcd has another job of this name."""
+        held = self._store.get(self.keys.secret)
+        if held is None or held.value != self.secret:
+            raise StoreReplaced(
+                f"etcd has lost the data of job {self.keys.job}"
+                f"{', and has another job of this name' if held else ''}. {RESTART}"
+            )
 
     # ---- moving on ----
 

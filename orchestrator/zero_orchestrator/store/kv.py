@@ -38,6 +38,8 @@ class Range:
 
     revision: int
     items: tuple[KeyValue, ...]
+    cluster: int = 0
+    """The id of the cluster that answered, in which the revision counts; 0: there is one alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,8 @@ class KeyValueStore(Protocol):
 
         Batches arrive in order on a thread of the store; the callback must not block. After a lost
         connection the watch resumes without loss or repetition. If the history it needs is
-        compacted away, `on_compacted` is called with the revision at which the watch resumes: the
-        caller must read the keys again.
+        compacted away, or is not that of the cluster that answers now, `on_compacted` is called
+        with the revision at which the watch resumes: the caller must read the keys again.
         """
 
     def grant(self, ttl_s: int) -> int:

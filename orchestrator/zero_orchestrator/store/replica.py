@@ -15,9 +15,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore, Range
+
+
+class Position(NamedTuple):
+    """How far the history of a store was known."""
+
+    cluster: int
+    revision: int
+
+    def follows(self, before: Position) -> bool:
+        """Whether a store can have come here from there."""
+        return self.cluster == before.cluster and self.revision >= before.revision
+
+
+class Jump(NamedTuple):
+    """Two positions of which the second does not follow the first."""
+
+    before: Position
+    after: Position
+
+    def __str__(self) -> str:
+        (was, before), (now, after) = self
+        if was != now:
+            return (
+                f"etcd is another cluster than before: its id is {now:x} and no longer {was:x}, "
+                f"its revision {after} after {before}"
+            )
+        return f"etcd has gone back in time, from revision {before} to {after}"
 
 
 class Replica:
@@ -38,14 +66,16 @@ class Replica:
         self._prefix = prefix
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._items: dict[str, KeyValue] = {}
-        self._range: Range | None = None
-        self._revision = -1
+        self._items: dict[str, KeyValue]
+        self._at: Position
+        self._range: Range | None
         self._stale = False
-        self._back: tuple[int, int] | None = None
-        self._read()
+        self._later: list[Change] | None = None
+        """What the watch has delivered since it left changes out; None: it has left out none."""
+        self._jump: Jump | None = None
+        self._replace(store.range(prefix))
         self._watch = store.watch(
-            prefix, self._apply, after=self._revision, on_compacted=self._lost_track
+            prefix, self._apply, after=self._at.revision, on_compacted=self._lost_track
         )
 
     def look(self) -> Range:
@@ -58,21 +88,25 @@ class Replica:
             self._read()
         with self._lock:
             if self._range is None:
-                self._range = Range(self._revision, tuple(self._items.values()))
+                cluster, revision = self._at
+                self._range = Range(revision, tuple(self._items.values()), cluster)
             return self._range
 
     def distrust(self) -> None:
         """Mark the copy as stale, after a write: the next `look` reads the keys from the store."""
         self._stale = True
 
-    def went_back(self) -> tuple[int, int] | None:
-        """From which revision, to which one, the store has gone back in time since the last call.
+    def jump(self) -> Jump | None:
+        """Whether the store's answers have ceased to follow each other since the last call.
 
-        A store that was restored from a copy has, and one that has lost its data.
+        Those of a store that was restored from a copy do, of one that has lost its data, and of
+        another one in its place.
         """
+        if self._stale:
+            return None  # the next read may know more
         with self._lock:
-            back, self._back = self._back, None
-        return back
+            jump, self._jump = self._jump, None
+        return jump
 
     def close(self) -> None:
         """End the watch."""
@@ -80,37 +114,56 @@ class Replica:
 
     def _read(self) -> None:
         self._stale = False  # before the read: a write during the read needs another one
-        before = self._revision
+        before, later = self._at, self._later
         try:
             found = self._store.range(self._prefix)
         except StoreUnavailable:
             self._stale = True
             raise
+        now = Position(found.cluster, found.revision)
         with self._lock:
-            # The watch may be ahead of the read. A lower revision is of another store: start again.
-            if found.revision < before:
-                self._back = (before, found.revision)
-            if found.revision > self._revision or found.revision < before:
-                self._items = {item.key: item for item in found.items}
-                self._revision, self._range = found.revision, None
+            same = now == self._at and {item.key: item for item in found.items} == self._items
+            if not now.follows(before) or (now == self._at and later is None and not same):
+                self._jump = Jump(self._jump.before if self._jump else before, now)
+                if later is None:  # is the watch in the new history? The next read knows
+                    self._later, self._stale = [], True
+            elif later is None and now.revision <= self._at.revision:
+                return  # the watch is ahead
+            if later is not None and self._later is later:
+                self._later = None
+            self._replace(found)
+            self._change(later or ())
+
+    def _replace(self, found: Range) -> None:
+        self._items = {item.key: item for item in found.items}
+        self._at = Position(found.cluster, found.revision)
+        self._range = None
+
+    def _change(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if change.revision <= self._at.revision:
+                continue  # a read is ahead of the watch
+            if change.item is None:
+                self._items.pop(change.key, None)
+            else:
+                self._items[change.key] = change.item
+        if changes:
+            revision = max(self._at.revision, changes[-1].revision)
+            self._at, self._range = self._at._replace(revision=revision), None
 
     def _apply(self, changes: Sequence[Change]) -> None:
         with self._lock:
-            for change in changes:
-                if change.revision <= self._revision:
-                    continue  # a read is ahead of the watch
-                if change.item is None:
-                    self._items.pop(change.key, None)
-                else:
-                    self._items[change.key] = change.item
-            self._revision, self._range = max(self._revision, changes[-1].revision), None
+            if self._later is None:
+                self._change(changes)
+            else:
+                self._later.extend(changes)
         self._on_change()
 
     def _lost_track(self, revision: int) -> None:
         """The history is compacted, or is that of another store: read all keys again."""
         with self._lock:
-            if revision < self._revision:
-                self._back = (self._revision, revision)
-            self._revision = min(self._revision, revision - 1)
-        self._stale = True
+            now = self._at._replace(revision=revision)
+            if self._jump is None and not now.follows(self._at):
+                self._jump = Jump(self._at, now)
+            self._later, self._stale = [], True
         self._on_change()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from zero_orchestrator.store import retry
 from zero_orchestrator.store.etcd import watch
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Put, absent
+from zero_orchestrator.store.replica import Replica
 
 pytestmark = pytest.mark.etcd
 
@@ -192,6 +194,24 @@ def test_a_watch_says_so_when_the_servers_data_was_replaced(tmp_path: Path) -> N
         assert seen.compacted == [1]
         put(store, f"{ROOT}a", "new")
         assert seen.wait_value("new")[10:] == ["new"]
+
+
+def test_another_cluster_in_the_servers_place_is_noticed_although_its_revision_is_later(
+    tmp_path: Path,
+) -> None:
+    woken = threading.Event()
+    with server(tmp_path) as etcd, connect(etcd.endpoint) as store:
+        before = store.put(f"{ROOT}a", "1")
+        copy = Replica(store, ROOT, woken.set)
+        etcd.kill()
+        member = dataclasses.replace(etcd.member, name="other", data=tmp_path / "other")
+        with contextlib.closing(EtcdServer(tmp_path, member)) as other:
+            other.start()
+            while (after := put(store, "/later", "1")) <= before:
+                pass
+            wait_for(lambda: woken.wait(0.1) and copy.look() and copy.jump(), SOON_S, "the news")
+            now = copy.look()
+    assert (now.items, now.revision) == ((), after)
 
 
 # ---- answers that are lost ----

@@ -134,7 +134,7 @@ class EtcdStore:
             return etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
 
         found = self._connection.call(send, repeatable=True)
-        return Range(found.header.revision, tuple(key_value(kv) for kv in found.kvs))
+        return _range(found.header, found)
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
         """As `KeyValueStore.read`."""
@@ -147,8 +147,7 @@ class EtcdStore:
             lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
             repeatable=True,
         )
-        parts = (part.response_range for part in found.responses)
-        return tuple(Range(found.header.revision, tuple(map(key_value, p.kvs))) for p in parts)
+        return tuple(_range(found.header, part.response_range) for part in found.responses)
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""
@@ -247,6 +246,11 @@ class EtcdStore:
 
     def _moved(self) -> None:
         self._watches.resume()
+
+
+def _range(header: Any, found: Any) -> Range:
+    """The keys in an answer."""
+    return Range(header.revision, tuple(map(key_value, found.kvs)), header.cluster_id)
 
 
 def _keys_of(one: Read | Delete) -> tuple[bytes, bytes]:

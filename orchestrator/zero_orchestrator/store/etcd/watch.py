@@ -5,7 +5,7 @@ resume right after that revision, at any member. Three things end a stream: the 
 the stream is silent (a stopped server or a dead link, which does not answer a progress request
 either); the store has failed over to another connection. Each time the reading thread opens the
 next stream, with all watches, after a random backoff that grows while attempts fail. A watch whose
-history is compacted resumes at the present revision.
+history is compacted, or is that of another cluster, resumes at the present revision.
 
 gRPC consumes the requests of a stream on a separate thread. That thread sends a progress request
 when nothing was received for a while, and ends the stream if no answer comes.
@@ -148,6 +148,8 @@ class EtcdWatch:
         self.prefix = prefix
         self.after = after
         """The last revision that was delivered."""
+        self.cluster = 0
+        """The id of the cluster whose revision that is; 0: none has answered yet."""
         self.cancelled = False
         self._watches = watches
         self._on_changes = on_changes
@@ -313,7 +315,8 @@ class EtcdWatches:
             raise StoreUnavailable(text)
         if watch is None:
             return  # a progress response, or one for a watch that was cancelled
-        if response.compact_revision:
+        other, watch.cluster = watch.cluster, response.header.cluster_id
+        if response.compact_revision or other not in (0, watch.cluster):
             self._restart(number, watch, self._store_revision(watch))
         elif response.created and response.header.revision < watch.after:
             # This member is behind the watch: does it lag, or is the history lost?
