@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 QUANT_BLOCK = 256
-"""Elements; a divisor of `reduction.NORM_BLOCK`, in multiples of which shards are cut."""
+"""Elements; a divisor of 1024, in multiples of which shards are cut."""
 _LARGEST = 127
 _SCALE_BYTES = 4
 PACKED_BYTES = 1 + _SCALE_BYTES / QUANT_BLOCK

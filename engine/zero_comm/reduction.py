@@ -1,41 +1,26 @@
-"""The ordered reduction: sums and norms that depend on micro-batches, never on who computed them.
+"""The ordered reduction: sums that depend on micro-batches, never on who computed them.
 
 Owns the order of every addition that crosses ranks or micro-steps. Must always hold:
 
 - The owner of an interval receives the gradients of micro-batches in the order of their numbers
   and adds them as `ordered_sum` says, in fp32. What padding micro-batches give is received and not
   added.
-- A norm is taken over blocks of NORM_BLOCK elements, and the blocks are summed in the order of the
-  tensors, in fp64, so it does not depend on the world size either.
 
-It knows flat tensors and ranks alone. `zero_step.gradients` reduces with it, `zero_optimizer` takes
-the norm of what that comes to. `node_reduction` does the same sums inside of nodes first.
+It knows flat tensors and ranks alone. `zero_step.gradients` reduces with it. `node_reduction` does
+the same sums inside of nodes first.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.linalg import vector_norm
-from torch.nn.functional import pad
 
 from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives, Pending, has_ended, wait
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction_plan import Plan
-
-NORM_BLOCK = 1024
-"""Elements; the interval of each rank begins on a multiple of it."""
-NORM_ROWS = 16
-"""Blocks that are normed together at least: for fewer rows a GPU adds the elements of one in
-another order, and how many rows a rank has depends on the world size."""
-
-
-# ---- sums ----
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,75 +144,3 @@ class _Flat(Reducing):
         self._into.add(gradients[: turn.live], via.pool, first=turn.first, last=turn.last)
         via.pool.give(self._received)
         return False
-
-
-# ---- norms ----
-
-
-class BlockNorm:
-    """The norm of flat tensors of which each rank holds an interval.
-
-    Each rank takes the norms of its blocks (`of_own`); one all-gather makes a table of them, of
-    which every rank computes the same norm.
-    """
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        shares: Sequence[int],
-        owners: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        """Describe the tensors.
-
-        Args:
-            lengths: Of each tensor, without the padding at its end.
-            shares: Elements of it that each rank holds; a multiple of NORM_BLOCK.
-            owners: By shard, the rank that holds it.
-            device: Of the table.
-        """
-        self._blocks = [-(-length // NORM_BLOCK) for length in lengths]
-        # Where the norm of each block lies in the table [world * blocks]. Every rank contributes
-        # one row: its blocks of the first tensor, of the second, and so on. Blocks of the padding
-        # are left out, so the list is the same at every world size.
-        per_rank = sum(shares) // NORM_BLOCK
-        order, column = [], 0
-        for count, share in zip(self._blocks, shares, strict=True):
-            columns = torch.arange(column, column + share // NORM_BLOCK, device="cpu")
-            places = torch.tensor(owners, device="cpu")[:, None] * per_rank + columns
-            order.append(places.flatten()[:count])
-            column += share // NORM_BLOCK
-        self._order = torch.cat(order).to(device)
-
-    def of_own(self, shares: Sequence[Tensor]) -> Tensor:
-        """The norms of this rank's blocks, tensor after tensor: one row of the table."""
-        return torch.cat([block_norms(share) for share in shares])
-
-    def in_order(self, table: Tensor) -> Tensor:
-        """The norms of all blocks in the order of the tensors, from everybody's [world, blocks]."""
-        return table.flatten()[self._order]
-
-    def first_not_finite(self, ordered: Tensor) -> tuple[int, int]:
-        """Which tensor, and which element of it, the first block begins at that is not finite."""
-        block = int(torch.argmin(torch.isfinite(ordered).int()))
-        for number, blocks in enumerate(self._blocks):
-            if block < blocks:
-                return number, block * NORM_BLOCK
-            block -= blocks
-        raise AssertionError("a block beyond the last tensor")
-
-
-def block_norms(flat: Tensor) -> Tensor:
-    """The norm of each block of a flat tensor, whose last block is filled up with zeros.
-
-    The bits of a norm depend on its block alone, not on how many others there are.
-    """
-    blocks = -(-flat.numel() // NORM_BLOCK)
-    missing = max(blocks, NORM_ROWS) * NORM_BLOCK - flat.numel()
-    rows = pad(flat, (0, missing)) if missing else flat
-    return vector_norm(rows.view(-1, NORM_BLOCK), dim=1)[:blocks]
-
-
-def squared_norm(ordered: Tensor) -> Tensor:
-    """The square of the norm of everything, from the norms of its blocks in their order: fp64."""
-    return ordered.double().square().sum()

@@ -16,10 +16,12 @@ ORDERED, NATIVE = "ordered", "native"
 """The values of elastic.reduction."""
 CHAIN = 1
 """The block of a sum whose addends are added one after the other."""
-_TREE = {"order": "tree", "version": 1}
-_ROUNDED = {"order": "tree", "version": 2, "quantized": "blocks"}
+_NORM = {"norm": 1}
+"""The version of what the sums are clipped by, `zero_step.norm`."""
+_TREE = {"order": "tree", "version": 1, **_NORM}
+_ROUNDED = {"order": "tree", "version": 2, "quantized": "blocks", **_NORM}
 """Of a run that rounds the sum of each block to int8; releases that do not know it refuse it."""
-_NATIVE = {"order": NATIVE, "version": 1}
+_NATIVE = {"order": NATIVE, "version": 1, **_NORM}
 _FROM_ORDERED = (
     'elastic.reduction is "native", and was "ordered" when the checkpoint was made: from here on '
     "the result depends on the number of ranks; remove the key if bits count"
@@ -118,8 +120,9 @@ def order_of(
     order = {key: reduction[key] for key in _ROUNDED if key in reduction}
     if order not in (_TREE, _ROUNDED, _NATIVE):
         raise ConfigError(
-            f"the run of this checkpoint sums gradients in an order that this release does not "
-            f"know: {order}; resume it with the release that it was made with, or {anew}"
+            f"the run of this checkpoint sums gradients, or their norm, in an order that this "
+            f"release does not know: {order}; resume it with the release that it was made with, or "
+            f"{anew}"
         )
     if mode == NATIVE:
         return CHAIN, "" if order == _NATIVE else _FROM_ORDERED

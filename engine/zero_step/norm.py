@@ -1,7 +1,7 @@
 """The norm of gradients, with the same bits however their elements are divided among ranks.
 
-Owns the definition of the norm, which is a format: a checkpoint records its VERSION. Must always
-hold:
+Owns the definition of the norm, which is a format: a checkpoint records its version, which
+`zero_comm.reduction_order` has. Must always hold:
 
 - The elements of a parameter, flattened in row-major order, form blocks of BLOCK elements; zeros
   fill up the last one. The norm of a block is taken in fp32, or in fp64 if a gradient has that.
@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
-VERSION = 1
-"""Of the definition."""
 BLOCK = 64
 """Elements."""
 NORM_ROWS = 16
 """Blocks that are normed together at least: for fewer rows a GPU adds the elements of one in
 another order, and how many rows a rank has depends on the world size."""
+SHARD_GRAIN = BLOCK * NORM_ROWS
+"""Elements; of shards that begin at multiples of it, blocks are normed where they lie."""
 WIDTH, LEVELS = 20, 4
 ROW = 1 + LEVELS
 """Integers that describe a sum: its highest level, then a multiple of the step of each level."""

@@ -34,6 +34,7 @@ from zero_comm.collectives import Collectives
 from zero_comm.determinism import meet, mode_of
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
+from zero_step.agree import Agreement
 from zero_torch import settings
 from zero_torch.state import TrainingState
 from zero_torch.stateful import Statefuls
@@ -86,6 +87,7 @@ class Checkpoints:
         self._link.preparing(BEFORE_FIRST_STEP)
         self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
         self._collectives.meet(self._device)
+        self._agreement = Agreement(self._collectives)
         mode = mode_of(chosen.elastic.deterministic, ordered=self._in_order)
         self._hardware = meet(mode, self._device, self._collectives.everybodys, self._rank)
         self._in_step = False
@@ -260,7 +262,7 @@ class Checkpoints:
         with exit_on_peer_loss(self._link):
             everybodys, self._everybodys = self._everybodys, None
             if everybodys is None:
-                everybodys = self._collectives.everybodys(self._notes(), "notes")
+                everybodys = self._agreement.reach([], self._notes()).notes
             notes = everybodys.tolist()
             self._persistence.take_notes([row[:-1] for row in notes])
             loss = sum(row[-1] for row in notes)

@@ -9,7 +9,7 @@ a step counts when the optimizer has acted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, cast
 
@@ -29,10 +29,10 @@ from zero_comm.waiting import transport_failures
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
+from zero_step.agree import Agreement, clipped
 from zero_step.gradients import own_groups, reduction_over
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
-from zero_torch.gradient_norm import Norm, ShardNorm, WholeNorm, clip
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import check_members, takes_no_metric
@@ -42,10 +42,9 @@ from zero_torch.wrapped import (
     Wrapped,
     Wrapper,
     check_gradients,
-    held_bounds,
+    division_of,
     local,
-    reals_in,
-    rows_of,
+    normed_part,
 )
 
 
@@ -93,7 +92,8 @@ class Run(Checkpoints):
             depth=hooks_ddp.DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
         )
         self._gradients.changes.append(self._train_others)
-        self._norm: Norm | None = None  # a script need not clip
+        self._clipping: Agreement | None = None
+        """That on a norm; a script need not clip."""
         self._watches = False
         """Whether forwards are watched."""
         self._stepped = self._owed = False
@@ -169,15 +169,24 @@ class Run(Checkpoints):
         """Layers were frozen or unfrozen since the last step."""
         check_members(self._optimizer, self._gradients.trained)
         check_gradients(self._wrapped, self._world)
-        self._norm = None
+        self._clipping = None
 
-    def _make_norm(self) -> Norm:
-        trained, device = self._gradients.trained.values(), self._device
-        if self._wrapped.wrapper is not Wrapper.FSDP2:
-            lengths = [p.numel() * reals_in(p) for p in trained]
-            return WholeNorm(lengths, self._collectives, device)
-        bounds = [held_bounds(p, self._world) for p in trained]
-        return ShardNorm(bounds, self._collectives, device)
+    def _agree_on_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The norm of all gradients. Collective: the end of a step needs no other exchange."""
+        group = self._collectives
+        if self._clipping is None:
+            trained = self._gradients.trained.values()
+            divisions = [division_of(p, self._world) for p in trained]
+            self._clipping = Agreement(group, divisions, self._device)
+        shard = group.shards[self._rank]
+        parts = [
+            normed_part(gradient, division, shard)
+            for gradient, division in zip(gradients, self._clipping.divisions, strict=True)
+        ]
+        notes = group.numbers(self._notes().tolist(), self._device)
+        agreed = self._clipping.reach(parts, notes)
+        self._everybodys = agreed.notes
+        return agreed.norm
 
     # ---- a step ----
 
@@ -247,14 +256,15 @@ class Run(Checkpoints):
             return None
         if self.scaler is not None and not self._unscaled:
             self.scaler.unscale_(self._optimizer)
-        gradients = [p.grad for p in self._gradients.trained.values()]
-        flat = [rows_of(g) for g in gradients if g is not None]
-        if len(flat) < len(gradients):
+        trained = self._gradients.trained.values()
+        gradients = [p.grad for p in trained if p.grad is not None]
+        if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         with exit_on_peer_loss(self._link):
-            self._norm = self._norm or self._make_norm()
-            self.grad_norm, self._everybodys = self._norm(flat, self._notes())
-        clip([local(g) for g in gradients if g is not None], self.grad_norm, max_norm)
+            norm = self._agree_on_norm(gradients)
+        self.grad_norm, factor = clipped(norm, 1.0, max_norm)
+        if factor != 1:
+            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
         return self.grad_norm
 
     def ledger(self) -> Ledger | None:

@@ -34,7 +34,7 @@ from zero_checkpoint.torch_state import (
     plain,
     set_option,
 )
-from zero_torch.gradient_norm import row_bounds
+from zero_step.division import chunks
 from zero_torch.shared_reads import Box, SharedReads, clip
 from zero_torch.stateful import Statefuls
 from zero_torch.wrapped import (
@@ -218,9 +218,9 @@ class TrainingState:
                 yield from box.pieces()
             return
         if each.kind in (BUFFER, OTHER):  # rank 0's: ranks may differ, and a mixture is nobody's
-            bounds = [0, *[tensor.numel()] * self._world]
+            bounds = (0, *[tensor.numel()] * self._world)
         else:
-            bounds = row_bounds((tensor.numel(),), self._world)
+            bounds = chunks((tensor.numel(),), 0, self._world).bounds
         yield from clip(box.pieces(), bounds[self._rank], bounds[self._rank + 1])
 
     def _box(self, each: TensorId, tensor: Tensor) -> Box:

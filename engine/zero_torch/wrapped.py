@@ -7,7 +7,7 @@ them, so that DDP, FSDP2 and one process name them alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import cast
 
@@ -22,7 +22,7 @@ from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.torch_state import persistent_buffers
 from zero_comm.additions import SUMS
 from zero_contract.errors import ConfigError
-from zero_torch.gradient_norm import row_bounds
+from zero_step.division import Division, chunks, shares
 from zero_torch.ordered_gradients import as_real
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -249,25 +249,27 @@ def shard_problem(parameter: Tensor, world: int) -> str | None:
     return None
 
 
-def held_bounds(parameter: Tensor, world: int) -> list[int]:
-    """Where each rank's rows of a parameter under FSDP2 begin, and where the last ones end.
+def division_of(parameter: Tensor, world: int) -> Division:
+    """Which rank norms which elements of the gradient of a parameter, as real numbers.
 
-    Of replicas, the first has them. Rows are those of `rows_of`.
+    Of replicas under FSDP2, the first ones have all of them.
     """
-    assert isinstance(parameter, DTensor)
-    shards = parameter.device_mesh.size(-1)
-    bounds = row_bounds(parameter.shape, shards) + [parameter.numel()] * (world - shards)
-    return [bound * reals_in(parameter) for bound in bounds]
+    reals = reals_in(parameter)
+    if not isinstance(parameter, DTensor):
+        return shares(parameter.numel() * reals, world)
+    sharding, shards = parameter.placements[-1], parameter.device_mesh.size(-1)
+    assert isinstance(sharding, Shard)
+    division = chunks(parameter.shape, sharding.dim, shards, reals=reals)
+    others = (division.stride,) * (world - shards)
+    return replace(division, bounds=division.bounds + others)
 
 
-def rows_of(gradient: Tensor) -> Tensor:
-    """The rows of a gradient that this rank has, flat, as real numbers.
-
-    Collective if it is sharded otherwise.
-    """
-    if isinstance(gradient, DTensor) and gradient.placements[-1] != Shard(0):
-        gradient = gradient.redistribute(placements=[*gradient.placements[:-1], Shard(0)])
-    return as_real(local(gradient).resolve_conj().reshape(-1))
+def normed_part(gradient: Tensor, division: Division, shard: int) -> Tensor:
+    """What a rank has of a gradient and norms, flat, as real numbers."""
+    flat = as_real(local(gradient).resolve_conj().reshape(-1))
+    if not isinstance(gradient, DTensor):
+        flat = flat[division.bounds[shard] :]
+    return flat[: division.length(shard)]
 
 
 def reals_in(parameter: Tensor) -> int:

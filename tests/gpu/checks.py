@@ -33,8 +33,8 @@ from zero_comm import fold
 from zero_comm.collectives import Collectives
 from zero_comm.distributed import backend_for, leave_group, local_device
 from zero_comm.errors import LeavingNow
-from zero_comm.reduction import NORM_BLOCK, block_norms
 from zero_comm.waiting import Interrupt
+from zero_step.norm import BLOCK, block_norms
 
 CHECKS: dict[str, Callable[[], str]] = {}
 HAS_GPU = torch.cuda.is_available()
@@ -206,13 +206,13 @@ def no_step_waits_inside_the_driver() -> str:
 def a_norm_s_bits_do_not_depend_on_how_many_blocks_a_rank_has() -> str:
     """The bug: a device's reduction has another layout for fewer than 16 rows."""
     torch.manual_seed(3)
-    values = torch.randn(64 * NORM_BLOCK, device=local_device()) * torch.rand(1).item()
+    values = torch.randn(64 * BLOCK, device=local_device()) * torch.rand(1).item()
     whole = block_norms(values)
-    raw = torch.linalg.vector_norm(values.view(-1, NORM_BLOCK), dim=1)
+    raw = torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1)
     differing = []
     for rows in range(1, 65):
-        assert torch.equal(block_norms(values[: rows * NORM_BLOCK]), whole[:rows]), rows
-        alone = torch.linalg.vector_norm(values[: rows * NORM_BLOCK].view(-1, NORM_BLOCK), dim=1)
+        assert torch.equal(block_norms(values[: rows * BLOCK]), whole[:rows]), rows
+        alone = torch.linalg.vector_norm(values[: rows * BLOCK].view(-1, BLOCK), dim=1)
         if not torch.equal(alone, raw[:rows]):
             differing.append(rows)
     return f"without the rows of zeros it would, for {differing or 'no number'} of rows"

@@ -150,8 +150,14 @@ def test_a_checkpoint_moves_between_the_orders_only_when_the_config_says_so(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     (recorded, said, refused), _ = worlds.run(2, move, str(tmp_path))
-    tree = {"order": "tree", "version": 1, "block": 8}
-    by_gloo = {"order": "native", "version": 1, "backend": "gloo", "dtype": "fp32"}
+    tree = {"order": "tree", "version": 1, "norm": 1, "block": 8}
+    by_gloo = {
+        "order": "native",
+        "version": 1,
+        "norm": 1,
+        "backend": "gloo",
+        "dtype": "fp32",
+    }
     assert recorded == [tree, by_gloo, tree]
     about = [line.partition(":")[0] for line in said if line.startswith("elastic.reduction")]
     assert about == [

@@ -18,14 +18,14 @@ from zero_comm.buffer_pool import BufferPool
 from zero_comm.collectives import Collectives
 from zero_comm.held_pieces import HeldPieces
 from zero_comm.ordered_sum import OrderedSum, Progress, form_pieces, next_sums
-from zero_comm.reduction import NORM_BLOCK, BlockNorm, OrderedReduction, Turn, squared_norm
+from zero_comm.reduction import OrderedReduction, Turn
 from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
 from zero_comm.spill import Spill
 from zero_data.global_batch import contiguous, node_turns
 
 CPU = torch.device("cpu")
 MICROBATCHES = 13
-N = 6 * NORM_BLOCK
+N = 6 * 1024
 """Divides among one, two and three ranks."""
 
 
@@ -262,32 +262,3 @@ def test_a_total_may_be_the_memory_of_one_of_the_first_micro_batches(
         sums.add(given, BufferPool(CPU), first=True)
         sums.settle()
         assert torch.equal(sums.total, summed(gradients, block, to_int8 if rounds else None))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_a_norm_sees_block_after_block_and_nothing_of_the_padding(world: int) -> None:
-    lengths = [1, 7 * NORM_BLOCK + 1, 4 * NORM_BLOCK]
-    padded = [-(-n // (world * NORM_BLOCK)) * world * NORM_BLOCK for n in lengths]
-    tensors = [torch.zeros(n) for n in padded]
-    for tensor, length in zip(tensors, lengths, strict=True):
-        tensor[:length] = torch.randn(length, generator=torch.Generator().manual_seed(length))
-    owners = random.Random(world).sample(range(world), world)  # any rank may have any shard
-    norm = BlockNorm(lengths, [n // world for n in padded], owners, CPU)
-    shards = [owners.index(rank) for rank in range(world)]
-    table = torch.stack(
-        [norm.of_own([tensor.chunk(world)[shard] for tensor in tensors]) for shard in shards]
-    )
-    ordered = norm.in_order(table)
-    blocks = [t[: -(-n // NORM_BLOCK) * NORM_BLOCK] for t, n in zip(tensors, lengths, strict=True)]
-    expected = torch.cat([torch.linalg.vector_norm(b.view(-1, NORM_BLOCK), dim=1) for b in blocks])
-    assert torch.equal(ordered, expected)
-    assert torch.equal(squared_norm(ordered), expected.double().square().sum())
-
-
-def test_the_first_block_that_is_not_finite_is_found_in_its_tensor() -> None:
-    norm = BlockNorm([1, 3 * NORM_BLOCK], [NORM_BLOCK, 3 * NORM_BLOCK], [0], CPU)
-    starts = [(0, 0), (1, 0), (1, NORM_BLOCK), (1, 2 * NORM_BLOCK)]
-    for block, start in enumerate(starts):
-        norms = torch.ones(4)
-        norms[block:] = torch.inf
-        assert norm.first_not_finite(norms) == start

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.models import make_model
-from zero_comm.reduction import NORM_BLOCK
 from zero_engine.sharding.flat_unit import ALIGN, overlap, plan_layout, round_up
 from zero_engine.sharding.partition import aliases, partition, wrapped_modules
+from zero_step.norm import SHARD_GRAIN
 
 shapes = st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=6)
 
@@ -24,8 +24,8 @@ def test_slots_are_aligned_in_order_and_apart_and_shards_are_whole_blocks(
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
     assert [slot.numel for slot in layout.slots] == [torch.Size(s).numel() for s in shapes]
     padded = layout.padded(world)
-    assert layout.numel <= padded < layout.numel + world * NORM_BLOCK
-    assert padded % (world * NORM_BLOCK) == 0
+    assert layout.numel <= padded < layout.numel + world * SHARD_GRAIN
+    assert padded % (world * SHARD_GRAIN) == 0
 
 
 def test_a_group_is_one_aligned_run_of_the_unit() -> None:

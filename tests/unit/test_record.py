@@ -91,7 +91,7 @@ def test_what_nobody_knows_is_no_difference() -> None:
 
 # ---- the order of the sum ----
 
-TREE = {"order": "tree", "version": 1}
+TREE = {"order": "tree", "version": 1, "norm": 1}
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,13 @@ def test_a_resumed_run_sums_in_the_order_of_its_checkpoint(
         ({"reduction": {**TREE, "block": 4}}, "remove the key or set it to 4"),
         (
             {"reduction": {**TREE, "version": 2, "block": 8}},
-            "order that this release does not know",
+            "release does not know",
         ),
         (
             {"reduction": {**TREE, "version": 2, "block": 8, "quantized": "otherwise"}},
-            "order that this release does not know",
+            "release does not know",
         ),
+        ({"reduction": {**TREE, "norm": 2, "block": 8}}, "release does not know"),
     ],
 )
 def test_an_order_that_would_change_is_refused(saved: dict[str, Any], message: str) -> None:
@@ -177,6 +178,7 @@ def test_an_older_release_does_not_resume_a_run_that_rounds() -> None:
         "order": "tree",
         "version": 2,
         "quantized": "blocks",
+        "norm": 1,
         "block": 4,
     }
-    assert record_of(4) == {"order": "tree", "version": 1, "block": 4}
+    assert record_of(4) == {**TREE, "block": 4}

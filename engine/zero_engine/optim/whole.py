@@ -21,9 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_comm.reduction import NORM_ROWS
+from zero_step.norm import BLOCK, block_norms
 
-CHUNK = 64
+CHUNK = BLOCK
 """Elements per norm; parameters begin at multiples of it in their units."""
 
 Norms = list[tuple[slice, float]]
@@ -90,12 +90,8 @@ class Itself:
 
 
 def chunk_norms(tensor: Tensor) -> Tensor:
-    """The norm of every 64 elements, the last of which may be fewer; see `reduction.NORM_ROWS`."""
-    flat = tensor.flatten()
-    chunks = -(-flat.numel() // CHUNK)
-    if missing := max(chunks, NORM_ROWS) * CHUNK - flat.numel():
-        flat = torch.nn.functional.pad(flat, (0, missing))
-    return torch.linalg.vector_norm(flat.view(-1, CHUNK), dim=1)[:chunks]
+    """The norm of every 64 elements, the last of which may be fewer."""
+    return block_norms(tensor.flatten())
 
 
 def total(chunks: Tensor) -> float:

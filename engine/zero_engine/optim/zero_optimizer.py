@@ -6,9 +6,8 @@ Must always hold:
 - The user's optimizer object stays the same; only the `params` of its groups are replaced, by
   *segments*: for each unit and group, the part of the run that this rank steps. Or, for one that
   must see whole parameters, by those that this rank owns (`owner_steps`).
-- One all-gather a step carries block norms and each rank's notes, so that every rank decides
-  from the same numbers: the global norm, whether it is finite, which ranks ask to leave.
-- The norm is summed over blocks in an order that does not depend on the world size.
+- Every rank decides from the same numbers, those of `zero_step.agree`: the global norm, whether
+  it is finite, which ranks ask to leave.
 - A step is skipped if and only if the norm is not finite: an overflow is seen by every rank.
 
 `optimizer_state` and `owner_state` save and load its state.
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from zero_comm.collectives import Collectives, wait
 from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import NORM_BLOCK, BlockNorm, squared_norm
 from zero_comm.reduction_order import CHAIN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.spill import Spill
@@ -41,8 +39,8 @@ from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.segments import Segment
 from zero_engine.stages import Stage
-
-_NORM_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ and DeepSpeed
+from zero_step.agree import Agreement, clipped
+from zero_step.division import Division
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class ZeroOptimizer:
         self.units = tuple(units)
         self._stage = stage
         self._collectives = collectives
-        self._clip = clip
+        self._clip = clip or None
         self.accumulating = False
         """Whether there are gradients that no step has applied yet."""
         self.changing = False
@@ -109,7 +107,6 @@ class ZeroOptimizer:
         self._scaling = scaling or LossScaling()
         self.scale_state = self._scaling.begin()
         device = units[0].full.device
-        sizes = [unit.padded // collectives.world for unit in units]
         self._gradients = tuple(
             torch.zeros(u.master.numel(), dtype=torch.float32, device=device) for u in units
         )
@@ -121,8 +118,9 @@ class ZeroOptimizer:
         self.spill = Spill(device)
         """What is kept between micro-steps beside the sums, here and by senders."""
         self.sums = tuple(OrderedSum(total, block or CHAIN, self.spill) for total in summed)
-        lengths = [unit.layout.numel for unit in units]
-        self._norm = BlockNorm(lengths, sizes, collectives.owners, device)
+        # Parameters are aligned: the blocks of a unit are those of its parameters.
+        divisions = [_division(unit.padded, collectives.world) for unit in units]
+        self._agreement = Agreement(collectives, divisions, device)
         self.segments: tuple[Segment, ...] = () if whole else self._attach()
         self.steps: Steps | StepByOwners
         if whole:
@@ -252,18 +250,18 @@ class ZeroOptimizer:
         """
         for each in self.sums:
             each.settle()
-        ordered, unscaled, everybodys_notes = self._agree(notes)
-        factor = correction(everybodys_notes) / self.scale
-        norm = unscaled * factor
+        written = self._written().long().sum()
+        agreed = self._agreement.reach(self.totals, notes, written)
+        if not agreed.alike:
+            self._refuse_written()
+        share = correction(agreed.notes) / self.scale
+        norm, factor = clipped(agreed.norm, share, self._clip)
         applied = math.isfinite(norm)
-        culprit = "" if applied else self._culprit(ordered)
+        culprit = "" if applied else self._culprit()
         if applied:
             for hold in self.before_change:
                 hold()
             self.changing = True
-            clip = self._clip / (norm + _NORM_EPSILON)
-            if self._clip > 0 and clip < 1:
-                factor *= clip
             if factor != 1:
                 for each in self.sums:
                     each.total.mul_(factor)
@@ -279,7 +277,7 @@ class ZeroOptimizer:
         self.accumulating = False
         self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
-        return StepOutcome(applied, norm, everybodys_notes, scaling, culprit)
+        return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
 
     def _refresh(self) -> None:
         """Bring the full parameters up to date, or begin to."""
@@ -291,24 +289,6 @@ class ZeroOptimizer:
             else:
                 wait(pending)
 
-    def _agree(self, notes: Tensor) -> tuple[Tensor, float, Tensor]:
-        """What all ranks know after an exchange: block norms, the norm, and the notes of all."""
-        blocks = self._norm.of_own(self.totals)
-        order = self._collectives.numbers([self._collectives.order.checksum()], notes.device)
-        written = (self._written().double().sum() % (1 << 23)).float()  # exact in fp32
-        everybodys = self._exchange(torch.cat([blocks, order, written.view(1), notes]))
-        ordered = self._norm.in_order(everybodys[:, : blocks.numel()])
-        small = everybodys[:, blocks.numel() :].double()
-        # The host waits here, once in a step, and for a few numbers.
-        known = self._collectives.to_host(
-            torch.cat([squared_norm(ordered).view(1), small.flatten()]), "gradient norms"
-        )
-        rows = known[1:].view(small.shape)
-        self._collectives.check_order(rows[:, 0].tolist())
-        if bool((rows[:, 1] != rows[0, 1]).any()):
-            self._refuse_written()
-        return ordered, math.sqrt(float(known[0])), rows[:, 2:].float()
-
     def _written(self) -> Tensor:
         """A number for each small parameter, which ranks have in common if they wrote the same."""
         checksums = [unit.small.checksums().to(unit.full.device) for unit in self.units]
@@ -316,7 +296,7 @@ class ZeroOptimizer:
 
     def _refuse_written(self) -> NoReturn:
         """Name the small parameter that ranks have written different values to. Collective."""
-        everybodys = self._exchange(self._written())
+        everybodys = self._collectives.everybodys(self._written(), "what ranks have written")
         at = int((everybodys != everybodys[0]).any(dim=0).int().argmax())
         names = [each.name for unit in self.units for each in unit.small.members]
         raise ZeroError(
@@ -325,25 +305,17 @@ class ZeroOptimizer:
             "zero.GatheredParameters(parameter, modifier_rank=RANK)"
         )
 
-    def _exchange(self, own: Tensor) -> Tensor:
-        return self._collectives.everybodys(own, "gradient norms")
+    def _culprit(self) -> str:
+        """The first parameter, in unit order, whose gradient is not finite. Collective."""
+        number, element = self._agreement.first_not_finite()
+        slots = self.units[number].layout.slots
+        return next(slot.fqn for slot in slots if element < slot.stop)
 
-    def _culprit(self, norms: Tensor) -> str:
-        """The first parameter, in unit order, whose gradient is not finite. Collective.
 
-        Args:
-            norms: The norm of every block, in unit order; at least one is not finite.
-        """
-        number, start = self._norm.first_not_finite(norms)
-        total = self.totals[number]
-        shard, local = divmod(start, total.numel())
-        owner = self._collectives.owners[shard]
-        mine = owner == self._collectives.rank
-        own = total[local : local + NORM_BLOCK] if mine else total.new_zeros(NORM_BLOCK)
-        values = self._collectives.to_host(self._exchange(own)[owner], "gradient norms")
-        # A norm can overflow though its elements are finite: then the block's first parameter.
-        where = start + int(torch.argmin(torch.isfinite(values).int()))
-        return next(slot.fqn for slot in self.units[number].layout.slots if where < slot.stop)
+def _division(padded: int, world: int) -> Division:
+    """How a unit is divided."""
+    size = padded // world
+    return Division(padded, padded, tuple(range(0, padded + 1, size)))
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:

@@ -28,15 +28,16 @@ from torch import Tensor
 from zero_comm import left_under_way
 from zero_comm.collectives import Collectives, Pending, wait
 from zero_comm.quantization import pack, packed_size, rounded, unpack
-from zero_comm.reduction import NORM_BLOCK
 from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
 from zero_engine.sharding.partition import UnitSpec
 from zero_engine.sharding.small_params import SmallParams
 from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
+from zero_step.norm import BLOCK, SHARD_GRAIN
 
-ALIGN = 64
-"""Elements; parameters begin at multiples of it: 256 bytes in fp32, 128 in bf16, cache lines."""
+ALIGN = BLOCK
+"""Elements; parameters begin at multiples of it, so that the blocks of their norm are those of a
+unit. In bytes it is 256 in fp32, 128 in bf16: cache lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Layout:
 
     def padded(self, world: int) -> int:
         """The length of the buffer when `world` ranks share it."""
-        return round_up(self.numel, world * NORM_BLOCK)
+        return round_up(self.numel, world * SHARD_GRAIN)
 
     def runs(self) -> dict[int, tuple[int, int]]:
         """Param group -> the one run [start, stop) of the unit that it covers, aligned."""
