@@ -4,7 +4,7 @@
 #                   test-numerics, test-groupings, test-processes, test-deploy
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
-# make check  format, lint, types, import contracts
+# make check  format, lint, spelling, types, import contracts
 # make dist   builds the sdist and the wheel, in dist
 # make docs   builds the documentation as a site, in build/docs
 # make reference    writes the pages of docs/ that are generated from the code
@@ -51,6 +51,7 @@ gpu-test:  # with any Python that has a torch with CUDA; no environment is made
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

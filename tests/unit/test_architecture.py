@@ -31,3 +31,10 @@ def test_every_decision_in_the_tour_is_where_the_tour_says():
             part for part in name.split(".") if not re.search(rf"(def|class) {part}\b", text)
         ]
         assert missing == [], path
+
+
+def test_every_invariant_in_the_tour_is_held_by_the_test_that_it_names():
+    rows = re.findall(r"^\| (I\d+) \| .* \| `(\w+)` in `([\w/.]+)` \|$", TOUR, re.MULTILINE)
+    assert [number for number, _, _ in rows] == [f"I{number}" for number in range(1, 13)]
+    missing = [test for _, test, path in rows if f"def {test}(" not in (ROOT / path).read_text()]
+    assert missing == []

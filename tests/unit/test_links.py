@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    page for pattern in ("*.md", "docs/*.md", "deploy/*.md", "benchmarks/*.md")
+    page for pattern in ("*.md", "docs/*.md", "docs/adr/*.md", "deploy/*.md", "benchmarks/*.md")
     for page in ROOT.glob(pattern)
 )  # fmt: skip
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)")

@@ -11,14 +11,14 @@ while a round is ACTIVE, is the *fence* of its workers.
     nothing -> FORMING -> ACTIVE -> DONE
        STOPPED <-'  ^________|  `-> FAILED
 
-Must always hold (tested by exhaustive search, `tests/model`):
+Must always hold (tested by exhaustive search, `tests/model`; ARCHITECTURE.md lists all invariants):
 I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
 I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold, and nobody who is set
-aside takes part. I5 at most one charge
-per round, and the job fails iff a failure finds the restart budget spent, or the last restarts
-made no progress. I10 DONE, FAILED and STOPPED are terminal. I11 no round begins after a request to
-stop the job, and only such a job is STOPPED. I12 workers are asked to leave for a node that leaves
-only if its own workers run, and for one that joins only while those of all nodes do.
+aside takes part. I5 at most one charge per round, and the job fails iff a failure finds the restart
+budget spent, or the last restarts made no progress. I10 DONE, FAILED and STOPPED are terminal. I11
+no round begins after a request to stop the job, and only such a job is STOPPED. I12 workers are
+asked to leave for a node that leaves only if its own workers run, and for one that joins only while
+those of all nodes do.
 
 Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
 compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
