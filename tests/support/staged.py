@@ -64,6 +64,7 @@ class Staged:
         self.slots, self.gone = slots, set[str]()
         self.now_s = self.began_s = began_s
         self.round, self.step, self.restarts = 0, 0, 0
+        self.of_round: list[str] = []
         self.state, self.cause = "", ""
         self.state_s = self.now_s
         self.history, self.events = History(), list[dict[str, object]]()
@@ -115,6 +116,7 @@ class Staged:
         members = self.members
         self.settle(State.ACTIVE, "all nodes are in")
         size = len(members) * self.slots
+        self.of_round = members
         text = f"round {self.round} runs on {len(members)} nodes, world size {size}"
         self.tell("activate", text, nodes=members)
         self.mark(members, Begins(at_ns=self._at_ns, doing=Doing.RUNNING, reached=self.step))
@@ -144,7 +146,7 @@ class Staged:
             self.step,
             time_s=self.now_s,
             samples=BATCH * self.step,
-            workers=len(self.members) * self.slots,
+            workers=len(self.of_round) * self.slots,
             loss=self.loss,
         ).with_duration(self.step_s)
         self._marks()
@@ -153,7 +155,7 @@ class Staged:
         """The workers report their last step, and for how long they have waited for a save."""
         usual_ns, saving_ns = round(self.step_s * _NS), round(saving_s * _NS)
         mark = Stepped(at_ns=self._at_ns, step=self.step, saving_ns=saving_ns, usual_ns=usual_ns)
-        self.mark(self.members, mark)
+        self.mark(self.of_round, mark)
 
     @property
     def loss(self) -> float:
@@ -201,7 +203,7 @@ class Staged:
         stepped = bool(self.history.points) and self.history.points[-1].time_s > self.state_s
         idle_s = self.now_s + after_s - self.history.points[-1].time_s if stepped else None
         self.waits(after_s / 3)
-        reporter = next(name for name in self.members if name != lost)
+        reporter = next(name for name in self.of_round if name != lost)
         text = f"rank {self.slots}: lost its peers (connection reset)"
         self.tell("exit", text, node=reporter, rank=self.slots, symptom=True)
         if lost:
@@ -213,7 +215,7 @@ class Staged:
         self.settle(State.FORMING, cause)
         self.tell("interrupt", cause, node=reporter, nodes=self.members, **facts)
         mark = Begins(at_ns=self._at_ns, doing=Doing.FORMING, reached=self.step)
-        self.mark(self.members, mark)
+        self.mark(self.of_round, mark)
 
     def form(self, cause: str) -> None:
         """A round ends without a failure."""
@@ -221,7 +223,7 @@ class Staged:
         self.waits(0.4)
         self.settle(State.FORMING, cause)
         self.tell("form", cause, nodes=self.members, idle_s=0.3)
-        begun = [name for name in self.members if self.lanes[name].stepped]
+        begun = [name for name in self.of_round if self.lanes[name].stepped]
         self.mark(begun, Begins(at_ns=self._at_ns, doing=Doing.FORMING, reached=self.step))
 
     def restore(self) -> None:
@@ -233,7 +235,7 @@ class Staged:
         self.tell("restore", text, step=last.step, tag=last.tag, **facts)
         for lost in range(last.step + 1, self.step + 1):
             self.waits(self.step_s)
-            self.mark(self.members, Stepped(at_ns=self._at_ns, step=lost))
+            self.mark(self.of_round, Stepped(at_ns=self._at_ns, step=lost))
 
     def end(self, event: str, state: State, cause: str) -> None:
         """The job ends."""
@@ -268,7 +270,7 @@ class Staged:
         if self.round:
             record = {"n": self.round, "state": self.state, "cause": self.cause}
             store.put(keys.round, json.dumps({**record, "at": self.state_s}))
-            of_round = Members(tuple(nodes[name] for name in self.members), self.restarts)
+            of_round = Members(tuple(nodes[name] for name in self.of_round), self.restarts)
             store.put(keys.of_round(self.round, "members"), of_round.to_json())
         for n in range(1, self.restarts + 1):
             store.put(keys.charged(n), Charge(n=n, cause="x", reached=self.step).to_json())
@@ -300,7 +302,7 @@ class Staged:
         store.put(seen_key(self.name), json.dumps({"time": self.now_s}))
 
     def _write_progress(self, store: KeyValueStore, lease: int) -> None:
-        for place, name in enumerate(self.members):
+        for place, name in enumerate(self.of_round):
             ranks = range(place * self.slots, (place + 1) * self.slots)
             paces = Pace(
                 speed=Speed(steps=1 / self.step_s, samples=BATCH / self.step_s),
@@ -357,6 +359,7 @@ def recovered(began_s: float) -> Staged:
     job.steps(60, save_every=20)
     job.start("gpu-02")
     job.waits(6.0)
+    job.mark(["gpu-02"], Begins(at_ns=round(job.now_s * _NS), doing=Doing.IDLE))
     job.steps(40, save_every=20)
     return job
 

@@ -1,4 +1,4 @@
-"""What the page draws over time: bands without a new step, and the lanes of nodes."""
+"""What the page draws over time: bands without a step, and the lanes of nodes."""
 
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ def union(spans):
 
 
 @given(st.lists(ROUND, max_size=12), st.lists(st.floats(0, 400), max_size=30), st.floats(1, 400))
-def test_bands_never_overlap_and_have_all_time_without_a_new_step_once(rounds, steps, end_s):
+def test_bands_never_overlap_and_have_all_time_without_a_step_once(rounds, steps, end_s):
     steps_s = sorted(steps)
     found = recoveries(story(rounds, end_s=end_s))
     made = bands(found, steps_s, end_s)

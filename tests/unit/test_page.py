@@ -249,7 +249,7 @@ def test_what_the_charts_show_is_there_in_words_and_tables(page, report):
     report(disturbed())
     words = page.run("document.getElementById('words').textContent")
     assert "Loss: 4.399 at step 1, 3.92 at step 76" in words
-    assert "failures: 1, longest time without a new step 1.8 s" in words
+    assert "failures: 1, longest time without a step 1.8 s" in words
     rows = "document.querySelectorAll('#{} tbody tr').length"
     page.run("document.getElementById('curve-table').open = true")
     page.run("document.getElementById('lane-table').open = true")

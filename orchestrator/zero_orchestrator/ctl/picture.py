@@ -387,7 +387,7 @@ def _ranks(row: NodeRow) -> str:
 
 
 def _recovery(band: Band) -> Json:
-    """Time without a new step, with each attempt to end it."""
+    """Time without a step, with each attempt to end it."""
     told = [event for one in band.recoveries for event in one.events]
     ends = [event for event in told if event.record.get("event") in ENDS]
     failures = sum(event.record.get("event") == "interrupt" for event in ends)
@@ -490,7 +490,7 @@ def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) ->
     if failed:
         longest_s = max(one["to_s"] - one["from_s"] for one in failed)
         lost = (
-            f"failures: {sum(one['failures'] for one in failed)}, longest time without a new step "
+            f"failures: {sum(one['failures'] for one in failed)}, longest time without a step "
             f"{longest_s:.1f} s"
         )
     return {

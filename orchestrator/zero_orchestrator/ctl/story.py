@@ -128,7 +128,7 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """Time without a new step: a recovery, or several that ended in the next failure."""
+    """Time without a step: a recovery, or several that ended in the next failure."""
 
     recoveries: tuple[Recovery, ...]
     """Oldest first."""

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.filesize import decimal
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +35,8 @@ from zero_orchestrator.ctl.status import (
 )
 
 _PIPE_COLUMNS = 250
+_WRONG = frozenset({"saves", "excluded", "set aside"})
+"""Facts that are shown only if something is wrong."""
 _COMMAND_CHARACTERS = 1000
 SLOWEST = 8
 """Most ranks whose steps are shown."""
@@ -204,8 +207,55 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _jobs_table(jobs: Sequence[JobStatus]) -> Table:
-    table = _table("job", "state", "since", "owner", "round", "nodes", "step", "now")
+class Fitted:
+    """A table with the columns for which a line of the terminal has room; it names the others."""
+
+    def __init__(
+        self, *columns: str, least: Sequence[str] = (), optional: Sequence[str] = ()
+    ) -> None:
+        """The table has no row yet.
+
+        Args:
+            columns: Their names.
+            least: The columns that are left out first, in this order.
+            optional: The columns that are absent where no row has a value.
+        """
+        self._columns, self._least, self._optional = columns, least, optional
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a row, with a cell for each column; "-" and "" stand for no value."""
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = zip(*self._rows, strict=True) if self._rows else ((),) * len(self._columns)
+        empty = {
+            name
+            for name, of in zip(self._columns, cells, strict=True)
+            if name in self._optional and all(str(cell) in {"", "-"} for cell in of)
+        }
+        for count in range(len(self._least) + 1):
+            left_out = [name for name in self._least[:count] if name not in empty]
+            table = self._with({*left_out, *empty})
+            if Measurement.get(console, options.update_width(10_000), table).maximum <= (
+                options.max_width
+            ):
+                break
+        yield table
+        if left_out:
+            yield Text(f"no room for: {', '.join(left_out)}", style="dim")
+
+    def _with(self, left_out: set[str]) -> Table:
+        places = [i for i, name in enumerate(self._columns) if name not in left_out]
+        table = _table(*(self._columns[place] for place in places))
+        for row in self._rows:
+            table.add_row(*(row[place] for place in places))
+        return table
+
+
+def _jobs_table(jobs: Sequence[JobStatus]) -> Fitted:
+    columns = ("job", "state", "since", "owner", "round", "nodes", "step", "now")
+    table = Fitted(*columns, least=("owner", "round", "now", "nodes", "since"))
     for job in jobs:
         state = _styled(job.state or "not begun")
         since = "-" if job.state_time_s is None else age(job.state_time_s)
@@ -228,20 +278,30 @@ def _now(status: JobStatus) -> str:
 
 def status_page(status: JobStatus) -> RenderableType:
     """The status of a job for people."""
+    return Group(status_head(status), "", status_tables(status))
+
+
+def status_head(status: JobStatus) -> RenderableType:
+    """What is known of a job as a whole, a line for each fact."""
     title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
     facts = _table("", "")
     facts.show_header = False
     for name, text in (*_facts_of_round(status), *_facts_of_training(status)):
-        facts.add_row(name, text)
+        facts.add_row(Text(name, style="bold red" if name in _WRONG else ""), text)
     for verdict in status.verdicts:
         facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
     if status.owner:
         facts.add_row("owner", status.owner)
     facts.add_row("command", _in_short(" ".join(status.command)))
+    return Group(title, facts)
+
+
+def status_tables(status: JobStatus) -> RenderableType:
+    """The nodes of a job, and its slowest ranks."""
     tables: list[RenderableType] = [_nodes_table((*status.members, *status.spares))]
     if len(ranks := slowest_ranks(status)) > 1:
-        tables += ["", _ranks_table(ranks)]
-    return Group(title, facts, "", *tables)
+        tables += ["", *_ranks_table(ranks)]
+    return Group(*tables)
 
 
 def _in_short(command: str) -> str:
@@ -338,26 +398,22 @@ def _in_quantiles(found: Quantiles) -> str:
     return f"p50 {found.p50_s:g} s, p90 {found.p90_s:g} s, p99 {found.p99_s:g} s"
 
 
-def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Table:
+def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Iterator[RenderableType]:
     """How long the steps of each rank take, the slowest ranks first."""
-    table = _table("rank", "node", "steps", "p50", "p90", "p99")
+    table = Fitted("rank", "node", "steps", "p50", "p90", "p99", least=("steps", "p90"))
     for rank, node, of in ranks[:SLOWEST]:
-        table.add_row(
-            rank, node, str(of.count), f"{of.p50_s:g} s", f"{of.p90_s:g} s", f"{of.p99_s:g} s"
-        )
+        times = (f"{took_s:.3g} s" for took_s in (of.p50_s, of.p90_s, of.p99_s))
+        table.add_row(rank, node, str(of.count), *times)
+    yield table
     if len(ranks) > SLOWEST:
-        table.caption = f"the {SLOWEST} slowest of {len(ranks)} ranks; --json has all"
-        table.caption_justify = "left"
-    return table
+        yield Text(f"the {SLOWEST} slowest of {len(ranks)} ranks; --json has all", style="dim")
 
 
-def _nodes_table(rows: Sequence[NodeRow]) -> Table:
-    in_memory = any(row.ram_used_bytes is not None for row in rows)
-    prepares = any(row.preparing for row in rows)
-    columns = ("rank", "node", "state", "workers", "pids", "address", "step", "reported", "loss")
-    table = _table(
-        *columns, *(["memory"] if in_memory else []), *(["prepares"] if prepares else [])
-    )
+def _nodes_table(rows: Sequence[NodeRow]) -> Fitted:
+    columns = ("rank", "node", "state", "workers", "pids", "address", "host", "step", "reported")
+    optional = ("pids", "host", "memory", "prepares")
+    least = ("pids", "host", "address", "workers", "memory", "loss", "reported", "prepares")
+    table = Fitted(*columns, "loss", "memory", "prepares", least=least, optional=optional)
     for row in rows:
         ranks = "-"
         if row.first_rank is not None:
@@ -373,10 +429,11 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Table:
             str(row.slots),
             ", ".join(map(str, row.pids.values())) or "-",
             row.address,
+            "-" if row.host == row.node else row.host,
             "-" if row.step is None else str(row.step),
             "-" if row.step_time_s is None else age(row.step_time_s),
             "-" if row.loss is None else f"{row.loss:.4f}",
-            *([used] if in_memory else []),
-            *([row.preparing or "-"] if prepares else []),
+            used,
+            row.preparing or "-",
         )
     return table

@@ -322,7 +322,7 @@ function drawLegend() {
     items.push(el("li", {}, box, text));
   };
   if (picture.checkpoints.rows.some((row) => !row[7])) sign("M8 1l4.5 5l-4.5 5l-4.5 -5z", "mark", "checkpoint");
-  if (picture.recoveries.length) sign("M0 0h16v12h-16z", "band", "no new step");
+  if (picture.recoveries.length) sign("M0 0h16v12h-16z", "band", "no step");
   if (troubles().length) sign("M0 0h16v12h-16z", "trouble", "no step, failing saves, or etcd away");
   if (slow().length) sign("M8 11l5 -10h-10z", "straggler", "slow node");
   $("legend").replaceChildren(...items);
@@ -361,7 +361,7 @@ function point(time_s, row) {
     parts.push(`${lane.node}: ${span ? `${span[2]} for ${length(span[1] - span[0])}` : "not there"}`);
   } else {
     const one = picture.recoveries.find((r) => time_s >= r.from_s && time_s <= r.to_s);
-    if (one) parts.push(`${attempts(one)}, no new step for ${length(one.to_s - one.from_s)}: ${one.cause}`);
+    if (one) parts.push(`${attempts(one)}, no step for ${length(one.to_s - one.from_s)}: ${one.cause}`);
     for (const bad of picture.problems) {
       if (time_s >= bad.from_s && time_s <= (bad.to_s === null ? picture.range[1] : bad.to_s)) parts.push(`${bad.kind}: ${bad.text}`);
     }
