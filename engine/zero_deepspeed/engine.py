@@ -27,7 +27,7 @@ from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import Collate, training_loader
-from zero_engine.core.micro_steps import Loss
+from zero_engine.core.micro_steps import EndsBy, Loss
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.sharding.weights import state, state_table
@@ -97,7 +97,7 @@ class DeepSpeedEngine(Engine):
         Raises:
             Asserted: Within `no_sync` or `coalesce_grad_reduction`.
         """
-        if self._micro_steps.without_step or self._micro_steps.coalescing:
+        if self._micro_steps.ends_by is not EndsBy.STEP:
             raise Asserted(
                 "It is illegal to call Engine.step() inside no_sync context manager, or inside "
                 "coalesce_grad_reduction(); leave it for after the context"
@@ -112,12 +112,12 @@ class DeepSpeedEngine(Engine):
             Asserted: Within itself or `no_sync`, or if `step()` ends every step.
         """
         self._need_managed("coalesce_grad_reduction()")
-        if self._micro_steps.without_step or self._micro_steps.coalescing:
+        if self._micro_steps.ends_by is not EndsBy.STEP:
             raise Asserted(
                 "coalesce_grad_reduction() cannot be nested in itself or in no_sync(); leave the "
                 "inner one out"
             )
-        with self._micro_steps.coalesce():
+        with self._micro_steps.ending_by(EndsBy.COALESCE):
             yield
 
     @contextmanager
@@ -132,7 +132,7 @@ class DeepSpeedEngine(Engine):
                 "no_sync context manager is incompatible with the sharded gradients of ZeRO stage "
                 f"{self._core.stage.number}; leave it out, or use stage 0 or 1"
             )
-        if self._micro_steps.without_step or self._micro_steps.coalescing:
+        if self._micro_steps.ends_by is not EndsBy.STEP:
             raise Asserted(
                 "no_sync context manager reentry is unsupported, also inside "
                 "coalesce_grad_reduction(); leave the inner one out"
@@ -197,7 +197,7 @@ class DeepSpeedEngine(Engine):
                 "set_train_batch_size(): your own DataLoader has prefetched batches of the old "
                 "size; use the loader of initialize() or deepspeed_io()"
             )
-        if self._run.cursor.micro or self._micro_steps.awaits_step:
+        if self._micro_steps.is_begun():
             raise ZeroError("set_train_batch_size() in the middle of a step; call it after one")
         microbatches = train_batch_size // micro_batch
         self._run.adopt_batch(BatchShape(microbatches=microbatches, micro_batch=micro_batch))

@@ -218,7 +218,7 @@ def misuse(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("no step", r"step\(\) without backward\(\)"),
+        ("no step", r"step\(\) without backward\(\): call engine"),
         ("boundary", r"a step ends where step\(\) is called; leave it out"),
         ("coalesce", r"a step ends where step\(\) is called; leave it out"),
         ("next epoch", r"call engine\.step\(\) at the end of"),

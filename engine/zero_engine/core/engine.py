@@ -36,7 +36,7 @@ from zero_data.own_loader import MicroBatches
 from zero_data.position_loader import seed_everything
 from zero_engine.config import Config
 from zero_engine.core.loaders import microbatch_sampler
-from zero_engine.core.micro_steps import Loss, MicroSteps
+from zero_engine.core.micro_steps import EndsBy, Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
 from zero_engine.core.precision import Precision
 from zero_engine.core.self_test import SelfTest
@@ -190,10 +190,9 @@ class Engine(WholeWeights):
             lr_kwargs: Arguments for the `step` of the script's scheduler.
         """
         self._core.moved.need("step()", changes=False)
-        if self._micro_steps.without_step:
+        if self._micro_steps.ends_by is EndsBy.NO_SYNC:
             raise ZeroError("step() inside no_sync(); leave it for the last micro-step")
-        if not self._micro_steps.may_end_step:
-            raise ZeroError("step() without backward(); call engine.backward(loss) first")
+        self._micro_steps.check_step()
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
             return
@@ -307,7 +306,7 @@ class Engine(WholeWeights):
                 "no_sync() cannot be combined with sharded gradients, stage "
                 f"{self._core.stage.number}; leave it out, or use stage 0 or 1"
             )
-        with self._micro_steps.no_sync():
+        with self._micro_steps.ending_by(EndsBy.NO_SYNC):
             yield
 
     def batch_sampler(self, dataset: Dataset[Any]) -> MicroBatches:
@@ -323,8 +322,7 @@ class Engine(WholeWeights):
             ZeroError: A step has begun with other batches, and elastic.accumulate is not "owner".
         """
         where = self._run.accumulation.where
-        begun = self._run.cursor.micro or self._micro_steps.awaits_step
-        if begun and where is not Where.OWNER:
+        if self._micro_steps.is_begun() and where is not Where.OWNER:
             raise ZeroError(
                 f'batch_sampler() in the middle of a step with elastic.accumulate "{where}", which '
                 "decides who runs which micro-batch of a step; call it before the first backward()"
@@ -408,7 +406,7 @@ class Engine(WholeWeights):
                 Or this is the second save in a row that was not published, though etcd answers.
         """
         self._core.moved.need("save_checkpoint()")
-        if (self._run.cursor.micro or self._micro_steps.awaits_step) and self.global_rank == 0:
+        if self._micro_steps.is_begun() and self.global_rank == 0:
             _log.warning(
                 "save_checkpoint() inside of step %d: the checkpoint is that of the step before, "
                 "without the gradients so far; a run that resumes from it trains on their "
@@ -491,7 +489,7 @@ class Engine(WholeWeights):
                 half loaded, and nothing but another load is allowed.
         """
         self._core.moved.need("load_checkpoint()", refills=True)
-        if self._run.cursor.micro or self._micro_steps.awaits_step:
+        if self._micro_steps.is_begun():
             self._micro_steps.begin_again()
         with exit_on_peer_loss(self._link):
             options = LoadOptions(

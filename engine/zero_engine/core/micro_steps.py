@@ -1,10 +1,10 @@
 """The micro-steps of one step: weights a loss, runs its backward, records what it consumed.
 
-Owns the state between the first backward of a step and its end: the weighted losses, the numbers of
-tokens, whether a backward still awaits its `step()`. Must always hold: a micro-step has one batch,
-of which there may be several losses, each with its backward; the global batch decides which
-micro-step is the last of a step, and a script that declares otherwise gets an error, unless the
-script decides; the samples in the ledger are those that were run.
+Owns the weighted losses and the numbers of tokens of a step, and its order of calls, of which
+`zero_step.phase` says what is legal. Must always hold: a micro-step has one batch, of which there
+may be several losses, each with its backward; the global batch decides which micro-step is the last
+of a step, and a script that declares otherwise gets an error, unless the script decides; the
+samples in the ledger are those that were run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import partial
 
 import torch
@@ -36,6 +37,8 @@ from zero_data.token_weights import (
 )
 from zero_engine.memory_check import check_memory
 from zero_engine.parts import Core, Run
+from zero_engine.sharding.grad_reducer import CALLS
+from zero_step.phase import Move, Phase, State
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +60,17 @@ class Weighted:
     """The number of its tokens."""
 
 
+class EndsBy(StrEnum):
+    """What ends a micro-step whose backward has run."""
+
+    STEP = "step"
+    """The script's call of `step()`."""
+    NO_SYNC = "no_sync"
+    """The end of its backward; the script accumulates by itself."""
+    COALESCE = "coalesce"
+    """The end of its backward; but the last one of a step, by `step()`."""
+
+
 class MicroSteps:
     """The micro-steps of one engine."""
 
@@ -65,16 +79,10 @@ class MicroSteps:
         """Micro-steps that this process has run."""
         self.applied = False
         """Whether the current or the last micro-step has changed the weights."""
-        self.awaits_step = False
-        """Whether a backward has run, and its `step()` has not."""
-        self.without_step = False
-        """Whether in `no_sync`: there a backward ends its micro-step without `step()`."""
-        self.coalescing = False
-        """Whether in `coalesce`: there a backward does so, unless its micro-step is the last."""
+        self.ends_by = EndsBy.STEP
         self.declared_boundary: bool | None = None
         """Whether the script has declared the coming micro-steps to end a step; None: neither."""
-        self._shared = False
-        """Whether the last backward went through several engines, and no step has used it yet."""
+        self._phase = core.reducer.phase if core.reducer is not None else Phase(CALLS)
         self._core = core
         self._run = run
         self._losses: list[Tensor] = []
@@ -82,9 +90,14 @@ class MicroSteps:
         self._drawn: Ticket | None = None
         """The last batch that was drawn when the current micro-step began."""
         self._checked: tuple[BatchShape, int] | None = None
-        self._warned = False
-        self._warned_of_more = False
-        self._warned_of_loss = False
+        self._told: set[str] = set()
+        """What need not be told again."""
+
+    def _tells(self, what: str) -> bool:
+        """Whether to tell something, which is not told twice."""
+        is_new = what not in self._told
+        self._told.add(what)
+        return is_new
 
     # ---- before backward ----
 
@@ -105,7 +118,7 @@ class MicroSteps:
         zero = self._core.zero
         if zero is None:
             raise ZeroError("backward(): nothing is trained; give initialize() an optimizer")
-        if self.without_step and self.at_boundary:
+        if self.ends_by is EndsBy.NO_SYNC and self.at_boundary:
             self._go_beyond_the_batch()
         value, tokens = loss if isinstance(loss, tuple) else (loss, tokens)
         if value.numel() != 1 or not value.requires_grad:
@@ -166,7 +179,7 @@ class MicroSteps:
     def begin_unweighted(self) -> None:
         """Begin the micro-step of a plain backward: its gradients are weighted, not its loss."""
         run = self._run
-        if self.without_step and self.at_boundary:
+        if self.ends_by is EndsBy.NO_SYNC and self.at_boundary:
             self._go_beyond_the_batch()
         weight = self._share()
         self._begin(NOT_GIVEN, weight=weight * (run.summed_over or 1))
@@ -179,17 +192,15 @@ class MicroSteps:
             shared: Whether it has left gradients in other engines as well.
         """
         if loss is None:
-            if not self._warned_of_loss and self._run.rank == 0:
+            if self._tells("an unseen loss") and self._run.rank == 0:
                 _log.info(
                     "loss.backward(): the engine does not see this loss, so mean_loss and its "
                     "curve are nan; call engine.backward(loss) to have them, or return the loss "
                     "from forward"
                 )
-            self._warned_of_loss = True
             loss = torch.full((), float("nan"), device=self._core.device)
         share = loss * self._share()
-        self._finish(Weighted(share, share, NOT_GIVEN))
-        self._shared = shared
+        self._finish(Weighted(share, share, NOT_GIVEN), shared=shared)
 
     def drop(self) -> None:
         """Drop the gradients of the step so far: `zero_grad()` of the engine.
@@ -212,28 +223,33 @@ class MicroSteps:
         for each in core.zero.sums:
             each.drop()
         self._losses = [torch.zeros_like(loss) for loss in self._losses]
-        self._shared = False
         if run.loader is not None:
+            if self._phase.has_run:
+                self._phase.move(Move.KEEP)
             return
-        if self.awaits_step:
-            self.awaits_step = False
+        if self._has_loss:
             self._losses.pop()
             self._tokens.pop()
         if not run.managed:
             run.cursor.micro = 0
             self._losses.clear()
             self._tokens.clear()
+        if not run.cursor.micro or self._phase.has_run:
+            self._phase.move(Move.DROP)
         core.zero.accumulating = bool(self._losses)
 
+    @property
+    def _has_loss(self) -> bool:
+        """Whether a backward of the current micro-step has ended."""
+        return len(self._losses) > self._run.cursor.micro
+
     def _begin(self, tokens: Count, weight: float = 1.0) -> None:
-        if self._shared:
-            raise ZeroError(
-                "a loss.backward() went through several engines, and this one has neither made a "
-                "step() of its gradients nor dropped them by zero_grad() before the next "
-                "backward; call one of the two, or engine.backward(loss) of the engine that the "
-                "loss is to train, which leaves no gradients in the others"
-            )
-        if self.awaits_step:
+        core, run, phase = self._core, self._run, self._phase
+        assert core.reducer is not None
+        core.reducer.discard_failed()
+        draw = Move.AGAIN if phase.state is State.RUN else Move.DRAW
+        phase.check(draw)
+        if draw is Move.AGAIN:
             self._check_further_loss(tokens)
         # A boundary that the script has declared must be that of the batch.
         if self.declared_boundary not in (None, self.at_boundary):
@@ -243,22 +259,21 @@ class MicroSteps:
                 f"{number} of {of} is {'' if self.at_boundary else 'not '}the last: the global "
                 "batch is fixed; change gradient_accumulation_steps or call set_train_batch_size()"
             )
-        self.applied = False
-        core, run = self._core, self._run
-        assert core.reducer is not None
         live = run.plan().live(run.cursor.micro, run.world)
         if live < 1:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
         self._check_memory()
+        self.applied = False
         core.coordinator.begin_backward()
         turn = Turn(
             live=live,
-            first=run.cursor.micro == 0 and not self.awaits_step,
+            first=run.cursor.micro == 0 and draw is Move.DRAW,
             last=self.at_boundary,
             plan=run.reduction_plan(),
             micro_step=run.cursor.micro,
             accumulates=run.accumulation.native_bytes is not None and run.withholds,
         )
+        phase.move(draw)
         core.reducer.begin(turn, weight=weight)
 
     def _check_memory(self) -> None:
@@ -279,7 +294,7 @@ class MicroSteps:
         if told and block != known and run.rank == 0:
             _log.warning("%s", told)
 
-    def _finish(self, loss: Weighted) -> None:
+    def _finish(self, loss: Weighted, *, shared: bool = False) -> None:
         core = self._core
         assert core.reducer is not None
         assert core.zero is not None
@@ -289,17 +304,24 @@ class MicroSteps:
         core.coordinator.end_backward()
         core.zero.accumulating = True
         share = loss.share.detach().float()
-        if self.awaits_step:  # a further loss of this micro-step
+        if shared:
+            self._phase.move(Move.SHARE)
+        if self._has_loss:  # this is a further one
             self._losses[-1] = self._losses[-1] + share
             return
         self._losses.append(share)
         self._tokens.append(loss.tokens)
         self._record_samples()
-        awaited = self._run.managed and not self.without_step
-        ends_itself = not awaited or (self.coalescing and not self.at_boundary)
-        self.awaits_step = not ends_itself
-        if ends_itself:
+        if not shared and not self._awaits_step:
             self.end()
+
+    @property
+    def _awaits_step(self) -> bool:
+        """Whether the script calls `step()` for the current micro-step."""
+        by_step = self.ends_by is EndsBy.STEP
+        return self._run.managed and (
+            by_step or (self.ends_by is EndsBy.COALESCE and self.at_boundary)
+        )
 
     def _record_samples(self) -> None:
         """Write the samples that this micro-step consumed into the ledger; warn of a wrong order.
@@ -308,38 +330,34 @@ class MicroSteps:
             ZeroError: There is a ledger, and the samples are not known.
         """
         run = self._run
-        if run.loader is None:
-            if not self._warned and run.rank == 0:
-                if not run.declared:  # the loop of a library skips what was trained on
-                    _log.warning(
-                        "the batches come from your own DataLoader, and no checkpoint knows which "
-                        "samples have been trained on: unless the script skips them, a run that "
-                        "resumes begins its data again, and with another number of ranks in "
-                        "another order; for each sample exactly once give initialize() the "
-                        "training_data, or your DataLoader "
-                        "batch_sampler=engine.batch_sampler(dataset)"
-                    )
-                if run.accumulation.where is not Where.OWNER and not run.withholds:
-                    _log.warning(
-                        'elastic.accumulate: "%s" acts as "owner", because the engine does not '
-                        "choose the samples of each rank",
-                        run.accumulation.where,
-                    )
-            self._warned = True
+        if run.loader is None and self._tells("batches of the script") and run.rank == 0:
+            if not run.declared:  # the loop of a library skips what was trained on
+                _log.warning(
+                    "the batches come from your own DataLoader, and no checkpoint knows which "
+                    "samples have been trained on: unless the script skips them, a run that "
+                    "resumes begins its data again, and with another number of ranks in another "
+                    "order; for each sample exactly once give initialize() the training_data, or "
+                    "your DataLoader batch_sampler=engine.batch_sampler(dataset)"
+                )
+            if run.accumulation.where is not Where.OWNER and not run.withholds:
+                _log.warning(
+                    'elastic.accumulate: "%s" acts as "owner", because the engine does not choose '
+                    "the samples of each rank",
+                    run.accumulation.where,
+                )
         ticket = run.loader.run() or run.loader.last if run.loader is not None else None
         self._drawn = run.loader.last if run.loader is not None else None
         microbatch = run.microbatch()
-        if ticket is not None and ticket.start != run.plan().position + microbatch.start:
-            if not self._warned:
-                _log.warning(
-                    "this batch begins at sample %d of the run, but the batches before it have "
-                    "come to sample %d: samples are trained on twice or not at all; call "
-                    "backward()%s once for each batch of the loader",
-                    ticket.start,
-                    run.plan().position + microbatch.start,
-                    " and step()" if run.managed else "",
-                )
-            self._warned = True
+        begin = run.plan().position + microbatch.start
+        if ticket is not None and ticket.start != begin and self._tells("a wrong order"):
+            _log.warning(
+                "this batch begins at sample %d of the run, but the batches before it have come to "
+                "sample %d: samples are trained on twice or not at all; call backward()%s once for "
+                "each batch of the loader",
+                ticket.start,
+                begin,
+                " and step()" if run.managed else "",
+            )
         if run.ledger is not None and not microbatch.padding:
             if ticket is None:
                 raise ZeroError(
@@ -350,18 +368,18 @@ class MicroSteps:
 
     def end_if_awaited(self) -> None:
         """End a micro-step that is not the last of its step, if it has not ended by itself."""
-        if self.awaits_step:
+        if self._phase.has_run:
             self.end()
 
     def end(self) -> None:
         """End a micro-step that is not the last of its step."""
-        self.awaits_step = self._shared = False
+        self._phase.move(Move.PASS)
         self.ended += 1
         self._run.cursor.micro += 1
 
     def begin_again(self) -> None:
         """Go back to the begin of the step that is not ended, as a load does."""
-        self.awaits_step = self._shared = False
+        self._phase.move(Move.LOAD)
         self._losses.clear()
         self._tokens.clear()
         cursor, zero = self._run.cursor, self._core.zero
@@ -395,23 +413,31 @@ class MicroSteps:
                 "backward() twice before step(), with another number of tokens or another "
                 "scale_wrt_gas; give the same to every loss of a micro-batch"
             )
-        if loader is None and not self._warned_of_more and self._run.rank == 0:
+        if loader is None and self._tells("further losses") and self._run.rank == 0:
             _log.warning(
                 "backward() more than once before step(): the gradients are added, as in "
                 "DeepSpeed, and count as those of one micro-batch; if they are of several, call "
                 "engine.step() after each"
             )
-        self._warned_of_more = True
 
     # ---- where steps end ----
 
-    @property
-    def may_end_step(self) -> bool:
-        """Whether there is a backward that `step()` could follow."""
-        reducer = self._core.reducer
-        if reducer is not None and reducer.running:  # a backward that has failed half way
-            return False
-        return self.awaits_step or (not self._run.managed and self._run.cursor.micro > 0)
+    def is_begun(self) -> bool:
+        """Whether a step has begun, and has not ended; not to be called within a backward."""
+        if self._core.reducer is not None:
+            self._core.reducer.discard_failed()
+        return self._run.cursor.micro > 0 or self._phase.state is not State.READY
+
+    def check_step(self) -> None:
+        """Check that there is a backward that `step()` could follow.
+
+        Raises:
+            ZeroError: There is none, or it has failed.
+        """
+        if not self.is_begun() or self._run.managed or self._phase.state is State.FAILED:
+            self._phase.check(Move.STEP)
+        else:  # the script decides what a step is
+            self.end_if_awaited()
 
     def ends_step(self) -> bool:
         """Whether a `step()` now ends the step, not only its micro-step."""
@@ -432,22 +458,13 @@ class MicroSteps:
         self._run.managed, self._run.declared = False, True
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context of micro-steps that need no `step()`."""
-        self.without_step = True
+    def ending_by(self, what: EndsBy) -> Iterator[None]:
+        """A context of micro-steps that end otherwise."""
+        before, self.ends_by = self.ends_by, what
         try:
             yield
         finally:
-            self.without_step = False
-
-    @contextmanager
-    def coalesce(self) -> Iterator[None]:
-        """A context of all micro-steps of a step, with one `step()` after them."""
-        self.coalescing = True
-        try:
-            yield
-        finally:
-            self.coalescing = False
+            self.ends_by = before
 
     def _go_beyond_the_batch(self) -> None:
         """Accept a backward in `no_sync` when the batch is full: the script accumulates by itself.
@@ -511,8 +528,10 @@ class MicroSteps:
         """End the last micro-step of a step."""
         self._losses.clear()
         self._tokens.clear()
-        self.ended += self.awaits_step  # a script that ends steps has ended its micro-steps
-        self.awaits_step = self._shared = False
+        if self._phase.has_run:  # a script that ends steps has ended its micro-steps
+            self.ended += 1
+            self._phase.move(Move.STEP)
+            self._phase.move(Move.END)
 
 
 def _times(loss: Tensor, weight: Count) -> Tensor:

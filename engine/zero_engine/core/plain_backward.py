@@ -58,8 +58,7 @@ class PlainBackward:
             return
         if torch._C._current_graph_task_id() == -1:  # what is still running has failed
             self._task, self._begun = -1, False
-            if reducer.running:
-                reducer.abandon()
+            reducer.discard_failed()
         tensors = [
             leaf
             for leaf in tree_leaves(output)

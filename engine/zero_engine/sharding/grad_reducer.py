@@ -30,6 +30,15 @@ from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_step.gradients import Pipeline, Reduction
+from zero_step.phase import Calls, Move, Phase, State
+
+CALLS = Calls(
+    backward="engine.backward(loss)",
+    step="engine.step()",
+    batch="call engine.backward(loss) first",
+    reduced="call engine.backward(loss) first",
+    resume="continue from a checkpoint: engine.load_checkpoint()",
+)
 
 
 class UnitGradient:
@@ -135,10 +144,8 @@ class GradReducer:
         blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
         self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
         self._next = 0
-        self.running = False
-        """Whether a backward pass has begun and has not ended."""
-        self._inconsistent = False
-        """Whether the last backward pass has failed: the totals hold a part of its gradients."""
+        self.phase = Phase(CALLS)
+        """Where in a step this rank is."""
         self._graph_task = -1
         """Autograd's number, unique in the process, of the backward pass of the newest loss."""
         self.on_plain_backward: Callable[[], None] = _refuse
@@ -173,31 +180,26 @@ class GradReducer:
         Args:
             turn: Which micro-step it is; if it is the first, the sums hold the step before.
             weight: The factor of the gradients, if the loss was not multiplied with it.
-
-        Raises:
-            ZeroError: An earlier backward pass of the step has failed half way.
         """
-        if self.running:
-            self.abandon()
-        if self._inconsistent and not turn.first:
-            raise ZeroError(
-                "a backward() of this step has failed half way, and what it has added to the "
-                "gradients of the micro-batches before it cannot be taken back; continue from a "
-                "checkpoint: engine.load_checkpoint()"
-            )
-        self._inconsistent = False
         self.pipeline.begin(turn, weight)
         self._next = 0
         for gradient in self._order:
             gradient.reset()
-        self.running = True
+        self.phase.move(Move.BEGIN)
 
-    def abandon(self) -> None:
-        """Discard a backward pass that has failed half way."""
+    def discard_failed(self) -> None:
+        """Discard a backward pass that has failed half way, if there is one; not within another."""
+        if not self.running:
+            return
         self.pipeline.complete()
         for gradient in self._order:
             gradient.buffer = None
-        self.running, self._inconsistent = False, True
+        self.phase.move(Move.RECALL if self.pipeline.turn.first else Move.FAIL)
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass has begun and has not ended."""
+        return self.phase.state is State.BACKWARD
 
     def note_graph_task(self, _gradient: Tensor) -> None:
         """The hook of a loss: note that the current backward pass is of this engine's loss."""
@@ -223,7 +225,7 @@ class GradReducer:
         self._issue_ready()
         self.pipeline.complete()
         self.pipeline.pool.free()  # the next forward needs the memory
-        self.running = False
+        self.phase.move(Move.FINISH)
 
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
         """Take the gradient of a parameter of the unit that is the `number`-th to be reduced."""
