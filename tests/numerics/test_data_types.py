@@ -33,8 +33,8 @@ BF16, FP32 = "torch.bfloat16", "torch.float32"
 @pytest.mark.parametrize(
     ("settings", "dtypes"),
     [
-        ({"bf16": {"enabled": True}}, [BF16, BF16, BF16]),
-        ({"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "fp32"}}, [BF16, FP32, FP32]),
+        ({"bf16": {"enabled": True}}, [BF16, FP32, FP32]),
+        ({"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}, [BF16, BF16, BF16]),
         ({"data_types": {"param_dtype": "fp32"}}, [FP32, FP32, FP32]),
         ({"data_types": {"buffer_dtype": "bfloat16"}}, [FP32, BF16, BF16]),
     ],

@@ -50,7 +50,7 @@ def loaded(before: Mapping[str, Tensor], change: Mapping[str, Tensor], dtype: An
         if new is None or not value.is_floating_point():
             result[name] = value
             continue
-        computed = new.to(dtype)
+        computed = new.to(torch.float32 if name == "temperature" else dtype)  # a buffer
         result[name] = torch.where(computed != value.to(computed.dtype), computed.float(), value)
     return result
 

@@ -120,8 +120,7 @@ class DataTypes:
     param_dtype: str | None = None
     """The dtype of the parameters. It must be that of bf16.enabled or fp16.enabled, else fp32."""
     buffer_dtype: str | None = None
-    """The dtype of floating-point buffers. Without it they have the dtype of the parameters in bf16
-    and fp16 training, and their own in fp32 training."""
+    """The dtype of floating-point buffers. Without it they keep their own."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "buffer_dtype"):

@@ -1,8 +1,8 @@
 """`initialize`: from the user's model, optimizer, data and config to an engine.
 
 Owns the order in which the parts are made, and what is done to the user's model: parameters
-become views of flat buffers, and floating-point ones and buffers are cast in bf16 and fp16
-training. Everything afterwards belongs to `engine`.
+become views of flat buffers, and floating-point ones are cast in bf16 and fp16 training; buffers
+keep their dtype unless the config names one. Everything afterwards belongs to `engine`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _make_core(
     source = config.elastic.initial_weights
     initial = InitialWeights(model, without_values, shared.collectives, source)
     initial.set_buffers()
-    buffers = config.data_types.buffers or (config.compute if config.compute != "fp32" else None)
+    buffers = config.data_types.buffers
     prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
     activations.apply(model, config.activation_checkpointing)
     settings = config.zero_optimization
