@@ -98,6 +98,7 @@ SUITES = (
         folder="accelerate",
         files=_below("tests/deepspeed", "deepspeed deepspeed_multiple_model"),
         per_test=100,
+        environment={"PEER_DECORATORS": "accelerate.test_utils.testing:require_non_cpu"},
     ),
     Suite(
         name="transformers",

@@ -3,6 +3,7 @@
 A case that is under way when the process ends has a line "began" only.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,13 @@ import pytest
 
 # Workers of DeepSpeed's tests are children of a fork server: it imports torch once for all.
 multiprocessing.set_forkserver_preload(["deepspeed"])
+
+
+def pytest_configure():
+    """Take off the decorators that skip cases on a CPU, although they run on one."""
+    place, _, names = os.environ.get("PEER_DECORATORS", "").partition(":")
+    for name in names.split():
+        setattr(importlib.import_module(place), name, lambda case: case)
 
 
 def _write(**line):
