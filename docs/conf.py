@@ -52,15 +52,15 @@ html_show_sphinx = False
 html_copy_source = False
 
 
-def on_the_site(text: str, directory: Path) -> str:
-    """`text` of a file in `directory`, with its links as they are from docs/."""
+def on_the_site(text: str, directory: Path, page: Path) -> str:
+    """`text` of a file in `directory`, with its links as they are from the directory of `page`."""
     pages = {ROOT / path: f"{name}.md" for name, path in STANDS_FOR.items()}
     pages[ROOT / "deploy"] = "deploy.md"
 
     def link(found: re.Match[str]) -> str:
         target = (directory / found["path"]).resolve()
-        page = pages.get(target) or os.path.relpath(target, DOCS)
-        return page + (found["anchor"] or "")
+        stands = DOCS / pages[target] if target in pages else target
+        return os.path.relpath(stands, page.parent) + (found["anchor"] or "")
 
     return LINK.sub(link, text)
 
@@ -70,7 +70,7 @@ def _read(app: Any, name: str, content: list[str]) -> None:
     app.env.note_dependency(str(path))
     about = "---\norphan: true\n---\n" if name in STANDS_FOR else ""  # may be in no toctree
     contents = content[0][content[0].index("```{toctree}") :] if name == "index" else ""
-    content[0] = about + on_the_site(path.read_text(), path.parent) + contents
+    content[0] = about + on_the_site(path.read_text(), path.parent, DOCS / name) + contents
 
 
 def setup(app: Any) -> None:
