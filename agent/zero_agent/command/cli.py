@@ -213,9 +213,7 @@ def _await_etcd(
     def look_at_it() -> None:
         if wrong := etcd_clock.complaint(etcd_clock.offset_s(access)):
             log.warning("%s", wrong)
-        with contextlib.suppress(StoreError):
-            if note := store.version_note():
-                log.warning("%s", note)
+        store.warn_of_versions()
 
     _until_signal(lambda: access.await_answer(lambda: store.get(question), args.etcd_wait), numbers)
     threading.Thread(target=look_at_it, daemon=True).start()

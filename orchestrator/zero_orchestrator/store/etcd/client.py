@@ -11,11 +11,12 @@ it only when a store is needed.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zero_orchestrator.errors import LeaseLost
+from zero_orchestrator.errors import LeaseLost, StoreError
 from zero_orchestrator.store.etcd.connection import Connection, Credentials, Login, rpc
 from zero_orchestrator.store.etcd.errors import REMEDY_WHEN_FULL
 from zero_orchestrator.store.etcd.lease import KeepAlives
@@ -36,6 +37,8 @@ from zero_orchestrator.store.kv import (
 )
 
 __all__ = ["Credentials", "EtcdStore"]
+
+_log = logging.getLogger(__name__)
 
 _CLOSE_S = 1.0
 """`close` waits up to this many seconds for the watches' thread, and for gRPC."""
@@ -72,7 +75,9 @@ class EtcdStore:
         )
         self._keep_alives = KeepAlives(self._keep_alives_of)
         self._endpoints, self._shared = endpoints, shared
-        self._watches = EtcdWatches(self._connection)
+        self._watches = EtcdWatches(self._connection, self._check_version)
+        self._warned: set[str] | None = None
+        """What was said of the versions of servers; None: nothing is to be said."""
         self._ttl_s: dict[int, float] = {}
 
     def sibling(self) -> EtcdStore:
@@ -107,6 +112,24 @@ class EtcdStore:
         if why := complaint(self._status().version):
             return f"at {self.endpoint}: {why}"
         return ""
+
+    def warn_of_versions(self) -> None:
+        """Log what is known against the version of the server in use, and of each one to come.
+
+        A member that takes the place of another, or the same one after an upgrade, is asked when
+        the watches begin there.
+        """
+        self._warned = set()
+        self._check_version()
+
+    def _check_version(self) -> None:
+        if self._warned is None:
+            return
+        with contextlib.suppress(StoreError):
+            note = self.version_note()
+            if note and note not in self._warned:
+                self._warned.add(note)
+                _log.warning("%s", note)
 
     def _status(self) -> Any:
         def send(etcd: Any) -> Any:  # etcd3's `status` does not return the alarms

@@ -189,9 +189,10 @@ class EtcdWatch:
 class EtcdWatches:
     """The watches of one store, on one thread, which the first watch starts."""
 
-    def __init__(self, connection: Connection) -> None:
-        """Nothing is sent before the first watch."""
+    def __init__(self, connection: Connection, on_open: Callable[[], None]) -> None:
+        """Nothing is sent before the first watch; `on_open` is called after each first answer."""
         self._connection = connection
+        self._on_open = on_open
         self._lock = threading.Condition()
         self._ids = itertools.count(1)
         self._watches: dict[int, EtcdWatch] = {}
@@ -284,8 +285,10 @@ class EtcdWatches:
                 stream.end()
         started = time.monotonic()
         try:
-            for response in stream.responses():
+            for number, response in enumerate(stream.responses()):
                 self._take(response, stream)
+                if number == 0:
+                    self._on_open()
             failure: StoreError = StoreUnavailable("the server ended the stream")
         except grpc.RpcError as error:
             session = stream.session
