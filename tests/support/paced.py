@@ -17,13 +17,13 @@ from zero_engine import Engine
 from zero_engine.observe.reporting import LOGGERS
 
 
-def slower(step: Callable[[Engine], None], pause: Path) -> Callable[[Engine], None]:
+def slower(step: Callable[..., None], pause: Path) -> Callable[..., None]:
     """`Engine.step`, with a pause at each step boundary."""
 
-    def paced(engine: Engine) -> None:
+    def paced(engine: Engine, *args: object) -> None:
         if engine.is_gradient_accumulation_boundary():
             time.sleep(float(pause.read_text()))
-        step(engine)
+        step(engine, *args)
 
     return paced
 
