@@ -54,6 +54,8 @@ class Move(StrEnum):
     """The script calls step(): the optimizer acts, if the micro-step is the last of its step."""
     PASS = "pass"
     """The next micro-step of the same step may begin."""
+    ACT = "act"
+    """The optimizer acts on gradients that are the script's own."""
     END = "end"
     """The next step may begin."""
     KEEP = "keep"
@@ -75,6 +77,7 @@ LEGAL: Mapping[Move, tuple[tuple[State, ...], State]] = {
     Move.SHARE: ((State.RUN,), State.SHARED),
     Move.STEP: (_RUN, State.STEPPED),
     Move.PASS: ((*_RUN, State.STEPPED), State.READY),
+    Move.ACT: ((State.READY,), State.STEPPED),
     Move.END: ((State.STEPPED,), State.READY),
     Move.KEEP: (_RUN, State.RUN),
     Move.DROP: (tuple(each for each in State if each is not State.BACKWARD), State.READY),
@@ -108,9 +111,9 @@ _NOT_DROPPED = (
     "gradients nor dropped them by zero_grad() before the next backward; call one of the two, or "
     "{backward} of the engine that the loss is to train, which leaves no gradients in the others"
 )
-_NOT_TAKEN = (
-    "the last micro-batch of a step has its gradients, and the step was not taken: call {step} for "
-    "every batch"
+_NOT_TAKEN = "the step was not taken: call {step} for every batch"
+_SECOND = (
+    "a micro-batch got a second gradient: call {backward} once for each, with the sum of its losses"
 )
 _TWICE = "the optimizer was stepped twice in one step; step it once"
 _EARLY = "a backward() outside of a micro-batch: its gradients belong to no step; {batch}"
@@ -119,6 +122,9 @@ ILLEGAL: Mapping[tuple[Move, State], str] = {
     (Move.DRAW, State.RUN): _NOT_TAKEN,
     (Move.DRAW, State.SHARED): _NOT_DROPPED,
     (Move.BEGIN, State.READY): _EARLY,
+    (Move.BEGIN, State.RUN): _SECOND,
+    (Move.BEGIN, State.STEPPED): _SECOND,
+    (Move.BEGIN, State.FAILED): _HALF_WAY,
     (Move.STEP, State.READY): "step() without backward(): {batch}",
     (Move.STEP, State.DRAWN): "step() without backward(): {reduced}",
     (Move.STEP, State.STEPPED): _TWICE,
@@ -162,6 +168,11 @@ class Phase:
     def move(self, move: Move) -> None:
         """Make a move; raises what `check` raises, and then the state is what it was."""
         self.state = self.check(move)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient of the micro-step has come."""
+        return self.state not in (State.READY, State.DRAWN)
 
     @property
     def has_run(self) -> bool:

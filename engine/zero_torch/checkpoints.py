@@ -35,7 +35,9 @@ from zero_comm.determinism import meet, mode_of
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_step.agree import Agreement
+from zero_step.phase import Move, Phase, State
 from zero_torch import settings
+from zero_torch.ordered_gradients import CALLS
 from zero_torch.state import TrainingState
 from zero_torch.stateful import Statefuls
 from zero_torch.training import Loading, Ordered, Training
@@ -90,8 +92,7 @@ class Checkpoints:
         self._agreement = Agreement(self._collectives)
         mode = mode_of(chosen.elastic.deterministic, ordered=self._in_order)
         self._hardware = meet(mode, self._device, self._collectives.everybodys, self._rank)
-        self._in_step = False
-        """Whether the optimizer has acted, and the step has not ended."""
+        self._phase = Phase(CALLS)
         self._unsaved = False
         """Whether a step has ended since the last save."""
         self._losses: list[Tensor] = []
@@ -247,7 +248,7 @@ class Checkpoints:
 
     def _between_steps(self) -> bool:
         """End a step whose optimizer has acted. Returns whether this is between two steps."""
-        if self._in_step:
+        if self._phase.state is State.STEPPED:
             self._end_step()
         return True
 
@@ -258,7 +259,7 @@ class Checkpoints:
 
     def _end_step(self) -> None:
         """Tell the other ranks and the agent; save into memory, and leave, if that is due."""
-        self._in_step = False
+        self._phase.move(Move.END)
         with exit_on_peer_loss(self._link):
             everybodys, self._everybodys = self._everybodys, None
             if everybodys is None:
@@ -295,7 +296,7 @@ class Checkpoints:
         self._take_back()
         result = call(*args, **kwargs)
         self._cursor.step += 1
-        self._in_step = True
+        self._phase.move(Move.ACT)
         return result
 
     def _lend(self, until: Callable[[], object]) -> None:

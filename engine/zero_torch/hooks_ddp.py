@@ -181,7 +181,10 @@ def attach(
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
 
     def arrive(_: Tensor) -> None:
-        gradients.arrive()
+        try:
+            gradients.arrive()
+        except ZeroError as error:  # DDP must end a backward that it has begun
+            gradients.hold(error)
         gradients.poll()
 
     for parameter in gradients.trained.values():

@@ -30,12 +30,21 @@ from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_step.gradients import Pipeline, Reduction
+from zero_step.phase import Calls, Move, Phase, State
 
 NOT_REDUCED = (
     "no gradient was reduced in this micro-step: call run.backward(loss) once for each batch of "
     "run.loader, and not within no_sync(). accelerator.accumulate() is a "
     "no_sync() with gradient_accumulation_steps > 1: set it to 1, protect() accumulates. In "
     "Lightning's manual optimization call self.manual_backward(loss)"
+)
+CALLS = Calls(
+    backward="run.backward(loss)",
+    step="run.step(), or optimizer.step(),",
+    batch="there is no micro-batch: run.backward(), run.step() and clip_grad_norm_() belong to a "
+    "batch of run.loader, drawn after the last run.load()",
+    reduced=NOT_REDUCED,
+    resume="continue from a checkpoint: run.load(), or in a new process if that is refused",
 )
 
 
@@ -48,7 +57,6 @@ class OrderedGradients:
     """The sums of all gradients of a model.
 
     Attributes:
-        now: The micro-step; None between the end of a step and the next micro-batch.
         trained: The parameters that require gradients in this step, by name.
         block: Micro-batches that are summed in a tree; it may change between two steps.
         pipeline: The reductions; its `weight` is that of this rank's micro-batch in the mean loss
@@ -62,6 +70,7 @@ class OrderedGradients:
 
     def __init__(
         self,
+        phase: Phase,
         reduction: Reduction,
         parameters: Mapping[str, nn.Parameter],
         block: int,
@@ -72,13 +81,14 @@ class OrderedGradients:
         """Sum over the group of a reduction.
 
         Args:
+            phase: Where in a step this rank is.
             reduction: Makes the sums.
             parameters: All parameters by name; whose gradients are summed, `requires_grad` says.
             block: Micro-batches that are summed in a tree.
             guard: A context around the end of a backward, which may find that a peer is lost.
             depth: See `Pipeline`.
         """
-        self.now: Turn | None = None
+        self.phase = phase
         self.block = block
         self.begins: list[Callable[[Turn], None]] = []
         self.changes: list[Callable[[], None]] = []
@@ -97,8 +107,6 @@ class OrderedGradients:
         """The sums that have received a gradient in this step."""
         self._received: set[str] = set()
         """Those that have received one in this micro-step."""
-        self._in_backward = False
-        """Whether a gradient of the backward under way has come."""
         self._tasks: list[int] = []
         """The graph tasks of the backward under way, whose end is announced to autograd."""
         self._failure: Exception | None = None
@@ -119,59 +127,60 @@ class OrderedGradients:
         self._received.clear()
         self._tasks.clear()
         self._drop()
-        self.now = now
+        self.phase.move(Move.DRAW)
         self.pipeline.begin(now, weight)
         for begin in self.begins:
             begin(now)
 
     @property
-    def has_run(self) -> bool:
-        """Whether this micro-step has a gradient."""
+    def now(self) -> Turn | None:
+        """The micro-step; None between the end of one and the next micro-batch."""
+        return None if self.phase.state is State.READY else self.pipeline.turn
+
+    @property
+    def has_received(self) -> bool:
+        """Whether a sum has received a gradient of this micro-step."""
         return bool(self._received)
 
     def drop(self) -> None:
         """Drop the micro-step, and with it what there is of its step.
 
         Raises:
-            ZeroError: Its backward has failed.
+            ZeroError: Its backward has failed, and exchanges are under way.
         """
-        self._check()
+        self.see_failure()
+        self.phase.move(Move.DROP)
         self._received.clear()
         self._of_step.clear()
         self._tasks.clear()
         self._drop()
-        self.now = None
 
-    def _check(self) -> None:
-        if self._in_backward:
-            raise ZeroError(
-                "the backward of a micro-step has failed half way, and what it has added to the "
-                "sums of its step cannot be taken back; continue from a checkpoint in a new process"
-            )
+    def see_failure(self) -> None:
+        """Behind a backward: if it has not ended, it has failed."""
+        if self.phase.state is State.BACKWARD and not self.pipeline.under_way:
+            self.phase.move(Move.FAIL)
 
     def end(self) -> None:
-        """End the micro-step.
+        """End the micro-step; the phase of the last one ends with the step.
 
         Raises:
             ZeroError: There was no backward in it, or it failed, or some parameters got no gradient
-                in it.
+                in it; or it is the last one, and the optimizer has not acted.
         """
-        assert self.now is not None
-        self._check()
-        if not self.has_run:
-            raise ZeroError(NOT_REDUCED)
+        turn = self.pipeline.turn
+        self.phase.check(Move.END if turn.last else Move.PASS)
         if absent := sorted(self._of_step - self._received):
             raise ZeroError(
-                f"{absent[0]} got no gradient in micro-step {self.now.micro_step} and had one "
+                f"{absent[0]} got no gradient in micro-step {turn.micro_step} and had one "
                 "before: every micro-batch must use the same parameters; let the others contribute "
                 "0 * parameter.sum() to the loss"
             )
-        if not self.now.last:
+        if not turn.last:
             self._drop()
-        elif self.now.first:
+            self.phase.move(Move.PASS)
+        elif turn.first:
             for ordered in self._sums.values():
                 ordered.total = ordered.total[:0]  # the memory is that of `.grad`
-        self.now = None
 
     def reduce(
         self,
@@ -241,7 +250,7 @@ class OrderedGradients:
     def hold(self, failure: Exception) -> None:
         """Raise an error at the end of the backward: torch would replace what a hook raises."""
         self._failure = self._failure or failure
-        self.arrive()
+        self.announce()
 
     def arrive(self, name: str | None = None) -> None:
         """A gradient has come, which is reduced later in this backward.
@@ -251,7 +260,8 @@ class OrderedGradients:
         """
         if name is not None:
             self._expect(name)
-        self._in_backward = True
+        if self.phase.state is not State.BACKWARD:
+            self.phase.move(Move.BEGIN)
         self.announce()
 
     def announce(self, *_: object) -> None:
@@ -291,16 +301,17 @@ class OrderedGradients:
     def _finish(self) -> None:
         """End a backward."""
         self._tasks.clear()
-        if self._in_backward:
+        if self.phase.state is State.BACKWARD:
             self._complete(self.ends)
             self.pipeline.pool.free()  # the next forward needs the memory
-            self._in_backward = False
+            self.phase.move(Move.FINISH)
 
     def _complete(self, before: list[Callable[[], None]]) -> None:
         with self._guard():
             if (failure := self._failure) is not None:
-                self._failure, self._in_backward = None, bool(self.pipeline.under_way)
+                self._failure = None
                 self._tasks.clear()
+                self.see_failure()
                 raise failure
             for each in before:
                 each()
@@ -326,23 +337,21 @@ class OrderedGradients:
             parameter.grad = None
 
     def _expect(self, name: str) -> Turn:
-        if self.now is None:
-            raise ZeroError(
-                "a backward() outside of a micro-batch: its gradients belong to no step; call it "
-                "once for each batch of run.loader"
-            )
+        turn = self.pipeline.turn
+        if self.phase.state is State.READY:
+            self.phase.check(Move.BEGIN)
         if name in self._received:
             raise ZeroError(
-                f"{name} got a second gradient in micro-step {self.now.micro_step}: call "
+                f"{name} got a second gradient in micro-step {turn.micro_step}: call "
                 "backward() once for each batch of run.loader, with the sum of its losses"
             )
-        if not self.now.first and name not in self._of_step:
+        if not turn.first and name not in self._of_step:
             raise ZeroError(
-                f"{name} got no gradient in the micro-steps before {self.now.micro_step}: every "
+                f"{name} got no gradient in the micro-steps before {turn.micro_step}: every "
                 "micro-batch must use the same parameters; let the others contribute "
                 "0 * parameter.sum() to the loss"
             )
-        return self.now
+        return turn
 
     def _receive(self, name: str) -> Turn:
         now = self._expect(name)

@@ -31,12 +31,13 @@ from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
 from zero_step.agree import Agreement, clipped
 from zero_step.gradients import own_groups, reduction_over
+from zero_step.phase import Move, State
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
 from zero_torch.loader import MicroBatches, in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import check_members, takes_no_metric
-from zero_torch.ordered_gradients import NOT_REDUCED, OrderedGradients
+from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
     Wrapped,
@@ -85,6 +86,7 @@ class Run(Checkpoints):
         self.loader = MicroBatches(batches, self._begin_iteration, self._draw, self._between_steps)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
+            self._phase,
             reduction_over(self._groups_of_sums(), self._device),
             self._parameters,
             options.reduction_block or DEFAULT_BLOCK,
@@ -96,9 +98,8 @@ class Run(Checkpoints):
         """That on a norm; a script need not clip."""
         self._watches = False
         """Whether forwards are watched."""
-        self._stepped = self._owed = False
-        """Whether the script has called step() in this micro-step; whether it may still call that
-        of the one before."""
+        self._owed = False
+        """Whether the script may still call the step() of the micro-step before."""
         self._unscaled = False
         """Whether the gradients of this step are unscaled."""
         self._skipped = False
@@ -160,10 +161,22 @@ class Run(Checkpoints):
         self._gradients.ends.append(self._end_backward)  # the last one: behind all gradients
 
     def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
-        """See the begin of a backward that the script calls itself."""
+        """See the begin of a backward that the script calls itself, and that one has failed."""
+        if torch._C._current_graph_task_id() == -1:
+            self._refuse_failed()
         for each in tree_leaves(output) if self._gradients.now is not None else ():
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(self._gradients.announce)
+
+    def _refuse_failed(self) -> None:
+        """Not to be called within a backward.
+
+        Raises:
+            ZeroError: One has failed: another one of the micro-batch would add to its gradients.
+        """
+        if self._phase.state is State.BACKWARD:
+            self._gradients.see_failure()
+            self._phase.check(Move.PASS)
 
     def _train_others(self) -> None:
         """Layers were frozen or unfrozen since the last step."""
@@ -203,6 +216,7 @@ class Run(Checkpoints):
         """
         self._advance()
         now = self._now()
+        self._refuse_failed()
         pipeline = self._gradients.pipeline
         weight, pipeline.weight = pipeline.weight, 1.0  # for the loss has it
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * weight
@@ -217,8 +231,7 @@ class Run(Checkpoints):
                 loss.backward()
         finally:
             pipeline.weight = weight
-        if not self._gradients.has_run:
-            raise ZeroError(NOT_REDUCED)
+        self._phase.check(Move.PASS)
 
     def step(self, max_norm: float | None = None) -> bool:
         """End the micro-batch; at the last one of the step, step optimizer and scheduler.
@@ -312,7 +325,7 @@ class Run(Checkpoints):
     def _drop_step(self) -> None:
         self._gradients.drop()
         self._losses.clear()
-        self._everybodys, self._stepped, self._owed = None, False, False
+        self._everybodys, self._owed = None, False
         if self._unscaled and self.scaler is not None:  # the scaler has a state of each step
             state, self._unscaled = self.scaler.state_dict(), False
             self._update_scaler()
@@ -321,12 +334,16 @@ class Run(Checkpoints):
             self._ledger.forget()
 
     def _between_steps(self) -> bool:
-        gradients = self._gradients
-        if gradients.now is not None and gradients.has_run:
-            if not (gradients.now.last and self._in_step):
+        if self._phase.begun:
+            if not self._has_acted:
                 return False
             self._end_micro_step()
         return not self._cursor.micro
+
+    @property
+    def _has_acted(self) -> bool:
+        """Whether the optimizer has acted in this micro-step."""
+        return self._phase.state is State.STEPPED and self._gradients.pipeline.turn.last
 
     def _leave_step(self, what: str) -> None:
         if not self._between_steps():
@@ -339,10 +356,7 @@ class Run(Checkpoints):
 
     def _now(self) -> Turn:
         if self._gradients.now is None:
-            raise ZeroError(
-                "there is no micro-batch: run.backward(), run.step() and clip_grad_norm_() belong "
-                "to a batch of run.loader, drawn after the last run.load()"
-            )
+            raise ZeroError(CALLS.batch)
         return self._gradients.now
 
     def _belongs_to_this(self) -> bool:
@@ -354,14 +368,13 @@ class Run(Checkpoints):
         Raises:
             ZeroError: No backward has run.
         """
-        if self._now() and self._gradients.has_run:
-            self._stepped = True
+        now = self._now()
+        if self._phase.has_run:
+            if not now.last and self._phase.state is State.RUN:
+                self._phase.move(Move.STEP)
             return True
         if not self._owed:
-            raise ZeroError(
-                "a step without a gradient: call run.backward(loss), or loss.backward(), for every "
-                f"batch of run.loader first. If you have called it: {NOT_REDUCED}"
-            )
+            self._phase.check(Move.STEP)
         self._owed = False
         return False
 
@@ -374,10 +387,10 @@ class Run(Checkpoints):
         Raises:
             ZeroError: A step was not taken; or a batch was passed over.
         """
-        gradients = self._gradients
-        if gradients.now is not None and gradients.has_run:
+        if self._phase.begun:
             self._end_micro_step()
-        gradients.now, self._owed = None, False
+        self._phase.move(Move.DROP)
+        self._owed = False
 
     def _draw(self) -> None:
         """A batch was drawn: the micro-step before has ended, or the batch waits for its end."""
@@ -393,13 +406,12 @@ class Run(Checkpoints):
                 "samples would be lost. Call backward() for every batch; let a bad one contribute "
                 "0 * its loss"
             )
-        now = gradients.now
-        if now is not None and gradients.has_run and (not now.last or self._in_step):
-            self._owed = not self._stepped
+        if self._phase.begun and (not gradients.pipeline.turn.last or self._has_acted):
+            self._owed = self._phase.state is State.RUN
             self._end_micro_step()
         if gradients.now is None:
             self._begin_micro_step()
-        if batches.draws.waiting > 1 or gradients.has_run:
+        if batches.draws.waiting > 1 or self._phase.begun:
             self._watch()
 
     def _watch(self) -> None:
@@ -418,7 +430,7 @@ class Run(Checkpoints):
         gradients = self._gradients
         if not self.loader.batches.draws.waiting:
             return
-        if gradients.now is not None and gradients.has_run:
+        if self._phase.begun:
             self._end_micro_step()
         if gradients.now is None:
             self._begin_micro_step()
@@ -436,7 +448,6 @@ class Run(Checkpoints):
                 "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
                 "holds it until the last micro-batch of a step"
             )
-        self._in_step = self._stepped = False
         self._gradients.begin(
             Turn(
                 live=plan.live(micro, world),
@@ -463,7 +474,7 @@ class Run(Checkpoints):
 
     def _end_backward(self) -> None:
         """The gradients of this micro-step are there: it has run the oldest batch."""
-        if not self._gradients.has_run:
+        if not self._gradients.has_received:
             raise ZeroError(NOT_REDUCED)
         self._owed = False
         ticket, microbatch = self.loader.batches.run(), self._microbatch()
@@ -483,22 +494,16 @@ class Run(Checkpoints):
         Raises:
             ZeroError: It was the last one of its step, and the optimizer was not called.
         """
-        now = self._now()
-        if now.last and not self._in_step:
-            raise ZeroError(
-                f"step {self._cursor.step + 1} was not taken: call run.step(), or "
-                "optimizer.step(), for every batch of run.loader; zero_torch holds it until the "
-                "last micro-batch of a step"
-            )
         self._gradients.end()
-        if now.last:
+        if self._gradients.pipeline.turn.last:
             self._end_step()
         else:
             self._cursor.micro += 1
 
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
-        self._in_step, self._skipped, self._unscaled = True, skipped, False
+        self._phase.move(Move.STEP)
+        self._skipped, self._unscaled = skipped, False
         cursor.step += 1
         cursor.samples += plan.samples
         cursor.skipped += skipped
@@ -521,8 +526,7 @@ class Run(Checkpoints):
 
     def _if_last(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._gradients.now  # None after run.step(), which ends the micro-step
-        runs = now is not None and self._gradients.has_run
-        acts = now.last if now is not None and runs else not self._cursor.micro
+        acts = now.last if now is not None and self._phase.begun else not self._cursor.micro
         return call(*args, **kwargs) if acts else None
 
     def _unscale(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -550,7 +554,7 @@ class Run(Checkpoints):
         if not self._may_act():
             return None
         result = call(*args, **kwargs)
-        if not self._in_step:  # the gradients were not finite
+        if not self._has_acted:  # the gradients were not finite
             self._count_step(skipped=True)
         return result
 
@@ -563,9 +567,8 @@ class Run(Checkpoints):
         if not self._belongs_to_this():
             return False
         last = self._now().last
-        if last and self._in_step:
-            raise ZeroError("the optimizer was stepped twice in one step; step it once")
         if last:
+            self._phase.check(Move.STEP)
             self._take_back()
         return last
 

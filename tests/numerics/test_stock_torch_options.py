@@ -168,10 +168,45 @@ def test_a_step_that_is_not_reduced_or_not_taken_is_an_error_that_names_it(
     worlds: WorldPool,
 ) -> None:
     (told,) = worlds.run(1, not_taken)
-    assert told.startswith("step 1 was not taken: call run.step(), or optimizer.step()")
+    assert told.startswith("the step was not taken: call run.step(), or optimizer.step()")
     for told in worlds.run(2, within_no_sync):
         assert told.startswith("no gradient was reduced in this micro-step")
         assert "not within no_sync()" in told
+
+
+def failed_half_way(directory: str, fails: bool, own: bool) -> str:
+    """A backward fails when some gradients of its micro-batch have come; the script goes on."""
+    model: Any = make("plain")
+    _, run = run_of(model)
+    run.save(directory)
+
+    def backward(tokens: Any) -> None:
+        model(tokens).backward() if own else run.backward(model(tokens))
+
+    def fail(_: Any) -> None:
+        raise ZeroDivisionError
+
+    for tokens in batches(run):
+        if fails:
+            handle = model.embed.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                backward(tokens)
+            handle.remove()
+            assert "failed half way" in refusal(lambda each=tokens: backward(each))
+            run.load(directory)
+            fails = False
+            continue
+        backward(tokens)
+        run.step()
+    return run.weight_hash()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_backward_that_fails_half_way_leaves_nothing_in_its_step(
+    worlds: WorldPool, tmp_path: Path, own: bool
+) -> None:
+    expected = worlds.run(1, failed_half_way, str(tmp_path / "whole"), False, own)
+    assert worlds.run(1, failed_half_way, str(tmp_path / "failed"), True, own) == expected
 
 
 def unscaled_by_the_script(clips: bool) -> str:
