@@ -21,6 +21,7 @@ import pytest
 
 from tests.deploy.manifests import DEPLOY, ROOT
 from tests.deploy.test_run import job_file
+from zero_agent.etcd.etcd_process import find_etcd
 
 MIRROR = "http://deb.debian.org/debian"
 TAG = "localhost/zero-elastic:test"
@@ -87,9 +88,10 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     directory = tmp_path_factory.mktemp("buildah")
     store = ["--root", f"{directory}/store", "--runroot", f"{directory}/run"]
     tool = ["buildah", *store, "--storage-driver", "vfs"]
-    base = _base(tool, directory)
+    base, etcd = _base(tool, directory), _etcd(tool)
     run(
         *(*tool, "build", "--isolation=chroot", "--pull=never", "--build-arg", f"BASE={base}"),
+        *("--build-arg", f"ETCD_IMAGE={etcd}"),
         *(*_from_here(directory), "--file", DEPLOY / "Dockerfile", "--tag", TAG, ROOT),
         timeout_s=1800,
     )
@@ -108,6 +110,14 @@ def _base(tool: list[str], directory: Path) -> str:
     run(*tool, "commit", "--quiet", container, "localhost/debian", timeout_s=300)
     shutil.rmtree(root)
     return "localhost/debian"
+
+
+def _etcd(tool: list[str]) -> str:
+    """An image with an etcd where that of its authors has it."""
+    container = run(*tool, "from", "scratch").strip()
+    run(*tool, "add", "--chmod=755", container, find_etcd(), "/usr/local/bin/etcd")
+    run(*tool, "commit", "--quiet", container, "localhost/etcd")
+    return "localhost/etcd"
 
 
 def _from_here(directory: Path) -> list[str]:
@@ -136,6 +146,8 @@ def test_the_image_runs_as_a_user_without_rights_and_trains(buildah, tmp_path):
     assert "render" in run(*inside, "zero-ctl", "--help")
     config = run(*buildah, "inspect", "--type=image", "--format", "{{.OCIv1.Config}}", TAG)
     assert "zero-agent" in config
+    which = "from zero_agent.etcd.etcd_process import binaries; print(*binaries())"
+    assert run(*inside, "python3", "-c", which).strip() == "/usr/local/bin/etcd"
     job = ("--width=32", "--layers=2", "--length=32", "--samples=330", "--checkpoints=/tmp/c")
     agent = ("zero-agent", "--standalone", "--nproc-per-node=2", "examples/train_gpt.py")
     output = run(*inside, "env", "OMP_NUM_THREADS=1", "HOME=/tmp", *agent, *job, timeout_s=300)
