@@ -24,6 +24,11 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ZERO_JOIN_TOKEN": "Secret of a job (32 random characters or more), the same on all "
             "nodes. It gives access to the etcd that the job runs for itself; workers do not "
             "get it.",
+            "ZERO_TOPOLOGY": "Where the node is in the network, the widest part first, such as "
+            "block-1.rack-7: neighbours there become neighbours in rank.",
+            "SLURM_TOPOLOGY_ADDR": "The same by Slurm, with the node at the end; ZERO_TOPOLOGY "
+            "wins.",
+            "SLURM_TOPOLOGY_ADDR_PATTERN": "What the parts of SLURM_TOPOLOGY_ADDR are.",
             "PYTHON_EXEC": "Interpreter of the workers (default: the agent's own, forked from "
             "the forkserver).",
             "CUDA_VISIBLE_DEVICES": "GPUs that the agent counts, checks and divides among its "

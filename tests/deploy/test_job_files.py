@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import textwrap
 import tomllib
 from typing import Any
 
@@ -306,6 +307,21 @@ def test_whatever_else_a_pod_needs_is_merged_into_that_of_the_agents(tmp_path):
             **plain["resources"][kind], "rdma/hca": 1, "hugepages-2Mi": "1Gi",
         }  # fmt: skip
     assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+@needs_kustomize
+def test_the_label_of_a_rack_takes_the_place_of_that_of_the_zone(tmp_path):
+    document = (ROOT / "docs" / "clusters.md").read_text()
+    [example] = re.findall(r"<!-- rack -->\n *```yaml\n(.*?)```", document, re.DOTALL)
+    found = {}
+    for name, file in (("zone", job(tmp_path)), ("rack", job(tmp_path, textwrap.dedent(example)))):
+        [agent] = pod(named(objects_of(file), "Job", "gpt-train"))["containers"]
+        [found[name]] = [one for one in agent["env"] if one["name"] == "ZERO_TOPOLOGY"]
+    labels = {name: one["valueFrom"]["fieldRef"]["fieldPath"] for name, one in found.items()}
+    assert labels == {
+        "zone": "metadata.labels['topology.kubernetes.io/zone']",
+        "rack": "metadata.labels['example.com/rack']",
+    }
 
 
 def _added(before: Object, after: Object, name: str) -> list[Object]:

@@ -115,6 +115,13 @@ def same_bits(job: Job, undisturbed_hash: str) -> None:
     assert job.left_behind() == []
 
 
+def test_an_agent_on_slurm_knows_the_switches_above_its_node(tmp_path):
+    show = "from zero_agent.command.resolve import topology_of; print(topology_of(os.environ))"
+    with slurm_cluster(tmp_path / "slurm") as slurm:
+        words = ("srun", "--nodes=2", sys.executable, "-c", f"import os; {show}")
+        assert sorted(slurm.run(*words).split()) == ["block.rack1", "block.rack2"]
+
+
 def test_a_job_that_nears_its_limit_saves_its_step_is_requeued_and_ends_with_the_same_bits(
     job, undisturbed_hash
 ):

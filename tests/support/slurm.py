@@ -51,10 +51,18 @@ KillWait={kill_wait}
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+TopologyPlugin=topology/tree
 NodeName=n1 NodeAddr=127.0.0.1 NodeHostname=localhost Port={first} CPUs=8 RealMemory=4000
 NodeName=n2 NodeAddr=127.0.0.1 NodeHostname=localhost Port={second} CPUs=8 RealMemory=4000
 PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
+"""
+
+
+_TOPOLOGY = """
+SwitchName=rack1 Nodes=n1
+SwitchName=rack2 Nodes=n2
+SwitchName=block Switches=rack[1-2]
 """
 
 
@@ -103,6 +111,7 @@ def slurm_cluster(place: Path) -> Iterator[Slurm]:
     ports = {name: free_port() for name in ("controller", "first", "second")}
     conf = place / "slurm.conf"
     conf.write_text(_CONF.format(place=place, kill_wait=KILL_WAIT_S, **ports))
+    (place / "topology.conf").write_text(_TOPOLOGY)
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     slurm = Slurm(environment)
     munge = {"key-file": key, "socket": place / "munge.socket", "pid-file": place / "munged.pid",

@@ -32,6 +32,7 @@ from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.ctl.requests import who
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.membership.ranks import SEPARATOR
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, parse_nnodes
 
@@ -74,6 +75,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         job=args.rdzv_id or None,
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host=args.machine or ("" if args.node_id else socket.gethostname()),
+        topology=topology_of(environ),
         address=args.local_addr,
         advertised=args.advertise_addr,
         ports=parse_ports(args.port_range),
@@ -100,6 +102,14 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         stop_exit_code=args.stop_exit_code,
         etcd_grace_s=_first(args.etcd_grace, AgentConfig.etcd_grace_s),
     )
+
+
+def topology_of(environ: Mapping[str, str]) -> str:
+    """Where this node is in the network, as `Node.topology`; empty: nobody says."""
+    address = environ.get("SLURM_TOPOLOGY_ADDR", "")
+    # The last part is the node, whose name may have dots.
+    depth = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(SEPARATOR)
+    return environ.get("ZERO_TOPOLOGY") or SEPARATOR.join(address.split(SEPARATOR)[:depth])
 
 
 def _spec(args: argparse.Namespace) -> JobSpec:

@@ -37,6 +37,8 @@ class AgentConfig:
     """The address under which other nodes reach this one, if not `address`: behind NAT."""
     host: str = ""
     """The host that an exclusion of this node applies to; empty: the node's id."""
+    topology: str = ""
+    """Where this node is in the network, as `Node.topology`."""
     timing: Timing
     gpus: bool = False
     """Whether each worker needs its own GPU."""
@@ -125,6 +127,7 @@ class AgentConfig:
             ring=self.reached_at(ring_port),
             role=self.role,
             host=self.host,
+            topology=self.topology,
             protocol=PROTOCOL,
             process=identity.own(),
             lease_ttl_s=self.lease_ttl_s,

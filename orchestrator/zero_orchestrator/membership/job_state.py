@@ -60,6 +60,8 @@ class Node:
     """The time to live of the lease that it is registered under."""
     evicted: int = 0
     """How often others have evicted this agent process although it was alive."""
+    topology: str = ""
+    """Where it is in the network, from the widest part on: `block-1.rack-7`; empty: unknown."""
 
     @property
     def machine(self) -> str:

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from zero_orchestrator.membership.dead_links import SetAside, who_goes
 from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitless, next_refill
@@ -50,6 +49,7 @@ from zero_orchestrator.membership.moves import (
     go,
     transaction,
 )
+from zero_orchestrator.membership.ranks import arrange, path_of
 
 __all__ = [
     "LEGAL",
@@ -143,7 +143,8 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
         return Decision(None, f"{_here(job)}; more may be coming")
     by_id = {node.id: node for node in job.eligible}
     former = [member.id for member in job.members.nodes]
-    order = arrange(former, list(by_id), job.spec.usable(count))
+    paths = {node.id: path_of(node.topology) for node in (*job.members.nodes, *job.eligible)}
+    order = arrange(former, list(by_id), job.spec.usable(count), paths)
     members = Members(tuple(by_id[node] for node in order), job.charges)
     return Decision(
         Transition(Move.ACTIVATE, job.cause, members),
@@ -455,41 +456,6 @@ def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | N
         left = f"{others} of {spec.min_nodes}:{spec.max_nodes} nodes would be left without it"
         return None, f"; {host} stays although {found.why}: {left}"
     return found, f"; {found}"
-
-
-# ---- who takes part, and in which order ----
-
-
-def arrange(former: Sequence[str], candidates: Sequence[str], limit: int) -> list[str]:
-    """The rank order of the next round: which node has rank 0, and which follow.
-
-    A node that stays keeps its place, so that its shard of the state moves as little as possible
-    and rank 0, which coordinates checkpoints, stays where it is. Survivors keep their relative
-    order; newcomers fill the places of those that left, in order of arrival, and then the end. A
-    survivor, if there is one, is first: a newcomer never is rank 0 of a job that has state.
-    Survivors go before newcomers when `limit` is short.
-
-    Args:
-        former: Nodes of the last round, in order; empty in the first.
-        candidates: Live nodes that may take part, in order of arrival.
-        limit: At most so many nodes.
-
-    Returns:
-        Node ids, first one first; `min(limit, len(candidates))` of them.
-    """
-    here = set(candidates)
-    survivors = [node for node in former if node in here][:limit]
-    known = set(former)
-    room = limit - len(survivors)
-    newcomers = iter([node for node in candidates if node not in known][:room])
-    staying = set(survivors)
-    order: list[str] = []
-    for node in former:
-        if node in staying:
-            order.append(node)
-        elif order:
-            order.extend(islice(newcomers, 1))
-    return [*order, *newcomers]
 
 
 _Rule = Callable[[Snapshot, Observation, Timing], Decision | None]
