@@ -131,6 +131,8 @@ class AgentLink:
         """The engines of this process, by number, in the order in which the script made them."""
         self.ram_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         """The bytes of the node's memory that each of them has."""
+        self.total_steps = 0
+        """Steps of the whole run; 0: not known."""
         self._joined = 0
         self._shown: tuple[int, contract.Progress] | None = None
         self._saving_s = self._compute_s = self._wait_s = 0.0
@@ -164,6 +166,12 @@ class AgentLink:
         self.clients[number] = client
         return number
 
+    def note_schedule(self, scheduler: object) -> None:
+        """Note the steps of the whole run, if a scheduler is made for a number of steps."""
+        total_steps = getattr(scheduler, "total_steps", None)  # as torch's OneCycleLR has it
+        if isinstance(total_steps, int):
+            self.total_steps = total_steps
+
     def remove(self, number: int) -> None:
         """Unregister an engine that is destroyed; the last one closes the connection."""
         self.clients.pop(number, None)
@@ -174,6 +182,7 @@ class AgentLink:
 
     def progress(self, number: int, mine: contract.Progress) -> None:
         """Report the end of an engine's step to the agent; the most advanced engine is shown."""
+        mine = replace(mine, total_steps=self.total_steps)
         if self._shown is None or self._shown[0] == number or mine.step > self._shown[1].step:
             self._shown = number, mine
         self.heartbeat()
@@ -449,6 +458,12 @@ def agent_link(rank: int) -> AgentLink:
         if _link.present and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)
     return _link
+
+
+def note_total_steps(total_steps: int) -> None:
+    """Note the steps of the whole run, for the engines that this process has."""
+    if _link is not None:
+        _link.total_steps = total_steps
 
 
 def _on_sigterm(number: int, _frame: object) -> None:

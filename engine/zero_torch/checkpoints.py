@@ -86,6 +86,7 @@ class Checkpoints:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._cursor = Cursor()
         self._link = agent_link(self._rank)
+        self._link.note_schedule(scheduler)
         self._link.preparing(BEFORE_FIRST_STEP)
         self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
         self._collectives.meet(self._device)

@@ -149,6 +149,8 @@ class Progress:
     """Loss scale of fp16 training; None in other training."""
     tokens: int = 0
     """Tokens of committed steps since the run began, as the script counts them; 0: it does not."""
+    total_steps: int = 0
+    """Steps of the whole job; 0: the script does not say, and has no schedule that does."""
     reduction: str = ""
     """How gradients are summed, if not in the fixed order: "native", by the backend."""
     saving_s: float = 0.0

@@ -316,7 +316,12 @@ class Staged:
                 "pids": {rank: 4000 + rank for rank in ranks},
             }
             if self.step and not self.preparing:
-                record |= {"step": self.step, "samples": BATCH * self.step, "loss": self.loss}
+                record |= {
+                    "total_steps": 3000,
+                    "step": self.step,
+                    "samples": BATCH * self.step,
+                    "loss": self.loss,
+                }
             store.put(progress_prefix(self.name) + name, json.dumps(record), lease=lease)
 
     def _quantiles(self, rank: int) -> Quantiles:

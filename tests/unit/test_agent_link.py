@@ -4,8 +4,11 @@ import contextlib
 import socket
 from dataclasses import replace
 
+import torch
+
 from zero_comm.agent_link import AgentLink
 from zero_contract.worker import Hello, Preparing, Progress, Saved, decode
+from zero_engine.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worker(tmp_path):
@@ -35,6 +38,23 @@ def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worke
         (1, 2.0, 1.25),
         (1, 2.0, 0.0),
     ]
+
+
+def test_a_scheduler_that_is_made_for_a_number_of_steps_says_how_many_the_run_has(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedulers = torch.optim.lr_scheduler
+    for scheduler, total_steps in (
+        (WarmupDecayLR(optimizer, total_num_steps=400), 400),
+        (WarmupCosineLR(optimizer, total_num_steps=500), 500),
+        (schedulers.OneCycleLR(optimizer, max_lr=0.1, epochs=3, steps_per_epoch=50), 150),
+        (schedulers.StepLR(optimizer, 30), 0),
+        (WarmupLR(optimizer), 0),
+        (None, 0),
+    ):
+        link = AgentLink(rank=0)
+        link.note_schedule(scheduler)
+        assert link.total_steps == total_steps, scheduler
 
 
 def test_a_save_in_memory_says_nothing_of_the_rate_of_the_storage():

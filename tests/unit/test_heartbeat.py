@@ -30,12 +30,13 @@ def test_a_beat_says_the_loss_the_samples_and_the_tokens_that_are_given(tmp_path
     file = tmp_path / "pulse"
     heartbeats = Heartbeats({0: file})
     monkeypatch.setenv(ENV_FILE, str(file))
-    zero_agent.heartbeat(12, loss=0.53125, samples=96, tokens=98304)
-    assert list(heartbeats.beats()) == [(0, Beat(12, 0.53125, 96, 98304))]
+    zero_agent.heartbeat(12, loss=0.53125, samples=96, tokens=98304, total_steps=400)
+    assert list(heartbeats.beats()) == [(0, Beat(12, 0.53125, 96, 98304, 400))]
     zero_agent.heartbeat(13)
     assert list(heartbeats.beats()) == [(0, Beat(13))], "what the step before has said is gone"
-    zero_agent.heartbeat(10**19, loss=-1.23456789e-300, samples=10**18, tokens=10**20)
-    assert list(heartbeats.beats()) == [(0, Beat(10**19, -1.23456789e-300, 10**18, 10**20))]
+    counts = {"samples": 10**18, "tokens": 10**20, "total_steps": 10**19}
+    zero_agent.heartbeat(10**19, loss=-1.23456789e-300, **counts)
+    assert list(heartbeats.beats()) == [(0, Beat(10**19, -1.23456789e-300, *counts.values()))]
 
 
 def test_words_that_are_not_known_spoil_nothing():

@@ -284,6 +284,27 @@ def test_steps_checkpoints_and_states_have_an_age(memory):
     assert page.splitlines()[-1].split()[-5:] == ["44", "40", "s", "ago", "1.5000"]
 
 
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"total_steps": 400}, "left 356 of 400 steps, 3 minutes at this speed"),
+        ({"total_steps": 40}, "left 0 of 40 steps, 0 s at this speed"),  # it was said too low
+        ({"total_steps": 0}, None),
+        ({}, None),
+    ],
+)
+def test_the_time_that_is_left_is_shown_where_the_number_of_all_steps_is_known(memory, said, line):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    paced = to_record(Pace(speed=Speed(steps=2.0)))
+    memory.put(progress_prefix("gpt") + "a", json.dumps({"step": 44, "pace": paced, **said}))
+    lines = [" ".join(one.split()) for one in shown(read(job)).splitlines()]
+    assert [one for one in lines if one.startswith("left")] == ([line] if line else [])
+    job.round(1, "DONE", "a")
+    assert "left" not in shown(read(job))
+
+
 def test_what_the_last_saves_took_is_shown_on_disk_and_in_memory_and_how_long_steps_took(memory):
     job = Job(memory)
     job.live("a")

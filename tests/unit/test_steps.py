@@ -77,3 +77,18 @@ def test_a_load_after_steps_of_the_round_does_not_read_as_if_training_went_back(
     assert load_in_words(loaded, begun=steps.begun).startswith("the workers resume from step 4: ")
     steps.beat(0, Progress(step=12))
     assert load_in_words(loaded, begun=steps.begun).startswith("the workers have loaded step 4: ")
+
+
+def test_the_number_of_all_steps_that_a_script_says_once_stays_known(tmp_path):
+    clock = ManualClock()
+    steps = Steps(HangPolicy(limit_s=5.0), clock)
+    heartbeat = tmp_path / "heartbeat"
+    steps.begin({0: heartbeat})
+    steps.beat(0, Progress(step=7))
+    assert steps.last.total_steps == 0
+    heartbeat.write_text("3 total_steps=400")
+    steps.too_slow()
+    steps.beat(0, Progress(step=8))
+    assert (steps.last.step, steps.last.total_steps) == (8, 400)
+    steps.beat(0, Progress(step=9, total_steps=500))
+    assert steps.last.total_steps == 500, "what its schedule says comes first"

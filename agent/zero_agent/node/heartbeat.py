@@ -3,8 +3,8 @@
 The environment of a worker names its heartbeat file, ZERO_HEARTBEAT_FILE. Each change of the file's
 modification time is a heartbeat, whatever made it (`touch` in a shell script will do). The file may
 contain the number of the last finished step, and after it what else is known of it:
-`12 loss=0.53 samples=96 tokens=98304`. The agent looks at the files of its workers at each turn of
-its loop.
+`12 loss=0.53 samples=96 tokens=98304 total_steps=400`. The agent looks at the files of its workers
+at each turn of its loop.
 
 Must always hold: `heartbeat` costs microseconds, raises nothing, and does nothing outside of an
 agent.
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 ENV_FILE = "ZERO_HEARTBEAT_FILE"
 """As `zero_contract.worker.ENV_HEARTBEAT`; a script's heartbeat imports nothing for it."""
-_LENGTH = 128
+_LENGTH = 160
 """The length of what `heartbeat` writes: padded, so that it replaces what was there."""
 
 
@@ -31,6 +31,7 @@ class Beat(NamedTuple):
     loss: float | None = None
     samples: int = 0
     tokens: int = 0
+    total_steps: int = 0
 
 
 def heartbeat(
@@ -39,6 +40,7 @@ def heartbeat(
     loss: float | None = None,
     samples: int = 0,
     tokens: int = 0,
+    total_steps: int = 0,
 ) -> None:
     """Send a heartbeat: this worker makes progress. Call it once per step.
 
@@ -51,12 +53,16 @@ def heartbeat(
         loss: The loss of the step; the mean over all ranks, if the script knows it.
         samples: The samples that all ranks have consumed since the run began.
         tokens: The tokens that they have consumed.
+        total_steps: The steps of the whole job, from which the time that is left follows. A script
+            whose steps the engine or `zero_torch` reports may say it once.
     """
     path = os.environ.get(ENV_FILE)
     if path is None:
         return
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
-        text = b"" if step is None else _line(int(step), loss, int(samples), int(tokens))
+        given = {"samples": samples, "tokens": tokens, "total_steps": total_steps}
+        counts = {name: int(count) for name, count in given.items()}
+        text = b"" if step is None else _line(int(step), loss, counts)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             # One write of a fixed length: a reader sees the old line or the new one.
@@ -65,11 +71,10 @@ def heartbeat(
             os.close(descriptor)
 
 
-def _line(step: int, loss: float | None, samples: int, tokens: int) -> bytes:
+def _line(step: int, loss: float | None, counts: Mapping[str, int]) -> bytes:
     words = [str(step)]
     words += [f"loss={float(loss):.9g}"] if loss is not None else []
-    words += [f"samples={samples}"] if samples else []
-    words += [f"tokens={tokens}"] if tokens else []
+    words += [f"{name}={count}" for name, count in counts.items() if count]
     return " ".join(words).encode()
 
 
@@ -87,10 +92,8 @@ def parse(text: bytes) -> Beat | None:
         with contextlib.suppress(ValueError):
             if name == b"loss":
                 beat = beat._replace(loss=float(value))
-            elif name == b"samples":
-                beat = beat._replace(samples=int(value))
-            elif name == b"tokens":
-                beat = beat._replace(tokens=int(value))
+            elif name in {b"samples", b"tokens", b"total_steps"}:
+                beat = beat._replace(**{name.decode(): int(value)})
     return beat
 
 

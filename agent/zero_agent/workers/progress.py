@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_agent.node.heartbeat import Beat, Heartbeats
@@ -143,6 +143,8 @@ class Steps:
         self._reporting: set[int] = set()
         """The ranks that report the steps of this round by messages."""
         self._promised = False
+        self._total_steps = 0
+        """Steps of the whole job, as a heartbeat of a script has said; 0: none has."""
         self.last: Progress | None = None
         """The last step that any worker of this node has reported, in any round."""
         self.times = StepTimes()
@@ -251,6 +253,8 @@ class Steps:
 
     def _heard(self, rank: int, beat: Beat | None) -> None:
         """A heartbeat of a script: a step, unless its worker reports steps; then a sign of life."""
+        if beat is not None and beat.total_steps:
+            self._total_steps = beat.total_steps
         if rank in self._reporting:
             self._clocks[rank].go_on(self._clock.now())
         else:
@@ -261,6 +265,8 @@ class Steps:
         self._preparing.pop(rank, None)
         took_s = self.times.add(rank, self._clock.now(), progress)
         if progress is not None:
+            total_steps = progress.total_steps or self._total_steps
+            progress = replace(progress, total_steps=total_steps)
             self.last = progress
             self._meter.add(progress, self._clock.now())
             self.speed = self._meter.speed

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from zero_comm.agent_link import current_job, current_round
+from zero_comm.agent_link import current_job, current_round, note_total_steps
 from zero_comm.objects import gather_objects_of_group
 from zero_deepspeed.as_deepspeed.accelerator import exempt
 from zero_deepspeed.as_deepspeed.resuming import (
@@ -218,6 +218,7 @@ class _Guide(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Check the schedule, which is known now, before the first step."""
         self._agree(lambda: self._settle(state.max_steps))
+        note_total_steps(state.max_steps)
         if self._streams and (state.epoch or 0) >= 1 and not hasattr(Trainer, _FINDS_PLACE):
             raise CannotGoOn(
                 "this version of transformers skips no samples in the second epoch of a stream, "

@@ -81,6 +81,7 @@ class Engine(WholeWeights):
         """The config as it was given; libraries read it."""
         self.optimizer = core.zero.optimizer if core.zero is not None else None
         self.lr_scheduler = scheduler
+        link.note_schedule(scheduler)
         self.training_dataloader = run.loader
         self.device = core.device
         self.local_rank = local_rank()

@@ -247,7 +247,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total_steps = _whole(total_num_steps, "total_num_steps")
+        self.total_steps = _whole(total_num_steps, "total_num_steps")
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -258,8 +258,8 @@ class WarmupDecayLR(WarmupLR):
         )
 
     def _afterwards(self, iteration: int) -> float:
-        left = self._total_steps - iteration
-        return max(0.0, left / max(1.0, self._total_steps - self._warmup_steps))
+        left = self.total_steps - iteration
+        return max(0.0, left / max(1.0, self.total_steps - self._warmup_steps))
 
 
 class WarmupCosineLR(_Warmup):
@@ -275,7 +275,7 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total_steps = _whole(total_num_steps, "total_num_steps")
+        self.total_steps = _whole(total_num_steps, "total_num_steps")
         self._warmup_minimum, self._minimum = warmup_min_ratio, cos_min_ratio
         self._own_rates = _own_rates(optimizer)
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
@@ -288,7 +288,7 @@ class WarmupCosineLR(_Warmup):
             ratio = self._warmup_minimum + self._warmed(iteration) * (1 - self._warmup_minimum)
         else:
             done = iteration - self._warmup_steps + 1
-            progress = min(1.0, done / max(1, self._total_steps - self._warmup_steps))
+            progress = min(1.0, done / max(1, self.total_steps - self._warmup_steps))
             cosine = (1 + math.cos(math.pi * progress)) / 2
             ratio = max(0.0, self._minimum + (1 - self._minimum) * cosine)
         return [rate * ratio for rate in self._own_rates]

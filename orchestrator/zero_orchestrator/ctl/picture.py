@@ -194,6 +194,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
     rate = next((value for value in reversed(rates) if value is not None), None)
     nodes = len(records.lanes) if job.ended and records.lanes else len(job.members)
     spares = sum(row.alive for row in job.spares)
+    total = "" if job.total_steps is None else f"of {job.total_steps:,}; "
     wanted = _count(job.world_size, "worker")
     if job.max_nodes:
         least = f"{job.min_nodes} to " if job.min_nodes < job.max_nodes else ""
@@ -201,7 +202,8 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
     if spares and not job.ended:
         wanted = f"and {_count(spares, 'spare')}; {wanted}"
     return [
-        _tile("Step", NOTHING if step is None else f"{step:,}", f"round {job.round}"),
+        _tile("Step", NOTHING if step is None else f"{step:,}", f"{total}round {job.round}"),
+        *_left_tile(job, step),
         _tile("Loss", _loss(loss), "mean of the last step"),
         _tile("Throughput", _short(rate), unit),
         *_tokens_tile(points),
@@ -211,6 +213,14 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
         _tile("Restarts", *_restarts(records)),
         _checkpoint_tile(job, end_s),
     ]
+
+
+def _left_tile(job: JobStatus, step: int | None) -> list[Json]:
+    """The time that is left, if the script says how many steps there are."""
+    if job.total_steps is None or job.left_s is None or job.ended:
+        return []
+    note = f"{max(0, job.total_steps - (step or 0)):,} steps at this speed"
+    return [_tile("Time left", in_words(job.left_s), note)]
 
 
 def _tokens_tile(points: Sequence[Point]) -> list[Json]:

@@ -179,6 +179,10 @@ class JobStatus:
     """Samples that all steps have consumed; None: not known."""
     tokens: int | None = None
     """Tokens that all steps have consumed; None: the script does not count them."""
+    total_steps: int | None = None
+    """Steps of the whole job; None: the script does not say."""
+    left_s: float | None = None
+    """Seconds to the end of the last of these steps, at the speed of the last minute."""
     saved: int = 0
     """Number of checkpoints on disk that were published, up to the last record of the job."""
     kept: int = 0
@@ -383,9 +387,17 @@ def _trained(progress: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     words = (str(of.get("reduction", "")) for of in progress)
     paced = [pace.from_record(of.get("pace")) for of in progress]
     fastest = (of.speed for of in paced if of.speed is not None)
+    speed = max(fastest, key=lambda speed: speed.steps, default=None)
+    total_steps = _latest(*(of.get("total_steps") or None for of in progress))
+    step = _latest(*(of.get("step") for of in progress))
+    left_s = None
+    if total_steps is not None and step is not None and speed is not None and speed.steps > 0:
+        left_s = max(0, total_steps - step) / speed.steps
     return {
+        "total_steps": total_steps,
+        "left_s": left_s,
         "reduction": next(filter(None, words), ""),
-        "speed": max(fastest, key=lambda speed: speed.steps, default=None),
+        "speed": speed,
         "step_times": pace.quantiles(pace.add_up(of.counts for of in paced)),
         "samples": _latest(*(of.get("samples") or None for of in progress)),
         "tokens": _latest(*(of.get("tokens") or None for of in progress)),

@@ -353,6 +353,10 @@ def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
         yield "consumed", consumed
     if status.speed is not None and not status.ended:
         yield "speed", speed_in_words(status.speed)
+    if status.total_steps is not None and not status.ended:
+        left = "" if status.left_s is None else f", {in_words(status.left_s)} at this speed"
+        step = max((row.step for row in status.members if row.step is not None), default=0)
+        yield "left", f"{max(0, status.total_steps - step):,} of {status.total_steps:,} steps{left}"
     if status.step_times is not None:
         yield "step time", f"{_in_quantiles(status.step_times)}, in this round"
     elif status.run_step_times is not None:
