@@ -10,7 +10,7 @@ import torch
 
 from zero_contract.errors import ConfigError
 from zero_engine.config import SchedulerConfig
-from zero_engine.optim.lr_schedules import Schedule, make_schedule
+from zero_engine.optim.lr_schedules import OneCycle, Schedule, make_schedule
 
 
 def optimizer(*rates: float) -> torch.optim.Optimizer:
@@ -189,6 +189,50 @@ def test_what_the_trainer_writes_and_numbers_in_quotes_are_numbers() -> None:
     )
     schedule.step(2)
     assert schedule.get_last_lr() == [1e-4]
+
+
+GROUPS: dict[str, dict[str, list[float]]] = {
+    "LRRangeTest": {"lr_range_test_min_lr": [1, 2]},
+    "WarmupLR": {"warmup_min_lr": [0, 1], "warmup_max_lr": [3, 4]},
+    "WarmupDecayLR": {"warmup_min_lr": [0, 1], "warmup_max_lr": [3, 4]},
+    "OneCycle": {
+        "cycle_min_lr": [1, 2],
+        "cycle_max_lr": [3, 5],
+        "cycle_min_mom": [0.1, 0.2],
+        "cycle_max_mom": [0.5, 0.7],
+    },
+}
+"""Every param that has a value for each param group."""
+REQUIRED = {"WarmupDecayLR": {"total_num_steps": 9}}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_with_values_of_its_own_is_scheduled_as_if_it_were_alone(name: str) -> None:
+    both, more = optimizer(0.1, 0.1), REQUIRED.get(name, {})
+    schedule = make(name, both, **GROUPS[name], **more)
+    for index, group in enumerate(both.param_groups):
+        own = {key: values[index] for key, values in GROUPS[name].items()}
+        alone = make(name, optimizer(0.1), **own, **more)
+        for iteration in (-1, 0, 1, 1999, 2000, 5000):
+            schedule.step(iteration)
+            alone.step(iteration)
+            assert group["lr"] == alone.get_last_lr()[0] == schedule.get_lr()[index]
+            assert group["betas"] == alone.optimizer.param_groups[0]["betas"]
+
+
+@pytest.mark.parametrize(("name", "key"), [(n, key) for n, keys in GROUPS.items() for key in keys])
+def test_as_many_values_as_groups_are_needed(name: str, key: str) -> None:
+    params = {**GROUPS[name], **REQUIRED.get(name, {}), key: [1.0, 2.0, 3.0]}
+    with pytest.raises(ConfigError, match=f"{key}: 3 values for 2 param groups"):
+        make(name, optimizer(0.1, 0.1), **params)
+
+
+def test_a_script_reads_the_momentum_of_each_group() -> None:
+    target = optimizer(0.1, 0.1)
+    schedule = OneCycle(target, 1, 5, cycle_first_step_size=2, cycle_max_mom=[0.9, 0.8])
+    schedule.step()
+    assert schedule.get_mom() == [group["betas"] for group in target.param_groups]
+    assert OneCycle(target, 1, 5, cycle_momentum=False).get_mom() is None
 
 
 def test_a_restored_schedule_goes_on_as_if_never_stopped() -> None:

@@ -42,8 +42,8 @@ class Schedule:
         """The rate of each group after `iteration` + 1 applied steps."""
         raise NotImplementedError
 
-    def betas(self, _iteration: int) -> tuple[float, float] | None:
-        """The betas of all groups, if the schedule sets them."""
+    def betas(self, _iteration: int) -> list[tuple[float, float]] | None:
+        """The betas of each group, if the schedule sets them."""
         return None
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -78,8 +78,8 @@ class Schedule:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
-            if betas is not None:
-                group["betas"] = betas
+        for group, own in zip(groups, betas or (), strict=False):
+            group["betas"] = own
 
 
 class LRRangeTest(Schedule):
@@ -94,18 +94,18 @@ class LRRangeTest(Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._minima = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
-        self._size = _whole(lr_range_test_step_size, "lr_range_test_step_size")
-        self._rate = lr_range_test_step_rate
-        self._staircase = lr_range_test_staircase
+        self.min_lr = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = _whole(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate = lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
         """min_lr * (1 + step_rate * intervals)."""
-        intervals = (iteration + 1) / self._size
-        if self._staircase:
+        intervals = (iteration + 1) / self.step_size
+        if self.staircase:
             intervals = math.floor(intervals)
-        return [minimum * (1 + self._rate * intervals) for minimum in self._minima]
+        return [minimum * (1 + self.step_rate * intervals) for minimum in self.min_lr]
 
 
 class OneCycle(Schedule):
@@ -114,8 +114,8 @@ class OneCycle(Schedule):
     def __init__(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         self,
         optimizer: torch.optim.Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -123,16 +123,20 @@ class OneCycle(Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        self._lr = (cycle_min_lr, cycle_max_lr)
-        self._mom = (cycle_min_mom, cycle_max_mom)
+        self.min_lrs = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self._min_moms = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
+        self._max_moms = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
         self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
         self._first = float(_whole(cycle_first_step_size, "cycle_first_step_size"))
-        self._second = float(cycle_second_step_size or cycle_first_step_size)
+        self._second = self._first
+        if cycle_second_step_size is not None:
+            self._second = float(_whole(cycle_second_step_size, "cycle_second_step_size", least=0))
         self._first_stairs = cycle_first_stair_count
         self._second_stairs = (
             cycle_first_stair_count
@@ -149,23 +153,31 @@ class OneCycle(Schedule):
 
     def rates(self, iteration: int) -> list[float]:
         """Min + (max - min) * height in the cycle, then min / (1 + rate * intervals)."""
-        low, high = self._lr
         if iteration < self._total:
-            rate = low + (high - low) * self._height(iteration)
-        else:
-            rate = low / (1 + self._decay_lr * self._intervals(iteration))
-        return [rate] * len(self.optimizer.param_groups)
+            height = self._height(iteration)
+            pairs = zip(self.min_lrs, self.max_lrs, strict=True)
+            return [low + (high - low) * height for low, high in pairs]
+        divisor = 1 + self._decay_lr * self._intervals(iteration)
+        return [low / divisor for low in self.min_lrs]
 
-    def betas(self, iteration: int) -> tuple[float, float] | None:
+    def betas(self, iteration: int) -> list[tuple[float, float]] | None:
         """The first beta falls as the rate rises."""
         if not self._cycles_momentum:
             return None
-        low, high = self._mom
-        if iteration < 0:
-            return low, _BETA2  # DeepSpeed begins with the lower one, for one step
-        if iteration < self._total:
-            return high - (high - low) * self._height(iteration), _BETA2
-        return high * (1 + self._decay_mom * self._intervals(iteration)), _BETA2
+        if iteration < 0:  # DeepSpeed begins with the lower one, for one step
+            moms = self._min_moms
+        elif iteration < self._total:
+            height = self._height(iteration)
+            pairs = zip(self._min_moms, self._max_moms, strict=True)
+            moms = [high - (high - low) * height for low, high in pairs]
+        else:
+            factor = 1 + self._decay_mom * self._intervals(iteration)
+            moms = [high * factor for high in self._max_moms]
+        return [(mom, _BETA2) for mom in moms]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group, computed for the current iteration; None: they do not change."""
+        return self.betas(self.last_batch_iteration)
 
     def _intervals(self, iteration: int) -> float:
         """How far the decay is; 0 for ever if it has no step size."""
@@ -193,14 +205,14 @@ class _Warmup(Schedule):
         if kind not in _WARMUPS:
             raise ConfigError(f'scheduler warmup_type: {kind!r} is not "log" or "linear"')
         # The Trainer makes 0 of "auto" if its arguments ask for no warm-up.
-        self._warmup_steps = max(2, _whole(steps, "warmup_num_steps", least=0))
-        self._kind = kind
+        self.warmup_num_steps = max(2, _whole(steps, "warmup_num_steps", least=0))
+        self.warmup_type = kind
         super().__init__(optimizer, last_batch_iteration)
 
     def _warmed(self, iteration: int) -> float:
-        if self._kind == "linear":
-            return iteration / self._warmup_steps
-        return (1.0 / math.log(self._warmup_steps)) * math.log(iteration + 1)
+        if self.warmup_type == "linear":
+            return iteration / self.warmup_num_steps
+        return (1.0 / math.log(self.warmup_num_steps)) * math.log(iteration + 1)
 
 
 class WarmupLR(_Warmup):
@@ -217,17 +229,17 @@ class WarmupLR(_Warmup):
     ) -> None:
         if warmup_max_lr is None:
             warmup_max_lr = _own_rates(optimizer)
-        self._minima = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
-        self._maxima = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
+        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
         """Min + (max - min) * fraction; the minimum before the first step."""
         if iteration < 0:
-            return self._minima
-        warm = iteration < self._warmup_steps
+            return self.min_lrs
+        warm = iteration < self.warmup_num_steps
         fraction = self._warmed(iteration) if warm else self._afterwards(iteration)
-        pairs = zip(self._minima, self._maxima, strict=True)
+        pairs = zip(self.min_lrs, self.max_lrs, strict=True)
         return [low + (high - low) * fraction for low, high in pairs]
 
     def _afterwards(self, _iteration: int) -> float:
@@ -259,7 +271,7 @@ class WarmupDecayLR(WarmupLR):
 
     def _afterwards(self, iteration: int) -> float:
         left = self.total_steps - iteration
-        return max(0.0, left / max(1.0, self.total_steps - self._warmup_steps))
+        return max(0.0, left / max(1.0, self.total_steps - self.warmup_num_steps))
 
 
 class WarmupCosineLR(_Warmup):
@@ -282,16 +294,22 @@ class WarmupCosineLR(_Warmup):
 
     def rates(self, iteration: int) -> list[float]:
         """The groups' rates times the ratio; 0 before the first step."""
-        if iteration < 0:
-            ratio = 0.0
-        elif iteration < self._warmup_steps:
-            ratio = self._warmup_minimum + self._warmed(iteration) * (1 - self._warmup_minimum)
-        else:
-            done = iteration - self._warmup_steps + 1
-            progress = min(1.0, done / max(1, self.total_steps - self._warmup_steps))
-            cosine = (1 + math.cos(math.pi * progress)) / 2
-            ratio = max(0.0, self._minimum + (1 - self._minimum) * cosine)
+        ratio = self._ratio(iteration)
         return [rate * ratio for rate in self._own_rates]
+
+    def get_lr_ratio(self) -> float:
+        """The ratio of each group's own rate, computed for the current iteration."""
+        return self._ratio(self.last_batch_iteration)
+
+    def _ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        if iteration < self.warmup_num_steps:
+            return self._warmup_minimum + self._warmed(iteration) * (1 - self._warmup_minimum)
+        done = iteration - self.warmup_num_steps + 1
+        progress = min(1.0, done / max(1, self.total_steps - self.warmup_num_steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self._minimum + (1 - self._minimum) * cosine)
 
 
 BY_NAME: dict[str, type[Schedule]] = {
