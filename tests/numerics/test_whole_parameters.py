@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -252,30 +253,11 @@ def test_weights_may_rest_in_16_bits(worlds: WorldPool) -> None:
     assert len(set(hashes)) == 1
 
 
-@pytest.mark.parametrize(
-    ("key", "more"),
-    [
-        (
-            "zero_optimization.offload_optimizer",
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        ),
-        (
-            "bf16.bf16_optimizer_states",
-            {
-                "bf16": {
-                    "enabled": True,
-                    "bf16_master_weights_and_grads": True,
-                    "bf16_optimizer_states": True,
-                }
-            },
-        ),
-    ],
-)
-def test_state_that_cannot_rest_elsewhere_is_refused_with_the_remedy(
-    worlds: WorldPool, key: str, more: dict[str, Any]
-) -> None:
-    settings = config(2, optimizer=ADAFACTOR) | more
-    with pytest.raises(WorldError, match=f"{key}: Adafactor is given whole.*; remove the key, or"):
+def test_state_in_16_bits_is_refused_with_the_remedy(worlds: WorldPool) -> None:
+    low = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    settings = config(2, optimizer=ADAFACTOR) | {"bf16": dict.fromkeys(low, True)}
+    refused = "bf16.bf16_optimizer_states: Adafactor is given whole.*; remove the key, or"
+    with pytest.raises(WorldError, match=refused):
         worlds.run(1, make, settings)
 
 
@@ -283,12 +265,33 @@ def make(settings: dict[str, Any]) -> None:
     make_engine(settings)
 
 
-def make_own(settings: dict[str, Any]) -> None:
-    with_object(2, **settings)
+def train_offloaded(device: str, own: bool, stage: int) -> tuple[str, list[str]]:
+    zero = {"stage": stage, "offload_optimizer": {"device": device}}
+    caught: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zero_engine")
+    logger.addHandler(handler)
+    settings = {"zero_optimization": zero}
+    engine = (
+        with_object(stage, **settings)
+        if own
+        else make_engine(config(stage, optimizer=ADAFACTOR) | settings)
+    )
+    logger.removeHandler(handler)
+    train(engine, 2)
+    return engine.weight_hash(), [each for each in caught if "offload_optimizer" in each]
 
 
-def test_a_class_that_nobody_knows_is_told_how_to_be_offloaded(worlds: WorldPool) -> None:
-    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    refused = "offload_optimizer: Kronecker is given whole.*alone, set needs_whole_parameters = F"
-    with pytest.raises(WorldError, match=refused):
-        worlds.run(1, make_own, zero)
+@pytest.mark.parametrize("own", [False, True], ids=["Adafactor", "of the script"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.corners(stage=[3])
+def test_offload_optimizer_has_no_effect_and_a_warning_says_so(
+    worlds: WorldPool, own: bool, stage: int
+) -> None:
+    (offloaded, told), (other, nothing) = worlds.run(2, train_offloaded, "cpu", own, stage)
+    (plain, _), _ = worlds.run(2, train_offloaded, "none", own, stage)
+    assert (offloaded, other, nothing) == (plain, plain, [])
+    (sentence,) = told
+    assert "has no effect: " in sentence
+    assert ("set needs_whole_parameters = False" in sentence) == own

@@ -195,9 +195,14 @@ def test_the_command_refuses_what_initialize_refuses_in_the_same_words(
             {
                 **BATCH,
                 "optimizer": {"type": "Adafactor"},
-                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+                "zero_optimization": {"stage": 1},
+                "bf16": {
+                    "enabled": True,
+                    "bf16_master_weights_and_grads": True,
+                    "bf16_optimizer_states": True,
+                },
             },
-            "zero_optimization.offload_optimizer: Adafactor is given whole parameters",
+            "bf16.bf16_optimizer_states: Adafactor is given whole parameters",
         ),
     ],
 )

@@ -54,6 +54,7 @@ from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import (
     Parameters,
     check_whole,
+    kept_here,
     make_optimizer,
     needs_whole,
     trained_groups,
@@ -132,6 +133,9 @@ def initialize(
         take_over(model)
         without_values = leave_meta(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
+        if chosen is not None and needs_whole(chosen):
+            check_whole(chosen, settings)
+            settings = kept_here(chosen, settings)
         core = _make_core(model, chosen, settings, link, without_values)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
         run = _make_run(settings, core, training_data, collate_fn, num_workers, link)
@@ -307,9 +311,6 @@ def _make_stepper(
     if optimizer is None or not trained:
         return None, None
     config, stage, native = shared.config, shared.stage, shared.config.elastic.is_native
-    whole = needs_whole(optimizer)
-    if whole:
-        check_whole(optimizer, config)
     if config.master != "fp32" and dist.get_rank() == 0:
         _log.info(
             "master weights rest in %s, the optimizer's state in %s; gradients are summed in fp32",
@@ -324,7 +325,7 @@ def _make_stepper(
         LossScaling.of(config.fp16),
         pace_of(config.zero_optimization, low_precision=config.master != "fp32"),
         DTYPES[config.moments],
-        whole=whole,
+        whole=needs_whole(optimizer),
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
     )
     zero.spill.budget_bytes = config.elastic.accumulate_device_bytes

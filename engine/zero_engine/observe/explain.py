@@ -151,7 +151,8 @@ def _warnings(config: Config) -> Iterator[str]:
     elif is_stepped_whole(config.optimizer):
         yield (
             f"optimizer {config.optimizer.type}: each parameter is stepped whole, by the rank that "
-            "owns it; its memory is counted as for matrices, vectors take a value per element"
+            "owns it; offload_optimizer has no effect on it; its memory is counted as for "
+            "matrices, vectors take a value per element"
         )
     if not config.gradient_clipping:
         yield "gradients are not clipped"

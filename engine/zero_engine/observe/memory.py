@@ -8,12 +8,12 @@ gradients of the module that backward is in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_comm.topology import Topology, alone, described
 from zero_engine.accumulation import Accumulation, choose
-from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME
+from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME, OffloadOptimizer
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
 from zero_engine.stages import STAGES
 
@@ -330,16 +330,19 @@ def estimate_for(
         accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
         for node in range(len(topology.nodes))
     )
+    zero, whole = config.zero_optimization, is_stepped_whole(config.optimizer)
+    if whole:  # and so not offloaded
+        zero = replace(zero, offload_optimizer=OffloadOptimizer())
     return estimate(
         parameters,
-        stage=config.zero_optimization.stage,
+        stage=zero.stage,
         compute=config.compute,
         resting=(config.master, config.moments),
         states=2 if states is None else states,
         world=world,
-        zero=config.zero_optimization,
+        zero=zero,
         largest=largest,
-        whole=is_stepped_whole(config.optimizer),
+        whole=whole,
         travelling=travelling_bytes(config, accumulation, micro_batches, world),
         kept=kept,
         kept_away=kept - accumulation.here_bytes(kept),
