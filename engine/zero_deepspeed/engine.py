@@ -483,7 +483,8 @@ class DeepSpeedEngine(Engine):
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the overflows."""
-        return self._config.fp16.enabled and not self._config.fp16.loss_scale
+        rules = self._config.loss_scaling
+        return rules.enabled and not rules.loss_scale
 
     def gradient_clipping(self) -> float:
         """The largest global gradient norm; 0 is no limit."""

@@ -236,13 +236,17 @@ def test_a_call_out_of_order_is_named(worlds: WorldPool, kind: str, message: str
         worlds.run(1, misuse, kind)
 
 
-def test_bf16_parameters_in_fp32_training_are_refused_with_the_remedy(worlds: WorldPool) -> None:
+def test_parameters_of_two_dtypes_in_fp32_training_are_refused_with_the_remedy(
+    worlds: WorldPool,
+) -> None:
     with pytest.raises(WorldError, match=r"torch\.bfloat16 in fp32 training; set bf16\.enabled"):
-        worlds.run(1, initialize_bf16_model_in_fp32)
+        worlds.run(1, initialize_partly_bf16)
 
 
-def initialize_bf16_model_in_fp32() -> None:
-    zero_deepspeed.initialize(model=make_model().bfloat16(), config=config())
+def initialize_partly_bf16() -> None:
+    model = make_model()
+    model.blocks[0].bfloat16()
+    zero_deepspeed.initialize(model=model, config=config())
 
 
 # ---- what travels ----

@@ -133,9 +133,9 @@ def test_never_is_an_interval_as_accelerate_writes_it() -> None:
 
 
 def test_a_dtype_may_have_torchs_name() -> None:
-    load_config({"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}})
-    with pytest.raises(ConfigError, match="'torch\\.float16' is not supported"):
-        load_config({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}})
+    for dtype, short in (("torch.bfloat16", "bf16"), ("torch.float16", "fp16")):
+        config = load_config({"torch_autocast": {"enabled": True, "dtype": dtype}})
+        assert config.torch_autocast.compute == short
 
 
 def test_keys_for_readers_are_passed_over_at_every_level() -> None:
@@ -244,7 +244,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ),
         (
             {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}},
-            "fp16 and torch_autocast are both enabled; keep one",
+            "fp16 and torch_autocast with bfloat16 are both enabled; keep one",
         ),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1.0 is not a finite number >= 0"),
         (

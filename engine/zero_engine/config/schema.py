@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
@@ -103,14 +103,19 @@ class TorchAutocast:
     enabled: bool = False
     """Whether forward runs under torch.autocast."""
     dtype: str = "bfloat16"
-    """The dtype of torch.autocast; only "bfloat16" is supported."""
+    """The dtype of torch.autocast: "bfloat16", or "float16", with the loss scale of "fp16"."""
 
     def __post_init__(self) -> None:
-        if self.enabled and _DTYPE_NAMES.get(self.dtype.removeprefix("torch.")) != "bf16":
+        if self.enabled and self.compute not in ("bf16", "fp16"):
             raise ConfigError(
-                f'torch_autocast.dtype: {self.dtype!r} is not supported; use "bfloat16", or '
-                "fp16.enabled for float16"
+                f'torch_autocast.dtype: {self.dtype!r} is not supported; use "bfloat16" or '
+                '"float16"'
             )
+
+    @property
+    def compute(self) -> str | None:
+        """The dtype by its short name."""
+        return _DTYPE_NAMES.get(self.dtype.removeprefix("torch."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +438,13 @@ class Config:
         return mode_of(self.elastic.deterministic, ordered=not self.elastic.is_native)
 
     @property
+    def loss_scaling(self) -> Fp16:
+        """The rules of the loss scale; it is 1 unless they are enabled."""
+        autocast = self.torch_autocast
+        scales = self.fp16.enabled or (autocast.enabled and autocast.compute == "fp16")
+        return replace(self.fp16, enabled=scales)
+
+    @property
     def travelling(self) -> str:
         """The dtype in which the backend sums gradients, with elastic.reduction "native"."""
         return _DTYPE_NAMES[self.communication_data_type or "fp32"]
@@ -483,9 +495,15 @@ class Config:
             )
 
     def _check_precision(self) -> None:
-        others = [name for name in ("bf16", "torch_autocast") if getattr(self, name).enabled]
-        if self.fp16.enabled and others:
-            raise ConfigError(f"fp16 and {others[0]} are both enabled; keep one")
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ConfigError("fp16 and bf16 are both enabled; keep one")
+        autocast = self.torch_autocast
+        if autocast.enabled and self.compute not in ("fp32", autocast.compute):
+            raise ConfigError(
+                f"{self.compute} and torch_autocast with {autocast.dtype} are both enabled; keep "
+                "one"
+            )
+        _ = self.loss_scaling  # its numbers are checked if they count
         params = self.data_types.param_dtype
         if params is not None and _DTYPE_NAMES[params] != self.compute:
             raise ConfigError(

@@ -186,6 +186,8 @@ class Engine(WholeWeights):
         """End a micro-step; at the boundary also the step: update weights, scheduler, position.
 
         If this worker has been asked to leave, the process may exit here with a fresh checkpoint.
+        Gradients that the script has written to `.grad` of the parameters are those of the
+        micro-step, if it has had no backward; in fp16 training they are scaled.
 
         Args:
             lr_kwargs: Arguments for the `step` of the script's scheduler.
@@ -193,6 +195,8 @@ class Engine(WholeWeights):
         self._core.moved.need("step()", changes=False)
         if self._micro_steps.ends_by is EndsBy.NO_SYNC:
             raise ZeroError("step() inside no_sync(); leave it for the last micro-step")
+        with exit_on_peer_loss(self._link):
+            self._micro_steps.take_written()
         self._micro_steps.check_step()
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
@@ -250,7 +254,7 @@ class Engine(WholeWeights):
             samples=cursor.samples,
             loss=self.mean_loss,
             gradient_norm=outcome.norm,
-            loss_scale=self.loss_scale if self._config.fp16.enabled else None,
+            loss_scale=self.loss_scale if self._config.loss_scaling.enabled else None,
             tokens=cursor.tokens,
             reduction="native" if self._config.elastic.is_native else "",
         )

@@ -45,7 +45,7 @@ from zero_engine.core import activations
 from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
-from zero_engine.core.precision import DTYPES, check_dtypes, prepare_buffers
+from zero_engine.core.precision import DTYPES, check_dtypes, of_the_model, prepare_buffers
 from zero_engine.core.rewrap import leave_weights, take_over
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.optim.as_given import AsGiven
@@ -133,6 +133,7 @@ def initialize(
         take_over(model)
         without_values = leave_meta(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
+        settings = of_the_model(settings, chosen, model)
         if chosen is not None and needs_whole(chosen):
             check_whole(chosen, settings)
             settings = kept_here(chosen, settings)
@@ -322,7 +323,7 @@ def _make_stepper(
         stage,
         shared.collectives,
         config.gradient_clipping,
-        LossScaling.of(config.fp16),
+        LossScaling.of(config.loss_scaling),
         pace_of(config.zero_optimization, low_precision=config.master != "fp32"),
         DTYPES[config.moments],
         whole=needs_whole(optimizer),

@@ -202,6 +202,26 @@ class MicroSteps:
         share = loss * self._share()
         self._finish(Weighted(share, share, NOT_GIVEN), shared=shared)
 
+    def take_written(self) -> None:
+        """Run the micro-step of gradients that the script has written to its parameters by hand.
+
+        Raises:
+            ZeroError: A backward has made the gradients of this micro-step.
+        """
+        reducer = self._core.reducer
+        written = reducer.written() if reducer is not None else []
+        if reducer is None or not written or self._phase.state in (State.BACKWARD, State.FAILED):
+            return
+        if self._phase.state in (State.RUN, State.SHARED):
+            raise ZeroError(
+                f"step(): the script has written to .grad of {written[0]}, and the gradients of "
+                "this micro-step are those of a backward; read and replace these with "
+                "zero_deepspeed.utils.safe_get_full_grad and safe_set_full_grad"
+            )
+        self.begin_unweighted()
+        reducer.take_written()
+        self.finish_unweighted(None, shared=False)
+
     def drop(self) -> None:
         """Drop the gradients of the step so far: `zero_grad()` of the engine.
 

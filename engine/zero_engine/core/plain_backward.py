@@ -106,7 +106,7 @@ class PlainBackward:
             ZeroError: The backward needs a loss scale, which only `scale()` and `backward()` apply;
                 or there cannot be a backward now.
         """
-        if self._core.dtype == torch.float16:
+        if self._core.zero is not None and self._core.zero.scale != 1:
             raise ZeroError(
                 "loss.backward() in fp16 training: the loss must be scaled first; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
@@ -34,16 +35,17 @@ class Precision:
     dtype: torch.dtype
     casts_inputs: bool
     """fp16.auto_cast: floating-point inputs take the dtype of the model."""
-    autocast: bool
+    autocast: torch.dtype | None
     device: torch.device
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> Precision:
         """The precision that the config sets."""
+        autocast = config.torch_autocast
         return cls(
             dtype=DTYPES[config.compute],
             casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
-            autocast=config.torch_autocast.enabled,
+            autocast=DTYPES[autocast.compute] if autocast.enabled and autocast.compute else None,
             device=device,
         )
 
@@ -56,11 +58,35 @@ class Precision:
                 return value.to(self.dtype) if floating else value
 
             args, kwargs = tree_map(cast, (args, dict(kwargs)))
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return module(*args, **kwargs)
 
 
 # ---- the model ----
+
+
+def of_the_model(
+    config: Config, optimizer: torch.optim.Optimizer | None, model: nn.Module
+) -> Config:
+    """The config with the precision of a model in 16 bits, if it names none, as in DeepSpeed."""
+    if config.compute != "fp32" or config.data_types.param_dtype is not None:
+        return config
+    params = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+    dtypes = {param.dtype for param in params or model.parameters() if param.is_floating_point()}
+    if dtypes == {torch.bfloat16}:
+        low, found = "bf16", replace(config, bf16=replace(config.bf16, enabled=True))
+    elif dtypes == {torch.float16}:
+        fixed = config.fp16 if config.loss_scaling.enabled else replace(config.fp16, loss_scale=1.0)
+        low, found = "fp16", replace(config, fp16=replace(fixed, enabled=True))
+    else:
+        return config
+    if dist.get_rank() == 0:
+        _log.info(
+            "the parameters are %s, and the config sets no precision: the model computes in %s, "
+            "with fp32 master weights%s",
+            *(dtypes.pop(), low, " and without a loss scale" if found.fp16.loss_scale == 1 else ""),
+        )
+    return found
 
 
 def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:

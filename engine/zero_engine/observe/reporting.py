@@ -75,7 +75,7 @@ class Reporter:
         times_ms = self._stopwatch.take()
         if self.monitors.enabled:
             values = {"train_loss": loss, "lr": rates[0] if rates else 0.0, "grad_norm": norm}
-            if self._config.fp16.enabled:
+            if self._config.loss_scaling.enabled:
                 values["loss_scale"] = scale
             values |= {f"elapsed_time_ms_{part}": spent for part, spent in times_ms.items()}
             self.monitors.write_events(

@@ -155,6 +155,9 @@ class GradReducer:
         # its zeros at the end. A stream can wait: such a rank sends them in their turn.
         self._by_stream = not reduction.collectives.any_order(reduction.pool.device)
         self.pipeline = Pipeline(reduction, depth=1 if self._by_stream or not gathers else inf)
+        for unit in units:
+            for param in unit.params:
+                param.grad = None  # of a time before the engine
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
@@ -227,16 +230,32 @@ class GradReducer:
         self.pipeline.pool.free()  # the next forward needs the memory
         self.phase.move(Move.FINISH)
 
+    def written(self) -> list[str]:
+        """The parameters that have a gradient which no backward has made."""
+        return [
+            slot.fqn
+            for gradient in self._order
+            for slot, param in zip(gradient.unit.layout.slots, gradient.unit.params, strict=True)
+            if param.grad is not None
+        ]
+
+    def take_written(self) -> None:
+        """Take these gradients as those of the backward pass that `begin` has announced."""
+        for number, gradient in enumerate(self._order):
+            for position, param in enumerate(gradient.unit.params):
+                if param.grad is not None:
+                    self.on_gradient(number, position, param)
+
     def on_gradient(self, number: int, position: int, param: Tensor) -> None:
         """Take the gradient of a parameter of the unit that is the `number`-th to be reduced."""
+        made, param.grad = param.grad, None  # also if this fails
         if not self.running:
             if is_weighted(torch._C._current_graph_task_id()):
                 # The loss of another engine passes this one's module: a generator's loss passes the
                 # discriminator. These are not gradients of this engine's loss.
-                param.grad = None
                 return
             self.on_plain_backward()
-        assert param.grad is not None
+        assert made is not None
         gradient = self._order[number]
         if number < self._next:
             name = gradient.unit.layout.slots[position].fqn
@@ -246,8 +265,8 @@ class GradReducer:
                 "outside as well; give checkpoint() use_reentrant=False"
             )
         self._ensure_buffer(gradient)
-        gradient.write(position, param.grad)
-        param.grad = None
+        gradient.write(position, made)
+        del made
         if not gradient.missing:
             self._on_ready(gradient.unit)
             with self._guard():
