@@ -140,6 +140,10 @@ class DeepSpeedEngine(Engine):
         with super().no_sync():
             yield
 
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: `backward` exchanges gradients, in one order."""
+        del bucket_size
+
     def _need_managed(self, what: str) -> None:
         if not self._config.managed_gradient_accumulation:
             raise Asserted(
@@ -192,14 +196,30 @@ class DeepSpeedEngine(Engine):
                 f"set_train_batch_size({train_batch_size}): not a multiple of the micro-batch "
                 f"size {micro_batch}"
             )
+        self._adopt_batch("set_train_batch_size()", train_batch_size // micro_batch, micro_batch)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per micro-batch, and with them those per step, from the next step on.
+
+        A step keeps its number of micro-batches.
+
+        Raises:
+            ConfigError: Less than 1.
+            ZeroError: In the middle of a step.
+        """
+        if micro_batch_size < 1:
+            raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): less than 1")
+        microbatches = self._run.batch.microbatches
+        self._adopt_batch("set_train_micro_batch_size()", microbatches, micro_batch_size)
+
+    def _adopt_batch(self, what: str, microbatches: int, micro_batch: int) -> None:
         if isinstance(self._run.loader, MicroBatches):
             raise ZeroError(
-                "set_train_batch_size(): your own DataLoader has prefetched batches of the old "
-                "size; use the loader of initialize() or deepspeed_io()"
+                f"{what}: your own DataLoader has prefetched batches of the old size; use the "
+                "loader of initialize() or deepspeed_io()"
             )
         if self._micro_steps.is_begun():
-            raise ZeroError("set_train_batch_size() in the middle of a step; call it after one")
-        microbatches = train_batch_size // micro_batch
+            raise ZeroError(f"{what} in the middle of a step; call it after one")
         self._run.adopt_batch(BatchShape(microbatches=microbatches, micro_batch=micro_batch))
 
     def deepspeed_io(

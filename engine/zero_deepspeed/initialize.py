@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing
 from zero_deepspeed.engine import Asserted, DeepSpeedEngine
-from zero_deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from zero_deepspeed.shown import show
 from zero_deepspeed.utils.logging import logger
 from zero_engine.core import initialize as core
 from zero_engine.core.initialize import OptimizerLike
@@ -57,7 +58,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         config_params: DeepSpeed's older name of `config`.
         distributed_port: Without effect: the group is that of the environment, or an existing one.
         mpu: Must be None: there is no model parallelism.
-        dist_init_required: Without effect.
+        dist_init_required: False: the script has made the process group.
         mesh_param: Must be None: there is no model parallelism.
         num_workers: As for torch's DataLoader.
 
@@ -67,11 +68,17 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
 
     Raises:
         ConfigError: The arguments or the config contradict each other or are incomplete.
+        Asserted: There is no model, no config, or with `dist_init_required=False` no process group.
         PeerLost: A peer is lost; under an agent the process exits instead.
     """
     if model is None:
         raise Asserted("initialize() needs a model")
-    del distributed_port, dist_init_required
+    del distributed_port
+    if dist_init_required is False and not dist.is_initialized():
+        raise Asserted(
+            "initialize(dist_init_required=False) without a process group; call "
+            "init_distributed() before it, or leave the argument out"
+        )
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
     sources: dict[str, Config | None] = {
@@ -103,6 +110,6 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         logger.setLevel(made._config.log_level.upper())
     if "activation_checkpointing" in engine.config:
         checkpointing.use(made._config.activation_checkpointing)
-    if made.optimizer is not None and made.zero_optimization_stage() == 3:
-        vars(made.optimizer)["parameter_offload"] = DeepSpeedZeRoOffload()
+    if made.optimizer is not None and made._core.zero is not None:
+        show(made.optimizer, made._core.zero, made.zero_optimization_stage())
     return made, stepped, engine.training_dataloader, engine.lr_scheduler

@@ -379,3 +379,64 @@ ASSERTED = {
 def test_what_deepspeed_asserts_is_an_assertion_error_with_a_remedy(worlds: WorldPool) -> None:
     found = worlds.run(1, assertions, None)[0]
     assert {name: text for name, text in ASSERTED.items() if text not in found.get(name, "")} == {}
+
+
+# ---- what the optimizer shows ----
+
+
+def shown_by_optimizers(_: None) -> list[Any]:
+    found = []
+    fp16 = {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 1}
+    for stage in range(4):
+        for more in ({}, {"fp16": fp16}, {"fp16": {"enabled": True, "loss_scale": 4.0}}):
+            engine = make_engine(config(stage) | more)
+            optimizer = engine.optimizer
+            scaler = optimizer.loss_scaler
+            assert optimizer.optimizer.param_groups is optimizer.param_groups
+            before = scaler.cur_scale, scaler.cur_iter
+            engine.allreduce_gradients()
+            for batch in engine.training_dataloader:
+                engine.backward(engine(batch) * (float("inf") if "fp16" in more else 1))
+                engine.step()
+                if engine.global_steps:
+                    break
+            after = scaler.loss_scale, scaler.cur_iter, scaler.last_overflow_iter
+            rules = optimizer.dynamic_loss_scale, scaler.dynamic, scaler.scale_window
+            assert scaler.cur_scale == engine.loss_scale
+            found.append((before, after, rules))
+    return found
+
+
+def test_optimizers_show_their_loss_scaler_and_the_optimizer_inside(worlds: WorldPool) -> None:
+    expected = [
+        ((1.0, 0), (1.0, 1, -1), (False, False, 1000)),
+        ((32.0, 0), (16.0, 1, 0), (True, True, 7)),
+        ((4.0, 0), (4.0, 1, 0), (False, False, 1000)),
+    ]
+    assert worlds.run(1, shown_by_optimizers, None) == [expected * 4]
+
+
+def without_group(_: None) -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    zero_deepspeed.initialize(model=make_model(), config=config(), dist_init_required=False)
+
+
+def test_a_group_that_the_script_is_to_make_is_not_made(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError, match=r"initialize\(dist_init_required=False\) without a proc"):
+        worlds.run(1, without_group, None)
+
+
+def change_micro_batch(_: None) -> list[Any]:
+    engine = make_engine(config(1))
+    train(engine, 1)
+    engine.set_train_micro_batch_size(4)
+    sizes = engine.get_batch_info()[:2]
+    train(engine, 2)
+    return [sizes, engine.global_samples, engine.weight_hash()]
+
+
+def test_a_step_of_larger_micro_batches_has_as_many_of_them(worlds: WorldPool) -> None:
+    sizes, samples, _ = one_result(worlds, change_micro_batch, None, sizes=(1, 2))
+    assert (sizes, samples) == ((20, 4), 23)

@@ -104,8 +104,8 @@ class ZeroOptimizer:
         """Whether a step leaves the new weights arriving (stages 1 and 2)."""
         self.before_change: list[Callable[[], object]] = []
         """What is called before weights and state change: copies of them may be under way."""
-        self._scaling = scaling or LossScaling()
-        self.scale_state = self._scaling.begin()
+        self.scaling = scaling or LossScaling()
+        self.scale_state = self.scaling.begin()
         device = units[0].full.device
         self._gradients = tuple(
             torch.zeros(u.master.numel(), dtype=torch.float32, device=device) for u in units
@@ -136,11 +136,11 @@ class ZeroOptimizer:
 
     def scale_to_json(self) -> dict[str, Any]:
         """The state of the loss scale, for a checkpoint."""
-        return self._scaling.to_json(self.scale_state)
+        return self.scaling.to_json(self.scale_state)
 
     def restore_scale(self, saved: Mapping[str, Any]) -> None:
         """Continue with the loss scale of a checkpoint; a fixed one stays that of the config."""
-        self.scale_state = self._scaling.resume(saved)
+        self.scale_state = self.scaling.resume(saved)
         self._show_scale(overflow=False)
 
     def _show_scale(self, *, overflow: bool) -> None:
@@ -275,7 +275,7 @@ class ZeroOptimizer:
             self.steps.step()
             self._refresh()
         self.accumulating = False
-        self.scale_state, scaling = self._scaling.after(self.scale_state, not applied)
+        self.scale_state, scaling = self.scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
 
