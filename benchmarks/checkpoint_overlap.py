@@ -107,7 +107,9 @@ class Savers:
         """On any rank: all of them begin the next one together."""
         own = self._future is not None and not self._future.done()
         own |= self._copy is not None and self._copy.poll() is None
-        flags = torch.tensor([own or self.engine._persistence.saver.busy], dtype=torch.int32)
+        flags = torch.tensor(
+            [own or self.engine._session._persistence.saver.busy], dtype=torch.int32
+        )
         dist.all_reduce(flags)
         return bool(flags)
 

@@ -108,7 +108,7 @@ class Bench:
             for _ in range(2)
         ]
         for staging in self._stagings:  # reserves it: what is measured is a later save
-            staging.snapshot(self.engine._persistence.saver.lay_out(state))
+            staging.snapshot(self.engine._session._persistence.saver.lay_out(state))
         self._kept = 0
 
     def _peer_state(self, *, per_tensor: bool) -> dict[str, DTensor]:
@@ -178,7 +178,7 @@ class Bench:
 
         def begin() -> Callable[[], object]:
             state = self.engine._state.capture({"weight_hash": None}, {})
-            layout = self.engine._persistence.saver.lay_out(state)
+            layout = self.engine._session._persistence.saver.lay_out(state)
             save = MemorySave(
                 root=self.root / "ours",
                 state=state,

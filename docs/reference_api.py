@@ -15,7 +15,15 @@ from typing import Any
 
 from docs.writing import attribute_docs, page, sentence, table
 
-LIBRARIES = ("zero_engine", "zero_torch", "zero_checkpoint", "zero_data", "zero_comm", "zero_agent")
+LIBRARIES = (
+    "zero_engine",
+    "zero_torch",
+    "zero_step",
+    "zero_checkpoint",
+    "zero_data",
+    "zero_comm",
+    "zero_agent",
+)
 """Those whose API is for scripts, beside zero_deepspeed, whose names are DeepSpeed's."""
 _API = """# API
 

@@ -2,7 +2,7 @@
 
 `save` and `load` store a plain structure of tensors, see `plain`; they need neither a process group
 nor an agent. A training that needs more (background saves, in-memory checkpoints, retention,
-leaving with a save) implements `persistence.Training`. `commit` and `restore` are the two protocols
+leaving with a save) implements `training.Training`. `commit` and `restore` are the two protocols
 below both; `find` lists the checkpoints of a directory. `format.pieces` defines the terms for the
 state itself.
 """

@@ -5,7 +5,37 @@ A pure function of what the script has done so far.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+from zero_checkpoint.files.place import Place
+
+ClientSource = Callable[[], Mapping[str, Any]]
+"""Returns the current client_state of the script."""
+
+
+@dataclass
+class Script:
+    """What the script has done so far with one training."""
+
+    client_source: ClientSource | None = None
+    """Its client_state, in checkpoints that it does not make itself."""
+    directory: Place | None = None
+    """The one that it has saved to or loaded from last."""
+    has_state: bool = False
+    """Whether it has saved or loaded a client_state that is not empty."""
+    has_saved: bool = False
+    """Whether it has saved or loaded a checkpoint: before, nobody knows of a client_state."""
+    asks: bool = False
+    """Whether it calls `checkpoint_due()`, and saves when that returns True."""
+    saved_step: int | None = None
+    """The step of its last save."""
+
+    def client_state(self) -> Mapping[str, Any]:
+        """The client_state of a checkpoint that it does not make itself."""
+        return self.client_source() if self.client_source is not None else {}
 
 
 class Departure(StrEnum):

@@ -1,4 +1,4 @@
-"""The save that a script must not end without: it waits for room on the disk, and for etcd.
+"""What becomes of each save, and the one that a script must not end without.
 
 A save that fails costs a warning, because the next one may succeed. So the last one is owed: at the
 end of the script it is tried again, and without it the script does not exit with 0. If etcd did not
@@ -6,7 +6,8 @@ let it be published, its files are written already, and rank 0 alone publishes t
 
 Must always hold: all ranks know of the same debt, since a verdict of the votes is its reason; what
 was written and not published is removed only when a newer checkpoint is published, or written, or
-when the workers leave; a worker that waits sends heartbeats.
+when the workers leave; a worker that waits sends heartbeats; a script whose saves are refused again
+and again is told by an exception.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from weakref import WeakMethod
+from weakref import ref
 
 from zero_checkpoint.commit import publish_or_withdraw, raise_problem
 from zero_checkpoint.consensus import Record, StoreConsensus
-from zero_checkpoint.errors import DiskFull
+from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.publish import Attempt, NotPublished, withdraw
 from zero_checkpoint.saver import Request, Saver
+from zero_checkpoint.schedule import RETRY_S, Schedule
 from zero_checkpoint.staging import Outcome
 from zero_checkpoint.training import Training
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
-from zero_contract.errors import ZeroError
+from zero_contract.errors import CommitRefused, ZeroError
+from zero_contract.worker import Saved
 
 _log = logging.getLogger(__name__)
 
@@ -42,15 +45,21 @@ _PAUSE_S = 5.0
 
 
 class LastSave:
-    """The last save of one training, on one rank."""
+    """The saves of one training on one rank, and above all the last one.
+
+    Attributes:
+        began: When the save that has begun last did.
+        began_in_memory: The same for in-memory checkpoints.
+    """
 
     def __init__(
         self,
         training: Training,
         link: AgentLink,
         saver: Saver,
+        schedule: Schedule,
         consensus: StoreConsensus,
-        note: Callable[[Outcome], None],
+        owner: object,
     ) -> None:
         """Nothing is owed.
 
@@ -58,25 +67,97 @@ class LastSave:
             training: The training that is saved.
             link: The link to the agent.
             saver: Makes the saves.
+            schedule: Is told how they end.
             consensus: The votes of all ranks on whether to wait.
-            note: A method that is called with the outcome of a save; calls `failed` or `settle`.
-                Its object, which has this one, lives longer only while a save is under way.
+            owner: An object that has this one; while a save is owed, it lives.
         """
+        self.began = self.began_in_memory = Beginning()
         self._training = training
         self._link = link
         self._saver = saver
+        self._schedule = schedule
         self._consensus = consensus
-        self._noting = WeakMethod(note)
+        self._owner = ref(owner)
         self._request: Request | None = None
         self._owed: Request | None = None
         self._written: _Written | None = None
+        self._refused = 0
+        """Consecutive saves that were refused for good, so that training saves in vain."""
+        self._other_run: OtherRun | None = None  # a refusal that the script does not know yet
+
+    # ---- how a save has ended ----
+
+    def wait(self) -> bool:
+        """Wait for the save in flight. See `Engine.wait_for_checkpoint`."""
+        outcome = self._saver.wait()
+        if outcome is None:
+            return not self._saver.last_failed
+        self._note(outcome)
+        if isinstance(outcome.error, CommitRefused):
+            # This worker is stale: its round is over, or its agent is cut off and will make it
+            # leave. Until then it may compute, and the existing checkpoints stay as they are.
+            self._saver.report(outcome)
+        elif outcome.error is not None:
+            if not isinstance(outcome.error, DiskFull):
+                self._told()
+            raise outcome.error
+        return outcome.path is not None
+
+    def take(self, outcome: Outcome | None) -> None:
+        """Count a save that the script has not waited for, and log its failure."""
+        if outcome is not None:
+            self._note(outcome)
+            self._saver.report(outcome)
+            if isinstance(outcome.error, OtherRun):
+                self._other_run = outcome.error
+
+    def note_in_memory(self, outcome: Outcome) -> None:
+        """An in-memory checkpoint has ended."""
+        self._link.saved_file(_report(outcome, self.began_in_memory, in_memory=True))
+
+    def _note(self, outcome: Outcome) -> None:
+        self._link.saved_file(_report(outcome, self.began))
+        error = outcome.error
+        if outcome.path is not None:
+            self._schedule.committed(outcome.write_s)
+            self._refused, self._owed, self._request = 0, None, None
+            self._drop_written()
+            self.succeeded()
+            return
+        self._owed = request = self._request
+        if isinstance(error, NotPublished) and request is not None:
+            self._drop_written()
+            self._written = _Written(request, place(error.directory), error.attempt)
+        if isinstance(error, DiskFull | NotPublished):
+            self._schedule.failed_for_now()
+        elif isinstance(error, CommitRefused):
+            self._refused += 1
+
+    def check_refusals(self, directory: Place) -> None:
+        """Stop a script whose saves are refused: without a checkpoint all of its work is lost.
+
+        Raises:
+            OtherRun: Another run saves there.
+            CheckpointError: Two saves in a row were refused.
+        """
+        error, self._other_run = self._other_run, None
+        if error is not None:
+            raise error
+        if self._refused > 1:
+            self._refused = 0  # a script that catches the error may try again
+            raise CheckpointError(
+                "two saves in a row could not be published, and nothing was written to "
+                f"{directory}: what is trained from here on would be lost. The lines above "
+                "say why they were refused; look at the zero-agent of this node, and start the job "
+                "again: it resumes from the newest checkpoint"
+            )
 
     # ---- what is owed ----
 
     def begun(self, request: Request) -> None:
         """A save begins; until it has succeeded, the script must not end."""
         self._request = request
-        _AT_EXIT[id(self)] = self, self._noting()
+        _AT_EXIT[id(self)] = self, self._owner()
 
     @property
     def succeeded(self) -> Callable[[], object]:
@@ -86,29 +167,11 @@ class LastSave:
         """
         return partial(_AT_EXIT.pop, id(self), None)
 
-    def _note(self, outcome: Outcome) -> None:
-        note = self._noting()
-        assert note is not None, "it lives as long as a save of it may have an outcome"
-        note(outcome)
-
-    def failed(self, error: Exception | None) -> None:
-        """A save has failed, and the script goes on."""
-        self._owed = request = self._request
-        if isinstance(error, NotPublished) and request is not None:
-            self._drop_written()
-            self._written = _Written(request, place(error.directory), error.attempt)
-
-    def told(self) -> None:
+    def _told(self) -> None:
         """The script itself is told of the failure, by an exception: it decides."""
         self._owed = self._request = None
         if self._written is None:
             self.succeeded()
-
-    def settle(self) -> None:
-        """A save has succeeded: nothing is owed any more."""
-        self._owed = self._request = None
-        self._drop_written()
-        self.succeeded()
 
     def _drop_written(self) -> None:
         """What is written and not published is of no use any more."""
@@ -144,6 +207,28 @@ class LastSave:
         request = self._owed
         return request if request and request.step == self._training.cursor.step else None
 
+    def await_saved(self, request: Request, *, may_continue: bool) -> bool:
+        """Whether the save succeeded; disk full is no error of the script.
+
+        A script that calls `checkpoint_due()` continues, and is asked to save again. Any other one
+        relies on a save that returns (and may delete the checkpoint before): it waits for room.
+
+        Args:
+            request: The save.
+            may_continue: Whether the script continues without it.
+        """
+        try:
+            return self.wait()
+        except DiskFull as error:
+            then = f"training continues, and checkpoint_due() is true again in {RETRY_S:g} s"
+            self._warn(
+                f"the checkpoint of step {request.step} was not saved; "
+                f"{then if may_continue else 'training waits for room'}: {error}; free some room"
+            )
+            if not may_continue:
+                self.wait_for_room(request)
+            return not may_continue
+
     def wait_for_room(self, request: Request) -> None:
         """Retry a save until there is room; all ranks retry together, as rank 0 decides.
 
@@ -167,11 +252,11 @@ class LastSave:
                 if isinstance(outcome.error, NotPublished):
                     break
                 if not isinstance(outcome.error, DiskFull):
-                    self.told()
+                    self._told()
                     raise outcome.error
                 self._link.save_waits(request.step, "room", until_s - time.monotonic())
                 if not self._consensus.announce(partial(self._may_wait, until_s))["wait"]:
-                    self.told()
+                    self._told()
                     text = f"no room in {request.root} for the checkpoint of step {request.step}"
                     raise DiskFull(f"{text} within {limit_s:g} s; free some")
                 self._link.saved(time.monotonic() - began_s)
@@ -202,7 +287,7 @@ class LastSave:
                 if verdict.get("written"):
                     continue
                 self._written = None  # published, or removed
-                self.told()
+                self._told()
                 raise_problem(verdict)
                 self._saver.published(request, written.directory)
                 return
@@ -250,6 +335,41 @@ class _Written:
     directory: Place
     attempt: Attempt | None
     """To publish it; on rank 0 alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beginning:
+    """When a save begins: now."""
+
+    wall_s: float = field(default_factory=time.time)
+    begin_s: float = field(default_factory=time.monotonic)
+    stall_s: float = 0.0
+    """Seconds for which training has waited for it; 0: it waits to its end."""
+
+    def stalled(self) -> Beginning:
+        """The same when training goes on: now."""
+        return replace(self, stall_s=time.monotonic() - self.begin_s)
+
+
+def _report(outcome: Outcome, began: Beginning, *, in_memory: bool = False) -> Saved:
+    """What the agent is told of a save that has ended."""
+    begin_s = began.begin_s
+    own, whole, total_s = outcome.own, outcome.whole, outcome.ended_s - begin_s
+    return Saved(
+        step=outcome.step,
+        committed=outcome.path is not None,
+        in_memory=in_memory,
+        size_bytes=own.size_bytes if own is not None else 0,
+        write_s=own.took_s if own is not None else 0.0,
+        written_s=own.ended_s - begin_s if own is not None else 0.0,
+        total_s=total_s,
+        began_s=began.wall_s,
+        stall_s=began.stall_s or total_s,
+        publish_s=whole.took_s if whole is not None else 0.0,
+        published_s=whole.ended_s - begin_s if whole is not None else 0.0,
+        whole_bytes=whole.size_bytes if whole is not None else 0,
+        problem=str(outcome.error or "")[:300],
+    )
 
 
 _AT_EXIT: dict[int, tuple[LastSave, object]] = {}

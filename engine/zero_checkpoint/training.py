@@ -61,6 +61,9 @@ class Training(Protocol):
             exclude_frozen: Leave out the parameters that are not trained.
         """
 
+    def loading(self) -> Loading:
+        """A load of everything."""
+
     def weight_hash(self) -> str:
         """See `zero_checkpoint.weight_hash`. Collective."""
 

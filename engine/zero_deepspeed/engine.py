@@ -304,28 +304,11 @@ class DeepSpeedEngine(Engine):
         *,
         client_sd: Mapping[str, Any] | None = None,
         blocking: bool | None = None,
-        aside: bool = False,
     ) -> bool:
-        """Save at this step's boundary; every rank calls it. See `Engine.save_checkpoint`.
-
-        Args:
-            save_dir: A directory that all ranks share, or a URL.
-            tag: The name of the checkpoint, or a number as its name; by default global_step<N>.
-            client_state: The script's state, returned by `load_checkpoint`.
-            save_latest: False is `aside`.
-            exclude_frozen_parameters: Leave out parameters that are not trained.
-            client_sd: The name of `client_state` in DeepSpeed's tutorials.
-            blocking: Return when the checkpoint is published.
-            aside: Only a load that names its tag takes this checkpoint.
-        """
-        return super().save_checkpoint(
-            save_dir,
-            tag,
-            client_state or client_sd,
-            exclude_frozen_parameters=exclude_frozen_parameters,
-            blocking=blocking,
-            aside=aside or not save_latest,
-        )
+        """See `Engine.save_checkpoint`; `client_sd` is `client_state` in DeepSpeed's tutorials."""
+        state = client_state or client_sd
+        flags = save_latest, exclude_frozen_parameters
+        return super().save_checkpoint(save_dir, tag, state, *flags, blocking=blocking)
 
     def load_checkpoint(
         self,
@@ -337,19 +320,10 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., object] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the newest valid checkpoint; see `Engine.load_checkpoint`.
+        """See `Engine.load_checkpoint`.
 
-        Args:
-            load_dir: The `save_dir` of `save_checkpoint`.
-            tag: Load only checkpoints of this tag, or the one of this name, which the file
-                `latest` has; None: the newest valid one.
-            load_module_strict: Refuse a checkpoint whose parameters and buffers differ from the
-                module's.
-            load_optimizer_states: False keeps the optimizer as it is.
-            load_lr_scheduler_states: False keeps the scheduler as it is.
-            load_module_only: Load neither optimizer, nor scheduler, nor the position in the data.
-            custom_load_fn: Called with `src`, the checkpoint's fp32 state_dict, and `dst`, the
-                module with gathered parameters; its changes on rank 0 are loaded.
+        `custom_load_fn` is called with `src`, the checkpoint's fp32 state_dict, and `dst`, the
+        module with gathered parameters; its changes on rank 0 are loaded.
         """
         path, client = super().load_checkpoint(
             load_dir,

@@ -2,3 +2,7 @@
 
 An independent library: it needs torch and the libraries below it, but no engine and no wrapper.
 """
+
+from zero_step.session import Session
+
+__all__ = ["Session"]

@@ -25,9 +25,6 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from zero_checkpoint.files.place import place
-from zero_checkpoint.persistence import Persistence
-from zero_checkpoint.tags import text_of
 from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
@@ -36,11 +33,12 @@ from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_step.agree import Agreement
 from zero_step.phase import Move, Phase, State
+from zero_step.session import Session, end_step, notes_of
 from zero_torch import settings
 from zero_torch.ordered_gradients import CALLS
 from zero_torch.state import TrainingState
 from zero_torch.stateful import Statefuls
-from zero_torch.training import Loading, Ordered, Training
+from zero_torch.training import Training
 from zero_torch.wrapped import Wrapped
 
 _log = logging.getLogger(__name__)
@@ -52,15 +50,15 @@ _NOT_PROMISED = (
 )
 
 
-class Checkpoints:
+class Checkpoints(Session):
     """The checkpoints of one training, and its recovery.
 
     Attributes:
-        client_state: The script's own state in the checkpoint that was loaded.
         grad_norm: The norm of the gradients that `Run` has clipped last, before clipping.
         scheduler: As given to `protect`; so is `scaler`.
     """
 
+    _training: Training
     _in_order = False
     """Whether gradients are summed in a fixed order."""
 
@@ -75,24 +73,33 @@ class Checkpoints:
         chosen: settings.Settings,
     ) -> None:
         """Join the other ranks; `protect` checks the arguments, and calls `start`."""
-        self.client_state: dict[str, Any] = {}
         self.grad_norm: float | None = None
         self.scheduler = scheduler
         self.scaler = scaler
-        self._statefuls = Statefuls(stateful)
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._chosen = chosen
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._cursor = Cursor()
-        self._link = agent_link(self._rank)
-        self._link.note_schedule(scheduler)
-        self._link.preparing(BEFORE_FIRST_STEP)
-        self._collectives = Collectives(interrupt=self._link.interrupt, name="zero_torch")
-        self._collectives.meet(self._device)
-        self._agreement = Agreement(self._collectives)
+        link = agent_link(self._rank)
+        link.note_schedule(scheduler)
+        link.preparing(BEFORE_FIRST_STEP)
+        collectives = Collectives(interrupt=link.interrupt, name="zero_torch")
+        collectives.meet(self._device)
+        self._agreement = Agreement(collectives)
         mode = mode_of(chosen.elastic.deterministic, ordered=self._in_order)
-        self._hardware = meet(mode, self._device, self._collectives.everybodys, self._rank)
+        self._training = Training(
+            state=TrainingState(wrapped, optimizer, self._rank, self._world, Statefuls(stateful)),
+            cursor=self._cursor,
+            collectives=collectives,
+            hardware=meet(mode, self._device, collectives.everybodys, self._rank),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            hash_weights=self.weight_hash,
+            lend_state=self._lend,
+        )
+        super().__init__(chosen.checkpoint, self._training, collectives, link)
         self._phase = Phase(CALLS)
         self._unsaved = False
         """Whether a step has ended since the last save."""
@@ -107,25 +114,7 @@ class Checkpoints:
         """Begin: from now on the script may load, and train."""
         if self._rank == 0:
             _log.warning("%s", _NOT_PROMISED)
-        self._persist(None)
         replace(self._optimizer, "step", self._optimizer_step)
-
-    def _persist(self, ordered: Ordered | None) -> None:
-        self._training = Training(
-            state=TrainingState(
-                self._wrapped, self._optimizer, self._rank, self._world, self._statefuls
-            ),
-            cursor=self._cursor,
-            collectives=self._collectives,
-            hardware=self._hardware,
-            ordered=ordered,
-            optimizer=self._optimizer,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            hash_weights=self.weight_hash,
-            lend_state=self._lend,
-        )
-        self._persistence = Persistence(self._chosen.checkpoint, self._training, self._link)
 
     @property
     def _device(self) -> torch.device:
@@ -149,53 +138,6 @@ class Checkpoints:
 
     # ---- loading and saving ----
 
-    def load(self, directory: str | os.PathLike[str], tag: str | float | None = None) -> str | None:
-        """Resume from the newest complete checkpoint, of any world size and wrapper.
-
-        Args:
-            directory: As given to `save`: a directory that all ranks share, or a URL.
-            tag: Only a checkpoint of this name.
-
-        Returns:
-            The path of the checkpoint; None if there is none yet.
-
-        Raises:
-            DamagedCheckpoint: There are checkpoints, and none is whole.
-            ModelMismatch: The newest one is of another model or optimizer.
-            CheckpointError: A rank could not read, or no checkpoint has this tag.
-            ZeroError: It is the middle of a step.
-        """
-        self._leave_step("load()")
-        with exit_on_peer_loss(self._link):
-            path, self.client_state = self._persistence.load(
-                place(directory), text_of(tag), Loading(self._training)
-            )
-        return path
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        tag: str | float | None = None,
-        client_state: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Save after a step; if the agent has asked this worker to leave, exit afterwards.
-
-        Args:
-            directory: A directory that all ranks share, or a URL.
-            tag: A name, or a number as the name, to load it by; by default global_step<N>.
-            client_state: The script's own state; `load` puts it into `run.client_state`.
-
-        Returns:
-            Whether a checkpoint was saved, or is being saved in the background.
-
-        Raises:
-            CheckpointError: The save failed on some rank.
-            ZeroError: It is the middle of a step.
-        """
-        self._leave_step("save()")
-        with exit_on_peer_loss(self._link):
-            return self._persistence.save(place(directory), text_of(tag), client_state or {})
-
     def save_if_due(
         self,
         directory: str | os.PathLike[str],
@@ -217,33 +159,10 @@ class Checkpoints:
         options = self._chosen.checkpoint
         if every_steps is every_s is options.every_steps is options.every_s is None:
             every_s = "auto"
-        if not self._unsaved or not self._persistence.due(every_steps, every_s):
+        if not self._unsaved or not self.due(every_steps, every_s):
             return False
         self._unsaved = False
         return self.save(directory, client_state=client_state)
-
-    def keep_client_state(self, source: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Register a source of client state, for checkpoints that the script does not make itself.
-
-        Those are the in-memory checkpoints (`checkpoint.ram`), and the one with which a worker
-        leaves. A script that gives `client_state` to `save` without this call has no in-memory
-        checkpoints, and leaves only after its next save. Call it before `load`.
-
-        Args:
-            source: Returns a `client_state`; called on every rank at the end of a step, and by
-                `save` without one. None: there is no client state.
-        """
-        self._persistence.client_source = source
-
-    @property
-    def leaving(self) -> bool:
-        """Whether this worker has been asked to leave; equal on all ranks after each step."""
-        return self._persistence.leaving
-
-    def close(self) -> None:
-        """Finish a save in the background, and leave the agent; before destroy_process_group."""
-        self._persistence.close()
-        self._link.remove(self._persistence.number)
 
     # ---- steps ----
 
@@ -254,7 +173,6 @@ class Checkpoints:
         return True
 
     def _leave_step(self, what: str) -> None:
-        """The same, and refuse to do `what` in the middle of a step."""
         del what
         self._between_steps()
 
@@ -266,7 +184,6 @@ class Checkpoints:
             if everybodys is None:
                 everybodys = self._agreement.reach([], self._notes()).notes
             notes = everybodys.tolist()
-            self._persistence.take_notes([row[:-1] for row in notes])
             loss = sum(row[-1] for row in notes)
             self._losses.clear()
             cursor, self._unsaved = self._cursor, True
@@ -277,9 +194,7 @@ class Checkpoints:
                 gradient_norm=self.grad_norm,
                 loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
             )
-            self._link.progress(self._persistence.number, progress)
-            self._persistence.keep_in_memory()
-            self._persistence.depart_if_asked()
+            end_step(self, [row[:-1] for row in notes], progress)
 
     def _notes(self) -> Tensor:
         """What all ranks are told at the end of a step."""
@@ -287,7 +202,7 @@ class Checkpoints:
         if self._losses:  # the host waits here, once in a step, and can be interrupted
             losses = self._collectives.to_host(torch.stack(self._losses), "losses")
             loss = sum(losses.tolist())
-        notes = [*self._persistence.notes(), loss]
+        notes = [*notes_of(self), loss]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

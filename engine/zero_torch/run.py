@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from zero_checkpoint.training import Loading
 from zero_comm.agent_link import exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.cpu.malloc import keep_freed_memory
@@ -117,14 +118,12 @@ class Run(Checkpoints):
     def start(self) -> None:
         """As `Checkpoints.start`."""
         options = self._chosen.elastic
-        self._persist(
-            Ordered(
-                gradients=self._gradients,
-                batch=self._batch,
-                dataset_size=self.loader.batches.dataset_size,
-                seed=options.seed,
-                configured_block=options.reduction_block,
-            )
+        self._training.ordered = Ordered(
+            gradients=self._gradients,
+            batch=self._batch,
+            dataset_size=self.loader.batches.dataset_size,
+            seed=options.seed,
+            configured_block=options.reduction_block,
         )
         self._attach()
         self._hold()
@@ -293,31 +292,23 @@ class Run(Checkpoints):
         if self._ledger is not None:
             self._ledger.close()
 
-    def load(self, directory: str | os.PathLike[str], tag: str | float | None = None) -> str | None:
-        """Resume from the newest complete checkpoint, of any world size and wrapper.
+    def load(
+        self,
+        directory: str | os.PathLike[str],
+        tag: str | float | None = None,
+        loading: Loading | None = None,
+    ) -> str | None:
+        """See `zero_step.Session.load`.
 
         Inside of a loop, a step that is not ended is dropped, and the loop goes on from the loaded
         position; one that draws ahead must be left.
-
-        Args:
-            directory: As given to `save`: a directory that all ranks share, or a URL.
-            tag: Only a checkpoint of this name.
-
-        Returns:
-            The path of the checkpoint; None if there is none yet.
-
-        Raises:
-            DamagedCheckpoint: There are checkpoints, and none is whole.
-            ModelMismatch: The newest one is of another model or optimizer.
-            CheckpointError: A rank could not read, or no checkpoint has this tag.
-            ZeroError: A backward has failed half way.
         """
         cursor = self._cursor
         if not self._between_steps():
             self._drop_step()
             cursor.move(step=cursor.step, samples=cursor.samples)
         moves = cursor.moves
-        path = super().load(directory, tag)
+        path = super().load(directory, tag, loading)
         if cursor.moves != moves:  # the batch that waits is of the position before
             self._drop_step()
         return path

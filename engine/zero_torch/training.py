@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,19 +62,12 @@ class Ordered:
         }
 
 
-@dataclass
-class _Last:
-    """What the last capture was made of."""
-
-    pieces: tuple[Piece, ...] = ()
-
-
 def _memory_of(piece: Piece) -> tuple[Any, ...]:
     """Says whether two pieces are of the same elements in the same memory."""
     return piece.id, piece.start, piece.data.data_ptr(), piece.data.numel(), piece.data.dtype
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training:
     """One training: `zero_checkpoint.training.Training`, implemented."""
 
@@ -82,14 +75,15 @@ class Training:
     cursor: Cursor
     collectives: Collectives
     hardware: Hardware
-    ordered: Ordered | None
-    """None: data and gradients are the script's own."""
     optimizer: torch.optim.Optimizer
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     hash_weights: Callable[[], str]
     lend_state: Callable[[Callable[[], object]], None]
-    last: _Last = field(default_factory=_Last)
+    ordered: Ordered | None = None
+    """None: data and gradients are the script's own."""
+    captured: tuple[Piece, ...] = ()
+    """What the last capture was made of."""
 
     @property
     def rank(self) -> int:
@@ -139,9 +133,9 @@ class Training:
         """
         if any(piece.id.kind == OTHER for piece in pieces):
             return pieces
-        if [*map(_memory_of, pieces)] != [*map(_memory_of, self.last.pieces)]:
-            self.last.pieces = pieces
-        return self.last.pieces
+        if [*map(_memory_of, pieces)] != [*map(_memory_of, self.captured)]:
+            self.captured = pieces
+        return self.captured
 
     def _describe(self) -> dict[str, Any]:
         native = {"reduction": record_of_native(dist.get_backend(), "of the script")}
@@ -149,6 +143,10 @@ class Training:
         return record.describe(
             self.cursor, self.hardware, world=self.world, optimizer=self.optimizer, **known
         )
+
+    def loading(self) -> Loading:
+        """A load of everything."""
+        return Loading(self)
 
     def weight_hash(self) -> str:
         """The hash of all weights. Collective."""
@@ -221,7 +219,7 @@ class Loading:
     ) -> Loaded | None:
         """Fill this rank's share of the state. Collective; see `restore.load`."""
         training = self._training
-        training.last.pieces = ()  # of memory that is about to be replaced
+        training.captured = ()  # of memory that is about to be replaced
         loaded = restore.load(root, consensus, self._wanted, meet=training.meet, tag=tag, ram=ram)
         if loaded is not None and self._reads is not None:
             self._reads.exchange(training.collectives)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.inside import persistence_of
 from tests.support.saving import (
     ASYNC,
     ENDS_AT,
@@ -144,7 +145,7 @@ def layout_after_a_load(root: str, moments: bool) -> bool:
     engine.save_checkpoint(f"{root}.fresh")
     train(engine, SAVED_AT)
     engine.save_checkpoint(root)
-    saver, state = engine._persistence.saver, engine._state
+    saver, state = persistence_of(engine).saver, engine._state
     before = saver.lay_out(state.capture({}, {}))
     engine.load_checkpoint(root if moments else f"{root}.fresh")
     assert saver.has_laid_out(state.capture({}, {})) == moments
@@ -274,7 +275,7 @@ def test_all_ranks_go_by_the_clock_of_rank_0(worlds: WorldPool, ahead: int, answ
 def ask_with_one_clock_ahead(ahead: int) -> bool:
     engine = make_engine(config(1, checkpoint={"every_s": 500}))
     if dist.get_rank() == ahead:
-        engine._persistence.schedule._clock = lambda: time.monotonic() + 1000
+        persistence_of(engine).schedule._clock = lambda: time.monotonic() + 1000
     train(engine, 1)
     due = engine.checkpoint_due()
     engine.destroy()

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.numerics.test_leaving import exit_code_of, under_agent
+from tests.support.inside import persistence_of
 from tests.support.saving import (
     ASYNC,
     ENDS_AT,
@@ -58,7 +59,7 @@ def save_on_a_full_disk(root: str) -> tuple[list[str], str]:
     use(engine, Full())
     train(engine, 2)
     assert engine.save_checkpoint(root)
-    wait_for(lambda: not engine._persistence.saver.busy, 60, "the end of the save")
+    wait_for(lambda: not persistence_of(engine).saver.busy, 60, "the end of the save")
     with heard(logging.WARNING) as lines:
         train(engine, 3)
         assert not engine.wait_for_checkpoint()
@@ -155,7 +156,7 @@ def leave_with_a_save_in_flight(root: str) -> tuple[int | None, int]:
 
 
 def open_when_leaving(engine: Engine, disk: Gated) -> None:
-    wait_for(lambda: engine._persistence.leaving, 60, "the request to leave")
+    wait_for(lambda: engine.asked_to_leave, 60, "the request to leave")
     disk.gate.set()
 
 

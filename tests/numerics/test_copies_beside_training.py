@@ -22,6 +22,7 @@ from tests.numerics.in_memory.nodes import (
     run_alone,
     settle,
 )
+from tests.support.inside import persistence_of
 from tests.support.models import TinyGPT
 from tests.support.saving import ASYNC, ENDS_AT, SAVED_AT, heard, undisturbed
 from tests.support.training import config, make_engine, train
@@ -88,7 +89,7 @@ class OnThread:
 def use(engine: Engine, copier: ByThread) -> None:
     before = engine._core.moved.before_change
     staging = StagingBuffer(PrivateStaging(), before_change=before, choose=copier.of)
-    engine._persistence.saver.staging = staging
+    persistence_of(engine).saver.staging = staging
 
 
 class Counting(TinyGPT):
@@ -194,7 +195,10 @@ def keep_in_memory_beside_training(root: str) -> tuple[list[str], str]:
     with on_a_node(root), heard(logging.WARNING) as lines:
         engine = make_engine(in_memory(1))
         engine.load_checkpoint(checkpoints(root))
-        ram, copier = engine._persistence.ram, ByThread(failure="the link to the device is down")
+        ram, copier = (
+            persistence_of(engine).ram,
+            ByThread(failure="the link to the device is down"),
+        )
         assert ram is not None
         for staging in ram._stagings:
             staging._choose = copier.of

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import pytest
 import torch.distributed as dist
 
+from tests.support.inside import persistence_of
 from tests.support.saving import ASYNC, Deadly, heard, undisturbed, use
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.waiting import wait_for
@@ -201,7 +202,7 @@ def save_through_a_failure(root: str) -> tuple[list[str], str]:
             disk.fails = step in (2, 3)
             train(engine, step)
             assert engine.save_checkpoint(root)
-            wait_for(lambda: not engine._persistence.saver.busy, 60, "the end of the save")
+            wait_for(lambda: not persistence_of(engine).saver.busy, 60, "the end of the save")
         train(engine, 5)
     engine.destroy()
     return lines, engine.weight_hash()

@@ -13,6 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from tests.numerics.test_leaving import await_leave, exit_code_of, under_agent
+from tests.support.inside import persistence_of
 from tests.support.saving import ENDS_AT, heard, undisturbed, use
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
@@ -60,7 +61,7 @@ def save_while_the_disk_is_full(root: str) -> tuple[bool, bool, str, list[str]]:
     train(engine, 2)
     with heard(logging.WARNING) as lines:
         saved = engine.save_checkpoint(root)
-    engine._persistence.schedule._failed_s = float("-inf")  # a minute later
+    persistence_of(engine).schedule._failed_s = float("-inf")  # a minute later
     train(engine, 3)
     due = engine.checkpoint_due(every_steps=1000)
     assert engine.save_checkpoint(root)

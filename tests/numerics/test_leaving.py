@@ -129,53 +129,6 @@ def await_leave(engine: Engine) -> None:
 # ---- leaving ----
 
 
-def drained(root: str, how: str) -> tuple[Any, ...]:
-    """Rank 0 alone is asked to leave, after step 2; what every rank does."""
-    asked = dist.get_rank() == 0
-    with under_agent(root, leave_after=2 if asked else None) as agent:
-        engine = make_engine(config(3))
-        checkpoints = f"{root}/checkpoints"
-        if how != "unknown directory":
-            engine.load_checkpoint(checkpoints)
-
-        def run() -> None:
-            for step in range(1, 6):
-                if step == 3 and asked:
-                    await_leave(engine)
-                train(engine, step)
-                if how == "script asks" and engine.checkpoint_due(every_steps=100):
-                    engine.save_checkpoint(checkpoints, client_state={"step": step})
-                if how == "script has state" and step in (1, 4):
-                    engine.save_checkpoint(checkpoints, client_state={"step": step})
-
-        code = exit_code_of(engine, run)
-        heard = agent.told()
-    left = [message for message in heard if isinstance(message, Left)]
-    tags = [message.tag for message in heard if isinstance(message, CommitRequest)]
-    return code, engine.global_steps, left, tags
-
-
-@pytest.mark.parametrize(
-    ("how", "ends_at", "saved", "tags"),
-    [
-        ("directory known", 3, 3, ["global_step3"]),
-        ("script asks", 3, 3, ["global_step3"]),
-        ("script has state", 4, 4, ["global_step1", "global_step4"]),
-        ("unknown directory", 3, 0, []),
-    ],
-)
-@pytest.mark.corners(how=["directory known"])
-def test_all_ranks_leave_at_the_same_boundary_with_a_fresh_checkpoint(
-    worlds: WorldPool, tmp_path: Path, how: str, ends_at: int, saved: int, tags: list[str]
-) -> None:
-    ranks = worlds.run(3, drained, str(tmp_path), how)
-    left = [Left(round=ROUND, step=saved)]
-    assert [rank[:3] for rank in ranks] == [(ExitCode.LEFT, ends_at, left)] * 3
-    assert [rank[3] for rank in ranks] == [tags, [], []]  # the coordinator alone asks to commit
-    last = [c.manifest.meta["client"] for c in find(tmp_path / "checkpoints").candidates[:1]]
-    assert last == ([{"step": saved}] if "script" in how else [{}][: len(tags)])
-
-
 def test_a_librarys_loop_leaves_one_step_after_its_own_save_with_all_its_files(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
@@ -205,19 +158,6 @@ def drained_in_a_librarys_loop(root: str) -> tuple[Any, ...]:
         code = exit_code_of(engine, run)
         left = [message for message in agent.told() if isinstance(message, Left)]
     return code, engine.global_steps, left
-
-
-def test_a_drained_run_goes_on_to_the_same_bits(worlds: WorldPool, tmp_path: Path) -> None:
-    worlds.run(3, drained, str(tmp_path), "directory known")
-    resumed = worlds.run(2, finish, f"{tmp_path}/checkpoints")
-    assert resumed == worlds.run(2, finish, f"{tmp_path}/none")
-
-
-def finish(root: str) -> str:
-    engine = make_engine(config(1))
-    engine.load_checkpoint(root)
-    train(engine, 5)
-    return engine.weight_hash()
 
 
 @pytest.mark.parametrize(

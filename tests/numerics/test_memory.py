@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
+from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_comm import additions
@@ -323,7 +324,7 @@ def is_freed_at_once(root: str) -> bool:
         engine = make_engine(config(1))
         train(engine, 1)
         engine.save_checkpoint(root)
-        saving = weakref.ref(engine._persistence)
+        saving = weakref.ref(persistence_of(engine))
         del engine
         return saving() is None
     finally:

@@ -25,10 +25,11 @@ from tests.numerics.test_branches import (
     branching_engine,
     run,
 )
-from tests.numerics.test_leaving import ROUND, die_in, drained, exit_code_of, under_agent
+from tests.numerics.test_leaving import ROUND, die_in, exit_code_of, under_agent
 from tests.numerics.test_lifetime import left_over
 from tests.numerics.test_node_reduction import hashes
 from tests.numerics.test_reduction_order import digest, expected
+from tests.numerics.test_sessions import drained
 from tests.numerics.test_stages import train_at_every_stage
 from tests.numerics.test_stock_torch import batches, protected
 from tests.support.queued import BACKEND, QueuedGroup
@@ -413,7 +414,7 @@ def test_a_group_that_hangs_is_aborted_and_another_founded_in_the_same_process(
 
 
 def test_all_ranks_leave_at_the_same_boundary_over_it(worlds: WorldPool, tmp_path: Path) -> None:
-    ranks = worlds.run(3, drained, str(tmp_path), "directory known", backend=BACKEND)
+    ranks = worlds.run(3, drained, str(tmp_path), "stage 3", "directory known", backend=BACKEND)
     assert [rank[:3] for rank in ranks] == [(ExitCode.LEFT, 3, [Left(round=ROUND, step=3)])] * 3
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.numerics.test_offload import offloading
 from tests.numerics.test_resume import halving, state_of
+from tests.support.inside import persistence_of
 from tests.support.models import make_model
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
@@ -50,7 +51,7 @@ def save_another_model(case: tuple[Any, ...], path: str, root: str) -> None:
 
 
 def everything(engine: Engine) -> tuple[Any, ...]:
-    where = engine._persistence._directory
+    where = persistence_of(engine).script.directory
     return state_of(engine), fingerprint(engine), engine.global_steps, engine.micro_steps, where
 
 

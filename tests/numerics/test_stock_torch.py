@@ -511,7 +511,7 @@ def averaged(wrapper: str, directory: str, until: int) -> Any:
         if run.step():
             average.update(run.global_step)
             run.save(directory)
-            assert not run._training.last.pieces  # a save keeps no copy of the average
+            assert not run._training.captured  # a save keeps no copy of the average
     run.close()
     whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in average.values.items()}
     return weight_hash(whole.items()), average.seen

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import zero_torch
 from tests.numerics.in_memory.nodes import checkpoints, drop, on_a_node, settle
-from tests.numerics.test_leaving import ROUND, under_agent
+from tests.numerics.test_leaving import under_agent
 from tests.numerics.test_stock_torch import STEPS, batches, dataset, protected, trained
-from tests.support.waiting import wait_for
+from tests.support.inside import persistence_of
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
-from zero_contract.worker import ExitCode, Left
+from zero_contract.worker import ExitCode
 
 
 def train(model: Any, run: zero_torch.Run, until: int) -> None:
@@ -88,25 +88,7 @@ def test_survivors_of_a_peer_that_is_killed_in_a_call_of_the_script_say_so(
     assert codes == {str(int(ExitCode.PEER_LOST))}
 
 
-# ---- leaving ----
-
-
-def drained(root: str, wrapper: str) -> tuple[Any, ...]:
-    """Rank 0 alone is asked to leave, after step 2, and the script never saves."""
-    asked = dist.get_rank() == 0
-    with under_agent(root, leave_after=2 if asked else None) as agent:
-        model, _, run = protected(wrapper)
-        run.load(f"{root}/checkpoints")
-
-        def loop() -> None:
-            for step in range(1, 6):
-                if step == 3 and asked:
-                    wait_for(lambda: run._link.leave_asked, 60, "the agent's message")
-                train(model, run, step)
-
-        code = exit_code(run, loop)
-        left = [message for message in agent.told() if isinstance(message, Left)]
-    return code, run.global_step, left
+# ---- in memory, and in the background ----
 
 
 def resumed(wrapper: str, root: str) -> tuple[int, str]:
@@ -118,18 +100,6 @@ def resumed(wrapper: str, root: str) -> tuple[int, str]:
     return begun, run.weight_hash()
 
 
-def test_a_drained_run_leaves_with_a_save_and_goes_on_to_the_same_bits(
-    worlds: WorldPool, tmp_path: Path
-) -> None:
-    ranks = worlds.run(3, drained, str(tmp_path), "fsdp2")
-    assert ranks == [(ExitCode.LEFT, 3, [Left(round=ROUND, step=3)])] * 3
-    (expected, *_) = worlds.run(1, trained, "plain")
-    assert worlds.run(2, resumed, "ddp", str(tmp_path)) == [(3, expected[0])] * 2
-
-
-# ---- in memory, and in the background ----
-
-
 def kept_in_memory(root: str, wrapper: str, until: int, seed: int = 0) -> tuple[int, str]:
     """Go on from the newest checkpoint of the nodes' memories; end as a crash does."""
     with on_a_node(root):
@@ -138,7 +108,7 @@ def kept_in_memory(root: str, wrapper: str, until: int, seed: int = 0) -> tuple[
         begun = run.global_step
         for step in range(begun + 1, until + 1):
             train(model, run, step)
-            settle(run)  # type: ignore[arg-type]
+            settle(run)
         digest = run.weight_hash()
         drop(run)  # type: ignore[arg-type]
         return begun, digest
@@ -183,7 +153,7 @@ def saved_twice(root: str, wrapper: str) -> tuple[str, bool]:
     for step in (2, 3):
         train(model, run, step)
         run.save(f"{root}/checkpoints")
-        layouts.append(run._persistence.saver._layout)
+        layouts.append(persistence_of(run).saver._layout)
     run.close()
     return run.weight_hash(), layouts[0] is layouts[1]
 

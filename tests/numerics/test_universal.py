@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import SMALL
@@ -43,7 +44,7 @@ def many() -> Iterator[WorldPool]:
 def save_all_stages(base: str, world: int) -> None:
     for stage in STAGES:
         engine = make_engine(config(stage))
-        engine._persistence.saver.disk = SMALL
+        persistence_of(engine).saver.disk = SMALL
         train(engine, SAVED_AT)
         engine.save_checkpoint(root_of(base, world, stage))
 

@@ -67,7 +67,7 @@ def by_engine() -> tuple[Callable[[], object], Callable[[], object]]:
     while engine.global_steps < STEPS:
         engine.backward(engine(DATA[:2]).sum())
         engine.step()
-    engine._persistence.saver.disk = Gated()
+    engine._session._persistence.saver.disk = Gated()
     return lambda: engine.save_checkpoint(ROOT), engine.destroy
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from zero_checkpoint import staging_memory as room
 from zero_checkpoint.files.storage import Disk
@@ -83,11 +84,11 @@ def full_container(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def heard(level: int = logging.INFO) -> Iterator[list[str]]:
-    """What the engine and its libraries log meanwhile."""
+    """What the engine, zero_torch and their libraries log meanwhile."""
     lines: list[str] = []
     handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    loggers = {name: logging.getLogger(name).level for name in LOGGERS}
+    loggers = {name: logging.getLogger(name).level for name in (*LOGGERS, "zero_torch")}
     for name in loggers:
         logging.getLogger(name).setLevel(level)
         logging.getLogger(name).addHandler(handler)
@@ -100,7 +101,7 @@ def heard(level: int = logging.INFO) -> Iterator[list[str]]:
 
 
 def use(engine: Engine, disk: Disk) -> Disk:
-    engine._persistence.saver.disk = disk
+    persistence_of(engine).saver.disk = disk
     return disk
 
 

@@ -111,6 +111,89 @@ for ledger in ("ledger1", "ledger2", "ledger"):
     print(ledger, report.exact, report.steps, report.samples, report.repeated_steps)
 """
 
+STEP = """
+import logging, sys
+import torch, torch.distributed as dist
+from zero_checkpoint import restore, weight_hash
+from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.options import Checkpoint
+from zero_checkpoint.plain import UNKNOWN_RUN
+from zero_comm.agent_link import agent_link
+from zero_comm.collectives import Collectives
+from zero_comm.determinism import Deterministic, meet
+from zero_comm.distributed import init_distributed
+from zero_comm.reduction_order import record_of
+from zero_contract.worker import Progress
+from zero_data.global_batch import Cursor
+from zero_step import Session, record
+from zero_step.session import end_step, notes_of
+
+logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
+TERMS = record.Terms(anew="begin anew", dataset="the data", seed="SEED", batch="set BATCH")
+
+class Loop:
+    '''A training of one tensor, and its loads.'''
+
+    rank, world, trains, in_library_loop, before_change = 0, 1, True, False, None
+    resumes = takes_position = True
+
+    def __init__(self, seed):
+        self.cursor, self.weights, self.seed = Cursor(), torch.zeros(3), seed
+        everybodys = collectives.everybodys
+        self.hardware = meet(Deterministic.WARN, torch.device("cpu"), everybodys, 0)
+        tensor = TensorId(PARAM, "weights")
+        table = {tensor: TensorInfo((3,), torch.float32)}
+        self.filled = State(table, (Piece(tensor, 0, self.weights),))
+
+    def describe(self):
+        known = {"seed": self.seed, "reduction": record_of(8)}
+        return record.describe(self.cursor, self.hardware, world=1, optimizer=None, **known)
+
+    def capture(self, run, client, *, exclude_frozen):
+        engine = {**UNKNOWN_RUN, **self.describe(), **run, "groups": []}
+        meta = {"engine": engine, "client": dict(client)}
+        return State(self.filled.tensors, self.filled.pieces, meta=meta)
+
+    def loading(self): return self
+    def weight_hash(self): return weight_hash([("weights", self.weights)])
+    def meet(self, what): collectives.barrier(what)
+    def settle(self): pass
+    def lend(self, until): until()
+    def end(self): pass
+    def report(self, loaded): print("loaded", loaded.path.name.partition(".")[0])
+
+    def read(self, root, consensus, tag, ram):
+        return restore.load(root, consensus, lambda manifest: self.filled, tag=tag, ram=ram)
+
+    def adopt(self, saved):
+        order = {"mode": None, "block": None}
+        adopted = record.adopt(saved, self.describe(), self.hardware, TERMS, **order)
+        print(*adopted.remarks)
+        record.resume(self.cursor, saved)
+
+init_distributed()
+collectives = Collectives()
+collectives.meet(torch.device("cpu"))
+
+def run(steps, seed):
+    loop = Loop(seed)
+    session = Session(Checkpoint(every_steps=2), loop, collectives, agent_link(0))
+    session.load("checkpoints")
+    epoch = session.client_state.get("epoch", 0)
+    while loop.cursor.step < steps:
+        loop.cursor.step += 1
+        loop.weights += loop.cursor.step
+        end_step(session, [notes_of(session)], Progress(step=loop.cursor.step, samples=0))
+        if session.due():
+            session.save("checkpoints", client_state={"epoch": epoch + 1})
+    session.close()
+    print(loop.cursor.step, epoch, loop.weights.tolist())
+
+run(3, seed=1)
+run(4, seed=2)
+dist.destroy_process_group()
+"""
+
 
 def test_a_group_sums_in_order_and_leaves_a_wait_with_zero_comm_alone(tmp_path: Path) -> None:
     told = run_alone(tmp_path, ("zero_contract", "zero_comm"), COMM)
@@ -126,4 +209,18 @@ def test_a_plain_loop_consumes_every_sample_once_with_zero_data_alone(tmp_path: 
         "ledger1 True 10 54 0",
         "ledger2 True 10 54 0",
         "ledger True 10 54 1",
+    ]
+
+
+def test_a_plain_loop_saves_and_resumes_with_zero_step_and_what_it_stands_on(
+    tmp_path: Path,
+) -> None:
+    below = "zero_contract", "zero_comm", "zero_checkpoint", "zero_data"
+    told = run_alone(tmp_path, (*below, "zero_step"), STEP)
+    assert told.splitlines() == [
+        "3 0 [6.0, 6.0, 6.0]",
+        "SEED is 2 and was 1 when the checkpoint was made: order of the samples and dropout "
+        "change, from here on the results are not those of the uninterrupted run; set it as it was",
+        "loaded step-000000002",
+        "4 1 [10.0, 10.0, 10.0]",
     ]

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from zero_checkpoint.files.place import place
-from zero_checkpoint.persistence import NOTES, ClientSource, Persistence
-from zero_checkpoint.tags import agree_on_tag, text_of
+from zero_checkpoint.departure import ClientSource
+from zero_checkpoint.persistence import NOTES
 from zero_comm.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.distributed import local_rank
 from zero_comm.reduction_plan import Where
@@ -56,6 +55,7 @@ from zero_engine.parts import Core, Run
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
+from zero_step.session import Session, end_step, notes_of
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Engine(WholeWeights):
             frozen_by_group=core.as_given.frozen_by_group,
         )
         self._training = EngineTraining(config, core, run, self._state)
-        self._persistence = Persistence(config.checkpoint, self._training, link)
+        self._session = Session(config.checkpoint, self._training, core.collectives, link)
 
     # ---- a step ----
 
@@ -206,8 +206,6 @@ class Engine(WholeWeights):
             self._core.as_given.check(self._core.zero.units)
         with exit_on_peer_loss(self._link):
             self._end_step(lr_kwargs or {})
-            self._persistence.keep_in_memory()
-            self._persistence.depart_if_asked()
 
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         zero, cursor = self._core.zero, self._run.cursor
@@ -217,7 +215,7 @@ class Engine(WholeWeights):
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
             with self._stopwatch.measure("step"):
-                notes = self._core.collectives.numbers(self._persistence.notes(), self.device)
+                notes = self._core.collectives.numbers(notes_of(self._session), self.device)
                 outcome = zero.step(
                     torch.cat([notes, self._micro_steps.notes()]),
                     lambda notes: self._micro_steps.correction(notes[:, NOTES:], plan),
@@ -248,7 +246,6 @@ class Engine(WholeWeights):
             _log.info("step %d: %s", cursor.step, outcome.scaling)
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
-        self._persistence.take_notes(outcome.notes[:, :NOTES].tolist())
         progress = Progress(
             step=cursor.step,
             samples=cursor.samples,
@@ -258,8 +255,8 @@ class Engine(WholeWeights):
             tokens=cursor.tokens,
             reduction="native" if self._config.elastic.is_native else "",
         )
-        self._link.progress(self._persistence.number, progress)
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
+        end_step(self._session, outcome.notes[:, :NOTES].tolist(), progress)
 
     def _report_skip(self, outcome: StepOutcome) -> None:
         assert self._core.zero is not None
@@ -375,40 +372,14 @@ class Engine(WholeWeights):
         save_dir: str | Path,
         tag: str | float | None = None,
         client_state: Mapping[str, Any] | None = None,
-        *,
+        save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
         blocking: bool | None = None,
-        aside: bool = False,
     ) -> bool:
-        """Save a checkpoint; every rank calls it. Inside of a step it is that of the step before.
+        """Save a checkpoint; see `zero_step.Session.save`. Every rank calls it.
 
-        A save in the background returns as soon as the state is copied. If it fails, the next
-        `step()` raises, and the checkpoints before it stay as they are.
-
-        Args:
-            save_dir: A directory that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
-            tag: The name of the checkpoint, or a number as its name; by default global_step<N>.
-            client_state: The script's state, returned by `load_checkpoint`: numbers, text, tensors
-                and numpy arrays of up to 1 MiB each, tuples, lists and dictionaries of them. That
-                of rank 0 is saved.
-            exclude_frozen_parameters: Leave out parameters that are not trained: a load then keeps
-                the weights that the script has given them.
-            blocking: Return when the checkpoint is published; None: the opposite of the config's
-                checkpoint.async. A worker that leaves always waits.
-            aside: Only a load that names its tag takes this checkpoint, and `keep_last` neither
-                counts nor deletes it.
-
-        Returns:
-            Whether the checkpoint was published, or begun in the background. False if this worker's
-            round is over or its agent does not answer, if the disk is full and the script asks
-            `checkpoint_due` (which is then true again after a minute; other scripts wait here for
-            space, up to an hour), or if the previous save is in flight and checkpoint.when_busy is
-            "skip". Then nothing was written, and the reason is logged.
-
-        Raises:
-            CheckpointError: A rank failed, the client state has a value of another type, or the
-                tags of the ranks differ and checkpoint.tag_validation is "Fail"; nothing was saved.
-                Or this is the second save in a row that was not published, though etcd answers.
+        Inside of a step it is that of the step before.
         """
         self._core.moved.need("save_checkpoint()")
         if self._micro_steps.is_begun() and self.global_rank == 0:
@@ -418,44 +389,22 @@ class Engine(WholeWeights):
                 "micro-batches again",
                 self.global_steps + 1,
             )
-        with exit_on_peer_loss(self._link):
-            mode = self._config.checkpoint.tag_validation.lower()
-            name = text_of(tag)
-            agree_on_tag(name, mode, self._core.collectives)
-            return self._persistence.save(
-                place(save_dir),
-                name,
-                client_state or {},
-                blocking=blocking,
-                exclude_frozen=exclude_frozen_parameters,
-                aside=aside,
-            )
+        return self._session.save(
+            save_dir,
+            tag,
+            client_state,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            blocking=blocking,
+        )
 
     def keep_client_state(self, source: ClientSource | None) -> None:
-        """Register a source of client state, for checkpoints that the engine makes itself.
-
-        Those are the in-memory checkpoints (`checkpoint.ram`), and the one with which a worker
-        leaves. A script that passes `client_state` to `save_checkpoint` without this call has no
-        in-memory checkpoints, and leaves only after its next save. Call it before
-        `load_checkpoint`.
-
-        Args:
-            source: Returns a `client_state`; called on every rank at the end of a step, and by
-                `save_checkpoint` without one. None: there is no client state.
-        """
-        self._persistence.client_source = source
+        """Register a source of client state; see `zero_step.Session.keep_client_state`."""
+        self._session.keep_client_state(source)
 
     def wait_for_checkpoint(self) -> bool:
-        """Wait for the save in flight, if any.
-
-        Returns:
-            Whether the last save was published.
-
-        Raises:
-            CheckpointError: The save has failed, and no `step()` has raised that yet.
-        """
-        with exit_on_peer_loss(self._link):
-            return self._persistence.wait()
+        """Wait for the save in flight; see `zero_step.Session.wait`."""
+        return self._session.wait()
 
     def load_checkpoint(
         self,
@@ -466,7 +415,7 @@ class Engine(WholeWeights):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the newest valid checkpoint, made at any world size and stage.
+        """Load the newest whole checkpoint; see `zero_step.Session.load`. Every rank calls it.
 
         A loop over the engine's loader goes on from there, as a new one does: gradients of a step
         that is not ended are dropped, and its samples come again.
@@ -475,8 +424,7 @@ class Engine(WholeWeights):
 
         Args:
             load_dir: The `save_dir` of `save_checkpoint`.
-            tag: Load only checkpoints of this tag, or the one of this name, which the file
-                `latest` has; None: the newest valid one.
+            tag: Load only checkpoints of this tag, or the one of this name.
             load_module_strict: Refuse a checkpoint whose parameters and buffers differ from the
                 module's.
             load_optimizer_states: False keeps the optimizer as it is.
@@ -485,60 +433,33 @@ class Engine(WholeWeights):
 
         Returns:
             The path of the checkpoint and its client state, or (None, {}) if there is none yet.
-
-        Raises:
-            DamagedCheckpoint: There are checkpoints, and all of them are damaged.
-            ModelMismatch: The checkpoint is of another model. Nothing has changed, unless a damaged
-                checkpoint was tried before.
-            CheckpointError: A rank could not read. After this and after damage the state may be
-                half loaded, and nothing but another load is allowed.
         """
         self._core.moved.need("load_checkpoint()", refills=True)
         if self._micro_steps.is_begun():
             self._micro_steps.begin_again()
-        with exit_on_peer_loss(self._link):
-            options = LoadOptions(
-                strict=load_module_strict,
-                optimizer=load_optimizer_states,
-                scheduler=load_lr_scheduler_states,
-                module_only=load_module_only,
-            )
-            loading = self._training.loading(options)
-            return self._persistence.load(place(load_dir), text_of(tag), loading)
+        options = LoadOptions(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            module_only=load_module_only,
+        )
+        path = self._session.load(load_dir, tag, self._training.loading(options))
+        return path, self._session.client_state
 
     def checkpoint_due(
         self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None
     ) -> bool:
-        """Whether to save now; the same on all ranks. Also true when this worker is to leave.
-
-        A script that saves whenever this is true can leave at that very boundary.
-
-        Args:
-            every_steps: The number of steps between saves.
-            every_s: The number of seconds between saves; "auto": from the measured cost of a save
-                and the rate of failures. Without either argument the config decides.
-        """
-        return self._persistence.due(every_steps, every_s)
+        """Whether to save now; see `zero_step.Session.due`."""
+        return self._session.due(every_steps, every_s)
 
     @property
     def asked_to_leave(self) -> bool:
         """Whether this worker has been asked to leave; equal on all ranks after each `step()`."""
-        return self._persistence.leaving
+        return self._session.leaving
 
     def leave_group(self) -> None:
-        """Exit the process after the checkpoint just saved, as the agent has asked.
-
-        For loops that write more than the checkpoint; otherwise `step()` exits. Every rank calls
-        it.
-
-        Raises:
-            SystemExit: Always.
-            ZeroError: This worker has not been asked to leave.
-        """
-        if not self._persistence.leaving:
-            raise ZeroError("leave_group() without asked_to_leave; continue training")
-        with exit_on_peer_loss(self._link):
-            self._persistence.leave()
+        """Exit the process after the checkpoint just saved; see `zero_step.Session.leave`."""
+        self._session.leave()
 
     # ---- the weights ----
 
@@ -578,17 +499,8 @@ class Engine(WholeWeights):
     # ---- its end ----
 
     def destroy(self) -> None:
-        """Finish a save in flight; close monitors and ledger, with the last engine also the link.
-
-        If the last save has failed, it is made now: it waits for room on the disk for an hour, and
-        for etcd as long as the agent does.
-
-        Raises:
-            CheckpointError: The last save has failed again.
-            CommitRefused: It may not be published.
-        """
-        self._persistence.close()
+        """Close the session (see `zero_step.Session.close`), monitors and ledger."""
+        self._session.close()
         self._reporter.monitors.close()
         if self._run.ledger is not None:
             self._run.ledger.close()
-        self._link.remove(self._persistence.number)

@@ -29,6 +29,7 @@ _TERMS = record.Terms(
     seed="seed",
     batch="set train_batch_size to {samples} and train_micro_batch_size_per_gpu to {micro_batch}",
 )
+_WHOLE = LoadOptions()
 
 
 class EngineTraining:
@@ -81,7 +82,7 @@ class EngineTraining:
         """What is called before weights or optimizer state change."""
         return self._core.moved.before_change
 
-    def loading(self, options: LoadOptions) -> Loading:
+    def loading(self, options: LoadOptions = _WHOLE) -> Loading:
         """A load into this engine."""
         return Loading(self._state, self._core.moved, options, self._adopt)
 

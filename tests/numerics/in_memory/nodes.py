@@ -14,10 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.numerics.test_leaving import Agent, under_agent
+from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from zero_agent.node.memory import NodeMemory
 from zero_engine.core.engine import Engine
+from zero_step import Session
 
 STEPS = 5
 
@@ -46,9 +48,9 @@ def checkpoints(root: str) -> Path:
     return Path(root) / "checkpoints"
 
 
-def settle(engine: Engine) -> None:
+def settle(engine: Engine | Session) -> None:
     """Until the checkpoint of the last step is committed, or is not."""
-    ram = engine._persistence.ram
+    ram = persistence_of(engine).ram
     assert ram is not None
     wait_for(lambda: not ram.busy, 60, "the end of the save")
     dist.barrier()

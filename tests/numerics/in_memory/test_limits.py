@@ -19,6 +19,7 @@ from tests.numerics.in_memory.nodes import (
     settle,
 )
 from tests.numerics.test_leaving import under_agent
+from tests.support.inside import persistence_of
 from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
@@ -116,8 +117,8 @@ def train_beside_a_stopped_memory(root: str) -> tuple[list[bool], list[str]]:
             busy = []
             for step in (2, 3, 4):
                 train(engine, step)
-                assert engine._persistence.ram is not None
-                busy.append(engine._persistence.ram.busy)
+                assert persistence_of(engine).ram is not None
+                busy.append(persistence_of(engine).ram.busy)
             settle(engine)
             drop(engine)
         stopped.kill()

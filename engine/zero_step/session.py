@@ -1,0 +1,294 @@
+"""The saves and loads of one training, and how it leaves, whoever owns its state.
+
+Must always hold: what all ranks must do alike (leave, save, skip a save) follows from the notes of
+a step, which every rank has of all; a worker leaves between two steps, and with a save of them if
+the script lets the training save itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from zero_checkpoint.departure import ClientSource, Departure, choose_departure
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import place
+from zero_checkpoint.options import Checkpoint
+from zero_checkpoint.persistence import Persistence
+from zero_checkpoint.tags import agree_on_tag, text_of
+from zero_checkpoint.training import Loading, Training
+from zero_comm.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.collectives import Collectives
+from zero_contract.errors import CommitRefused, ZeroError
+from zero_contract.worker import Progress
+
+_log = logging.getLogger(__name__)
+
+Directory = str | os.PathLike[str]
+
+
+class Session:
+    """One training, from its first load to its end. Every rank makes the same calls.
+
+    Attributes:
+        client_state: The script's own state in the checkpoint that was loaded.
+    """
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        training: Training,
+        collectives: Collectives,
+        link: AgentLink,
+    ) -> None:
+        self.client_state: dict[str, Any] = {}
+        self._mode = config.tag_validation.lower()
+        self._training = training
+        self._collectives = collectives
+        self._link = link
+        self._persistence = Persistence(config, training, link)
+
+    def _leave_step(self, what: str) -> None:
+        """End a step that only the call of `what` ends; raises ZeroError in the middle of one."""
+
+    # ---- saves and loads ----
+
+    def save(
+        self,
+        directory: Directory,
+        tag: str | float | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        blocking: bool | None = None,
+    ) -> bool:
+        """Save after a step; if the agent has asked this worker to leave, exit afterwards.
+
+        A save in the background returns as soon as the state is copied. If it fails, that is
+        logged, and the checkpoints before it stay as they are.
+
+        Args:
+            directory: A directory that all ranks share, or a URL: s3://bucket/dir, gs://bucket/dir.
+            tag: The name of the checkpoint, or a number as its name; by default global_step<N>.
+            client_state: The script's state, which a load returns: numbers, text, tensors and numpy
+                arrays of up to 1 MiB each, tuples, lists and dictionaries of them. That of rank 0
+                is saved.
+            save_latest: False: only a load that names its tag takes this checkpoint, and
+                `keep_last` neither counts nor deletes it.
+            exclude_frozen_parameters: Leave out parameters that are not trained: a load then keeps
+                the weights that the script has given them.
+            blocking: Return when the checkpoint is published; None: the opposite of the config's
+                checkpoint.async. A worker that leaves always waits.
+
+        Returns:
+            Whether the checkpoint was published, or begun in the background. False if this worker's
+            round is over or its agent does not answer, if the disk is full and the script asks
+            whether a save is due (which is then true again after a minute; other scripts wait here
+            for space, up to an hour), or if the previous save is in flight and checkpoint.when_busy
+            is "skip". Then nothing was written, and the reason is logged.
+
+        Raises:
+            CheckpointError: A rank failed, the client state has a value of another type, or the
+                tags of the ranks differ and checkpoint.tag_validation is "Fail"; nothing was saved.
+                Or this is the second save in a row that was not published, though etcd answers.
+            ZeroError: It is the middle of a step.
+        """
+        self._leave_step("save()")
+        with exit_on_peer_loss(self._link):
+            name = text_of(tag)
+            agree_on_tag(name, self._mode, self._collectives)
+            saved = self._persistence.save(
+                place(directory),
+                name,
+                client_state or {},
+                blocking=blocking,
+                exclude_frozen=exclude_frozen_parameters,
+                aside=not save_latest,
+            )
+            self._leave_if_all_saved()
+        return saved
+
+    def load(
+        self,
+        directory: Directory,
+        tag: str | float | None = None,
+        loading: Loading | None = None,
+    ) -> str | None:
+        """Resume from the newest whole checkpoint, of any world size, stage and wrapper.
+
+        Args:
+            directory: As given to `save`.
+            tag: Load only checkpoints of this tag, or the one of this name, which the file
+                `latest` has; None: the newest whole one.
+            loading: What of it is loaded; None: everything.
+
+        Returns:
+            The path of the checkpoint; None if there is none yet.
+
+        Raises:
+            DamagedCheckpoint: There are checkpoints, and all of them are damaged.
+            ModelMismatch: The checkpoint is of another model or optimizer. Nothing has changed,
+                unless a damaged checkpoint was tried before.
+            CheckpointError: A rank could not read, or no checkpoint has this tag. After this and
+                after damage the state may be half loaded.
+            ZeroError: It is the middle of a step.
+        """
+        self._leave_step("load()")
+        with exit_on_peer_loss(self._link):
+            path, self.client_state = self._persistence.load(
+                place(directory), text_of(tag), loading or self._training.loading()
+            )
+        return path
+
+    def due(
+        self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None
+    ) -> bool:
+        """Whether to save now; the same on all ranks. Also true when this worker is to leave.
+
+        A script that saves whenever this is true can leave at that very boundary.
+
+        Args:
+            every_steps: The number of steps between saves.
+            every_s: The number of seconds between saves; "auto": from the measured cost of a save
+                and the rate of failures. Without either argument the config decides.
+        """
+        return self._persistence.due(every_steps, every_s)
+
+    def wait(self) -> bool:
+        """Wait for the save in flight, if any.
+
+        Returns:
+            Whether the last save was published.
+
+        Raises:
+            CheckpointError: The save has failed, and nothing has raised that yet.
+        """
+        with exit_on_peer_loss(self._link):
+            return self._persistence.last.wait()
+
+    def keep_client_state(self, source: ClientSource | None) -> None:
+        """Register a source of client state, for checkpoints that the script does not make itself.
+
+        Those are the in-memory checkpoints (`checkpoint.ram`), and the one with which a worker
+        leaves. A script that saves a `client_state` without this call has no in-memory checkpoints,
+        and leaves only after its next save. Call it before the load.
+
+        Args:
+            source: Returns a `client_state`; called on every rank at the end of a step, and by a
+                save without one. None: there is no client state.
+        """
+        self._persistence.script.client_source = source
+
+    def close(self) -> None:
+        """Finish a save in flight, and leave the agent; before destroy_process_group.
+
+        If the last save has failed, it is made now: it waits for room on the disk for an hour, and
+        for etcd as long as the agent does.
+
+        Raises:
+            CheckpointError: The last save has failed again.
+            CommitRefused: It may not be published.
+        """
+        self._persistence.close()
+        self._link.remove(self._persistence.number)
+
+    # ---- leaving ----
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this worker has been asked to leave; equal on all ranks after each step."""
+        return self._link.leaving
+
+    def leave(self) -> None:
+        """Exit the process after the checkpoint just saved, as the agent has asked.
+
+        For loops that write more than the checkpoint; otherwise the end of a step exits.
+
+        Raises:
+            SystemExit: Always.
+            ZeroError: This worker has not been asked to leave.
+        """
+        if not self.leaving:
+            raise ZeroError("asked to leave by nobody; continue training")
+        with exit_on_peer_loss(self._link):
+            for each in self._persistence.engines():
+                with suppress(CheckpointError, CommitRefused):  # logged below
+                    each.close()
+                each.saver.log_lost_steps(in_memory=each.ram is not None)
+            # Rank 0 may host the store that the others still read the verdict from.
+            self._training.meet("leaving")
+            self._link.leave(self._persistence.saver.last_step)
+
+    def _leave_if_all_saved(self) -> None:
+        """After a save: leave now, or at the next step, or with the save of another engine."""
+        if not self.leaving:
+            return
+        engines = self._persistence.engines()
+        known = [each for each in engines if each.script.directory is not None]
+        left = sum(each.script.saved_step != each.training.cursor.step for each in known)
+        if left:
+            if self._training.rank == 0:
+                _log.info("leaving when %d more engines of this process are saved", left)
+        elif self._training.in_library_loop or len(known) < len(engines):
+            # At the next step: first its loop writes its state, or other engines save at all.
+            self._link.may_leave = True
+        else:
+            self.leave()
+
+    def _depart_if_asked(self) -> None:
+        """Leave on a drain, preemption, join or stop, saving first if needed."""
+        if not self.leaving:
+            return
+        if self._link.may_leave:
+            self.leave()
+        engines = self._persistence.engines()
+        departure, reason = choose_departure(
+            directory_known=any(each.script.directory is not None for each in engines),
+            script_has_state=any(each.known_to_script_alone for each in engines),
+            script_has_saved=any(each.script.has_saved for each in engines),
+            script_asks=any(each.script.asks for each in engines),
+            engines=len(engines),
+        )
+        if departure is not self._link.departure:  # waiting for the script may take many steps
+            _log.info("asked to leave: %s, because %s", departure, reason)
+        self._link.departure = departure
+        if departure is Departure.SAVE_AND_LEAVE:
+            directory = self._persistence.script.directory
+            assert directory is not None
+            try:
+                self._persistence.save(directory, None, {})
+                self._leave_if_all_saved()
+            except (CheckpointError, CommitRefused) as error:
+                # The next round resumes from the checkpoint before; staying would not help.
+                _log.error("leaving without a new checkpoint: %s", error)
+                self.leave()
+        elif departure is Departure.LEAVE:
+            self.leave()
+
+
+# ---- for who owns the state: the end of a step ----
+
+
+def notes_of(session: Session) -> list[float]:
+    """[NOTES] for all ranks, see `Persistence.notes`."""
+    return session._persistence.notes()
+
+
+def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progress) -> None:
+    """Act on the notes of all ranks; the process may exit here with a fresh checkpoint.
+
+    Args:
+        session: That of the training whose step has ended.
+        notes: [world][NOTES].
+        progress: What the agent is told.
+    """
+    persistence, link = session._persistence, session._link
+    with exit_on_peer_loss(link):
+        persistence.take_notes(notes)
+        link.progress(persistence.number, progress)
+        persistence.keep_in_memory()
+        session._depart_if_asked()

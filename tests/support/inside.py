@@ -1,0 +1,17 @@
+"""The one way to look at the parts of a training that its script does not see."""
+
+from __future__ import annotations
+
+from zero_checkpoint.persistence import Persistence
+from zero_engine.core.engine import Engine
+from zero_step import Session
+
+
+def session_of(training: Engine | Session) -> Session:
+    """The session of an engine, or what `zero_torch.protect` returns."""
+    return training._session if isinstance(training, Engine) else training
+
+
+def persistence_of(training: Engine | Session) -> Persistence:
+    """What saves and loads it."""
+    return session_of(training)._persistence
