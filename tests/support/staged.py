@@ -313,6 +313,7 @@ class Staged:
                 "pace": pace.to_record(paces),
                 "time": self.now_s,
                 "preparing": self.preparing,
+                "devices": f"{self.slots} x NVIDIA H100 80GB HBM3",
                 "pids": {rank: 4000 + rank for rank in ranks},
             }
             if self.step and not self.preparing:

@@ -216,7 +216,9 @@ def test_62_nodes_are_drawn_with_their_hosts_spares_and_their_straggler(page, sh
     expected = "Nodes60and 2 spares; 2 to 60 wanted, 480 workers"
     assert page.run(f"{tile}.textContent") == expected
     last = page.run("document.querySelector('#nodes tbody tr:last-child').textContent")
-    assert last == "gpu-61spare---10.20.7.15:29400rack8-gpu-61.cluster.example"
+    assert last == "gpu-61spare---10.20.7.15:29400rack8-gpu-61.cluster.example-"
+    first = page.run("document.querySelector('#nodes tbody tr').textContent")
+    assert first.endswith("rack1-gpu-00.cluster.example8 x NVIDIA H100 80GB HBM3")
     assert page.run("document.querySelectorAll('#lanes path.straggler').length") == 1
     held = page.run("document.querySelector('#problems tbody tr').textContent")
     assert held.startswith("straggler")

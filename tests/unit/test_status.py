@@ -17,6 +17,7 @@ from zero_orchestrator.ctl.events import (
     history_key,
     progress_prefix,
     seen_key,
+    verdicts_key,
 )
 from zero_orchestrator.ctl.history import History, Saved
 from zero_orchestrator.ctl.pace import Pace, Quantiles, Speed, bucket, to_record
@@ -36,6 +37,7 @@ from zero_orchestrator.ctl.status import (
     choose_node,
     newest_job,
 )
+from zero_orchestrator.ctl.verdicts import Kind, Verdict, to_value
 from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node
 from zero_orchestrator.membership.keys import Keys
@@ -244,6 +246,29 @@ def test_a_list_of_jobs_has_owner_age_nodes_of_the_round_and_step(memory):
     (row,) = listed(status.read_each(memory)).splitlines()[1:]
     head = ("gpt", "ACTIVE", "31 minutes ago", "ada@login", "2", "2 + 1 (1:2)", "44")
     assert tuple(filter(None, (cell.strip() for cell in row.split("  "))))[:7] == head
+
+
+def test_the_accelerators_of_a_node_are_shown_where_its_agent_has_found_some(memory):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    assert "devices" not in shown(read(job))
+    memory.put(progress_prefix("gpt") + "b", '{"devices": "8 x NVIDIA H100 80GB HBM3"}')
+    assert [row.devices for row in read(job).members] == ["", "8 x NVIDIA H100 80GB HBM3"]
+    assert shown(read(job)).splitlines()[-1].endswith("8 x NVIDIA H100 80GB HBM3")
+
+
+def test_a_job_that_takes_no_step_has_no_speed_and_no_time_that_is_left(memory):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    paced = to_record(Pace(speed=Speed(steps=2.0)))
+    told = {"step": 44, "pace": paced, "total_steps": 400}
+    memory.put(progress_prefix("gpt") + "a", json.dumps(told))
+    assert (read(job).speed.steps, read(job).left_s, read(job).stuck) == (2.0, 178.0, False)
+    memory.put(verdicts_key("gpt"), to_value([Verdict(kind=Kind.STUCK, text="no step")]))
+    assert (read(job).speed, read(job).left_s, read(job).stuck) == (None, None, True)
+    assert "left 356 of 400 steps" in " ".join(shown(read(job)).split())
 
 
 def test_what_a_job_waits_for_is_what_its_agents_say(memory):

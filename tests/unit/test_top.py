@@ -89,7 +89,7 @@ def test_no_key_leaves_the_lines_and_every_line_can_be_reached(keys, count, heig
     assert scrolled(count, "", count // 2, height) <= max(0, count // 2 - height), "fewer lines"
 
 
-ROOM = {40: "pids, host, address, workers, loss", 80: "pids, host", 140: "pids", 250: ""}
+ROOM = {40: "pids, devices, host, address, workers, loss", 80: "pids, devices, host", 250: ""}
 
 
 @pytest.mark.parametrize("width", ROOM)

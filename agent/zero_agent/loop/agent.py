@@ -42,6 +42,7 @@ from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
 from zero_agent.loop.traces import Traces
 from zero_agent.loop.verdicts import Verdicts, ask_why_stuck
+from zero_agent.node.devices import devices
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
@@ -122,6 +123,7 @@ class Agent:
         self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)
         self._node_workers = self._make_workers(environ)
         self._strain = Strain(clock)
+        self._devices = devices()
         self._ram = NodeMemory(
             job,
             config.host or config.node_id,
@@ -483,6 +485,7 @@ class Agent:
             nodes=nodes,
             preparing=preparing,
             pids={each.rank: each.pid for each in self._node_workers.processes},
+            devices=self._devices,
             ram=self._ram.use,
             strain=self._strain.look,
             pace=lambda: steps.pace,

@@ -246,6 +246,7 @@ class Publisher:
         nodes: int,
         preparing: str = "",
         pids: Mapping[int, int] = MappingProxyType({}),
+        devices: str = "",
         ram: Callable[[], MemoryUse | None] = lambda: None,
         strain: Callable[[], Mapping[str, float]] = lambda: {},
         pace: Callable[[], Pace] = Pace,
@@ -258,6 +259,7 @@ class Publisher:
             nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
             preparing: What the workers do before their first step of this round; empty: nothing.
             pids: The process ids of the workers that run, by rank.
+            devices: The accelerators of the node, in words.
             ram: Returns the memory that in-memory checkpoints use, or None; called at each write.
             strain: Returns what slows the node down, see `strain`; called at each write.
             pace: Returns how fast the workers train in this round; called at each write.
@@ -271,7 +273,7 @@ class Publisher:
         record = dataclasses.asdict(progress) if progress is not None else {}
         record |= {"ram": dataclasses.asdict(use)} if use is not None else {}
         record |= {"strain": dict(strain()), "pace": paces.to_record(pace())}
-        record |= {"preparing": preparing, "pids": dict(pids)}
+        record |= {"preparing": preparing, "pids": dict(pids), "devices": devices}
         value = json.dumps({**record, "time": time.time()})
         self._enqueue(lambda: self._put(self._progress, value, lease))
 

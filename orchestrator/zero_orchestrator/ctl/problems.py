@@ -15,7 +15,7 @@ from zero_orchestrator.ctl.events import Event
 from zero_orchestrator.ctl.history import Point
 from zero_orchestrator.ctl.status import JobStatus
 from zero_orchestrator.ctl.story import ENDS
-from zero_orchestrator.ctl.verdicts import Kind
+from zero_orchestrator.ctl.verdicts import STOPS, Kind
 
 SAVES = "saves fail"
 ETCD = "etcd away"
@@ -103,7 +103,7 @@ def _told(
     event, text, node = record.get("event"), str(record.get("text", "")), str(record.get("node"))
     if event in tuple(Kind):
         nodes = [str(host) for host in record.get("hosts", [record.get("host")]) if host]
-        stops = event in {Kind.STUCK, Kind.DEAD_LINK}
+        stops = event in STOPS
         if stops:  # it began with the last step
             place = bisect_right(points, at_s, key=lambda point: point.time_s)
             at_s = points[place - 1].time_s if place else at_s
@@ -143,7 +143,7 @@ def _untold(found: Sequence[Problem], status: JobStatus, points: Sequence[Point]
                 text=verdict.text,
                 from_s=since_s or status.state_time_s or 0.0,
                 nodes=[verdict.node] if verdict.node else [],
-                steps=verdict.kind not in {Kind.STUCK, Kind.DEAD_LINK},
+                steps=verdict.kind not in STOPS,
             )
         )
     return more

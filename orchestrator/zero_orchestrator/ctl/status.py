@@ -35,7 +35,7 @@ from zero_orchestrator.ctl.events import (
 from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
 from zero_orchestrator.ctl.history import Failing, Saved
 from zero_orchestrator.ctl.pace import Quantiles, Speed
-from zero_orchestrator.ctl.verdicts import Verdict, from_item
+from zero_orchestrator.ctl.verdicts import STOPS, Verdict, from_item
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Exclusion, fruitless
@@ -97,6 +97,8 @@ class NodeRow:
     address: str
     host: str = ""
     """Name of its machine."""
+    devices: str = ""
+    """Its accelerators, such as `8 x NVIDIA H100 80GB HBM3`; empty: none is known."""
     step: int | None = None
     step_time_s: float | None = None
     """When the node reported that step: its wall clock, seconds since the epoch."""
@@ -195,6 +197,11 @@ class JobStatus:
     """The saves to disk since the last one that succeeded, up to the last record of the job."""
 
     @property
+    def stuck(self) -> bool:
+        """Whether no step is taken, as a verdict says."""
+        return any(verdict.kind in STOPS for verdict in self.verdicts)
+
+    @property
     def ended(self) -> bool:
         """Whether the job has ended for good."""
         return self.state in ENDED
@@ -229,6 +236,9 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         raise NoSuchJob(f"there is no job {job}")
     prefix = Keys(job).excluded("")
     leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
+    verdicts = from_item(next((i for i in kept if i.key == verdicts_key(job)), None))
+    if any(verdict.kind in STOPS for verdict in verdicts):
+        status = dataclasses.replace(status, speed=None, left_s=None)
     return dataclasses.replace(
         status,
         in_memory=progress.get(_below_progress(Keys(job).in_memory)),
@@ -237,7 +247,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         },
         goodput=goodput(used_ns),
         time_ns=to_record(used_ns),
-        verdicts=from_item(next((i for i in kept if i.key == verdicts_key(job)), None)),
+        verdicts=verdicts,
         saved=history.saved,
         kept=history.kept,
         run_step_times=pace.quantiles(history.durations),
@@ -447,6 +457,7 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
         slots=node.slots,
         address=node.address,
         host=node.machine,
+        devices=str(last.get("devices", "")),
         step=last.get("step"),
         step_time_s=last.get("time") if "step" in last else None,
         loss=last.get("loss"),

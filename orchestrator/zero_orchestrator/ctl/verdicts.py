@@ -29,6 +29,10 @@ class Kind(StrEnum):
     """The network between two nodes is slower than that between others, or than before."""
 
 
+STOPS = frozenset({Kind.STUCK, Kind.DEAD_LINK})
+"""What the job takes no step with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """One verdict."""

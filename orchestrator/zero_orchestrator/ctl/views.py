@@ -415,9 +415,20 @@ def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Iterator[Render
 
 def _nodes_table(rows: Sequence[NodeRow]) -> Fitted:
     columns = ("rank", "node", "state", "workers", "pids", "address", "host", "step", "reported")
-    optional = ("pids", "host", "memory", "prepares")
-    least = ("pids", "host", "address", "workers", "memory", "loss", "reported", "prepares")
-    table = Fitted(*columns, "loss", "memory", "prepares", least=least, optional=optional)
+    optional = ("pids", "host", "devices", "memory", "prepares")
+    least = (
+        "pids",
+        "devices",
+        "host",
+        "address",
+        "workers",
+        "memory",
+        "loss",
+        "reported",
+        "prepares",
+    )
+    more = ("loss", "memory", "prepares", "devices")
+    table = Fitted(*columns, *more, least=least, optional=optional)
     for row in rows:
         ranks = "-"
         if row.first_rank is not None:
@@ -439,5 +450,6 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Fitted:
             "-" if row.loss is None else f"{row.loss:.4f}",
             used,
             row.preparing or "-",
+            row.devices or "-",
         )
     return table

@@ -246,12 +246,14 @@ function troubles(small) {
 function slow() { return picture.problems.filter((one) => one.steps && one.kind !== "etcd away" && one.nodes.length); }
 
 function bands(root, where, top, bottom) {
+  const labels = [];
   for (const one of picture.recoveries) {
     const from = Math.min(where.x(one.from_s), where.right - 2), to = Math.max(where.x(one.to_s), from + 2);
     root.append(svg("rect", { x: from, width: to - from, y: top, height: bottom - top, class: "band" }));
     const text = attempts(one);
-    if (to - from > text.length * 6.6 + 10) root.append(svg("text", { x: (from + to) / 2, y: top + 15, "text-anchor": "middle", class: "inside" }, text));
+    if (to - from > text.length * 6.6 + 10) labels.push(svg("text", { x: (from + to) / 2, y: top + 17, "text-anchor": "middle", class: "inside over" }, text));
   }
+  return labels;
 }
 function attempts(one) {
   if (!one.failures) return "change";
@@ -264,9 +266,10 @@ function drawCharts() {
   const loss = 24, rate = loss + high + TALL.gap + 6, below = rate + TALL.rate;
   const tall = below + TALL.axis + (2 + troubles().length) * TALL.strip + 6;
   const root = svg("svg", { width: where.wide, height: tall, "aria-hidden": "true" });
-  bands(root, where, loss, below);
+  const labels = bands(root, where, loss, below);
   chart(root, where, loss, high, curve.stride > 1 ? `Loss, mean and range of ${curve.stride} steps` : "Loss", [curve.loss, curve.low, curve.high], "loss");
   chart(root, where, rate, TALL.rate, `Throughput, ${curve.unit}`, [curve.rate, curve.rate, curve.rate], "rate");
+  root.append(...labels);
   axis(root, where, below);
   strips(root, where, below + TALL.axis);
   const cursor = svg("line", { y1: loss, y2: below, class: "cursor", visibility: "hidden" });
@@ -397,9 +400,9 @@ function table(heads, rows, numeric = []) {
   const body = rows.map((row) => el("tr", {}, ...row.map((cell, i) => {
     const made = cell instanceof HTMLTableCellElement ? cell : el("td", {}, cell);
     if (numeric.includes(i)) made.classList.add("n");
-    const [label, of = ""] = heads[i].split(", "); // for a table that does not fit
+    const [label, of] = heads[i].split(", UTC"); // for a table that does not fit
     made.dataset.label = PLAIN.has(label) ? "" : `${label} `;
-    made.dataset.zone = of && ` ${of}`;
+    made.dataset.zone = of === undefined ? "" : ` UTC${of}`;
     return made;
   })));
   return el("table", {}, el("thead", {}, head), el("tbody", {}, ...body));
@@ -502,11 +505,12 @@ function drawNodes() {
   const { lanes } = picture;
   setText("nodes-count", lanes.length || "");
   const hosts = lanes.some((lane) => lane.host && lane.host !== lane.node);
-  const heads = ["node", "state", "ranks", "step", "loss", "address", ...(hosts ? ["host"] : [])];
+  const devices = lanes.some((lane) => lane.devices);
+  const heads = ["node", "state", "ranks", "step", "loss", "address", ...(hosts ? ["host"] : []), ...(devices ? ["devices"] : [])];
   fill("nodes", lanes.length, "No node has been seen yet.", () => table(heads, lanes.map((lane) => {
     const tone = { running: "", done: "", spare: "", gone: picture.job.ended ? "" : "warn", draining: "warn", left: "warn" }[lane.condition];
     return [tight(lane.node), el("td", { class: `tone ${tone === undefined ? "bad" : tone}` }, lane.condition), tight(lane.ranks || "-"),
-      lane.step === null ? "-" : lane.step.toLocaleString("en"), amount(lane.loss), lane.address || "-", ...(hosts ? [lane.host || "-"] : [])];
+      lane.step === null ? "-" : lane.step.toLocaleString("en"), amount(lane.loss), lane.address || "-", ...(hosts ? [lane.host || "-"] : []), ...(devices ? [lane.devices || "-"] : [])];
   }), [3, 4]));
   if (live) {
     const chosen = $("node").value, names = lanes.filter((lane) => lane.alive).map((lane) => lane.node);
