@@ -55,6 +55,16 @@ def test_status_finds_the_job_of_one_node_and_says_what_is_imported_until_the_sc
         job.wait()
 
 
+def test_imports_may_take_longer_than_nodes_are_waited_for(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
+    )
+    (tmp_path / "script.py").write_text("import slow")
+    flags = ("--standalone", "--rdzv-conf=timeout=1", "--preload=slow")
+    done = agent(*flags, str(tmp_path / "script.py"), env=light_imports(tmp_path))
+    assert done.returncode == AgentExit.OK, done.stderr
+
+
 def test_what_is_preloaded_is_imported_once_for_all_workers_of_all_rounds(tmp_path):
     (tmp_path / "heavy.py").write_text("print('imported', flush=True)")
     script = tmp_path / "script.py"

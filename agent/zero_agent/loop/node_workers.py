@@ -377,7 +377,9 @@ class NodeWorkers:
         if self.state in (Workers.RUNNING, Workers.SUCCEEDED):
             self._warn_of_world_size()
         # A forkserver that is stuck would keep its workers, and the whole job, for ever.
-        unresponsive_s = self._forkserver.stuck_s(self._config.join_timeout_s)
+        # (A short --join-timeout, torchrun's "timeout" of --rdzv-conf, is about nodes alone.)
+        imports_s = max(self._config.join_timeout_s, AgentConfig.join_timeout_s)
+        unresponsive_s = self._forkserver.stuck_s(imports_s)
         if unresponsive_s is not None:
             text = f"the forkserver has not answered for {unresponsive_s:.0f} s: it is killed"
             text += ", and the workers with it"
