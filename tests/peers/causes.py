@@ -18,6 +18,8 @@ _INTERNAL_NAMES = (
 )
 
 CAUSES: tuple[tuple[str, str], ...] = (
+    ("internals", r"'(record|shutdown)' to (have been|be) called once|MockException not raised"),
+    ("harness", r"test_nproc_[gx]pu_launch_configurations"),  # a mock of this process's GPUs
     ("harness", r"not enough GPUs|No module named '(?!deepspeed|zero)|Can't load|ConnectionError"),
     ("harness", r"LocalEntryNotFound|OfflineMode|couldn't connect|Repository Not Found"),
     (
@@ -35,6 +37,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"'zero_deepspeed\.runtime\.(utils|zero\.partition_parameters)' has no attribute"
         r"|deepspeed\.runtime\.zero\.partition_parameters has no attribute",
     ),
+    ("internals", r"there is no (zero_)?deepspeed\.runtime\.zero\.stage"),
     ("internals", r"isinstance\([\s\S]{1,600}, (DeepSpeedZeroOpt|ZeROOpt)|be ZeROOptimizer"),
     ("internals", r"isinstance\(.*, ZeROOrderedDict\)"),
     ("internals", rf"has no attribute '(_(?!_version)|{_INTERNAL_NAMES})"),

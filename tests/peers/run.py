@@ -104,6 +104,7 @@ def _pytest(suite: Suite, peers: Path, arguments: Sequence[str], results: Path) 
         **os.environ,
         **suite.environment,
         "PYTHONPATH": os.pathsep.join(map(str, [*packages, os.environ.get("PYTHONPATH", "")])),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PEER_RESULTS": str(results),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

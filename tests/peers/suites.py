@@ -98,7 +98,10 @@ SUITES = (
         folder="accelerate",
         files=_below("tests/deepspeed", "deepspeed deepspeed_multiple_model"),
         per_test=100,
-        environment={"PEER_DECORATORS": "accelerate.test_utils.testing:require_non_cpu"},
+        environment={
+            "PEER_IMPORTS": "hub",
+            "PEER_DECORATORS": "accelerate.test_utils.testing:require_non_cpu",
+        },
     ),
     Suite(
         name="transformers",
@@ -106,6 +109,11 @@ SUITES = (
         folder="transformers",
         files=("tests/deepspeed/test_deepspeed.py",),
         per_test=100,
+        environment={
+            "PEER_IMPORTS": "hub",
+            "PEER_DECORATORS": "transformers.testing_utils:require_torch_accelerator "
+            "require_torch_fp16",
+        },
     ),
     Suite(
         name="lightning",
@@ -116,5 +124,13 @@ SUITES = (
             *_below("tests_pytorch/strategies", "deepspeed"),
         ),
         per_test=100,
+        environment={"PEER_IMPORTS": "lightning_on_a_cpu"},
+    ),
+    Suite(
+        name="torchrun",
+        source="https://github.com/pytorch/pytorch, test/distributed/launcher",
+        folder="pytorch/test/distributed/launcher",
+        files=("test_run.py",),
+        environment={"PEER_IMPORTS": "torchrun"},
     ),
 )
