@@ -59,6 +59,7 @@ def test_compiled_blocks_have_one_result_at_every_stage_and_world_size(
     assert len({each for hashes in results for each in hashes}) == 1
 
 
+@pytest.mark.full
 def test_blocks_captured_as_graphs_have_the_bits_of_the_eager_ones_at_stage_3(
     worlds: WorldPool, tmp_path: Path
 ) -> None:

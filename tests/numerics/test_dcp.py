@@ -156,6 +156,7 @@ def by_dcp(wrapper: str, directory: str, *, flattened: bool) -> str:
     return digest(module, optimizer)
 
 
+@pytest.mark.full
 def test_what_dcp_saves_under_fsdp2_zero_torch_loads_anywhere_and_back(
     worlds: WorldPool, tmp_path: Path
 ) -> None:

@@ -299,6 +299,7 @@ def test_a_model_is_made_on_a_device_in_a_dtype() -> None:
     assert (after.device.type, after.dtype) == ("cpu", torch.float32)
 
 
+@pytest.mark.full
 def test_there_is_nothing_to_convert_to_a_universal_checkpoint() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "zero_deepspeed.checkpoint.ds_to_universal", "--input_folder", "x"],

@@ -134,7 +134,6 @@ def all_undisturbed() -> list[str]:
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
     [
-        (("plain", 1), ("ddp", 2)),
         (("ddp", 2), ("fsdp2", 1)),
         *(
             pytest.param(*pair, marks=pytest.mark.full)

@@ -278,12 +278,13 @@ def look_and_change(where: str, path: str) -> list[Any]:
     return [seen, state, engine.weight_hash()]
 
 
+@pytest.mark.corners(where=["nvme"])
+@pytest.mark.parametrize("where", ["cpu", "nvme", "nvme+nvme"])
 def test_single_parameters_are_seen_and_changed_alike_in_every_tier(
-    worlds: WorldPool, tmp_path: Path
+    worlds: WorldPool, tmp_path: Path, where: str
 ) -> None:
     plain = worlds.run(2, look_and_change, "none", str(tmp_path))
-    for where in ("cpu", "nvme", "nvme+nvme"):
-        assert worlds.run(2, look_and_change, where, str(tmp_path)) == plain, where
+    assert worlds.run(2, look_and_change, where, str(tmp_path)) == plain
 
 
 # ---- the working set ----

@@ -47,6 +47,7 @@ def test_no_rank_holds_more_than_its_shard_and_one_unit(how: str, save: str) -> 
     assert max(rank["saved"] for rank in found.ranks) <= 1.25 * found.unit
 
 
+@pytest.mark.full
 def test_rank_0s_mapped_dictionary_is_loaded_by_ranks_that_hold_their_shard_and_one_unit() -> None:
     found = measured("dictionary", 1024, 19, "")
     assert max(rank["anonymous"] for rank in found.ranks) <= 1.1 * (found.shard + found.unit)

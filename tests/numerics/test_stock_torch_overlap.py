@@ -75,6 +75,7 @@ def one_goes_ahead(widths: tuple[int, ...], nodes: str) -> tuple[str, list[int]]
     return train(model, run), found
 
 
+@pytest.mark.corners(nodes=["2,2"])
 @pytest.mark.parametrize(("buckets", "nodes"), [(6, "4"), (6, "2,2")])
 def test_a_backward_of_ddp_waits_for_no_bucket_until_its_end(
     worlds: WorldPool, buckets: int, nodes: str
@@ -116,6 +117,7 @@ def half_way(widths: tuple[int, ...]) -> tuple[str, list[int]]:
     return train(model, run), found
 
 
+@pytest.mark.full
 def test_the_sums_of_a_bucket_leave_before_the_next_one_is_full(worlds: WorldPool) -> None:
     widths = (WIDTH, WIDTH, WIDTH, 2 * WIDTH)
     (expected,) = worlds.run(1, alone, widths)

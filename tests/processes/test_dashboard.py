@@ -131,6 +131,7 @@ def test_anyone_here_may_read_and_only_the_holder_of_the_token_may_act(etcd, etc
         assert board.process.wait(60) == 128 + signal.SIGINT
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the PATH")
 def test_a_reader_sees_the_steps_come_in_and_drains_a_node(cluster, etcd_store, tmp_path):
     script = tmp_path / "counts.py"

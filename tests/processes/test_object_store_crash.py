@@ -67,6 +67,7 @@ def test_a_rank_killed_in_mid_upload_costs_nothing_but_the_attempt(s3, root, sta
     check_loads(root, 1)
 
 
+@pytest.mark.full
 def test_what_a_save_leaves_that_died_as_a_whole_is_swept(s3, root, start, capsys):
     before = names(root)
     killed = {
