@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.cluster import LONG_S, STEPS, final_hash, run_alone
 from tests.support.waiting import wait_for
 from zero_orchestrator.ctl import events, status
+from zero_orchestrator.ctl import picture as pictures
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
 
@@ -58,3 +60,34 @@ def test_a_full_disk_costs_a_job_no_restart_and_the_end_is_that_of_an_undisturbe
     told = [record["failed"] for record in records if record["event"] == "save"]
     assert told == [True, False]
     assert final_hash(job.output) == run_alone(tmp_path_factory.mktemp("alone"))
+
+
+def test_a_last_save_that_waits_for_room_is_seen_to_wait_and_its_time_is_that_of_a_save(
+    cluster, etcd_store, disk
+):
+    """Not 'training', nor a step that is stuck: neither in the ledger nor in the lanes."""
+    job = cluster(flags=("--nnodes=1", "--max-restarts=0"))
+    job.start("a")
+    job.wait_for_step(1, world=1)
+    fill(disk / "somebody-else")
+    job.pace(0)
+
+    def waited_s() -> float:
+        found = pictures.picture(pictures.read(etcd_store, job.job), now_s=time.time())
+        return sum(
+            (to_s or found["range"][1]) - from_s
+            for from_s, to_s, phase in found["lanes"][0]["spans"]
+            if phase == "saving"
+        )
+
+    wait_for(lambda: waited_s() > 15.0, 150, "a save that waits in the lane of its node")
+    found = pictures.picture(pictures.read(etcd_store, job.job), now_s=time.time())
+    (problem,) = found["problems"]
+    assert (problem["kind"], problem["to_s"]) == ("saves fail", None)
+    assert "; waiting for room, " in problem["text"]
+    assert "stuck" not in {phase for _, _, phase in found["lanes"][0]["spans"]}
+    (disk / "somebody-else").unlink()
+    job.wait_for_end()
+    ended = status.read(etcd_store, job.job)
+    assert ended.time_ns["save_stalls"] > 15e9
+    assert "stuck" not in ended.time_ns
