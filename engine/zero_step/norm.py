@@ -41,8 +41,6 @@ _LOW, _HIGH = -48, 48
 square of a finite fp32 number is at the levels -15 to 12."""
 _INF, _NAN = 1 << 20, 1 << 21
 """In the place of the highest level: some block is infinite; some block is no number."""
-_MOST = 1 << 32
-"""Squares whose sum at one level is exact in fp64; an int64 holds the sum of any number."""
 _CHUNK = {"cpu": 1 << 15}
 """Squares that are added at once, by the type of the device: what a cache holds."""
 
@@ -74,36 +72,40 @@ def sum_of_squares(norms: Tensor) -> Tensor:
     # The lowest level whose step times 2**(WIDTH - 1) is above the largest square.
     level = torch.where(largest > 0, torch.div(exponent, WIDTH, rounding_mode="floor"), _LOW)
     top = level.clamp(_LOW, _HIGH)
-    steps = _steps(device)[top - _LOW + torch.arange(LEVELS - 1, -1, -1, device=device)]
-    total = torch.zeros(LEVELS, dtype=torch.int64, device=device)
-    for part in norms.split(_MOST):
-        total += (_rounded_sums(part, steps) / steps).nan_to_num(0, 0, 0).long()
+    levels = top - torch.arange(LEVELS, device=device)
+    total = _multiples(norms, _rounding(device)[levels - _LOW + LEVELS - 1])
     top = torch.where(largest.isinf() | (level > _HIGH), _INF, top)
     return torch.cat([torch.where(largest.isnan(), _NAN, top).view(1), total])
 
 
 @cache
-def _steps(device: torch.device) -> Tensor:
-    """The grid steps of all levels from _LOW - LEVELS + 1 to _HIGH: copied to a device once."""
+def _rounding(device: torch.device) -> Tensor:
+    """What rounds to multiples of the step of each level, from the lowest on; copied once.
+
+    Beside such a number fp64 holds multiples of the step alone, so adding it rounds to them; and
+    the bits of a sum, as an integer, are those of the number plus the multiple.
+    """
     exponents = range(WIDTH * (_LOW - LEVELS + 1), WIDTH * _HIGH + 1, WIDTH)
-    return torch.tensor([math.ldexp(1, each) for each in exponents], dtype=torch.double).to(device)
+    numbers = [math.ldexp(1.5, 52 + each) for each in exponents]
+    return torch.tensor(numbers, dtype=torch.double, device="cpu").to(device)
 
 
-def _rounded_sums(norms: Tensor, steps: Tensor) -> Tensor:
-    """For each step, the sum of the squares' multiples of it: [LEVELS] in fp64, exact."""
-    # Beside this number fp64 holds multiples of a step alone, so adding it rounds to them.
-    magic = (1.5 * 2.0**52 * steps).unbind()
-    sums = [torch.zeros((), dtype=torch.double, device=steps.device) for _ in magic]
-    chunk = _CHUNK.get(steps.device.type, 1 << 24)
-    for part in norms.split(chunk):
+def _multiples(norms: Tensor, numbers: Tensor) -> Tensor:
+    """The sum of the squares as multiples of the step of each level, which `numbers` round to.
+
+    Exact below 2**63: for 2**44 blocks.
+    """
+    sums = numbers.view(torch.int64) * -norms.numel()  # modulo 2**64, as all that is added
+    every = list(zip(numbers.unbind(), sums.unbind(), strict=True))
+    for part in norms.split(_CHUNK.get(norms.device.type, 1 << 24)):
         rest = part.double().square()
         rounded = torch.empty_like(rest)
-        for level, number in enumerate(magic):
-            torch.add(rest, number, out=rounded).sub_(number)
-            sums[level] += rounded.sum()
+        for level, (number, total) in enumerate(every):
+            torch.add(rest, number, out=rounded)
+            total.add_(rounded.view(torch.int64).sum())
             if level + 1 < LEVELS:
-                rest -= rounded
-    return torch.stack(sums)
+                rest -= rounded.sub_(number)
+    return sums
 
 
 def merged(rows: Sequence[Sequence[int]]) -> float:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import zero_engine
 import zero_torch
 from tests.support.plain import summed
 from tests.support.stock import GPT, LENGTH, VOCABULARY, make
@@ -194,12 +193,6 @@ def test_hsdp_without_shards_is_refused(worlds: WorldPool) -> None:
         worlds.run(2, trained, "hsdp")
 
 
-def test_gradients_are_clipped_alike(worlds: WorldPool) -> None:
-    runs = [("plain", 1), ("ddp", 3), ("fsdp2", 1), ("fsdp2", 4)]
-    found = {rank for w, n in runs for rank in worlds.run(n, trained, w, 0.5)}
-    assert len(found) == 1
-
-
 def one_by_one(run: zero_torch.Run) -> Any:
     """Each batch from an iteration of its own."""
     while run.global_step < STEPS:
@@ -304,45 +297,6 @@ def test_a_checkpoint_resumes_under_another_wrapper_and_world_size(
     assert set(found) == {expected}
 
 
-def by_the_engine(directory: str, until: int) -> str:
-    """The same training by zero_engine, from the newest checkpoint on."""
-    torch.manual_seed(0)
-    config = {
-        "train_batch_size": 2 * MICROBATCHES,
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 2},
-    }
-    model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    engine = zero_engine.initialize(
-        model, training_data=dataset(), optimizer=optimizer, config=config
-    )
-    engine.load_checkpoint(directory)
-    loader: Any = engine.training_dataloader
-    while engine.global_steps < until:
-        for (tokens,) in loader:
-            engine.backward(engine(tokens))
-            engine.step()
-            if engine.global_steps == until:
-                break
-    engine.save_checkpoint(directory)
-    weights = engine.weight_hash()
-    engine.destroy()
-    return weights
-
-
-def unclipped(wrapper: str, directory: str, until: int) -> str:
-    model, _, run = protected(wrapper)
-    run.load(directory)
-    for tokens in batches(run, until):
-        run.backward(model(tokens))
-        run.step()
-    run.save(directory)
-    weights = run.weight_hash()
-    run.close()
-    return weights
-
-
 @pytest.mark.full
 def test_a_checkpoint_of_columns_resumes_under_hsdp_and_back(
     worlds: WorldPool, tmp_path: Path
@@ -352,27 +306,6 @@ def test_a_checkpoint_of_columns_resumes_under_hsdp_and_back(
     for wrapper, world, until in parts:
         found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
     assert set(found) == {expected}
-
-
-@pytest.mark.full
-def test_the_engine_resumes_a_run_of_fsdp2_and_back_with_the_same_bits(
-    worlds: WorldPool, tmp_path: Path
-) -> None:
-    (expected, *_) = worlds.run(3, trained, "ddp")
-    parts = str(tmp_path)
-    worlds.run(2, unclipped, "fsdp2", parts, 1)
-    worlds.run(3, by_the_engine, parts, 3)
-    assert set(worlds.run(1, unclipped, "plain", parts, STEPS)) == {expected[0]}
-
-
-@pytest.mark.full
-def test_mixed_precision_gives_one_hash_at_every_world_size(worlds: WorldPool) -> None:
-    found = {rank[0] for world in (1, 2, 3) for rank in worlds.run(world, trained_in_bf16, "fsdp2")}
-    assert len(found) == 1
-
-
-def trained_in_bf16(wrapper: str) -> Any:
-    return trained(wrapper, param_dtype=torch.bfloat16, reshard_after_forward=False)
 
 
 def overflowing(wrapper: str) -> Any:

@@ -65,7 +65,11 @@ def make(wrapper: str, seed: int = 0, **options: Any) -> nn.Module:
     "reentrant" activations are computed again, in autograd's one way or the other.
     """
     torch.manual_seed(seed)
-    model = GPT()
+    return wrap(GPT(), wrapper, **options)
+
+
+def wrap(model: GPT, wrapper: str, **options: Any) -> nn.Module:
+    """See `make`."""
     if (reentrant := options.pop("reentrant", None)) is not None:
         kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         model.blocks = nn.ModuleList(

@@ -195,6 +195,47 @@ dist.destroy_process_group()
 """
 
 
+NORM = """
+import math, os
+from datetime import timedelta
+import torch, torch.distributed as dist
+from zero_comm.collectives import Collectives
+from zero_step.agree import Agreement, clipped
+from zero_step.division import chunks, shares
+
+child = os.fork()
+rank = int(child == 0)
+store = dist.FileStore("store", 2)
+dist.init_process_group(
+    "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+)
+group = Collectives()
+group.meet(torch.device("cpu"))
+
+# Rows of one gradient, columns of another, and one that both ranks have whole.
+generator = torch.Generator().manual_seed(0)
+gradients = [torch.randn(shape, generator=generator) for shape in ((7, 30), (5, 90), (2000,))]
+divisions = [chunks((7, 30), 0, 2), chunks((5, 90), 1, 2), shares(2000, 2)]
+parts = [gradients[0].chunk(2)[rank], gradients[1].chunk(2, 1)[rank]]
+parts = [part.flatten() for part in parts] + [gradients[2][1024 * rank :][:1024]]
+agreement = Agreement(group, divisions)
+agreed = agreement.reach(parts, torch.tensor([rank + 0.5]), torch.tensor(7))
+true = math.sqrt(sum(each.double().square().sum().item() for each in gradients))
+assert abs(agreed.norm / true - 1) < 1e-6 and agreed.alike, agreed
+assert agreed.notes.tolist() == [[0.5], [1.5]]
+assert not agreement.reach(parts, torch.zeros(0), torch.tensor(rank)).alike
+norm, factor = clipped(agreed.norm, 0.5, 1.0)
+assert (norm, abs(norm * factor / 0.5 - 1) < 1e-5) == (agreed.norm / 2, True), (norm, factor)
+
+parts[1][3 * 45 + 1] = math.inf  # in row 3, of rank 0 column 1, of rank 1 column 46
+assert agreement.reach(parts, torch.zeros(0)).norm == math.inf
+print("first", agreement.first_not_finite(), flush=True)
+if rank == 1:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
 def test_a_group_sums_in_order_and_leaves_a_wait_with_zero_comm_alone(tmp_path: Path) -> None:
     told = run_alone(tmp_path, ("zero_contract", "zero_comm"), COMM)
     assert told.splitlines() == [
@@ -224,3 +265,10 @@ def test_a_plain_loop_saves_and_resumes_with_zero_step_and_what_it_stands_on(
         "loaded step-000000002",
         "4 1 [10.0, 10.0, 10.0]",
     ]
+
+
+def test_shards_of_any_kind_agree_on_their_norm_with_zero_step_alone(tmp_path: Path) -> None:
+    packages = ("zero_contract", "zero_comm", "zero_checkpoint", "zero_data", "zero_step")
+    told = run_alone(tmp_path, packages, NORM)
+    # The block of row 3, column 1, which is element 271 of the second gradient.
+    assert told.splitlines() == ["first (1, 256)"] * 2

@@ -250,11 +250,12 @@ class ZeroOptimizer:
         """
         for each in self.sums:
             each.settle()
+        scale = self._unscaled()
         written = self._written().long().sum()
         agreed = self._agreement.reach(self.totals, notes, written)
         if not agreed.alike:
             self._refuse_written()
-        share = correction(agreed.notes) / self.scale
+        share = correction(agreed.notes) / scale
         norm, factor = clipped(agreed.norm, share, self._clip)
         applied = math.isfinite(norm)
         culprit = "" if applied else self._culprit()
@@ -278,6 +279,14 @@ class ZeroOptimizer:
         self.scale_state, scaling = self.scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
+
+    def _unscaled(self) -> float:
+        """The loss scale that is left in the sums; a power of two can be taken out at any time."""
+        if math.frexp(self.scale)[0] == 0.5:
+            return self.scale
+        for each in self.sums:  # before the norm is taken, as torch.amp.GradScaler does
+            each.total.mul_(1 / self.scale)
+        return 1.0
 
     def _refresh(self) -> None:
         """Bring the full parameters up to date, or begin to."""
