@@ -10,6 +10,7 @@ processes, so that it does not depend on the rank or process that loads a sample
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,6 +39,8 @@ from zero_data.global_batch import (
     strided,
 )
 from zero_data.position_loader import PositionLoader, seed_everything
+
+_log = logging.getLogger(__name__)
 
 PAST_THE_EPOCH = (
     "the epoch has ended, and its last micro-steps await a step(); call engine.step() at the end "
@@ -205,7 +208,68 @@ class MicroBatchSampler:
         return Ticket(plan.position + microbatch.start, tuple(ids), seed, of_loop)
 
 
-class ElasticLoader(PositionLoader):
+def sampler_of(
+    dataset: Dataset[Any],
+    *,
+    batch: BatchShape,
+    cursor: Cursor,
+    rank: int,
+    world: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    **options: Any,
+) -> MicroBatchSampler:
+    """One rank's micro-batches of a map-style dataset; rank 0 says what is left out.
+
+    The arguments are those of `make_source` and `MicroBatchSampler`, and raise as the former.
+    """
+    source = make_source(dataset, batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if rank == 0 and (left_out := source.left_out(batch)):
+        _log.warning("%s", left_out)
+    return MicroBatchSampler(
+        source=source, batch=batch, cursor=cursor, rank=rank, world=world, seed=seed, **options
+    )
+
+
+class Sampled:
+    """The part of a `Feed` that its sampler answers."""
+
+    def __init__(self, sampler: MicroBatchSampler) -> None:
+        self.sampler = sampler
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to; counts from 0."""
+        return self.sampler.epoch
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples used per epoch."""
+        return self.sampler.source.epoch_size
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples in the dataset."""
+        return self.sampler.source.size
+
+    def expect(self, dataset_size: int) -> None:
+        """Do nothing: the dataset has a length."""
+
+    def adopt_batch(self, batch: BatchShape) -> None:
+        """Continue with another global batch; a DataLoader of the script in its next iteration."""
+        self.sampler.batch = batch
+
+    def leave_steps_to_script(self) -> bool:
+        """Let the script decide where steps end; returns False if that is impossible."""
+        return self.sampler.leave_steps_to_script()
+
+    def __len__(self) -> int:
+        """The number of micro-batches that an iteration begun now yields."""
+        return len(self.sampler)
+
+
+class ElasticLoader(Sampled, PositionLoader):
     """Iterates over the rest of the current epoch in this rank's micro-batches.
 
     Padding micro-batches are included: every rank gets equally many.
@@ -235,8 +299,8 @@ class ElasticLoader(PositionLoader):
             **of_workers: How those processes are started, and for how long they live; they stay
                 from one iteration to the next, unless `persistent_workers` is False.
         """
-        super().__init__(sampler.cursor)
-        self.sampler = sampler
+        Sampled.__init__(self, sampler)
+        PositionLoader.__init__(self, sampler.cursor)
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(sampler.source.dataset),
             batch_sampler=sampler,  # type: ignore[arg-type]
@@ -251,36 +315,6 @@ class ElasticLoader(PositionLoader):
     def dataset(self) -> Dataset[Any]:
         """The user's dataset."""
         return self.sampler.source.dataset
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
-        return self.sampler.epoch
-
-    @property
-    def epoch_size(self) -> int:
-        """Samples used per epoch."""
-        return self.sampler.source.epoch_size
-
-    @property
-    def dataset_size(self) -> int:
-        """Samples in the dataset."""
-        return self.sampler.source.size
-
-    def expect(self, dataset_size: int) -> None:
-        """Do nothing: the dataset has a length."""
-
-    def adopt_batch(self, batch: BatchShape) -> None:
-        """Continue with another global batch."""
-        self.sampler.batch = batch
-
-    def leave_steps_to_script(self) -> bool:
-        """Let the script decide where steps end; returns False if that is impossible."""
-        return self.sampler.leave_steps_to_script()
-
-    def __len__(self) -> int:
-        """The number of micro-batches that an iteration begun now yields."""
-        return len(self.sampler)
 
     @property
     def batch(self) -> BatchShape:

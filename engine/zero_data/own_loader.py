@@ -16,8 +16,7 @@ from torch.utils.data import Sampler
 
 from zero_contract.errors import ZeroError
 from zero_data.draws import Ticket
-from zero_data.elastic_loader import MicroBatchSampler
-from zero_data.global_batch import BatchShape
+from zero_data.elastic_loader import MicroBatchSampler, Sampled
 
 _MOVED = (
     "the position of the run has changed, by a load, while your DataLoader is iterated, which has "
@@ -26,22 +25,22 @@ _MOVED = (
 )
 
 
-class MicroBatches(Sampler[list[int]]):
+class MicroBatches(Sampled, Sampler[list[int]]):
     """This rank's micro-batches as lists of indices: `DataLoader(batch_sampler=...)`."""
 
     def __init__(self, sampler: MicroBatchSampler) -> None:
-        self._sampler = sampler
+        super().__init__(sampler)
         self._moves: int | None = None
         """Those of the position when the newest iteration began."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._moves = self._sampler.cursor.moves
-        for ticket in self._sampler:
+        self._moves = self.sampler.cursor.moves
+        for ticket in self.sampler:
             self._check()
             yield list(ticket.ids)
 
     def _check(self) -> None:
-        if self._moves not in (None, self._sampler.cursor.moves):
+        if self._moves not in (None, self.sampler.cursor.moves):
             raise ZeroError(_MOVED)
 
     def run(self) -> Ticket | None:
@@ -53,37 +52,7 @@ class MicroBatches(Sampler[list[int]]):
         self._check()
         return self.last
 
-    def __len__(self) -> int:
-        """The number of micro-batches from the committed position to the end of the epoch."""
-        return len(self._sampler)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
-        return self._sampler.epoch
-
     @property
     def last(self) -> Ticket | None:
         """The ticket of the micro-batch that is to be run now."""
-        return next(iter(self._sampler), None)
-
-    @property
-    def epoch_size(self) -> int:
-        """Samples used per epoch."""
-        return self._sampler.source.epoch_size
-
-    @property
-    def dataset_size(self) -> int:
-        """Samples in the dataset."""
-        return self._sampler.source.size
-
-    def expect(self, dataset_size: int) -> None:
-        """Do nothing: the dataset has a length."""
-
-    def adopt_batch(self, batch: BatchShape) -> None:
-        """Continue with another global batch, from the next iteration on."""
-        self._sampler.batch = batch
-
-    def leave_steps_to_script(self) -> bool:
-        """Let the script decide where steps end; returns False if that is impossible."""
-        return self._sampler.leave_steps_to_script()
+        return next(iter(self.sampler), None)

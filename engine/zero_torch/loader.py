@@ -7,7 +7,6 @@ compared exactly, because what derives from one of torch has another order.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +16,8 @@ from torch.utils.data import (
 )
 
 from zero_contract.errors import ConfigError
-from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, make_source
+from zero_data.elastic_loader import ElasticLoader, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
-
-_log = logging.getLogger(__name__)
 
 _OF_WORKERS = (
     "worker_init_fn",
@@ -154,18 +151,15 @@ def in_order(
         ConfigError: See `shuffles`; or the dataset is too small.
     """
     check_loader(loader)
-    source = make_source(
-        loader.dataset, batch, shuffle=shuffles(loader), seed=seed, drop_last=loader.drop_last
-    )
-    if rank == 0 and (left_out := source.left_out(batch)):
-        _log.warning("%s", left_out)
-    sampler = MicroBatchSampler(
-        source=source,
+    sampler = sampler_of(
+        loader.dataset,
         batch=batch,
         cursor=cursor,
         rank=rank,
         world=world,
         seed=seed,
+        shuffle=shuffles(loader),
+        drop_last=loader.drop_last,
         seeds_forward=True,
     )
     return ElasticLoader(
@@ -177,7 +171,7 @@ def in_order(
     )
 
 
-class MicroBatches:
+class RunLoader:
     """`run.loader`: an iteration is the rest of an epoch, and each of its batches a micro-batch."""
 
     def __init__(

@@ -35,7 +35,7 @@ from zero_step.gradients import own_groups, reduction_over
 from zero_step.phase import Move, State
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
-from zero_torch.loader import MicroBatches, in_order
+from zero_torch.loader import RunLoader, in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
@@ -84,7 +84,7 @@ class Run(Checkpoints):
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
         place = self._rank, self._world, options.seed
         batches = in_order(loader, self._batch, self._cursor, *place)
-        self.loader = MicroBatches(batches, self._begin_iteration, self._draw, self._between_steps)
+        self.loader = RunLoader(batches, self._begin_iteration, self._draw, self._between_steps)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,

@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 import zero_torch
+from tests.support.saving import heard
 from tests.support.world import WorldPool
 from zero_contract.errors import ConfigError
 
@@ -166,24 +167,11 @@ def test_a_loader_that_cannot_be_taken_is_refused_with_a_way_out(worlds: WorldPo
         assert "client_state" in told
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def told(seed: int, loader: Any, **config: Any) -> list[str]:
-    handler, logger = Lines(), logging.getLogger("zero_torch")
-    logger.addHandler(handler)
     torch.manual_seed(seed)
-    protected(loader, **config)
-    logger.removeHandler(handler)
-    return handler.lines
+    with heard(logging.WARNING) as lines:
+        protected(loader, **config)
+    return lines
 
 
 def warnings() -> list[list[str]]:

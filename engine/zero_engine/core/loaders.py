@@ -5,7 +5,6 @@ Must always hold: the loader begins at the run's position, for every kind of dat
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,13 +17,11 @@ from torch.utils.data import (
 
 from zero_comm.distributed import local_device
 from zero_contract.errors import ConfigError
-from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, make_source
+from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
 from zero_data.shards import ShardedIterable, ShardReader
 from zero_data.streams import StreamLoader, StreamSteps
 from zero_engine.config import Config
 from zero_engine.parts import Run
-
-_log = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
 
@@ -58,22 +55,15 @@ def microbatch_sampler(
     config: Config, run: Run, dataset: Dataset[Any], *, shuffle: bool | None = None
 ) -> MicroBatchSampler:
     """This rank's micro-batches of a map-style dataset, shuffled if the config says so."""
-    source = make_source(
+    return sampler_of(
         dataset,
-        run.batch,
-        shuffle=config.elastic.shuffle if shuffle is None else shuffle,
-        seed=config.seed,
-        drop_last=config.dataloader_drop_last,
-    )
-    if run.rank == 0 and (left_out := source.left_out(run.batch)):
-        _log.warning("%s", left_out)
-    return MicroBatchSampler(
-        source=source,
         batch=run.batch,
         cursor=run.cursor,
         rank=run.rank,
         world=run.world,
         seed=config.seed,
+        shuffle=config.elastic.shuffle if shuffle is None else shuffle,
+        drop_last=config.dataloader_drop_last,
         managed=run.managed,
         assignment=run.accumulation.assignment,
     )
