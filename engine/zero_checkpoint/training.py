@@ -67,9 +67,6 @@ class Training(Protocol):
     def weight_hash(self) -> str:
         """See `zero_checkpoint.weight_hash`. Collective."""
 
-    def meet(self, what: str) -> None:
-        """A barrier: return when all ranks have called it. Collective."""
-
     def settle(self) -> None:
         """At its end: wait for exchanges that a step has left under way, unless a peer is lost."""
 

@@ -220,7 +220,7 @@ class Session:
                     each.close()
                 each.saver.log_lost_steps(in_memory=each.ram is not None)
             # Rank 0 may host the store that the others still read the verdict from.
-            self._training.meet("leaving")
+            self._collectives.barrier("leaving")
             self._link.leave(self._persistence.saver.last_step)
 
     def _leave_if_all_saved(self) -> None:

@@ -96,8 +96,8 @@ class Checkpoints(Session):
             optimizer=optimizer,
             scheduler=scheduler,
             scaler=scaler,
-            hash_weights=self.weight_hash,
-            lend_state=self._lend,
+            weight_hash=self.weight_hash,
+            lend=self._lend,
         )
         super().__init__(chosen.checkpoint, self._training, collectives, link)
         self._phase = Phase(CALLS)

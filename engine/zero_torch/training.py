@@ -78,10 +78,14 @@ class Training:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     scaler: torch.amp.GradScaler | None
-    hash_weights: Callable[[], str]
-    lend_state: Callable[[Callable[[], object]], None]
+    weight_hash: Callable[[], str]
+    lend: Callable[[Callable[[], object]], None]
     ordered: Ordered | None = None
     """None: data and gradients are the script's own."""
+    trains: bool = True
+    in_library_loop: bool = False
+    before_change: None = None
+    """A script may write to its parameters at any time."""
     captured: tuple[Piece, ...] = ()
     """What the last capture was made of."""
 
@@ -94,16 +98,6 @@ class Training:
     def world(self) -> int:
         """The number of ranks."""
         return self.collectives.world
-
-    @property
-    def trains(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def in_library_loop(self) -> bool:
-        """False: a plug-in of a library is not this class."""
-        return False
 
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool
@@ -148,24 +142,8 @@ class Training:
         """A load of everything."""
         return Loading(self)
 
-    def weight_hash(self) -> str:
-        """The hash of all weights. Collective."""
-        return self.hash_weights()
-
-    def meet(self, what: str) -> None:
-        """A barrier of all ranks."""
-        self.collectives.barrier(what)
-
     def settle(self) -> None:
         """Nothing is left under way: a step of torch waits for all of its exchanges."""
-
-    def lend(self, until: Callable[[], object]) -> None:
-        """Let a thread read the state in place; the next step calls `until` first."""
-        self.lend_state(until)
-
-    @property
-    def before_change(self) -> None:
-        """None: a script may write to its parameters at any time."""
 
     def adopt(self, run: Mapping[str, Any]) -> None:
         """Resume where a checkpoint was made; warn of what changes the result.
@@ -220,7 +198,9 @@ class Loading:
         """Fill this rank's share of the state. Collective; see `restore.load`."""
         training = self._training
         training.captured = ()  # of memory that is about to be replaced
-        loaded = restore.load(root, consensus, self._wanted, meet=training.meet, tag=tag, ram=ram)
+        loaded = restore.load(
+            root, consensus, self._wanted, meet=training.collectives.barrier, tag=tag, ram=ram
+        )
         if loaded is not None and self._reads is not None:
             self._reads.exchange(training.collectives)
         return loaded

@@ -156,7 +156,6 @@ class Loop:
 
     def loading(self): return self
     def weight_hash(self): return weight_hash([("weights", self.weights)])
-    def meet(self, what): collectives.barrier(what)
     def settle(self): pass
     def lend(self, until): until()
     def end(self): pass

@@ -21,7 +21,14 @@ from zero_engine.observe.explain import resolved
 from zero_engine.observe.monitors import Monitors
 
 _log = logging.getLogger(__name__)
-LOGGERS = ("zero_comm", "zero_checkpoint", "zero_data", "zero_engine", "zero_deepspeed")
+LOGGERS = (
+    "zero_comm",
+    "zero_checkpoint",
+    "zero_data",
+    "zero_step",
+    "zero_engine",
+    "zero_deepspeed",
+)
 """The loggers of the engine and its libraries."""
 
 

@@ -65,10 +65,6 @@ class EngineTraining:
         """The hash of all parameters. Collective."""
         return weight_hash(whole_weights(self._core.units))
 
-    def meet(self, what: str) -> None:
-        """A barrier of all ranks."""
-        self._core.collectives.barrier(what)
-
     def settle(self) -> None:
         """Wait for the weights of the last step, which others may read from here."""
         self._core.overlap.end()
