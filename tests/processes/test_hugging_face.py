@@ -205,3 +205,45 @@ def test_a_loop_of_accelerate_does_not_begin_again_or_change_its_batch_in_silenc
     job.agents["b"].kill_node()
     assert job.agents["a"].wait() == AgentExit.JOB_FAILED
     assert why in job.agents["a"].output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_accelerate_launch_starts_workers_that_find_the_engine(how: str) -> None:
+    launcher = ["-m", "zero_deepspeed.as_deepspeed", "-m", "accelerate.commands.launch"]
+    flags = ["--use_deepspeed", "--num_processes=2", "--zero_stage=3", "--main_process_port=0"]
+    name = "accelerate_launched"
+    script = [f"{name}.py"] if how == "script" else ["-m", name]
+    done = subprocess.run(
+        [sys.executable, *launcher, *flags, *script, "--an", "argument"],
+        cwd=SCRIPTS,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()) == (
+        0,
+        [
+            "trained by zero_deepspeed.engine at stage 3",
+            "on 2 ranks: 2 steps ['--an', 'argument']",
+        ],
+    ), done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--no_python", "--num_machines=2"])
+def test_accelerate_launch_refuses_what_would_find_another_engine(flag: str) -> None:
+    launcher = ["-m", "zero_deepspeed.as_deepspeed", "-m", "accelerate.commands.launch"]
+    flags = ["--use_deepspeed", "--num_processes=2", "--main_process_port=0", flag, "train.py"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *flags],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "accelerate launch" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

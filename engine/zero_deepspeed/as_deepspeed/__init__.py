@@ -33,6 +33,7 @@ _TOO_LATE = (_NAME, "accelerate", "transformers.integrations.deepspeed")
 """Modules of DeepSpeed, and those that look for it only when they are imported."""
 _AMENDED = {
     "accelerate.accelerator": "zero_deepspeed.as_deepspeed.accelerator",
+    "accelerate.utils.launch": "zero_deepspeed.as_deepspeed.launch",
     "transformers.modeling_utils": "zero_deepspeed.as_deepspeed.pretrained",
     "transformers.trainer": "zero_deepspeed.as_deepspeed.trainer",
 }

@@ -9,18 +9,25 @@ every stage; checksums of all that is read are verified. `zero-ckpt export` does
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_checkpoint.candidates import Candidate
+from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import PARAM
 from zero_checkpoint.tools.arguments import size
 from zero_checkpoint.tools.export import Selection, export_hf, export_torch, read_state_dict, select
 from zero_checkpoint.tools.locate import one
+from zero_comm.distributed import group_store, group_timeout_s
+from zero_comm.waiting import transport_failures
 from zero_contract.errors import ZeroError
 from zero_engine.core.rewrap import take_without_weights
 
@@ -81,6 +88,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> list[Path]:
     """Write the fp32 weights; returns the files.
 
+    One rank may call it, or all ranks, of which the first then writes and the others wait for it.
+
     Args:
         checkpoint_dir: The directory of `save_checkpoint`, or one checkpoint in it.
         output_dir: A directory; without `safe_serialization` also the name of a .bin or .pt file.
@@ -94,13 +103,38 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         CheckpointError: There is no such checkpoint, or the output exists.
         DamagedCheckpoint: The checksum of a tensor is wrong; nothing is left behind.
     """
-    checkpoint, chosen = _chosen(checkpoint_dir, tag, exclude_frozen_parameters)
     out = Path(output_dir)
-    if safe_serialization:
-        limit = sys.maxsize if max_shard_size is None else size(max_shard_size)
-        return export_hf(checkpoint, chosen, out, shard_bytes=limit)
-    file = out if out.suffix in (".bin", ".pt", ".pth") else out / "pytorch_model.bin"
-    return export_torch(checkpoint, chosen, file)
+
+    def write() -> list[Path]:
+        checkpoint, chosen = _chosen(checkpoint_dir, tag, exclude_frozen_parameters)
+        if safe_serialization:
+            limit = sys.maxsize if max_shard_size is None else size(max_shard_size)
+            return export_hf(checkpoint, chosen, out, shard_bytes=limit)
+        file = out if out.suffix in (".bin", ".pt", ".pth") else out / "pytorch_model.bin"
+        return export_torch(checkpoint, chosen, file)
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return write()
+    return _by_one_rank(out, write)
+
+
+def _by_one_rank(out: Path, write: Callable[[], list[Path]]) -> list[Path]:
+    """Let the first rank that comes write; a rank that calls alone waits for nobody."""
+    store = group_store(f"zero_to_fp32 {out.absolute()}")
+    if store.add("callers", 1) > 1:
+        with transport_failures(f"waiting for {out}, which another rank writes"):
+            store.wait(["written"], timedelta(seconds=group_timeout_s()))
+        outcome = json.loads(store.get("written"))
+        if "problem" in outcome:
+            raise CheckpointError(outcome["problem"])
+        return [Path(path) for path in outcome["files"]]
+    try:
+        files = write()
+    except Exception as error:
+        store.set("written", json.dumps({"problem": str(error)}))
+        raise
+    store.set("written", json.dumps({"files": [str(path) for path in files]}))
+    return files
 
 
 def _chosen(

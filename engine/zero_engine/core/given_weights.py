@@ -27,7 +27,6 @@ from zero_comm.objects import gather_objects
 from zero_contract.errors import PeerLost, ZeroError
 from zero_engine.offload_states import WEIGHTS, Inconsistency
 from zero_engine.parameters.gather import GatheredParameters
-from zero_engine.parameters.places import set_status
 from zero_engine.parts import Core
 from zero_engine.sharding.flat_unit import FlatUnit, Slot
 from zero_engine.sharding.recorded_load import RecordedLoad, with_own_code
@@ -171,7 +170,6 @@ def _write(core: Core, unit: FlatUnit, slots: Sequence[Slot], recorded: Recorded
         unit.adopt_full(0, None if unit.holders else slots)
         if unit.holders:
             unit.gather()
-    set_status(core, unit)
 
 
 def _give_up(core: Core, unit: FlatUnit, rank: int, error: Exception | None) -> NoReturn:

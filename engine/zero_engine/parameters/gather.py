@@ -6,14 +6,29 @@ all stages.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from torch import nn
 
 from zero_engine.parameters.access import units_of
 from zero_engine.parameters.early_shards import early_shares
-from zero_engine.parameters.places import set_status
 from zero_engine.sharding.flat_unit import FlatUnit
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+"""The parameters of which has been said that writes to them are dropped."""
+
+
+def _warn(of: str) -> None:
+    if of not in _told:
+        _told.add(of)
+        _log.warning(
+            "zero.GatheredParameters: the script has written to parameters of %s without a "
+            "modifier_rank, and the writes are dropped, as in DeepSpeed; give modifier_rank=RANK: "
+            "what that rank writes then counts on all ranks",
+            of,
+        )
 
 
 class GatheredParameters:
@@ -23,7 +38,7 @@ class GatheredParameters:
         params: A parameter, several, or a module. A None, such as the missing bias of a layer, is
             ignored.
         modifier_rank: The rank whose changes in the context are broadcast to all ranks: weights,
-            master weights and shards. None: the parameters are only read.
+            master weights and shards. None: changes are dropped, with a warning.
         fwd_module: Accepted for DeepSpeed's signature, and ignored.
         enabled: False makes the context do nothing.
     """
@@ -46,6 +61,7 @@ class GatheredParameters:
         self._modifier = modifier_rank
         self._gathered_here: list[FlatUnit] = []
         self._early_here: set[nn.Parameter] = set()
+        self._versions: dict[nn.Parameter, int] = {}
 
     def __enter__(self) -> None:
         for core in self._units.values():
@@ -54,7 +70,6 @@ class GatheredParameters:
         for unit in self._gathered_here:
             with self._units[unit].guard():
                 unit.gather()
-            set_status(self._units[unit], unit)
         for unit in self._units:
             unit.holders += 1
         self._early_here = {param for param, share in self._early.items() if not share.gathered}
@@ -62,6 +77,7 @@ class GatheredParameters:
             if param in self._early_here:
                 share.gather(param)
             share.holders += 1
+            self._versions[param] = param._version
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for unit, core in self._units.items():
@@ -74,12 +90,15 @@ class GatheredParameters:
                     if unit not in self._gathered_here:
                         unit.gather()  # an outer context needs it
             elif unit in self._gathered_here:
+                if kind is None and unit.is_written():
+                    _warn(unit.label)
                 unit.let_go()
-            set_status(core, unit)
         source = self._modifier if kind is None else None
         for param, share in self._early.items():
             share.holders -= 1
             if param in self._early_here:
+                if source is None and kind is None and param._version != self._versions[param]:
+                    _warn(f"shape {tuple(param.shape)}")
                 share.divide(param, source)
             elif source is not None:
                 share.spread(param, source)

@@ -42,7 +42,11 @@ def adopt_parameters(core: Core) -> None:
                 show_as_divided(param, slot.shape, world)
             else:
                 hide_attributes(param)
-        set_status(core, unit)
+        if core.stage.shards_parameters:
+            for each in unit.small.members:
+                vars(each.param).update(ds_status=ZeroParamStatus.AVAILABLE, ds_persist=True)
+            unit.on_change = show_status
+            show_status(unit)
 
 
 def show_as_divided(param: Tensor, shape: torch.Size, world: int) -> None:
@@ -52,6 +56,7 @@ def show_as_divided(param: Tensor, shape: torch.Size, world: int) -> None:
         ds_shape=shape,
         ds_numel=shape.numel(),
         ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        ds_persist=False,
         partition_numel=partial(int, -(-shape.numel() // world)),  # can be pickled
     )
 
@@ -70,14 +75,11 @@ def disown_parameters(core: Core) -> None:
             hide_attributes(param)
 
 
-def set_status(core: Core, unit: FlatUnit) -> None:
-    """Set the parameters' `ds_status`, which forward and backward do not update."""
-    if core.stage.shards_parameters:
-        whole = {id(each.param) for each in unit.small.members}
-        for param in unit.params:
-            there = unit.gathered or id(param) in whole
-            status = ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
-            vars(param).update(ds_status=status, ds_persist=id(param) in whole)
+def show_status(unit: FlatUnit) -> None:
+    """Set the `ds_status` of the parameters that are gathered and released with their unit."""
+    status = ZeroParamStatus.AVAILABLE if unit.gathered else ZeroParamStatus.NOT_AVAILABLE
+    for param in unit.large:
+        vars(param)["ds_status"] = status
 
 
 def place_of(param: nn.Parameter) -> tuple[Core, FlatUnit, Slot] | None:

@@ -128,6 +128,8 @@ class FlatUnit:
             near, else its copy in the compute dtype.
         rests: The tier of `local`.
         gathered: Whether `full` has all weights, and the parameters show them.
+        large: The parameters that are not small; at stage 3 they show NaN between uses.
+        on_change: Called after `gathered` has changed at stage 3.
         holders: The number of open contexts of a script that keep the unit gathered.
         secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
             the full parameters, from which they are gathered within the node.
@@ -171,9 +173,9 @@ class FlatUnit:
             for member, slot in zip(spec.members, self.layout.slots, strict=True)
         ]
         others = [(param, start) for _, param, start, small in places if not (small and freed)]
-        self._views = ParameterViews(
-            [param for param, _ in others], [start for _, start in others], self.full
-        )
+        self.large = tuple(param for param, _ in others)
+        self.on_change: Callable[[FlatUnit], None] = _nothing
+        self._views = ParameterViews(self.large, [start for _, start in others], self.full)
         kept = [(name, param, start) for name, param, start, small in places if small]
         self.small = SmallParams(kept, self.full, collectives, apart=freed)
         self._views.show()
@@ -238,6 +240,7 @@ class FlatUnit:
                 self.secondary = self._node.own(self.full).clone()
             self._views.show()
             self._arriving, self.gathered = None, True
+            self.on_change(self)
 
     def release(self) -> None:
         """Free the full parameters (stage 3); a gather brings them back."""
@@ -249,7 +252,20 @@ class FlatUnit:
         if storage.nbytes() and not storage.resizable():  # somebody looks at it through numpy()
             self._leave_memory()
         self._freed.free(self.full.untyped_storage())
-        self.gathered = False
+        if self.gathered:
+            self.gathered = False
+            self.on_change(self)
+
+    def is_written(self) -> bool:
+        """Whether a script has written to this rank's part of gathered parameters (stage 3).
+
+        Not known of those that are rounded, or rest in a far tier.
+        """
+        if self._quantized or self.rests.far or not self.gathered:
+            return False
+        own = self._collectives.own(self.full)
+        published = self.local.to(own.device, own.dtype)
+        return not torch.equal(own.view(torch.uint8), published.view(torch.uint8))
 
     def let_go(self) -> None:
         """Release parameters that a script has seen; tensors that it has kept stay valid.
@@ -402,3 +418,7 @@ class FlatUnit:
         self._packed = self.full.new_empty(self._collectives.world * size, dtype=torch.uint8)
         pack(own.view(1, -1), self._collectives.own(self._packed).view(1, -1))
         return self._collectives.all_gather(self._packed, what)
+
+
+def _nothing(_unit: FlatUnit) -> None:
+    """Nobody asks."""
