@@ -22,6 +22,12 @@ _TREE = {"order": "tree", "version": 1, **_NORM}
 _ROUNDED = {"order": "tree", "version": 2, "quantized": "blocks", **_NORM}
 """Of a run that rounds the sum of each block to int8; releases that do not know it refuse it."""
 _NATIVE = {"order": NATIVE, "version": 1, **_NORM}
+NATIVE_RUN = (
+    'elastic.reduction is "native": the backend sums the gradients in its own order, so the '
+    "result depends on the number of ranks, and a run cannot be repeated to the bit; remove the "
+    "key for sums in a fixed order"
+)
+"""What is told at the begin of such a run."""
 _FROM_ORDERED = (
     'elastic.reduction is "native", and was "ordered" when the checkpoint was made: from here on '
     "the result depends on the number of ranks; remove the key if bits count"
@@ -46,7 +52,7 @@ def check_mode(mode: str | None, block: int | None) -> None:
     """Check elastic.reduction and elastic.reduction_block of a config.
 
     Raises:
-        ConfigError: The mode is no such value, or excludes a block.
+        ConfigError: One is no such value, or one excludes the other.
     """
     if mode not in (None, ORDERED, NATIVE):
         raise ConfigError(f'elastic.reduction: {mode!r} is neither "{ORDERED}" nor "{NATIVE}"')
@@ -55,14 +61,6 @@ def check_mode(mode: str | None, block: int | None) -> None:
             'elastic.reduction_block: with elastic.reduction "native" the backend chooses the '
             "order; remove one of the two"
         )
-
-
-def check_block(block: int | None) -> None:
-    """Check elastic.reduction_block of a config.
-
-    Raises:
-        ConfigError: It is not a power of two.
-    """
     if block is None:
         return
     if block < 1:

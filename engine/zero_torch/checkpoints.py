@@ -29,6 +29,7 @@ from zero_checkpoint.weight_hash import weight_hash
 from zero_comm.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_comm.collectives import Collectives
 from zero_comm.determinism import meet, mode_of
+from zero_comm.reduction_order import NATIVE
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_step.agree import Agreement
@@ -87,7 +88,8 @@ class Checkpoints(Session):
         collectives = Collectives(interrupt=link.interrupt, name="zero_torch")
         collectives.meet(self._device)
         self._agreement = Agreement(collectives)
-        mode = mode_of(chosen.elastic.deterministic, ordered=self._in_order)
+        ordered = self._in_order and not chosen.elastic.is_native
+        mode = mode_of(chosen.elastic.deterministic, ordered=ordered)
         self._training = Training(
             state=TrainingState(wrapped, optimizer, self._rank, self._world, Statefuls(stateful)),
             cursor=self._cursor,
@@ -193,6 +195,7 @@ class Checkpoints(Session):
                 loss=loss if self._training.ordered is not None else None,
                 gradient_norm=self.grad_norm,
                 loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
+                reduction=NATIVE if self._in_order and self._chosen.elastic.is_native else "",
             )
             end_step(self, [row[:-1] for row in notes], progress)
 

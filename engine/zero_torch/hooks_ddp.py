@@ -96,6 +96,9 @@ class _Buckets:
         return self._is_first and bool(self._model.static_graph)
 
     def _reduce(self, name: str, gradient: Tensor) -> None:
+        if self.gradients.is_native:
+            self.gradients.reduce(name, gradient, gradient, now=self._at_once)
+            return
         world = self._collectives.world
         whole = gradient.numel() // world * world
         self._rests[name] = gradient[whole:]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from zero_comm.additions import SUMS
 from zero_comm.collectives import Pending
+from zero_comm.native_reduction import NativeReduction
 from zero_comm.ordered_sum import OrderedSum
 from zero_comm.reduction import Turn
 from zero_contract.errors import ZeroError
@@ -112,6 +113,11 @@ class OrderedGradients:
         self._failure: Exception | None = None
         """What a hook could not raise: raised at the end of the backward."""
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the backend makes the sums."""
+        return isinstance(self.pipeline.reduction, NativeReduction)
+
     def begin(self, now: Turn, weight: float) -> None:
         """Begin a micro-step, in which this rank's micro-batch has a weight.
 
@@ -196,8 +202,8 @@ class OrderedGradients:
         Args:
             name: Of the sum.
             gradient: [world * n], n elements for each rank; used up. Real numbers, see `as_real`.
-            out: [n]; in the last micro-step it is filled with the sums, until the end of the
-                backward. It may be this rank's part of `gradient`.
+            out: [n], or all if the backend makes the sums; in the last micro-step it is filled with
+                the sums, until the end of the backward. It may be this rank's part of `gradient`.
             then: Begins an exchange of the sums; called in the last micro-step, when `out` is
                 filled. The exchange has ended at the end of the backward, too.
             now: Do all of it at once.

@@ -8,6 +8,7 @@ a step counts when the optimizer has acted.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -22,16 +23,16 @@ from torch.utils.data import DataLoader
 
 from zero_checkpoint.training import Loading
 from zero_comm.agent_link import exit_on_peer_loss
-from zero_comm.collectives import Collectives
 from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.reduction import Turn
+from zero_comm.reduction_order import NATIVE_RUN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
 from zero_step.agree import Agreement, clipped
-from zero_step.gradients import own_groups, reduction_over
+from zero_step.gradients import Reduction, own_groups, reduction_over
 from zero_step.phase import Move, State
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
 from zero_torch.checkpoints import Checkpoints, makes_state, replace
@@ -48,6 +49,8 @@ from zero_torch.wrapped import (
     local,
     normed_part,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Run(Checkpoints):
@@ -88,7 +91,7 @@ class Run(Checkpoints):
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,
-            reduction_over(self._groups_of_sums(), self._device),
+            self._make_reduction(),
             self._parameters,
             options.reduction_block or DEFAULT_BLOCK,
             guard=partial(exit_on_peer_loss, self._link),
@@ -123,26 +126,31 @@ class Run(Checkpoints):
             batch=self._batch,
             dataset_size=self.loader.batches.dataset_size,
             seed=options.seed,
-            configured_block=options.reduction_block,
+            chosen=options,
         )
+        if options.is_native and self._rank == 0:
+            _log.warning("%s", NATIVE_RUN)
         self._attach()
         self._hold()
         if self._device.type == "cpu":
             keep_freed_memory()
 
-    def _groups_of_sums(self) -> list[Collectives]:
-        """The groups in which sums are made: inside of nodes first, if that saves anything."""
+    def _make_reduction(self) -> Reduction:
+        """By the backend, or in order, which begins inside of nodes if it can. Collective."""
         group, device = self._collectives, self._device
         topology, any_order = group.find_nodes(os.environ), group.any_order(device)
         is_fsdp = self._wrapped.wrapper is Wrapper.FSDP2
+        is_native = self._chosen.elastic.is_native
         # Nodes give their partial sums on in fp32.
         is_double = any(each.dtype == torch.float64 for each in self._parameters.values())
-        two = topology.divides and any_order and not is_double
+        two = topology.divides and any_order and not is_double and not is_native
         if two:  # FSDP2 says which rank has which shard
             group.lay_out(topology, range(self._world) if is_fsdp else None)
         # FSDP2's gathers of weights have the default group to themselves.
-        alone = is_fsdp and not any_order
-        return own_groups(group, device, self._link.interrupt, alone=alone, two=two) or [group]
+        alone = is_native or (is_fsdp and not any_order)
+        groups = own_groups(group, device, self._link.interrupt, alone=alone, two=two)
+        sums = torch.float64 if is_double else torch.float32
+        return reduction_over(groups or [group], device, sums if is_native else None)
 
     def _attach(self) -> None:
         called = self._wrapped.called

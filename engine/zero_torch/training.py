@@ -25,6 +25,7 @@ from zero_comm.determinism import Hardware
 from zero_comm.reduction_order import NATIVE, ORDERED, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
 from zero_step import record
+from zero_step.options import Elastic
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.shared_reads import SharedReads
 from zero_torch.state import TrainingState
@@ -40,6 +41,10 @@ _TERMS = record.Terms(
 )
 
 
+_OF_SCRIPT = "of the script"
+"""In the place of a dtype: the sums are made by a script without a loader."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
     """What the bits of a training depend on, whose data and gradients are in order."""
@@ -48,8 +53,8 @@ class Ordered:
     batch: BatchShape
     dataset_size: int
     seed: int
-    configured_block: int | None
-    """The script's own choice of the reduction block."""
+    chosen: Elastic
+    """The script's own choice of the order."""
 
     def record(self) -> dict[str, Any]:
         """Under the names of the engine's record."""
@@ -58,7 +63,9 @@ class Ordered:
             "micro_batch": self.batch.micro_batch,
             "dataset_size": self.dataset_size,
             "seed": self.seed,
-            "reduction": record_of(self.gradients.block),
+            "reduction": record_of_native(dist.get_backend(), "that of the sums")
+            if self.chosen.is_native
+            else record_of(self.gradients.block),
         }
 
 
@@ -132,7 +139,7 @@ class Training:
         return self.captured
 
     def _describe(self) -> dict[str, Any]:
-        native = {"reduction": record_of_native(dist.get_backend(), "of the script")}
+        native = {"reduction": record_of_native(dist.get_backend(), _OF_SCRIPT)}
         known = self.ordered.record() if self.ordered is not None else native
         return record.describe(
             self.cursor, self.hardware, world=self.world, optimizer=self.optimizer, **known
@@ -158,8 +165,8 @@ class Training:
             self._describe(),
             self.hardware,
             _TERMS,
-            mode=ORDERED if ordered is not None else NATIVE,
-            block=ordered.configured_block if ordered is not None else None,
+            mode=NATIVE if ordered is None else ordered.chosen.reduction or _unasked(run),
+            block=ordered.chosen.reduction_block if ordered is not None else None,
         )
         if ordered is not None:
             ordered.gradients.block = adopted.block
@@ -175,6 +182,11 @@ class Training:
         if self.scaler is not None and run.get("grad_scaler"):
             self.scaler.load_state_dict(run["grad_scaler"])
         record.resume(self.cursor, run)
+
+
+def _unasked(run: Mapping[str, Any]) -> str | None:
+    """The mode where the script names none: a loader alone brings order to what had none."""
+    return ORDERED if (run.get("reduction") or {}).get("dtype") == _OF_SCRIPT else None
 
 
 class Loading:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import zero_deepspeed
 from tests.numerics.test_reduction_order import STAGES, digest, expected, make, train
+from tests.numerics.test_stock_torch import batches, protected
 from tests.support import queued
-from tests.support.world import WorldPool
+from tests.support.world import WorldError, WorldPool
 from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.core.engine import Engine
 
@@ -166,3 +167,45 @@ def test_a_checkpoint_moves_between_the_orders_only_when_the_config_says_so(
         'elastic.reduction is "ordered", and was "native" when the checkpoint was made',
     ]
     assert 'set elastic.reduction to "native" to continue like that, or to "ordered"' in refused
+
+
+# ---- stock PyTorch ----
+
+
+def stock(wrapper: str, elastic: dict[str, Any], directory: str = "") -> tuple[str, list[Tensor]]:
+    model, _, run = protected(wrapper, config={"elastic": elastic})
+    if directory:
+        run.load(directory)
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        run.step(1.0)
+    weights = [each.detach().clone() for _, each in run._whole_weights()]
+    if directory:
+        run.save(directory)
+    found = run.weight_hash(), weights
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(("wrapper", "world"), [("ddp", 3), ("fsdp2", 3), ("hsdp", 4), ("ddp", 1)])
+@pytest.mark.corners(wrapper=["ddp", "fsdp2"], world=[3])
+def test_under_stock_pytorch_the_backends_sums_train_the_same_weights_within_rounding(
+    worlds: WorldPool, wrapper: str, world: int
+) -> None:
+    """Five micro-batches, so that the last micro-step has padding ones."""
+    ((_, ordered),) = worlds.run(1, stock, "plain", {})
+    found = worlds.run(world, stock, wrapper, {"reduction": "native"})
+    assert len({digest for digest, _ in found}) == 1
+    for ours, theirs in zip(found[0][1], ordered, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.full
+def test_a_stock_run_goes_on_with_the_backends_sums_if_it_names_them(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    worlds.run(2, stock, "ddp", {"reduction": "native"}, str(tmp_path))
+    with pytest.raises(WorldError, match=r'set elastic\.reduction to "native" to continue'):
+        worlds.run(2, stock, "ddp", {}, str(tmp_path))
+    worlds.run(2, stock, "fsdp2", {"reduction": "native"}, str(tmp_path))
+    worlds.run(2, stock, "fsdp2", {"reduction": "ordered"}, str(tmp_path))

@@ -17,7 +17,6 @@ from typing import Any
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
 from zero_comm.comms_log import CommsLogger
 from zero_comm.determinism import Deterministic, mode_of
-from zero_comm.reduction_order import NATIVE, check_mode
 from zero_comm.reduction_plan import Where
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
@@ -243,10 +242,6 @@ class Elastic(options.Elastic):
     """Whether a map-style dataset is shuffled anew in every epoch."""
     max_skipped_steps: int = 8
     """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
-    reduction: str | None = None
-    """How gradients are summed: "ordered", with the same bits at every world size, or "native", by
-    the backend's own reduce-scatter and all-reduce, with bits that depend on the number of ranks.
-    null: "ordered"; a checkpoint of a "native" run is then refused."""
     accumulate: str = Where.OWNER.value
     """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
     owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
@@ -266,15 +261,9 @@ class Elastic(options.Elastic):
     next forward waits, module by module. Until then parameters show NaN, as at stage 3. The bits
     are the same."""
 
-    @property
-    def is_native(self) -> bool:
-        """Whether the backend sums gradients."""
-        return self.reduction == NATIVE
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least("elastic", self, {"max_skipped_steps": 1, "accumulate_device_bytes": 0})
-        check_mode(self.reduction, self.reduction_block)
         if self.is_native and self.accumulate_device_bytes is not None:
             raise ConfigError(
                 'elastic.accumulate_device_bytes: not with elastic.reduction "native", which keeps '

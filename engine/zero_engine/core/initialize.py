@@ -34,6 +34,7 @@ from zero_comm.cpu.malloc import keep_freed_memory
 from zero_comm.determinism import Hardware, meet
 from zero_comm.distributed import init_distributed, local_device
 from zero_comm.node_group import node_exchanges
+from zero_comm.reduction_order import NATIVE_RUN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
@@ -74,12 +75,6 @@ from zero_engine.stages import STAGES, Stage
 from zero_step.gradients import own_groups, reduction_over
 
 _log = logging.getLogger(__name__)
-
-_NATIVE_RUN = (
-    'elastic.reduction is "native": the backend sums the gradients in its own order, so the '
-    "result depends on the number of ranks, and a run cannot be repeated to the bit; remove the "
-    "key for sums in a fixed order"
-)
 
 _NOT_LOADED = (
     'elastic.initial_weights is "checkpoint", and no checkpoint has been loaded into the '
@@ -255,7 +250,7 @@ def _find_nodes(config: Config, collectives: Collectives) -> None:
     """Let sums begin inside of nodes, where they can."""
     if config.elastic.is_native:
         if dist.get_rank() == 0:
-            _log.warning("%s", _NATIVE_RUN)
+            _log.warning("%s", NATIVE_RUN)
         return
     collectives.lay_out(collectives.find_nodes(os.environ))
     collectives.divide(local_device())
