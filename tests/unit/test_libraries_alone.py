@@ -57,33 +57,47 @@ print("sums", whole[0].item())
 DATA = """
 import torch
 import zero_data
+from zero_data.elastic_loader import ElasticLoader, sampler_of
+from zero_data.global_batch import plan_step
 
 dataset = torch.utils.data.TensorDataset(torch.arange(27, dtype=torch.float64).unsqueeze(1))
+BATCH = zero_data.BatchShape(microbatches=3, micro_batch=2)
 
-def begin(world, state=None, round=0, ledger="ledger"):
-    ranks = [
-        zero_data.Samples(
-            dataset, global_batch=6, micro_batch=2, rank=rank, world=world, seed=7,
-            ledger=zero_data.Ledger(ledger, round=round, rank=rank, world=world),
+def begin(world, position=(0, 0), round=0, ledger="ledger"):
+    ranks = []
+    for rank in range(world):
+        cursor = zero_data.Cursor(step=position[0], samples=position[1])
+        sampler = sampler_of(
+            dataset, batch=BATCH, cursor=cursor, rank=rank, world=world, seed=7,
+            shuffle=True, drop_last=False,
         )
-        for rank in range(world)
-    ]
-    for rank in ranks:
-        rank.load_state_dict(state or rank.state_dict())
+        record = zero_data.Ledger(ledger, round=round, rank=rank, world=world)
+        ranks.append((cursor, ElasticLoader(sampler), record))
     return ranks
 
 def train(weights, ranks, most=None):
     '''The rest of an epoch, or some steps of it, on all ranks in turn; gradients add up.'''
-    for number, steps in enumerate(zip(*(rank.steps() for rank in ranks), strict=True), 1):
-        for step in steps:
-            for (inputs,), weight in step:
-                (weight * ((inputs / 27) @ weights - 1).square().mean()).backward()
+    world, steps = len(ranks), 0
+    for batches in zip(*(loader for _, loader, _ in ranks), strict=True):
+        for rank, ((inputs,), (cursor, loader, record)) in enumerate(zip(batches, ranks)):
+            plan = plan_step(cursor.samples, BATCH, loader.epoch_size)
+            microbatch, ticket = plan.microbatch(cursor.micro, rank, world), loader.run()
+            cursor.micro += 1
+            if not microbatch.padding:
+                record.consume(microbatch.index, ticket.ids)
+                loss = ((inputs / 27) @ weights - 1).square().mean()
+                (plan.weight(microbatch) * loss).backward()
+        if cursor.micro < plan.micro_steps(world):
+            continue
         with torch.no_grad():
             weights -= 0.1 * weights.grad
         weights.grad = None
-        for step in steps:
-            step.commit()
-        if number == most:
+        for cursor, _, record in ranks:
+            cursor.micro, cursor.step = 0, cursor.step + 1
+            cursor.samples += plan.samples
+            record.end_step(cursor.step)
+        steps += 1
+        if steps == most:
             return
 
 def two_epochs(world):
@@ -97,11 +111,12 @@ one, two = two_epochs(1), two_epochs(2)
 assert abs(one - two) < 1e-12 < abs(one), (one, two)
 
 weights = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-first = begin(2, ledger="ledger")
+first = begin(2)
 train(weights, first, most=3)
-state = first[0].state_dict()
+cursor = first[0][0]
+position = cursor.step, cursor.samples
 train(weights.detach().clone().requires_grad_(), first, most=1)  # lost: it was not saved
-second = begin(1, state, round=1, ledger="ledger")
+second = begin(1, position, round=1)
 for _ in range(2):
     train(weights, second)
 assert abs(weights.item() - one) < 1e-12
