@@ -59,9 +59,11 @@ class Agreement:
         self.divisions = tuple(divisions)
         self._collectives = collectives
         self._norms = BlockNorms(divisions, collectives, device)
-        self._last: list[Tensor] = []
+        self._not_finite: list[Tensor] = []
+        """The block norms of the last step, if the norm was not finite."""
         self._device = device
 
+    @torch.no_grad()
     def reach(
         self, shards: Sequence[Tensor], notes: Tensor, digest: Tensor | None = None
     ) -> Agreed:
@@ -77,10 +79,10 @@ class Agreement:
             PeerLost: A peer is lost.
         """
         group, device = self._collectives, self._device
-        self._last = self._norms.of(shards)
+        norms = self._norms.of(shards)
         order = group.numbers([group.order.checksum()], device)
         own = [
-            sum_of_squares(torch.cat(self._last)),
+            sum_of_squares(torch.cat(norms)),
             torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest.view(1),
             torch.cat([order, notes]).double().view(torch.int64),
         ]
@@ -89,8 +91,10 @@ class Agreement:
         told = rows[:, ROW + 1 :].contiguous().view(torch.float64)
         group.check_order(told[:, 0].tolist())
         digests = rows[:, ROW]
+        norm = merged(rows[:, :ROW].tolist())
+        self._not_finite = [] if math.isfinite(norm) else norms
         return Agreed(
-            norm=merged(rows[:, :ROW].tolist()),
+            norm=norm,
             notes=told[:, 1:].float(),
             alike=bool((digests == digests[0]).all()),
         )
@@ -102,7 +106,7 @@ class Agreement:
         """
         group = self._collectives
         beyond = torch.iinfo(torch.int64).max
-        own = self._norms.first_not_finite(self._last) or (beyond, 0)
+        own = self._norms.first_not_finite(self._not_finite) or (beyond, 0)
         rows = group.everybodys(torch.tensor(own, device=_CPU), "the first that is not finite")
         number, element = min(rows.tolist())
         return number, element

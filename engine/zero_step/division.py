@@ -2,7 +2,8 @@
 
 Must always hold: every block is normed by one rank, the one that has its first element. The others
 send it what they have of the block, so what travels grows with the number of cuts alone: at most 63
-elements for each boundary of shards that lie one behind the other. All ranks plan alike.
+elements for each boundary of shards that lie one behind the other. All ranks plan alike. Of columns
+whose width is no multiple of a block, all blocks are assembled, by an index for each element.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _multiples(norms: Tensor, numbers: Tensor) -> Tensor:
     """
     sums = numbers.view(torch.int64) * -norms.numel()  # modulo 2**64, as all that is added
     every = list(zip(numbers.unbind(), sums.unbind(), strict=True))
-    for part in norms.split(_CHUNK.get(norms.device.type, 1 << 24)):
+    for part in norms.split(_CHUNK.get(norms.device.type, 1 << 20)):
         rest = part.double().square()
         rounded = torch.empty_like(rest)
         for level, (number, total) in enumerate(every):

@@ -9,6 +9,7 @@ a step counts when the optimizer has acted.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
@@ -206,6 +207,11 @@ class Run(Checkpoints):
         notes = group.numbers(self._notes().tolist(), self._device)
         agreed = self._clipping.reach(parts, notes)
         self._everybodys = agreed.notes
+        if not math.isfinite(agreed.norm):
+            number, _ = self._clipping.first_not_finite()
+            name, step = list(self._gradients.trained)[number], self._cursor.step + 1
+            if self._rank == 0:
+                _log.warning("step %d: gradient norm %s, first in %s", step, agreed.norm, name)
         return agreed.norm
 
     # ---- a step ----

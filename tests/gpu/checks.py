@@ -34,7 +34,7 @@ from zero_comm.collectives import Collectives
 from zero_comm.distributed import backend_for, leave_group, local_device
 from zero_comm.errors import LeavingNow
 from zero_comm.waiting import Interrupt
-from zero_step.norm import BLOCK, block_norms
+from zero_step.norm import BLOCK, block_norms, sum_of_squares
 
 CHECKS: dict[str, Callable[[], str]] = {}
 HAS_GPU = torch.cuda.is_available()
@@ -215,6 +215,7 @@ def a_norm_s_bits_do_not_depend_on_how_many_blocks_a_rank_has() -> str:
         alone = torch.linalg.vector_norm(values[: rows * BLOCK].view(-1, BLOCK), dim=1)
         if not torch.equal(alone, raw[:rows]):
             differing.append(rows)
+    assert torch.equal(sum_of_squares(whole).cpu(), sum_of_squares(whole.cpu()))
     return f"without the rows of zeros it would, for {differing or 'no number'} of rows"
 
 

@@ -193,6 +193,30 @@ def test_hsdp_without_shards_is_refused(worlds: WorldPool) -> None:
         worlds.run(2, trained, "hsdp")
 
 
+def poisoned(wrapper: str) -> Any:
+    """The last elements that a rank has of two gradients are no numbers."""
+    _, _, run = protected(wrapper)
+    told = Told()
+    logging.getLogger("zero_torch").addHandler(told)
+    model = run._wrapped.module
+    for tokens in batches(run, 1):
+        run.backward(model(tokens))
+        for name in ("blocks.1.up.weight", "head.weight"):
+            gradient = model.get_parameter(name).grad
+            local(gradient).view(-1)[-1:] = torch.nan
+        run.step(0.5)
+    logging.getLogger("zero_torch").removeHandler(told)
+    return run.grad_norm, told.lines
+
+
+def test_the_first_parameter_whose_gradient_is_not_finite_is_named(worlds: WorldPool) -> None:
+    for wrapper, world in (("plain", 1), ("fsdp2", 3)):
+        (norm, told), *others = worlds.run(world, poisoned, wrapper)
+        assert str(norm) == "nan"
+        assert told == ["step 1: gradient norm nan, first in blocks.1.up.weight"]
+        assert all(lines == [] for _, lines in others)
+
+
 def one_by_one(run: zero_torch.Run) -> Any:
     """Each batch from an iteration of its own."""
     while run.global_step < STEPS:
