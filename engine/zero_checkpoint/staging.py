@@ -210,10 +210,10 @@ class Outcome:
 
 
 class Background:
-    """The thread of a rank's saves; one save at a time."""
+    """The saves of a rank, one at a time, each on a thread that ends with it."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
+        self._threads = _one_thread()
         self._running: Future[Outcome] | None = None
 
     @property
@@ -230,10 +230,14 @@ class Background:
         """
         assert self._running is None, "take the outcome of the save before"
         self._running = self._threads.submit(_outcome_of, step, save)
+        self._threads.shutdown(wait=False)  # what has been submitted is still run
 
     def wait(self) -> Outcome | None:
         """The outcome of the save that was started last, once it has ended; None after that."""
         outcome = self._running.result() if self._running is not None else None
+        if self._running is not None:
+            self._threads.shutdown()
+            self._threads = _one_thread()
         self._running = None  # not before: if a signal handler raises, the outcome is not lost
         return outcome
 
@@ -244,6 +248,10 @@ class Background:
     def close(self) -> None:
         """End the thread, after the last save; no other may be started."""
         self._threads.shutdown()
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
 
 
 def _outcome_of(step: int, save: Callable[[OnPart], Place]) -> Outcome:

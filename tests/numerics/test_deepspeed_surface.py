@@ -6,6 +6,7 @@ import importlib
 import logging
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ NAMES = {
     "checkpoint.ds_to_universal": "main",
     "launcher.runner": "DEEPSPEED_ENVIRONMENT_NAME main",
     "ops": "__compatible_ops__ op_builder",
+    "ops.aio": "AsyncIOBuilder",
     "ops.op_builder": "CPUAdamBuilder FusedAdamBuilder AsyncIOBuilder",
     "profiling.flops_profiler": "FlopsProfiler get_model_profile",
     "runtime.activation_checkpointing.checkpointing": "non_reentrant_checkpoint checkpoint",
@@ -225,6 +227,22 @@ def save_nowhere(where: Any) -> None:
         engine.save_checkpoint(where)
         raise AssertionError
     engine.save_checkpoint(where)
+
+
+def threads_after_saves(root: str, settings: dict[str, Any]) -> list[str]:
+    engine = make_engine(config(0) | {"checkpoint": settings})
+    before = {thread.ident for thread in threading.enumerate()}
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(root, blocking=True)
+    return [thread.name for thread in threading.enumerate() if thread.ident not in before]
+
+
+@pytest.mark.parametrize("settings", [{}, {"async": True}], ids=["", "async"])
+def test_no_thread_outlives_its_save(
+    worlds: WorldPool, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    assert worlds.run(1, threads_after_saves, str(tmp_path), settings) == [[]]
 
 
 def load_into_the_trained_model(root: str) -> tuple[bool, bool]:
