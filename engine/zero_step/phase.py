@@ -7,7 +7,8 @@ batch decides (`zero_data.global_batch`); a `Turn` says it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -168,6 +169,15 @@ class Phase:
     def move(self, move: Move) -> None:
         """Make a move; raises what `check` raises, and then the state is what it was."""
         self.state = self.check(move)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A micro-step that is none of the script's; afterwards the state is what it was."""
+        state, self.state = self.state, State.DRAWN
+        try:
+            yield
+        finally:
+            self.state = state
 
     @property
     def begun(self) -> bool:

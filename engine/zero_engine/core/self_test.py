@@ -108,7 +108,7 @@ class SelfTest:
         """Forward and backward of the micro-batch, whose gradients the next micro-step drops."""
         core = self._core
         assert core.reducer is not None
-        with _buffers_kept(core.module):
+        with _buffers_kept(core.module), core.reducer.phase.aside():
             outputs = _tensors(call())
             sums = [each for each in outputs if each.requires_grad]
             if sums:
