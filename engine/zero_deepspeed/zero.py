@@ -6,10 +6,12 @@ or are not sharded, so that one script serves all stages.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero_contract.errors import ZeroError
@@ -21,6 +23,8 @@ from zero_engine.parameters.early_shards import refuse_loads
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parameters.places import ZeroParamStatus
 from zero_engine.sharding.partition import make_external
+
+_log = logging.getLogger(__name__)
 
 __all__ = [
     "GatheredParameters",
@@ -46,6 +50,7 @@ class Init:
         config_dict_or_path: Any = None,
         config: Any = None,
         enabled: bool = True,
+        dtype: torch.dtype | None = None,
         **__: Any,
     ) -> None:
         """Prepare the context, or divide a model that exists.
@@ -55,12 +60,20 @@ class Init:
             config_dict_or_path: A config; at stages 0 to 2 models stay whole.
             config: Another name for it.
             enabled: False makes the context do nothing.
+            dtype: Without effect: parameters keep the dtype in which modules make them, until
+                `initialize`.
 
         Other arguments of DeepSpeed's are accepted, without effect.
         """
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._divides = enabled and (given is None or _stage(given) == _DIVIDED)
         self._contexts: list[AbstractContextManager[Any]] = []
+        if self._divides and (dtype or _computes_in_16_bits(given)):
+            _log.info(
+                "zero.Init: parameters keep the dtype in which modules make them until "
+                "initialize(), so that results are those of the other stages; to make them in 16 "
+                "bits, use OnDevice(dtype, device) inside of it"
+            )
         if module is not None and self._divides:
             for each in module.modules():
                 refuse_loads(each)
@@ -83,10 +96,18 @@ _DIVIDED = 3
 """The stage at which parameters are divided."""
 
 
+def _read(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else read_json(given)
+
+
 def _stage(given: Any) -> int:
-    config = given if isinstance(given, Mapping) else read_json(given)
-    zero = config.get("zero_optimization") or {}
+    zero = _read(given).get("zero_optimization") or {}
     return int(zero.get("stage") or 0)
+
+
+def _computes_in_16_bits(given: Any) -> bool:
+    sections = [_read(given).get(name) or {} for name in ("bf16", "fp16")] if given else []
+    return any(section.get("enabled") is True for section in sections)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -319,8 +319,9 @@ def test_a_model_is_made_on_a_device_in_a_dtype() -> None:
 
 @pytest.mark.full
 def test_there_is_nothing_to_convert_to_a_universal_checkpoint() -> None:
+    command = ["-m", "deepspeed.checkpoint.ds_to_universal"]
     done = subprocess.run(
-        [sys.executable, "-m", "zero_deepspeed.checkpoint.ds_to_universal", "--input_folder", "x"],
+        [sys.executable, "-m", "zero_deepspeed.as_deepspeed", *command, "--input_folder", "x"],
         env=environment(),
         capture_output=True,
         text=True,

@@ -97,6 +97,34 @@ def test_a_write_without_a_modifier_rank_is_told_of(worlds: WorldPool, early: bo
     assert found == [(False, False), (False, True), (False, True)][: len(found)]
 
 
+def made_in_16_bits(how: dict[str, Any]) -> tuple[str, bool]:
+    told = Told()
+    logger = logging.getLogger("zero_deepspeed")
+    logger.addHandler(told)
+    level, _ = logger.level, logger.setLevel(logging.INFO)
+    with Init(**how):
+        module = torch.nn.Linear(3, 3)
+    logger.setLevel(level)
+    logger.removeHandler(told)
+    return str(module.weight.dtype), any("keep the dtype" in each for each in told.messages)
+
+
+DTYPES: list[tuple[dict[str, Any], bool]] = [
+    ({}, False),
+    ({"dtype": torch.bfloat16}, True),
+    ({"config": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}}, True),
+    ({"config": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}}, False),
+]
+
+
+@pytest.mark.parametrize(("how", "told"), DTYPES)
+@pytest.mark.corners(told=[True])
+def test_init_says_that_parameters_keep_their_dtype(
+    worlds: WorldPool, how: dict[str, Any], told: bool
+) -> None:
+    assert worlds.run(1, made_in_16_bits, how) == [("torch.float32", told)]
+
+
 def convert(root: str, on: tuple[int, ...], safe: bool) -> list[str]:
     engine = make_engine(config(3))
     train(engine, 1)

@@ -17,12 +17,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import zero_deepspeed
 from zero_engine.former_names import explain_imports
@@ -59,6 +59,12 @@ class _Alias(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the machinery has just put DeepSpeed's in its place
+
+    def get_code(self, _name: str) -> CodeType | None:
+        """The code of the module, for `-m deepspeed.NAME`."""
+        spec = find_spec(self._ours)
+        loader = spec.loader if spec is not None else None
+        return loader.get_code(self._ours) if isinstance(loader, InspectLoader) else None
 
 
 class _Metadata(Distribution):
