@@ -69,10 +69,102 @@ def test_no_panel_of_the_dashboard_covers_another():
     assert len({*places}) == len(places)
 
 
-@pytest.mark.full
-def test_prometheus_accepts_the_rules():
-    if (promtool := shutil.which("promtool")) is None:
+@pytest.fixture
+def promtool():
+    """Runs `promtool`."""
+    program = shutil.which("promtool")
+    if program is None:
         pytest.skip("promtool is not here: it is in Debian's package prometheus")
-    command = [promtool, "check", "rules", str(MONITORING / "alerts.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(*words):
+        done = subprocess.run(
+            [program, *map(str, words)], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.full
+def test_prometheus_accepts_the_rules(promtool):
+    promtool("check", "rules", MONITORING / "alerts.yaml")
+
+
+def _state(name, values="1x2000"):
+    return f'zero_job_state{{state="{name}",zero_job="j"}}', values
+
+
+ACTIVE, THEN_DONE = _state("ACTIVE"), _state("ACTIVE", "1x299 0x2000")
+SEEN = ('zero_job_seen_timestamp_seconds{zero_job="j"}', "0x2000")
+JOB, NODE, OF = 'zero_job="j"', 'node="a",zero_job="j"', '{zero_job="j"}'
+LINK, STUCK = 'kind="slow link",zero_job="j"', 'kind="stuck",zero_job="j"'
+SAVES = 'outcome="failed",rank="0",tier="disk",zero_job="j"'
+# For each alert: its samples, one a minute; minutes at which it fires, and does not; its labels.
+ALERTS = {
+    "ZeroJobFailed": ([_state("FAILED"), SEEN], (1, 59), (60,), f'state="FAILED",{JOB}'),
+    "ZeroJobLost": ([_state("LOST"), SEEN], (5, 1439), (4, 1440), f'state="LOST",{JOB}'),
+    "ZeroJobWaitsForNodes": (
+        [_state("FORMING"), (f"zero_job_min_nodes{OF}", "2x2000"),
+         (f"zero_job_live_nodes{OF}", "1x19 2x2000")],
+        (10, 19), (9, 20), f'state="FORMING",{JOB}'),
+    "ZeroJobMakesNoStep": (
+        [THEN_DONE, (f"zero_job_step{{{NODE}}}", "900x29 1+1x29 31x2000")],  # it has resumed from 1
+        (96, 299), (50, 94, 300), JOB),
+    "ZeroJobStuck": (
+        [THEN_DONE, (f"zero_job_verdicts{{{STUCK}}}", "0x9 1x2000")], (10, 299), (9, 300), STUCK),
+    "ZeroJobRestartsOften": (
+        [(f"zero_job_restarts_total{OF}", "0x9 1+1x4 5x2000")], (14, 20), (10, 40), JOB),
+    "ZeroJobRestartBudgetLow": (
+        [THEN_DONE, (f"zero_job_restart_budget{OF}", "5x2000"),
+         (f"zero_job_restart_budget_spent{OF}", "3x9 4x2000")],
+        (10, 299), (9, 300), JOB),
+    "ZeroJobGoodputLow": (
+        [THEN_DONE, (f"zero_job_goodput_ratio{OF}", "0.5x2000"),
+         ('zero_job_node_time_seconds{use="useful",zero_job="j"}', "0+60x2000")],
+        (91, 299), (90, 300), JOB),
+    "ZeroJobStraggler": (
+        [THEN_DONE, (f'zero_job_straggler_ratio{{rank="3",{JOB}}}', "1.9x2000")],
+        (10, 299), (9, 300), f'rank="3",{JOB}'),
+    "ZeroJobSlowNetworkOrStorage": (
+        [THEN_DONE, (f"zero_job_verdicts{{{LINK}}}", "1x2000")], (5, 299), (4, 300), LINK),
+    "ZeroJobSavesFail": (
+        [(f"zero_node_saves_total{{{SAVES}}}", "0x9 1+1x4 5x2000")], (14, 30), (9, 60), SAVES),
+    "ZeroJobCheckpointOld": (
+        [THEN_DONE, (f'zero_job_checkpoint_timestamp_seconds{{tier="disk",{JOB}}}', "0x2000")],
+        (241, 299), (240, 300), f'tier="disk",{JOB}'),
+    "ZeroAgentStalled": (
+        [(f"zero_agent_healthy{{{NODE}}}", "1x9 0x9 1x2000")], (11, 19), (10, 20), NODE),
+    "ZeroEtcdSilent": (
+        [(f"zero_agent_etcd_silence_seconds{{{NODE}}}", "0x9 31x9 0x2000")],
+        (10, 19), (9, 20), NODE),
+    "ZeroAgentsNotScraped": (
+        [ACTIVE, (f"zero_agent_healthy{{{NODE}}}", "_x20 1x2000")],
+        (10, 19), (9, 20), f'state="ACTIVE",{JOB}'),
+    "ZeroJobMetricsAbsent": (
+        [_state("ACTIVE", "_x20 1x2000"), (f"zero_agent_healthy{{{NODE}}}", "1x2000")],
+        (10, 19), (9, 20), JOB),
+    "ZeroMetricsBlind": ([("zero_etcd_up", "0x19 1x2000")], (5, 19), (4, 20), ""),
+}  # fmt: skip
+
+
+@pytest.mark.full
+def test_every_alert_fires_for_what_it_is_about_and_ends_with_it(promtool, tmp_path):
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules] == [*ALERTS]
+    tests = []
+    for rule, (samples, on, off, labels) in zip(rules, ALERTS.values(), strict=True):
+        is_it = f'alertname="{rule["alert"]}",alertstate="firing"'
+        every = ",".join(filter(None, [is_it, f'severity="{rule["labels"]["severity"]}"', labels]))
+        asked = [
+            {
+                "expr": f"ALERTS{{{is_it}}}",
+                "eval_time": f"{minute}m",
+                "exp_samples": [{"labels": f"ALERTS{{{every}}}", "value": 1}] * (minute in on),
+            }
+            for minute in sorted((*on, *off))
+        ]
+        series = [{"series": one, "values": values} for one, values in samples]
+        tests.append({"interval": "1m", "input_series": series, "promql_expr_test": asked})
+    file = {"rule_files": [str(MONITORING / "alerts.yaml")], "evaluation_interval": "1m"}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({**file, "tests": tests}))
+    promtool("test", "rules", tmp_path / "test.yaml")
