@@ -28,6 +28,7 @@ import grpc
 
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.store.etcd import messages
+from zero_orchestrator.store.etcd.certificates import Certificates
 from zero_orchestrator.store.etcd.errors import (
     joined,
     login_again,
@@ -227,6 +228,13 @@ class Session:
         return client
 
 
+class _Client(etcd3.Etcd3Client):  # type: ignore[misc]
+    """etcd3's client, to which credentials are given instead of the paths of files."""
+
+    def _get_secure_creds(self, ca_cert: Any, *_: None) -> Any:
+        return ca_cert
+
+
 class Connection:
     """Calls to etcd with failover between its endpoints. Thread-safe."""
 
@@ -250,11 +258,15 @@ class Connection:
             silent_s: A call that times out abandons the connection if no answer arrived on it
                 for this many seconds.
             on_move: Called after a connection was abandoned and a new one opened.
+
+        Raises:
+            SpecError: The endpoints are malformed, or a TLS file is not right.
         """
         self.endpoints = parse_endpoints(endpoints)
         self.timeout_s = timeout_s
-        self._credentials = credentials or Credentials()
-        self.login = login or Login(self._credentials)
+        who = credentials or Credentials()
+        self._certificates = Certificates(who.ca, who.cert, who.key) if who.ca else None
+        self.login = login or Login(who)
         self._silent_s = silent_s
         self._on_move = on_move
         self._lock = threading.Lock()
@@ -378,14 +390,12 @@ class Connection:
         self._session.client.close()
 
     def _open(self) -> Session:
-        endpoint, who = self.endpoints[self._index], self._credentials
+        endpoint = self.endpoints[self._index]
         host, _, port = endpoint.rpartition(":")
-        client = etcd3.Etcd3Client(
+        client = _Client(
             host=f"dns:///{host}",
             port=int(port),
-            ca_cert=who.ca,
-            cert_cert=who.cert,
-            cert_key=who.key,
+            ca_cert=self._certificates and self._certificates.newest(),
             grpc_options=_CHANNEL_OPTIONS,
         )
         return Session(endpoint, client, self.login)
