@@ -27,10 +27,9 @@ from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.initialize import initialize
 from zero_deepspeed.on_device import OnDevice
 from zero_deepspeed.utils.logging import log_dist, logger
+from zero_deepspeed.version import __version__
 from zero_engine.former_names import explain_imports, raising_getattr
 
-__version__ = "0.19.8+zero.elastic"
-"""The version of DeepSpeed's API, which scripts and libraries compare with the one they need."""
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 
 __all__ = [
@@ -45,6 +44,7 @@ __all__ = [
     "OnDevice",
     "PeerLost",
     "ZeroError",
+    "__version__",
     "accelerator",
     "add_config_arguments",
     "checkpointing",

@@ -18,7 +18,8 @@ from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing
 from zero_deepspeed.engine import Asserted, DeepSpeedEngine
 from zero_deepspeed.shown import show
-from zero_deepspeed.utils.logging import logger
+from zero_deepspeed.utils.logging import log_dist, logger
+from zero_deepspeed.version import __version__
 from zero_engine.core import initialize as core
 from zero_engine.core.initialize import OptimizerLike
 from zero_engine.optim.optimizers import Parameters
@@ -91,6 +92,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
     if not given:
         raise Asserted("initialize() needs a config: a dict, a JSON string or a path")
+    log_dist(f"DeepSpeed info: version={__version__}, which is the ZeRO engine's", ranks=[0])
     engine = core.initialize(
         model,
         optimizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import subprocess
 import sys
@@ -210,6 +211,18 @@ def test_skipped_steps_end_the_run_unless_the_script_does_not_check(worlds: Worl
     assert worlds.run(1, skip_nine, False) == [9]
     with pytest.raises(WorldError, match="the last 8 of them in a row"):
         worlds.run(1, skip_nine, True)
+
+
+def told(_: None) -> str:
+    output = io.StringIO()
+    zero_deepspeed.logger.addHandler(handler := logging.StreamHandler(output))
+    make_engine(config(0))
+    zero_deepspeed.logger.removeHandler(handler)
+    return output.getvalue()
+
+
+def test_libraries_find_deepspeeds_version_in_its_log(worlds: WorldPool) -> None:
+    assert "DeepSpeed info: version=0.19.8+zero.elastic" in worlds.run(1, told, None)[0]
 
 
 # ---- checkpoints ----
