@@ -48,14 +48,15 @@ def judge(name: str, outcome: str, text: str) -> Case:
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback that says what was wrong."""
+    """The line of a traceback that says what was wrong, without the places of this machine."""
     errors = re.findall(
         r"^(?:E +)?((?:[\w.]+(?:Error|Exception|Exit|Failed|Skipped)\b|Skipped|Failed).*)$",
         text,
         re.M,
     )
     lines = errors or text.strip().splitlines() or [""]
-    return re.sub(r"\s+", " ", lines[-1]).strip()[:200]
+    line = re.sub(r"(/[\w.+-]+)+/", "", re.sub(r"\s+", " ", lines[-1]))
+    return line.strip()[:200]
 
 
 def read(path: Path) -> dict[str, Case]:

@@ -4,7 +4,7 @@ The first pattern that is found decides; a case that none fits is public behavio
 """
 
 _INTERNAL_MODULES = (
-    "autotuning|compile|comm.comm|comm.torch|runtime.(bf16_optimizer|comm|config_utils|eigenvalue"
+    "autotuning|checkpoint.utils|compile|comm.comm|comm.torch|runtime.(bf16_optimizer|comm|config_utils|eigenvalue"
     "|fp16|precision_config|sparse_tensor|state_dict_factory|torch_autocast|utils|zero.(config"
     "|contiguous|linear|mics|parameter_offload|partition|stage|utils))|utils.(comms_logging|nvtx"
     "|pin_memory|tensor_fragment|timer|z3_leaf|zero_to_fp32)|runtime.engine._|runtime.config.(get_"
@@ -14,7 +14,7 @@ _INTERNAL_MODULES = (
 _INTERNAL_NAMES = (
     "fp16_|bit16_|averaged_|ipg_|partition|parameter_offload|ds_tensor|ds_active_sub|param_coord"
     "|pipeline_parallelism|sparse_tensor_module_names|basic_optimizer|accumulated_grads_in_cpu"
-    "|loss_scale_config|param_dtype|step_subgroup|rollback_subgroup"
+    "|single_partition_of|loss_scale_config|param_dtype|step_subgroup|rollback_subgroup"
 )
 
 CAUSES: tuple[tuple[str, str], ...] = (
@@ -24,6 +24,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
         "harness",  # the cases of Lightning that look at the device itself
         r"test_error_with_invalid_accelerator|only_compatible_with_cuda|optimizer_device_set",
     ),
+    ("internals", r"_(model|optim)_states\.pt is not found"),  # DeepSpeed's files
     ("internals", r"nelement\(\) == 0"),
     ("harness", r"test_nproc_[gx]pu_launch_configurations"),  # a mock of this process's GPUs
     ("harness", r"not enough GPUs|No module named '(?!deepspeed|zero)|Can't load|ConnectionError"),
@@ -34,7 +35,8 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"|unit/v1/moe/|_moe\b|not here: deepspeed\.(moe|pipe|inference|module_inject|sequence"
         r"|linear|launcher|compression|runtime\.(pipe|hybrid|data_pipeline|progressive|activation_"
         r"checkpointing\.offload_activations))|pickle <class 'sitecustomize\.top"
-        r"|'zero_deepspeed\.launcher\.runner' has no attribute",
+        r"|'zero_deepspeed\.launcher\.runner' has no attribute"
+        r"|No such file or directory: 'deepspeed'",
     ),
     ("not offered", r"DeepCompile|zenflow|super_offload|mics_shard_size|there are no kernels for"),
     ("internals", rf"not here: deepspeed\.({_INTERNAL_MODULES})"),

@@ -37,6 +37,7 @@ def test_a_failure_is_told_by_its_last_error() -> None:
     reason = judge("a", "failed", TRACEBACK).reason
     assert reason.endswith("ZeroError: step() without backward(); call engine.backward(loss) first")
     assert judge("a", "began", "").reason == "did not end"
+    assert judge("a", "failed", "ValueError: no /home/me/x-1/file").reason == "ValueError: no file"
 
 
 def test_only_a_case_that_passed_before_makes_a_run_fail(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Cases of accelerate and transformers load small models with random weights, and need no hub."""
+"""Cases of accelerate and transformers run on a CPU, with small models that no hub has to give."""
 
 import os
 import tempfile
@@ -55,3 +55,13 @@ def _without_a_hub(load):
 
 for _class in (hf.PreTrainedModel, hf.PreTrainedConfig, hf.AutoConfig, _BaseAutoModelClass):
     _class.from_pretrained = _without_a_hub(vars(_class)["from_pretrained"])
+
+_check = hf.TrainingArguments.__post_init__
+
+
+def _on_the_cpu(self):
+    self.use_cpu = True  # else bf16 needs a GPU
+    _check(self)
+
+
+hf.TrainingArguments.__post_init__ = _on_the_cpu

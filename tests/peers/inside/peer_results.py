@@ -49,7 +49,9 @@ def pytest_runtest_logfinish(nodeid):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logreport(report):
     if report.outcome != "passed" or report.when == "call":
-        _write(case=report.nodeid, outcome=report.outcome, text=str(report.longrepr or "")[-6000:])
+        skipped = isinstance(report.longrepr, tuple)  # path, line, reason
+        text = report.longrepr[2] if skipped else str(report.longrepr or "")
+        _write(case=report.nodeid, outcome=report.outcome, text=text[-6000:])
 
 
 @pytest.hookimpl(tryfirst=True)
