@@ -197,6 +197,7 @@ class MemoryStore:
         on_changes: Callable[[Sequence[Change]], None],
         *,
         after: int,
+        cluster: int = 0,
         on_compacted: Callable[[int], None] | None = None,
     ) -> MemoryWatch:
         """As `KeyValueStore.watch`; the callback may use the store."""

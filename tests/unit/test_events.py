@@ -184,10 +184,10 @@ class ForgetfulStore(MemoryStore):
         super().__init__()
         self._late_event = late_event
 
-    def watch(self, prefix, on_changes, *, after, on_compacted=None):
+    def watch(self, prefix, on_changes, **how):
         self.put(prefix + "late", self._late_event)
         self.compact(self.put("other", ""))
-        return super().watch(prefix, on_changes, after=after, on_compacted=on_compacted)
+        return super().watch(prefix, on_changes, **how)
 
 
 def test_a_reader_whose_history_was_compacted_misses_nothing_and_gets_nothing_twice(job):

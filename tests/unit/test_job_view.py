@@ -247,7 +247,7 @@ class Histories:
             self.deliver()
         return found
 
-    def watch(self, prefix, on_changes, *, after, on_compacted):
+    def watch(self, prefix, on_changes, *, after, cluster, on_compacted):
         self.on_changes, self.on_compacted, self.told = on_changes, on_compacted, after
 
     def write(self):

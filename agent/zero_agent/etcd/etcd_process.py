@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -142,6 +143,9 @@ class Member:
             "listen-peer-urls": self.peer_url,
             "initial-advertise-peer-urls": self.peer_url,
             "initial-cluster": self.peers or f"{self.name}={self.peer_url}",
+            # Of it and the URLs etcd makes the id of a new cluster, by which clients notice that
+            # this server's data is not what it was.
+            "initial-cluster-token": "zero" if self.peers else secrets.token_hex(8),
             # An election must end within a lease of 3 s.
             "heartbeat-interval": "100",
             "election-timeout": "1000",

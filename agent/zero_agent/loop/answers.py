@@ -85,6 +85,7 @@ class Answers:
             prefix,
             self._arrived.put,
             after=found.revision,
+            cluster=found.cluster,
             on_compacted=lambda revision: self._arrived.put(None),
         )
         try:

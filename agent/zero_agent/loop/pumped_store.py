@@ -140,10 +140,13 @@ class PumpedStore:
         on_changes: Callable[[Sequence[Change]], None],
         *,
         after: int,
+        cluster: int = 0,
         on_compacted: Callable[[int], None] | None = None,
     ) -> Watch:
         """As `KeyValueStore.watch`, which waits for nothing."""
-        return self._store.watch(prefix, on_changes, after=after, on_compacted=on_compacted)
+        return self._store.watch(
+            prefix, on_changes, after=after, cluster=cluster, on_compacted=on_compacted
+        )
 
     def close(self) -> None:
         """As `KeyValueStore.close`."""

@@ -450,7 +450,11 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
     arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()
     found = store.range(prefix)
     watch = store.watch(
-        prefix, arrived.put, after=found.revision, on_compacted=lambda revision: arrived.put(None)
+        prefix,
+        arrived.put,
+        after=found.revision,
+        cluster=found.cluster,
+        on_compacted=lambda revision: arrived.put(None),
     )
     try:
         seen, items = 0, found.items

@@ -139,6 +139,7 @@ class Asker:
             self._prefix,
             self._arrived.put,
             after=found.revision,
+            cluster=found.cluster,
             on_compacted=lambda revision: self._arrived.put(None),
         )
 

@@ -161,9 +161,12 @@ class KeyValueStore(Protocol):
         on_changes: Callable[[Sequence[Change]], None],
         *,
         after: int,
+        cluster: int = 0,
         on_compacted: Callable[[int], None] | None = None,
     ) -> Watch:
         """Deliver every change of keys under `prefix` with a revision greater than `after`.
+
+        `cluster` is the one in which `after` counts; 0: whichever answers first.
 
         Batches arrive in order on a thread of the store; the callback must not block. After a lost
         connection the watch resumes without loss or repetition. If the history it needs is

@@ -75,7 +75,11 @@ class Replica:
         self._jump: Jump | None = None
         self._replace(store.range(prefix))
         self._watch = store.watch(
-            prefix, self._apply, after=self._at.revision, on_compacted=self._lost_track
+            prefix,
+            self._apply,
+            after=self._at.revision,
+            cluster=self._at.cluster,
+            on_compacted=self._lost_track,
         )
 
     def look(self) -> Range:

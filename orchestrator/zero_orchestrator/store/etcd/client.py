@@ -247,10 +247,18 @@ class EtcdStore:
         on_changes: Callable[[Sequence[Change]], None],
         *,
         after: int,
+        cluster: int = 0,
         on_compacted: Callable[[int], None] | None = None,
     ) -> EtcdWatch:
         """As `KeyValueStore.watch`."""
-        watch = EtcdWatch(self._watches, prefix, on_changes, after=after, on_compacted=on_compacted)
+        watch = EtcdWatch(
+            self._watches,
+            prefix,
+            on_changes,
+            after=after,
+            cluster=cluster,
+            on_compacted=on_compacted,
+        )
         self._watches.add(watch)
         return watch
 

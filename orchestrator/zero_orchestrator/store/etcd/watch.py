@@ -142,13 +142,14 @@ class EtcdWatch:
         on_changes: Callable[[Sequence[Change]], None],
         *,
         after: int,
+        cluster: int,
         on_compacted: Callable[[int], None] | None,
     ) -> None:
         """As `KeyValueStore.watch`; the watch runs after `EtcdWatches.add`."""
         self.prefix = prefix
         self.after = after
         """The last revision that was delivered."""
-        self.cluster = 0
+        self.cluster = cluster
         """The id of the cluster whose revision that is; 0: none has answered yet."""
         self.cancelled = False
         self._watches = watches
