@@ -61,6 +61,11 @@ def in_order(notes: Tensor, plan: StepPlan, assignment: Assignment) -> Tensor:
     return notes.t().flatten()[assignment.places(plan.microbatches)]
 
 
+def counted(counts: Tensor, plan: StepPlan, assignment: Assignment) -> int:
+    """The tokens of a step, from [world, micro-steps]; 0 if the script does not count them."""
+    return sum(int(count) for count in in_order(counts, plan, assignment).tolist() if count > 0)
+
+
 def nominal(plan: StepPlan) -> int:
     """The assumed tokens of a step, until they are counted."""
     return plan.base * NOMINAL

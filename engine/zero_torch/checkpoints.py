@@ -107,6 +107,10 @@ class Checkpoints(Session):
         """Whether a step has ended since the last save."""
         self._losses: list[Tensor] = []
         """Of this rank's micro-batches of the step, weighted; on the device."""
+        self._tokens: list[float] = []
+        """Of this rank's micro-batches of the step: the number of each, or NOT_GIVEN."""
+        self._correction = 1.0
+        """The factor by which these change the sums of the step."""
         self._everybodys: Tensor | None = None
         """The notes of all ranks, if they have come already."""
         self._lent: Callable[[], object] | None = None
@@ -185,19 +189,22 @@ class Checkpoints(Session):
             everybodys, self._everybodys = self._everybodys, None
             if everybodys is None:
                 everybodys = self._agreement.reach([], self._notes()).notes
-            notes = everybodys.tolist()
-            loss = sum(row[-1] for row in notes)
+            notes, at = everybodys.tolist(), -1 - len(self._tokens)
+            loss = sum(row[at] for row in notes) * self._correction
             self._losses.clear()
+            self._tokens.clear()
+            self._correction = 1.0
             cursor, self._unsaved = self._cursor, True
             progress = Progress(
                 step=cursor.step,
                 samples=cursor.samples,
                 loss=loss if self._training.ordered is not None else None,
                 gradient_norm=self.grad_norm,
+                tokens=cursor.tokens,
                 loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
                 reduction=NATIVE if self._in_order and self._chosen.elastic.is_native else "",
             )
-            end_step(self, [row[:-1] for row in notes], progress)
+            end_step(self, [row[:at] for row in notes], progress)
 
     def _notes(self) -> Tensor:
         """What all ranks are told at the end of a step."""
@@ -205,7 +212,7 @@ class Checkpoints(Session):
         if self._losses:  # the host waits here, once in a step, and can be interrupted
             losses = self._collectives.to_host(torch.stack(self._losses), "losses")
             loss = sum(losses.tolist())
-        notes = [*notes_of(self), loss]
+        notes = [*notes_of(self), loss, *self._tokens]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -250,3 +257,15 @@ def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
         return held(call, *args, **kwargs)
 
     setattr(owner, name, MethodType(method, owner))
+
+
+def derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
+    """The same through a derived class: the state_dict of a scheduler has all its attributes."""
+    base = type(owner)
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return held(call, *args, **kwargs)
+
+    owner.__class__ = type(base.__name__, (base,), {name: method})

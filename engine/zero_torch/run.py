@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,16 +30,17 @@ from zero_comm.reduction_order import NATIVE_RUN
 from zero_comm.reduction_plan import DEFAULT_BLOCK
 from zero_comm.waiting import transport_failures
 from zero_contract.errors import ZeroError
-from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step
+from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step, strided
 from zero_data.ledger import Ledger, round_of_start
+from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal
 from zero_step.agree import Agreement, clipped
 from zero_step.gradients import Reduction, own_groups, reduction_over
 from zero_step.phase import Move, State
 from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
-from zero_torch.checkpoints import Checkpoints, makes_state, replace
+from zero_torch.checkpoints import Checkpoints, derive, makes_state, replace
 from zero_torch.loader import RunLoader, in_order
 from zero_torch.local_step import local_tensors
-from zero_torch.optimizers import check_members, takes_no_metric
+from zero_torch.optimizers import LearningRates, check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
@@ -105,6 +106,10 @@ class Run(Checkpoints):
         """Whether forwards are watched."""
         self._owed = False
         """Whether the script may still call the step() of the micro-step before."""
+        self._count = NOT_GIVEN
+        """The tokens of the backward under way."""
+        self._counted = 0
+        """Those of the step, on all ranks."""
         self._unscaled = False
         """Whether the gradients of this step are unscaled."""
         self._skipped = False
@@ -112,8 +117,7 @@ class Run(Checkpoints):
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._rates: list[float] = []
         """The learning rates with which the step has begun."""
-        self._read_rates: dict[int, tuple[Tensor, int | None, float]] = {}
-        """By `id`, of learning rates that are tensors: the tensor, its version, its value."""
+        self._learning_rates = LearningRates(optimizer)
         self._ledger: Ledger | None = None
         if directory := options.sample_ledger:
             start = round_of_start(directory, self._link.round, self._collectives.everybodys)
@@ -192,27 +196,46 @@ class Run(Checkpoints):
         check_gradients(self._wrapped, self._world)
         self._clipping = None
 
-    def _agree_on_norm(self, gradients: Sequence[Tensor]) -> float:
+    def _agree_on_norm(self, gradients: Sequence[Tensor]) -> tuple[float, float]:
         """The norm of all gradients. Collective: the end of a step needs no other exchange."""
         group = self._collectives
         if self._clipping is None:
             trained = self._gradients.trained.values()
             divisions = [division_of(p, self._world) for p in trained]
             self._clipping = Agreement(group, divisions, self._device)
-        shard = group.shards[self._rank]
         parts = [
-            normed_part(gradient, division, shard)
+            normed_part(gradient, division, group.shards[self._rank])
             for gradient, division in zip(gradients, self._clipping.divisions, strict=True)
         ]
         notes = group.numbers(self._notes().tolist(), self._device)
         agreed = self._clipping.reach(parts, notes)
-        self._everybodys = agreed.notes
         if not math.isfinite(agreed.norm):
             number, _ = self._clipping.first_not_finite()
             name, step = list(self._gradients.trained)[number], self._cursor.step + 1
             if self._rank == 0:
                 _log.warning("step %d: gradient norm %s, first in %s", step, agreed.norm, name)
-        return agreed.norm
+        return agreed.norm, self._take_notes(agreed.notes)
+
+    def _take_notes(self, everybodys: Tensor) -> float:
+        """Take the notes of all ranks; returns the factor that they give the gradients."""
+        factor = 1.0
+        if self._everybodys is None:
+            counts, plan = everybodys[:, -len(self._tokens) :], self._plan()
+            factor = self._correction = correction(counts, plan, strided(self._world))
+            self._counted = counted(counts, plan, strided(self._world))
+        self._everybodys = everybodys
+        return factor
+
+    def _weigh_tokens(self) -> None:
+        """Give the gradients the weight of their tokens, if nobody has clipped them. Collective."""
+        if self._everybodys is None:
+            with exit_on_peer_loss(self._link):
+                self._multiply(self._take_notes(self._agreement.reach([], self._notes()).notes))
+
+    def _multiply(self, factor: float) -> None:
+        gradients = (p.grad for p in self._gradients.trained.values())
+        if factor != 1:
+            torch._foreach_mul_([local(each) for each in gradients if each is not None], factor)
 
     # ---- a step ----
 
@@ -221,8 +244,13 @@ class Run(Checkpoints):
         """Samples consumed by the steps done."""
         return self._cursor.samples
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, tokens: int | Tensor | None = None) -> None:
         """Compute the gradients of this micro-batch's mean loss, with its share of the step.
+
+        Args:
+            loss: A scalar.
+            tokens: The number of tokens in the mean. If it is given in every micro-batch of a step,
+                each token of it has the same weight; otherwise each sample has.
 
         Raises:
             ZeroError: There is no micro-batch, or this is its second backward.
@@ -231,7 +259,11 @@ class Run(Checkpoints):
         now = self._now()
         self._refuse_failed()
         pipeline = self._gradients.pipeline
-        weight, pipeline.weight = pipeline.weight, 1.0  # for the loss has it
+        before, pipeline.weight = pipeline.weight, 1.0  # for the loss has it
+        weight, self._count = before, NOT_GIVEN
+        if tokens is not None:
+            self._count = checked(tokens)
+            weight = self._count / nominal(self._plan())
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * weight
         if now.micro_step * self._world + self._rank < self._plan().microbatches:
             self._losses.append(loss.detach())  # read at the end of the step: a device is busy
@@ -243,7 +275,7 @@ class Run(Checkpoints):
             with exit_on_peer_loss(self._link), transport_failures("the backward", of_script=True):
                 loss.backward()
         finally:
-            pipeline.weight = weight
+            pipeline.weight, self._count = before, NOT_GIVEN
         self._phase.check(Move.PASS)
 
     def step(self, max_norm: float | None = None) -> bool:
@@ -287,10 +319,9 @@ class Run(Checkpoints):
         if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         with exit_on_peer_loss(self._link):
-            norm = self._agree_on_norm(gradients)
-        self.grad_norm, factor = clipped(norm, 1.0, max_norm)
-        if factor != 1:
-            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+            norm, weight = self._agree_on_norm(gradients)
+        self.grad_norm, factor = clipped(norm, weight, max_norm)
+        self._multiply(factor)
         return self.grad_norm
 
     def ledger(self) -> Ledger | None:
@@ -330,6 +361,8 @@ class Run(Checkpoints):
     def _drop_step(self) -> None:
         self._gradients.drop()
         self._losses.clear()
+        self._tokens.clear()
+        self._correction = 1.0
         self._everybodys, self._owed = None, False
         if self._unscaled and self.scaler is not None:  # the scaler has a state of each step
             state, self._unscaled = self.scaler.state_dict(), False
@@ -447,7 +480,7 @@ class Run(Checkpoints):
         plan, micro, world = self._plan(), self._cursor.micro, self._world
         if micro == 0:
             self._optimizer.zero_grad()
-        elif self._learning_rates() != self._rates:
+        elif self._learning_rates.now() != self._rates:
             raise ZeroError(
                 "the learning rate has changed in the middle of a step, as a scheduler does that "
                 "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
@@ -463,25 +496,12 @@ class Run(Checkpoints):
             plan.weight(self._microbatch()),
         )
 
-    def _learning_rates(self) -> list[float]:
-        groups = self._optimizer.param_groups
-        return [self._rate(group["lr"]) for group in groups if "lr" in group]
-
-    def _rate(self, rate: float | Tensor) -> float:
-        """A learning rate. A tensor is read when it has changed: the host waits for its device."""
-        if not isinstance(rate, Tensor):
-            return float(rate)
-        _, version, known = self._read_rates.get(id(rate), (rate, None, 0.0))
-        if version != rate._version:
-            known = float(rate)
-            self._read_rates[id(rate)] = rate, rate._version, known
-        return known
-
     def _end_backward(self) -> None:
         """The gradients of this micro-step are there: it has run the oldest batch."""
         if not self._gradients.has_received:
             raise ZeroError(NOT_REDUCED)
         self._owed = False
+        self._tokens.append(self._count)
         ticket, microbatch = self.loader.batches.run(), self._microbatch()
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
             raise ZeroError(
@@ -489,7 +509,7 @@ class Run(Checkpoints):
                 "order in which they are drawn, each once"
             )
         if self._cursor.micro == 0:
-            self._rates = self._learning_rates()
+            self._rates = self._learning_rates.now()
         if self._ledger is not None and not microbatch.padding:
             self._ledger.consume(microbatch.index, ticket.ids)
 
@@ -511,6 +531,7 @@ class Run(Checkpoints):
         self._skipped, self._unscaled = skipped, False
         cursor.step += 1
         cursor.samples += plan.samples
+        cursor.tokens += self._counted
         cursor.skipped += skipped
         cursor.micro = 0
         if self._ledger is not None:
@@ -522,7 +543,7 @@ class Run(Checkpoints):
         """Let calls of the script do nothing until the last micro-batch of a step."""
         replace(self._optimizer, "step", self._optimizer_step)
         if self.scheduler is not None:
-            _derive(self.scheduler, "step", self._if_last)
+            derive(self.scheduler, "step", self._if_last)
         if self.scaler is not None:
             self._update_scaler = self.scaler.update
             replace(self.scaler, "unscale_", self._unscale)
@@ -574,17 +595,6 @@ class Run(Checkpoints):
         last = self._now().last
         if last:
             self._phase.check(Move.STEP)
+            self._weigh_tokens()
             self._take_back()
         return last
-
-
-def _derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
-    """The same through a derived class: the state_dict of a scheduler has all its attributes."""
-    base = type(owner)
-    call = getattr(owner, name)
-
-    @wraps(call)
-    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return held(call, *args, **kwargs)
-
-    owner.__class__ = type(base.__name__, (base,), {name: method})

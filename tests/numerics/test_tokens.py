@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 import zero_deepspeed
+import zero_torch
 from tests.support.world import WorldError, WorldPool, one_result
 
 SAMPLES, LONGEST, STEPS = 23, 9, 4
@@ -90,6 +93,46 @@ def test_every_stage_and_world_size_gives_the_same_bits(worlds: WorldPool) -> No
     assert results == [results[0]] * 4
     assert one_result(worlds, train, (2,), "plain") == results[:1]
     assert one_result(worlds, train, (2,), "samples")[0][0] != results[0][0]
+
+
+def train_stock(wrapper: str, clip: float | None, form: str) -> list[Any]:
+    """The same by stock PyTorch."""
+    model: Any = net()
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    elif wrapper == "fsdp2":
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    loader = DataLoader(Ragged(), batch_size=2, shuffle=True)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=5)
+    number, curve = 0, list[float | None]()
+    while run.global_step < STEPS:
+        for values, counts in run.loader:
+            summed, count = loss_of(model, values, counts)
+            number += 1
+            given = form == "tokens" or (form == "some" and number % 2)
+            run.backward(summed / max(count, 1), tokens=count if given else None)
+            if run.step(clip):
+                curve.append(run.grad_norm)
+            if run.global_step == STEPS:
+                break
+    return [run.weight_hash(), curve]
+
+
+@pytest.mark.parametrize("clip", [0.3, None])
+@pytest.mark.corners(clip=[0.3])
+def test_stock_pytorch_gives_the_same_bits(worlds: WorldPool, clip: float | None) -> None:
+    more = json.dumps({"gradient_clipping": clip or 0.0})
+    ((weights, curve),) = worlds.run(1, train, (2,), "mean and tokens", more)[0]
+    norms = [norm for _, norm in curve] if clip else [None] * STEPS
+    for wrapper, world in (("plain", 1), ("ddp", 3), ("fsdp2", 2)):
+        assert worlds.run(world, train_stock, wrapper, clip, "tokens") == [[weights, norms]] * world
+    assert worlds.run(2, train_stock, "ddp", clip, "samples")[0][0] != weights
+
+
+def test_stock_pytorch_refuses_a_step_of_which_some_have_a_count(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError, match="micro-batches of this step have no token count"):
+        worlds.run(2, train_stock, "ddp", None, "some")
 
 
 def test_it_is_the_mean_over_all_tokens_of_the_global_batch(worlds: WorldPool) -> None:

@@ -31,6 +31,7 @@ from zero_data.token_weights import (
     NOT_GIVEN,
     checked,
     correction,
+    counted,
     in_order,
     nominal,
     unread,
@@ -541,8 +542,7 @@ class MicroSteps:
 
     def counted(self, notes: Tensor, plan: StepPlan) -> int:
         """The tokens of the global batch; 0 if the script does not count them."""
-        counts = in_order(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment).tolist()
-        return sum(int(count) for count in counts if count > 0)
+        return counted(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment)
 
     def clear(self) -> None:
         """End the last micro-step of a step."""
