@@ -233,6 +233,7 @@ def test_accelerate_launch_starts_workers_that_find_the_engine(how: str) -> None
 
 
 @pytest.mark.parametrize("flag", ["--no_python", "--num_machines=2"])
+@pytest.mark.corners(flag=["--num_machines=2"])
 def test_accelerate_launch_refuses_what_would_find_another_engine(flag: str) -> None:
     launcher = ["-m", "zero_deepspeed.as_deepspeed", "-m", "accelerate.commands.launch"]
     flags = ["--use_deepspeed", "--num_processes=2", "--main_process_port=0", flag, "train.py"]
