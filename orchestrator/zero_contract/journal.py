@@ -108,8 +108,8 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         "health": Event(when="A node has become unhealthy, or healthy again."),
         "store": Event(
             when="etcd does not answer, refuses or is full, or (`away` is false) it works again. "
-            "Workers continue.",
-            facts=("away",),
+            "Workers continue. Of a long outage, etcd has the end alone, with its time.",
+            facts=("away", "after_s"),
         ),
         "commit": Event(when="The commit of a checkpoint waits until etcd answers."),
         "save": Event(

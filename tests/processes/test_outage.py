@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -14,6 +16,8 @@ from tests.support.cluster import TOGETHER, Cluster, final_hash, is_alive
 from tests.support.etcd_server import server
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
+from zero_orchestrator.ctl import picture as pictures
+from zero_orchestrator.store.etcd.client import EtcdStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -66,6 +70,11 @@ def test_an_outage_of_etcd_costs_no_restart_and_no_step(
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert job.report().repeated_steps == 0
     assert len(job.events("activate")) == 1, "one round from the beginning to the end"
+    with contextlib.closing(EtcdStore(etcd.endpoint)) as store:
+        seen = pictures.picture(pictures.read(store, job.job), now_s=time.time())
+    away = [one for one in seen["problems"] if one["kind"] == "etcd away"]
+    assert [one["nodes"] for one in away] == [["a", "b"]], seen["problems"]
+    assert away[0]["to_s"] - away[0]["from_s"] > min(pause_s * steps, 10.0) / 2
 
 
 @pytest.mark.full

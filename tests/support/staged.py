@@ -65,6 +65,7 @@ class Staged:
         self.now_s = self.began_s = began_s
         self.round, self.step, self.restarts = 0, 0, 0
         self.of_round: list[str] = []
+        self.total_steps = 3000
         self.state, self.cause = "", ""
         self.state_s = self.now_s
         self.history, self.events = History(), list[dict[str, object]]()
@@ -318,7 +319,7 @@ class Staged:
             }
             if self.step and not self.preparing:
                 record |= {
-                    "total_steps": 3000,
+                    "total_steps": self.total_steps,
                     "step": self.step,
                     "samples": BATCH * self.step,
                     "loss": self.loss,
@@ -405,6 +406,7 @@ def full_disk(began_s: float) -> Staged:
         job.steps(50)
         job.fails_to_save()
     job.waits(3.0)
+    job.total_steps = job.step
     job.waits_for_room(3600, for_s=180.0)
     return job
 

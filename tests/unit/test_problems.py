@@ -88,6 +88,27 @@ def test_etcd_is_away_until_an_agent_reaches_it_again(back):
     assert found(events) == [("etcd away", "ab", 10, 20)]
 
 
+def test_agents_that_tell_of_an_outage_one_after_the_other_tell_of_one():
+    events = [
+        told(10.0, "store", node="a", away=True),
+        told(20.0, "store", node="a", away=False, after_s=10.0),
+        told(9.0, "store", node="b", away=True),
+        told(21.0, "store", node="b", away=False, after_s=12.0),
+        told(30.0, "store", node="b", away=True),
+    ]
+    assert found(events) == [("etcd away", "ab", 9, 20), ("etcd away", "b", 30, None)]
+
+
+def test_a_long_outage_is_known_from_its_end_alone():
+    """What is told while etcd is away waits for it, but not for long."""
+    events = [
+        told(50.0, "store", node="b", away=False, after_s=40.0),
+        told(51.0, "store", node="a", away=False, after_s=42.0),
+        told(90.0, "store", node="a", away=False, after_s=20.0),
+    ]
+    assert found(events) == [("etcd away", "ba", 9, 50), ("etcd away", "a", 70, 90)]
+
+
 def test_a_node_that_is_set_aside_is_a_problem_until_it_takes_part_again():
     events = [
         told(10.0, "aside", node="a", others=["b"], aside=True),

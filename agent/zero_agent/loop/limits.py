@@ -122,11 +122,14 @@ class Limits:
         Args:
             fence: The job's fence; a new fence was written, so etcd had room for it.
         """
+        after_s = self._outage.elapsed_s or 0.0
         if self._outage.stop():
-            self._journal.tell("store", "etcd answers again", away=False)
+            text = f"etcd answers again, after {after_s:.0f} s"
+            self._journal.tell("store", text, away=False, after_s=round(after_s, 3))
         if fence != self._fence and self._full.running:
-            text = f"etcd has room again, after {self._full.elapsed_s:.0f} s"
-            self._journal.tell("store", text, away=False)
+            after_s = self._full.elapsed_s or 0.0
+            text = f"etcd has room again, after {after_s:.0f} s"
+            self._journal.tell("store", text, away=False, after_s=round(after_s, 3))
             self._full.stop()
             self._said.stop()
         self._fence = fence

@@ -220,7 +220,8 @@ def _left_tile(job: JobStatus, step: int | None) -> list[Json]:
     if job.total_steps is None or job.left_s is None or job.ended:
         return []
     note = f"{max(0, job.total_steps - (step or 0)):,} steps at this speed"
-    return [_tile("Time left", in_words(job.left_s), note)]
+    left = in_words(job.left_s).replace("minutes", "min").replace("hours", "h")
+    return [_tile("Time left", left, note)]
 
 
 def _tokens_tile(points: Sequence[Point]) -> list[Json]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_orchestrator.ctl.events import Event
@@ -65,30 +65,68 @@ def problems(
     for event in events:
         record, at_s = event.record, float(event.record.get("time", 0.0))
         kind = str(record.get("event"))
-        ended = [about for about, one in open_.items() if _ends(one.kind, kind)]
-        for about in ended:
+        for about in [about for about, one in open_.items() if _ends(one.kind, kind)]:
             open_.pop(about).to_s = at_s
         about, problem = _told(record, at_s, points)
         if problem is None:
             continue
-        before = open_.get(about)
+        before = open_.pop(about, None)
         if withdraws(record):
-            if before is not None:
-                open_.pop(about).to_s = at_s
-        elif before is not None and problem.kind in {SAVES, ETCD}:
+            _end(found, before, problem, record)
+            continue
+        if before is not None and problem.kind in {SAVES, ETCD}:
             before.text = problem.text  # more nodes say so, or there is more to say
             before.nodes += [node for node in problem.nodes if node not in before.nodes]
-        else:
-            if before is not None:
-                before.to_s = at_s
-            open_[about] = problem
-            found.append(problem)
+            open_[about] = before
+            continue
+        if problem.kind == ETCD and _joins_an_outage(found, problem):
+            continue
+        if before is not None:
+            before.to_s = at_s
+        open_[about] = problem
+        found.append(problem)
+    return _closed(sorted(found, key=lambda one: one.from_s), status, points, now_s)
+
+
+def _closed(
+    found: list[Problem], status: JobStatus, points: Sequence[Point], now_s: float
+) -> list[Problem]:
+    """The problems with what is known apart from the events."""
     if status.ended:
-        for one in open_.values():
-            one.to_s = max(now_s, one.from_s)
+        for one in found:
+            one.to_s = max(now_s, one.from_s) if one.to_s is None else one.to_s
         return found
     _say_newest(found, status, now_s)
     return [*found, *_untold(found, status, points)]
+
+
+def _end(
+    found: list[Problem], before: Problem | None, told: Problem, record: Mapping[str, Any]
+) -> None:
+    """A problem is over, at the time of the event that tells it."""
+    at_s = float(record.get("time", 0.0))
+    if before is not None:
+        before.to_s = at_s
+    elif "after_s" in record:
+        outage = replace(told, from_s=at_s - float(record["after_s"]), to_s=at_s)
+        if not _joins_an_outage(found, outage):
+            found.append(outage)
+
+
+def _joins_an_outage(found: Sequence[Problem], more: Problem) -> bool:
+    """Whether an outage of etcd is one that another node has told of, which then has both nodes.
+
+    Agents tell of an outage when etcd answers again, one after the other; of a long one, its
+    beginning is lost.
+    """
+    for one in found:
+        if one.kind != ETCD or one.to_s is None:
+            continue
+        if one.to_s >= more.from_s and (more.to_s is None or one.from_s <= more.to_s):
+            one.from_s = min(one.from_s, more.from_s)
+            one.nodes += [node for node in more.nodes if node not in one.nodes]
+            return True
+    return False
 
 
 def _ends(kind: str, event: str) -> bool:
