@@ -230,6 +230,8 @@ def test_as_many_values_as_groups_are_needed(name: str, key: str) -> None:
 def test_a_script_reads_the_momentum_of_each_group() -> None:
     target = optimizer(0.1, 0.1)
     schedule = OneCycle(target, 1, 5, cycle_first_step_size=2, cycle_max_mom=[0.9, 0.8])
+    assert schedule.get_mom() == [(0.9, 0.99), (0.8, 0.99)], "as DeepSpeed calculates it"
+    assert [group["betas"] for group in target.param_groups] == [(0.8, 0.99)] * 2
     schedule.step()
     assert schedule.get_mom() == [group["betas"] for group in target.param_groups]
     assert OneCycle(target, 1, 5, cycle_momentum=False).get_mom() is None

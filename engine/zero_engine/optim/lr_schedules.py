@@ -162,11 +162,14 @@ class OneCycle(Schedule):
 
     def betas(self, iteration: int) -> list[tuple[float, float]] | None:
         """The first beta falls as the rate rises."""
+        if self._cycles_momentum and iteration < 0:  # so begins DeepSpeed, for one step
+            return [(low, _BETA2) for low in self._min_moms]
+        return self._cycled(iteration)
+
+    def _cycled(self, iteration: int) -> list[tuple[float, float]] | None:
         if not self._cycles_momentum:
             return None
-        if iteration < 0:  # DeepSpeed begins with the lower one, for one step
-            moms = self._min_moms
-        elif iteration < self._total:
+        if iteration < self._total:
             height = self._height(iteration)
             pairs = zip(self._min_moms, self._max_moms, strict=True)
             moms = [high - (high - low) * height for low, high in pairs]
@@ -176,8 +179,11 @@ class OneCycle(Schedule):
         return [(mom, _BETA2) for mom in moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group, computed for the current iteration; None: they do not change."""
-        return self.betas(self.last_batch_iteration)
+        """The betas of each group, computed for the current iteration; None: they do not change.
+
+        Before the first step that is the upper momentum, although the first step has the lower one.
+        """
+        return self._cycled(self.last_batch_iteration)
 
     def _intervals(self, iteration: int) -> float:
         """How far the decay is; 0 for ever if it has no step size."""
