@@ -22,9 +22,15 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ("harness", r"contiguous_checkpointing needs num_checkpoints"),  # DeepSpeed asserts it, too
     (
         "harness",  # the cases of Lightning that look at the device itself
-        r"test_error_with_invalid_accelerator|only_compatible_with_cuda|optimizer_device_set",
+        r"test_error_with_invalid_accelerator|only_compatible_with_cuda|optimizer_device_set"
+        r"|stage_3_save_warning",
     ),
     ("internals", r"_(model|optim)_states\.pt is not found"),  # DeepSpeed's files
+    (
+        "internals",
+        r"_Placeholder\b|param does not have autocast_dtype|LinearInitContextPersistence",
+    ),
+    ("internals", r"fp32_flat_groups|test_deepspeed_multi_save_same_filepath"),  # files
     ("internals", r"nelement\(\) == 0"),
     ("harness", r"test_nproc_[gx]pu_launch_configurations"),  # a mock of this process's GPUs
     ("harness", r"not enough GPUs|No module named '(?!deepspeed|zero)|Can't load|ConnectionError"),
