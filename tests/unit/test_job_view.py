@@ -188,6 +188,20 @@ def test_a_store_that_lost_the_job_is_noticed_and_named():
             cluster.agents[name].poll()
 
 
+def test_an_ended_job_of_the_same_name_in_a_later_store_of_the_same_id_ends_no_other():
+    cluster, ended = running(NAMES[:2]), running(NAMES[:1])
+    ended.agents["n00"].report_done(1)
+    for number in range(100):
+        ended.store.put("later", str(number))
+    ended.settle()
+    assert ended.view.state is State.DONE
+    cluster.store._shared.database = ended.store._shared.database
+    cluster.clock.advance(2 * REREAD_S)
+    for agent in cluster.agents.values():
+        with pytest.raises(StoreReplaced, match="has another job of this name"):
+            agent.poll()
+
+
 # ---- the copy ----
 
 
