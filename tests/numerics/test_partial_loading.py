@@ -53,8 +53,8 @@ def test_an_engine_without_an_optimizer_loads_the_weights_in_its_own_dtype(
         assert step == 1
         assert loaded.keys() == saved.keys()
         for name, value in saved.items():
-            low_precision = value.bfloat16() if dtype == "bf16" else value
-            assert torch.equal(loaded[name], low_precision), name
+            rounded = dtype == "bf16" and name != "temperature"  # a buffer keeps its dtype
+            assert torch.equal(loaded[name], value.bfloat16() if rounded else value), name
 
 
 def test_module_only_leaves_optimizer_scheduler_and_position_alone(

@@ -234,8 +234,11 @@ def load_deepspeed(root, bf16):
         {"params": [model.embed.weight], "weight_decay": 0.5},
         {"params": list(model.norm.parameters())},
     ]
+    settings = config(1, bf16=bf16)
+    if bf16:  # as the DeepSpeed of then kept its buffers
+        settings["data_types"] = {"buffer_dtype": "bf16"}
     engine, optimizer, _, _ = zero_deepspeed.initialize(
-        model=model, config=config(1, bf16=bf16), model_parameters=groups
+        model=model, config=settings, model_parameters=groups
     )
     engine.load_checkpoint(root)
     options = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]

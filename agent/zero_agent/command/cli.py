@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         argcomplete.autocomplete(command_line.make_parser())
     logging.raiseExceptions = False  # a closed terminal must not end a job
-    log.addHandler(output.Log())
+    handler = output.Log()
+    for logger in (log, logging.getLogger("zero_orchestrator")):  # whose lines look alike
+        logger.addHandler(handler)
     log.setLevel(logging.INFO)
     _sign_lines("")
     try:
