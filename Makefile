@@ -16,8 +16,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 
-# The tests mostly wait, so three of them run for each of two cores.
-PYTEST = $(BIN)/python -m pytest -n 6 --dist worksteal --durations=25 $(PYTEST_ARGS)
+# The tests wait as much as they compute, so two of them run for each of two cores.
+PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
 PARTS := test-unit test-contract test-numerics test-groupings test-processes test-deploy
 
 # The tests start hundreds of processes, and each would compile all sources again.

@@ -235,7 +235,10 @@ def misuse(kind: str) -> None:
         ("no gradient", "norm.weight has no gradient to set; call this between"),
         ("no state", "no optimizer state 'exp_avg' to set; it has: none before the first step"),
         ("external too late", "call it before initialize"),
-        ("no_sync", "no_sync context manager is incompatible with the sharded gradients of ZeRO stage 2"),
+        (
+            "no_sync",
+            "no_sync context manager is incompatible with the sharded gradients of ZeRO stage 2",
+        ),
         ("batch", "7.: not a multiple of the micro-batch size 2"),
     ],
 )

@@ -36,7 +36,7 @@ def measured(how: str, width: int, layers: int, save: str, timeout_s: float = 12
     return Measured(ranks=found["ranks"], shard=2 * whole // world, unit=unit)
 
 
-@pytest.mark.corners(how=["meta"], save=["model.safetensors"])
+@pytest.mark.full
 @pytest.mark.parametrize("save", ["model.safetensors", "model.bin"])
 @pytest.mark.parametrize("how", ["meta", "init", "load", "again"])
 def test_no_rank_holds_more_than_its_shard_and_one_unit(how: str, save: str) -> None:

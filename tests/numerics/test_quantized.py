@@ -34,7 +34,7 @@ def train_every_wire(bf16: bool) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.corners(bf16=[True])
+@pytest.mark.full
 def test_every_world_size_gives_the_same_bits(worlds: WorldPool, bf16: bool) -> None:
     alone = worlds.run(1, train_every_wire, bf16)[0]
     for world in (2, 3):

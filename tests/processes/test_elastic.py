@@ -126,7 +126,7 @@ def test_training_does_not_stand_still_while_a_late_node_imports(
 
 
 @pytest.mark.parametrize("receivers", ["its agent", "every process"])
-@pytest.mark.corners(receivers=["every process"])
+@pytest.mark.full
 def test_a_drained_node_leaves_at_a_step_boundary_for_free(cluster, undisturbed_hash, receivers):
     """Slurm and others signal every process of a job: only the agents act on it."""
     job = cluster(flags=("--nnodes=1:2",))

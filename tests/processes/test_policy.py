@@ -69,6 +69,7 @@ def conditions(store, job) -> dict[str, Condition]:
     return {row.node: row.condition for now in jobs for row in (*now.members, *now.spares)}
 
 
+@pytest.mark.full
 def test_a_host_that_keeps_failing_is_excluded_and_included_again_on_request(
     cluster, etcd_store, tmp_path
 ):

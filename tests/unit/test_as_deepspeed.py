@@ -63,6 +63,7 @@ def test_modules_and_metadata_of_deepspeed_are_those_of_the_engine() -> None:
     }
 
 
+@pytest.mark.full
 def test_who_has_looked_already_is_not_left_with_half_of_it() -> None:
     done = run("-c", "import accelerate, zero_deepspeed.as_deepspeed")
     assert "zero_deepspeed.as_deepspeed comes too late: accelerate is imported" in done.stderr

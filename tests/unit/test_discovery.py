@@ -90,6 +90,7 @@ def test_the_first_host_of_a_list(nodelist, host):
     assert first_of(nodelist) == host
 
 
+@pytest.mark.full
 def test_srun_tasks_form_a_group_by_themselves():
     """Two processes with what srun gives them, and nothing else."""
     script = (

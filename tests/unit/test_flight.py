@@ -109,6 +109,7 @@ print(json.dumps(flight.recorded()))
 """
 
 
+@pytest.mark.full
 def test_what_torch_has_recorded_is_told_with_its_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(RECORDS)

@@ -72,6 +72,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_
 """
 
 
+@pytest.mark.full
 def test_under_deepspeeds_own_name_as_well() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -208,6 +208,7 @@ def test_times_have_their_date_and_zone_and_the_head_says_since_when_the_job_run
         page.ask("Emulation.setTimezoneOverride", timezoneId="")
 
 
+@pytest.mark.full
 def test_62_nodes_are_drawn_with_their_hosts_spares_and_their_straggler(page, shown):
     page.look(1600, 1000)
     shown("large")
@@ -288,6 +289,7 @@ def test_the_axis_of_steps_keeps_the_lanes_under_the_curve(page, report):
     assert page.errors == []
 
 
+@pytest.mark.full
 def test_10_000_steps_and_200_nodes_are_drawn_with_few_elements(page, report):
     page.look(*WIDTHS["desktop"])
     report(disturbed(nodes=200, steps=10_000, step_s=1.3, every=250, fails_at=4000))

@@ -60,6 +60,7 @@ def test_many_tensors_take_few_descriptors_and_no_more_room_than_they_need(tmp_p
     assert os.fstat(file._cached).st_blocks * 512 < 4 * file.size_bytes
 
 
+@pytest.mark.corners(end=["kill"])
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_nothing_is_left_over_whatever_ends_the_process(tmp_path: Path, end: str) -> None:
     source = (

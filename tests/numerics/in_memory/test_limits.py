@@ -53,6 +53,7 @@ def train_with_budget(root: str, budget_bytes: int) -> list[str]:
     return lines
 
 
+@pytest.mark.full
 def test_without_an_agent_checkpoints_go_to_disk_and_it_is_said(
     worlds: WorldPool, root: str
 ) -> None:

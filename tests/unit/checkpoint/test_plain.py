@@ -23,6 +23,7 @@ TREE = Path(__file__).parents[3]
 SCRIPT = TREE / "tests/data/scripts/plain_checkpoint.py"
 
 
+@pytest.mark.full
 def test_the_library_alone_saves_on_two_processes_and_loads_on_one_bit_for_bit(
     tmp_path: Path,
 ) -> None:

@@ -174,6 +174,7 @@ def many_shapes():
     return {f"h.{n // 100}.{n % 100}": (4096,) for n in range(10_000)}
 
 
+@pytest.mark.corners(shapes=[gpt2_shapes])
 @pytest.mark.parametrize(
     ("shapes", "saved_by_ranks", "loaded_by"),
     [

@@ -44,6 +44,7 @@ class Dying(SmallObjects):
         super().remove(path)
 
 
+@pytest.mark.corners(after=[2])
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 def test_a_deletion_that_dies_leaves_no_checkpoint_and_is_finished_later(root, after):
     old, new = (saved(root, OLD, 2, step=step) for step in (1, 2))

@@ -39,6 +39,7 @@ def key(path):
 # ---- saving and loading ----
 
 
+@pytest.mark.corners(world=[3])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_what_is_saved_is_loaded_at_any_world_size_and_each_byte_is_read_once(root, world):
     large = adam_state(width=20_000)
@@ -147,6 +148,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.full
 def test_an_engine_saves_to_a_url_and_goes_on_from_it(s3, s3_root):
     """The script ends while its last save is in flight."""
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(s3_root)]
