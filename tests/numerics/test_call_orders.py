@@ -216,7 +216,7 @@ def search(worlds: WorldPool, kind: str, own: bool, calls: list[str]) -> None:
     worlds.run(1, in_any_order, kind, own, calls, _EXPECTED[kind, own])
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(kind=st.sampled_from(sorted(KINDS)), own=st.booleans(), calls=ORDERS)
 @example(kind="stock", own=True, calls=["fail", "backward", "step"])
 @example(kind="engine", own=False, calls=["backward", "step", "fail", "step", "backward"])

@@ -74,7 +74,8 @@ class Agent:
                 message = contract.decode(line)
                 self.heard.append(message)
                 for answer in self._answers(message):
-                    connection.sendall(contract.encode(answer))
+                    with suppress(BrokenPipeError):  # a worker that leaves waits for none
+                        connection.sendall(contract.encode(answer))
 
     def _answers(self, message: contract.Message) -> Iterator[contract.Message]:
         match message:
