@@ -1,16 +1,13 @@
 """The agent's loop: observe, decide, act.
 
-One thread owns all state here. Everything that happens elsewhere (a worker ends, the store changes,
-a signal arrives) comes as an event through the inbox. After each event the loop polls the
-rendezvous, calls `supervise.next_action`, and carries the action out. So all actions happen in one
-place, although events may come at any time.
+One thread owns all state here. Whatever happens elsewhere (a worker ends, the store changes, a
+signal arrives) comes as an event through the inbox. After each event the loop polls the rendezvous,
+calls `supervise.next_action`, and carries the action out. It handles events also while it waits for
+etcd (`PumpedStore`): a handler only records, or acts on this node; its writes to etcd are queued.
 
-Events are handled also while the loop waits for etcd (`PumpedStore`). So a handler only records
-what has happened, or acts on this node; what it writes to etcd is queued for the next turn.
-
-Must always hold: every wait is bounded; when the store is out of reach the workers continue (their
-commits are refused) until `etcd_grace_s`; the agent waits for a store that is full; when the agent
-returns or dies in any way, none of its workers is left.
+Must always hold: every wait is bounded; while the store is out of reach the workers continue, and
+their commits are refused, until `etcd_grace_s`; the agent waits for a full store; however it ends,
+none of its workers is left.
 """
 
 from __future__ import annotations
