@@ -22,12 +22,12 @@ from typing import Any
 
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
-from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.job_state import Node, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.events import Publisher
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import NO_LEASE, Change, Range, Read, TxnResult, Watch, Write
 

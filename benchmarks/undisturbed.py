@@ -31,7 +31,7 @@ from observe import endless, make
 from recovery import kill
 
 from zero_agent.etcd.local_etcd import private_server
-from zero_orchestrator.ctl.verdicts import Kind
+from zero_orchestrator.observe.verdicts import Kind
 
 ALARMS = (*(str(kind) for kind in Kind), "hang", "interrupt")
 """The events that no undisturbed job has."""

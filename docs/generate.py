@@ -264,7 +264,7 @@ Every metric but `zero_etcd_up` has the label `{job}`, and every metric of a nod
 def metrics() -> str:
     """Every metric of a job and of a node."""
     from zero_agent.loop.metrics import ETCD, NODE, NODE_METRICS, STEPS
-    from zero_orchestrator.ctl.metrics import ETCD_UP, JOB, JOB_METRICS, RECOVERY_METRICS
+    from zero_orchestrator.observe.metrics import ETCD_UP, JOB, JOB_METRICS, RECOVERY_METRICS
 
     lines = [_METRICS.format(job=JOB, node=NODE).rstrip()]
     of_job = (*(one for one, _ in (*JOB_METRICS, *RECOVERY_METRICS)), ETCD_UP)

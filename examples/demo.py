@@ -30,7 +30,8 @@ from zero_agent.etcd.local_etcd import private_server
 from zero_agent.node.process_control import children
 from zero_contract.errors import ZeroError
 from zero_data.ledger import Report, read_ledger, verify
-from zero_orchestrator.ctl import picture, report_command
+from zero_orchestrator.ctl import report_command
+from zero_orchestrator.ctl.page import picture
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 HERE = Path(__file__).resolve().parent

@@ -2,7 +2,7 @@
 
 The exchanges of `collectives` are counted by themselves. Others are issued by torch, such as the
 gathers of FSDP2: torch keeps the last 2000, with the stack of each (TORCH_FR_BUFFER_SIZE).
-`zero_orchestrator.ctl.flight` compares those of all ranks.
+`zero_orchestrator.observe.detectors.flight` compares those of all ranks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""`host:port` as text, in which an IPv6 address stands in brackets, and the route to such a place.
+"""`host:port` and `USER@HOST` as text, and the route to such a place.
 
-Who calls it: everything that writes or reads such text.
+Must always hold: an IPv6 address stands in brackets.
 Source: RFC 3986, 3.2.2.
 """
 
 from __future__ import annotations
 
+import getpass
+import os
 import socket
 
 
@@ -34,3 +36,12 @@ def route_towards(endpoint: str) -> str | None:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError):  # the latter: no DNS name, such as a..b
         return None
+
+
+def who() -> str:
+    """`USER@HOST` of the user of this process."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without such a user
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.cluster import COLD, environment, light_imports
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import status
 from zero_orchestrator.ctl.cli import main
+from zero_orchestrator.observe import status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

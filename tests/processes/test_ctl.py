@@ -13,9 +13,9 @@ import pytest
 from tests.support.cluster import COLD, LONG_S, TOGETHER, environment
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import events, status
-from zero_orchestrator.ctl.status import Condition
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe import events, status
+from zero_orchestrator.observe.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -18,9 +18,9 @@ from tests.support.browser import CHROMIUM, browser
 from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
 from tests.unit.test_json_output import SCHEMAS, closed
-from zero_orchestrator.ctl import status
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import status
 
 pytest.importorskip("uvicorn", reason="the extra dashboard is not installed: make dev")
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -30,7 +30,7 @@ from tests.support.waiting import wait_for
 from zero_agent.node.process_control import children
 from zero_contract.exit_codes import AgentExit
 from zero_data.ledger import read_ledger, verify
-from zero_orchestrator.ctl.events import history_key, read_history
+from zero_orchestrator.observe.events import history_key, read_history
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.cluster import COLD, Cluster
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import status
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe import status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -21,7 +21,7 @@ import pytest
 from tests.support.cluster import ROOT, TOGETHER, Cluster, final_hash, paced, run_alone, training
 from tests.support.waiting import wait_for
 from zero_data.ledger import Report, read_ledger, verify
-from zero_orchestrator.ctl import status
+from zero_orchestrator.observe import status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

@@ -16,9 +16,9 @@ from tests.support.etcd_server import EtcdServer, server
 from tests.support.waiting import wait_for
 from zero_checkpoint import find
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl import status
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe import status
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -18,8 +18,8 @@ from tests.processes.test_partitions import PORT, on_machines
 from tests.support.cluster import COLD, TOGETHER, Cluster, environment
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl.events import goodput_prefix
-from zero_orchestrator.ctl.goodput import Use, from_record, total_ns
+from zero_orchestrator.observe.events import goodput_prefix
+from zero_orchestrator.observe.goodput import Use, from_record, total_ns
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.netns, pytest.mark.full]
 

@@ -24,9 +24,9 @@ from zero_agent.etcd import etcd_process, local_etcd
 from zero_agent.etcd.etcd_keeper import Idleness, ServerUse, look
 from zero_agent.etcd.etcd_process import Found, probe
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
-from zero_orchestrator.ctl.events import output_prefix
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe.events import output_prefix
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Put
 

@@ -23,11 +23,11 @@ from tests.support.etcd_server import EtcdServer
 from tests.support.otlp import collector
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import status
-from zero_orchestrator.ctl.events import goodput_prefix, history_key, read_goodput, read_history
-from zero_orchestrator.ctl.goodput import Use, from_record, total_ns
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.events import goodput_prefix, history_key, read_goodput, read_history
+from zero_orchestrator.observe.goodput import Use, from_record, total_ns
 from zero_orchestrator.store.kv import KeyValueStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

@@ -16,7 +16,7 @@ from tests.support.cluster import TOGETHER, Cluster, final_hash, is_alive
 from tests.support.etcd_server import server
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl import picture as pictures
+from zero_orchestrator.ctl.page import picture as pictures
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]

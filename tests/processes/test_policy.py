@@ -12,8 +12,8 @@ import pytest
 from tests.support.cluster import COLD, environment, light_imports
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl import status
-from zero_orchestrator.ctl.status import Condition
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.status import Condition
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

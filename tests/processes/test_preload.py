@@ -24,7 +24,8 @@ from tests.support.cluster import (
 from tests.support.waiting import wait_for
 from zero_agent.workers.forkserver_client import CLOSE_TIMEOUT_S
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl import private_etcd, status
+from zero_orchestrator.observe import status
+from zero_orchestrator.store import private_etcd
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 pytestmark = pytest.mark.processes

@@ -24,11 +24,11 @@ from zero_contract.clock import SystemClock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.worker import CommitRequest
-from zero_orchestrator.ctl import status
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.job_state import Node, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import status
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.cluster import LONG_S, STEPS, final_hash, run_alone
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import events, status
-from zero_orchestrator.ctl import picture as pictures
+from zero_orchestrator.ctl.page import picture as pictures
+from zero_orchestrator.observe import events, status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
 

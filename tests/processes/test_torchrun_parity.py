@@ -18,8 +18,8 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.workers.numa import parse_cpus
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl import status
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe import status
 
 pytestmark = pytest.mark.processes
 

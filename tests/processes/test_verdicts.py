@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.cluster import TOGETHER, light_imports
 from tests.support.waiting import wait_for
-from zero_orchestrator.ctl import status
-from zero_orchestrator.ctl.verdicts import Kind
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.verdicts import Kind
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 

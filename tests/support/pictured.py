@@ -4,13 +4,13 @@ import hashlib
 import math
 from dataclasses import replace
 
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.goodput import Begins, Doing, Stepped, Use, to_record
-from zero_orchestrator.ctl.history import History, Saved
-from zero_orchestrator.ctl.lane import Lane, Phase
-from zero_orchestrator.ctl.pace import Quantiles, quantiles
-from zero_orchestrator.ctl.picture import Records
-from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.ctl.page.picture import Records
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.goodput import Begins, Doing, Stepped, Use, to_record
+from zero_orchestrator.observe.history import History, Saved
+from zero_orchestrator.observe.lane import Lane, Phase
+from zero_orchestrator.observe.pace import Quantiles, quantiles
+from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow
 
 T0 = 1_795_446_000.0
 """When the jobs begin, seconds since the epoch."""

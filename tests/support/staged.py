@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
-from zero_orchestrator.ctl import history as histories
-from zero_orchestrator.ctl import lane as lanes
-from zero_orchestrator.ctl import pace
-from zero_orchestrator.ctl.events import (
+from zero_orchestrator.membership.failures import Charge, Exclusion
+from zero_orchestrator.membership.job_state import Members, Node, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import history as histories
+from zero_orchestrator.observe import lane as lanes
+from zero_orchestrator.observe import pace
+from zero_orchestrator.observe.events import (
     events_prefix,
     goodput_prefix,
     history_key,
@@ -23,15 +27,11 @@ from zero_orchestrator.ctl.events import (
     seen_key,
     verdicts_key,
 )
-from zero_orchestrator.ctl.goodput import Begins, Doing, Ledger, Mark, Stepped, to_record
-from zero_orchestrator.ctl.history import History, Saved
-from zero_orchestrator.ctl.lane import Lane, Phase
-from zero_orchestrator.ctl.pace import Pace, Quantiles, Speed
-from zero_orchestrator.ctl.verdicts import Kind, Verdict, to_value
-from zero_orchestrator.membership.failures import Charge, Exclusion
-from zero_orchestrator.membership.job_state import Members, Node, State
-from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.goodput import Begins, Doing, Ledger, Mark, Stepped, to_record
+from zero_orchestrator.observe.history import History, Saved
+from zero_orchestrator.observe.lane import Lane, Phase
+from zero_orchestrator.observe.pace import Pace, Quantiles, Speed
+from zero_orchestrator.observe.verdicts import Kind, Verdict, to_value
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
 

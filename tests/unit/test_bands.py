@@ -5,10 +5,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.goodput import Begins, Doing, Stepped
-from zero_orchestrator.ctl.lane import Lane, Phase, Span, intervals
-from zero_orchestrator.ctl.story import bands, recoveries
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.goodput import Begins, Doing, Stepped
+from zero_orchestrator.observe.lane import Lane, Phase, Span, intervals
+from zero_orchestrator.observe.story import bands, recoveries
 
 STEP_S, USUAL_NS = 2.0, 2_000_000_000
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from zero_orchestrator.ctl import status
 from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.rounds import Move, Observation, Timing, decide
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import status
 
 LARGE = 2000
 STEADY = Observation(nodes_s=60.0, symptom_s=60.0)

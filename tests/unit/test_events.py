@@ -11,8 +11,9 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_contract.journal import Journal, Retention
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl import events
-from zero_orchestrator.ctl.events import (
+from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.observe import events
+from zero_orchestrator.observe.events import (
     KEEP,
     Publisher,
     events_prefix,
@@ -21,8 +22,7 @@ from zero_orchestrator.ctl.events import (
     read_goodput,
     seen_key,
 )
-from zero_orchestrator.ctl.goodput import Use
-from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.observe.goodput import Use
 
 
 @pytest.fixture

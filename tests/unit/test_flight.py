@@ -13,9 +13,9 @@ from tests.support.cluster import environment
 from tests.support.ports import free_port
 from zero_comm.flight import in_short
 from zero_contract.worker import WaitReply, decode, encode
-from zero_orchestrator.ctl.flight import compare, from_answer
-from zero_orchestrator.ctl.hang import RankState, judge
-from zero_orchestrator.ctl.stacks import Frame
+from zero_orchestrator.observe.detectors.flight import compare, from_answer
+from zero_orchestrator.observe.detectors.hang import RankState, judge
+from zero_orchestrator.observe.stacks import Frame
 
 TORCH = {"name": "all_reduce", "filename": torch.distributed.__file__, "line": 3245}
 

@@ -8,14 +8,15 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from zero_orchestrator.ctl import cli, events, status
-from zero_orchestrator.ctl import gc as collect
-from zero_orchestrator.ctl.events import events_prefix, progress_prefix
-from zero_orchestrator.ctl.gc import Remains, due
+from zero_orchestrator.ctl import cli
 from zero_orchestrator.membership.job_state import NOBODY, Node, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.moves import Move, Transition, transaction
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import events, status
+from zero_orchestrator.observe import gc as collect
+from zero_orchestrator.observe.events import events_prefix, progress_prefix
+from zero_orchestrator.observe.gc import Remains, due
 
 NOW_S = 1_000_000_000.0
 DAY_S = 86400.0

@@ -6,7 +6,7 @@ from functools import reduce
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_orchestrator.ctl.goodput import (
+from zero_orchestrator.observe.goodput import (
     Begins,
     Doing,
     Ledger,

@@ -12,12 +12,12 @@ from tests.support.waiting import wait_for
 from zero_agent.loop.network_watch import NetworkWatch
 from zero_agent.loop.verdicts import Evidence, Verdicts
 from zero_contract.journal import Journal
-from zero_orchestrator.ctl.events import Publisher, verdicts_key
-from zero_orchestrator.ctl.hang import RankState, judge, states
-from zero_orchestrator.ctl.stacks import Frame
-from zero_orchestrator.ctl.verdicts import Kind, from_item
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.detectors.hang import RankState, judge, states
+from zero_orchestrator.observe.events import Publisher, verdicts_key
+from zero_orchestrator.observe.stacks import Frame
+from zero_orchestrator.observe.verdicts import Kind, from_item
 
 LIBRARY = Frame(function="wait", file="/x/zero_comm/waiting.py", line=9)
 STEP = Frame(function="main", file="/app/train.py", line=51)

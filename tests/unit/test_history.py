@@ -14,9 +14,11 @@ from tests.support.waiting import wait_for
 from zero_agent.loop.job_history import JobHistory
 from zero_contract import worker
 from zero_contract.worker import CommitRequest, Progress
-from zero_orchestrator.ctl import history as histories
-from zero_orchestrator.ctl import lane as lanes
-from zero_orchestrator.ctl.events import (
+from zero_orchestrator.membership.job_state import Members, Node, Snapshot
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import history as histories
+from zero_orchestrator.observe import lane as lanes
+from zero_orchestrator.observe.events import (
     GOODPUT_S,
     Publisher,
     goodput_prefix,
@@ -25,12 +27,10 @@ from zero_orchestrator.ctl.events import (
     read_history,
     read_lane,
 )
-from zero_orchestrator.ctl.goodput import Begins, Doing, Stepped, Use
-from zero_orchestrator.ctl.history import CHECKPOINTS, POINTS, History, Saved
-from zero_orchestrator.ctl.lane import SPANS, Lane, Phase
-from zero_orchestrator.ctl.pace import Quantiles, quantiles
-from zero_orchestrator.membership.job_state import Members, Node, Snapshot
-from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.goodput import Begins, Doing, Stepped, Use
+from zero_orchestrator.observe.history import CHECKPOINTS, POINTS, History, Saved
+from zero_orchestrator.observe.lane import SPANS, Lane, Phase
+from zero_orchestrator.observe.pace import Quantiles, quantiles
 
 
 def trained(steps: range, history: History | None = None) -> History:

@@ -15,10 +15,11 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.test_status import Job
 from zero_agent.loop.answers import Answers
-from zero_orchestrator.ctl import cli, status
-from zero_orchestrator.ctl.events import events_prefix, progress_prefix
+from zero_orchestrator.ctl import cli
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.events import events_prefix, progress_prefix
 
 SCHEMAS = schemas_on("reference-json.md")
 CHUNK = {"number": 1, "time": 1.5, "round": 3, "rank": 0, "stream": "stdout", "text": "a\nb\n"}

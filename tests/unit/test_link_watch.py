@@ -18,9 +18,9 @@ from zero_agent.workers.progress import (
     Steps,
 )
 from zero_contract.worker import Preparing, Progress
-from zero_orchestrator.ctl.pace import STALL_S, stall_s
 from zero_orchestrator.membership.dead_links import DeadLink
 from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.observe.pace import STALL_S, stall_s
 
 NODES = tuple(Node(id=name, incarnation="1", address=name, slots=1, ring="x:1") for name in "bc")
 

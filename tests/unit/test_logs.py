@@ -15,8 +15,8 @@ from tests.unit.test_status import Job
 from zero_agent.loop.answers import Answers, kinds_of, last_output
 from zero_agent.workers.recent_output import RecentOutput
 from zero_orchestrator.ctl import cli, logs_command
-from zero_orchestrator.ctl.events import output_prefix
 from zero_orchestrator.ctl.views import JsonView
+from zero_orchestrator.observe.events import output_prefix
 
 
 class Printer(JsonView):

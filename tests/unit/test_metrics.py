@@ -10,14 +10,14 @@ from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers
 from zero_agent.workers.step_times import Histogram, Spent, StepTimes
 from zero_contract.worker import Progress, Restored, Saved
-from zero_orchestrator.ctl.events import MemoryUse
-from zero_orchestrator.ctl.goodput import Use
-from zero_orchestrator.ctl.history import Saved as Checkpoint
-from zero_orchestrator.ctl.metrics import JOB as JOB_LABEL
-from zero_orchestrator.ctl.metrics import JOB_METRICS, exposition, of_jobs
-from zero_orchestrator.ctl.pace import Quantiles, Speed
-from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
-from zero_orchestrator.ctl.verdicts import Kind, Verdict
+from zero_orchestrator.observe.events import MemoryUse
+from zero_orchestrator.observe.goodput import Use
+from zero_orchestrator.observe.history import Saved as Checkpoint
+from zero_orchestrator.observe.metrics import JOB as JOB_LABEL
+from zero_orchestrator.observe.metrics import JOB_METRICS, exposition, of_jobs
+from zero_orchestrator.observe.pace import Quantiles, Speed
+from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 
 NODE = NodeRow(
     node="a", condition=Condition.RUNNING, alive=True, first_rank=0, slots=2, address="host", step=7

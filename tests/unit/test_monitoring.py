@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from zero_agent.loop.metrics import NODE_METRICS, STEPS
-from zero_orchestrator.ctl.metrics import ETCD_UP, JOB_METRICS
+from zero_orchestrator.observe.metrics import ETCD_UP, JOB_METRICS
 
 MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
 DEFINED = [definition for definition, _ in (*JOB_METRICS, *NODE_METRICS)]

@@ -9,10 +9,10 @@ from zero_agent.loop.node_time import NodeTime, doing, process_age_s
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl.goodput import Doing, Use
 from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.goodput import Doing, Use
 
 ME = Node(id="me", incarnation="1", address="me", slots=1)
 OTHER = replace(ME, id="other")

@@ -7,8 +7,8 @@ import pytest
 
 from zero_agent.workers.speed import SpeedMeter
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl import pace
-from zero_orchestrator.ctl.pace import Pace, Quantiles, Speed, add_up, bucket, quantiles
+from zero_orchestrator.observe import pace
+from zero_orchestrator.observe.pace import Pace, Quantiles, Speed, add_up, bucket, quantiles
 
 
 def counted(durations_s) -> dict[int, int]:

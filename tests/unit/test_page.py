@@ -13,7 +13,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.pictured import disturbed
 from tests.support.staged import JOBS, Staged, staged
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.picture import picture, read
+from zero_orchestrator.ctl.page.picture import picture, read
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the PATH")
 

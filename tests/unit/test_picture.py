@@ -13,19 +13,19 @@ from tests.support.memory_store import MemoryStore
 from tests.support.pictured import T0, disturbed, loss_at
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.ctl import cli, report_command
-from zero_orchestrator.ctl import history as histories
-from zero_orchestrator.ctl import lane as lanes
-from zero_orchestrator.ctl.events import Event, events_prefix, goodput_prefix, history_key
-from zero_orchestrator.ctl.goodput import to_record
-from zero_orchestrator.ctl.history import History
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.picture import RANKS, Json, Records, picture
-from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.ctl.page.picture import RANKS, Json, Records, picture
 from zero_orchestrator.ctl.views import TableView
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import history as histories
+from zero_orchestrator.observe import lane as lanes
+from zero_orchestrator.observe.events import Event, events_prefix, goodput_prefix, history_key
+from zero_orchestrator.observe.goodput import to_record
+from zero_orchestrator.observe.history import History
+from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow
 
 
 def shown(records: Records, **changes) -> dict:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_orchestrator.ctl import private_etcd
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.store import private_etcd
 
 
 @pytest.fixture

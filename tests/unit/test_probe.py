@@ -14,10 +14,10 @@ from tests.support.partition import network
 from zero_agent.loop.answers import prober
 from zero_agent.node.probe import LARGEST_BYTES
 from zero_agent.node.ring import Ring
-from zero_orchestrator.ctl.links import link_of, turns
-from zero_orchestrator.ctl.queries import Answer, Query
-from zero_orchestrator.ctl.slow_link import Network, slow_links
 from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.observe.detectors.slow_link import Network, slow_links
+from zero_orchestrator.observe.links import link_of, turns
+from zero_orchestrator.observe.queries import Answer, Query
 
 SECRET = "the job's secret"
 

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from tests.support.pictured import disturbed
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.history import Failing, Point
-from zero_orchestrator.ctl.problems import problems
-from zero_orchestrator.ctl.status import JobStatus
-from zero_orchestrator.ctl.verdicts import Kind, Verdict
+from zero_orchestrator.ctl.page.problems import problems
 from zero_orchestrator.membership.job_state import State
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.history import Failing, Point
+from zero_orchestrator.observe.status import JobStatus
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 
 RUNS = JobStatus(job="gpt", state=State.ACTIVE, now="")
 

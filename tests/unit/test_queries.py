@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.waiting import wait_for
 from zero_agent.loop.answers import Answers
-from zero_orchestrator.ctl import queries
-from zero_orchestrator.ctl.events import progress_prefix
-from zero_orchestrator.ctl.queries import Answer, Asker, Query, ask_once, pack, unpack
+from zero_orchestrator.observe import queries
+from zero_orchestrator.observe.events import progress_prefix
+from zero_orchestrator.observe.queries import Answer, Asker, Query, ask_once, pack, unpack
 
 
 @pytest.fixture

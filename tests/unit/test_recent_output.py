@@ -13,7 +13,7 @@ from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import FILES, File, JsonLines, Tap, Terminal
 from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.streams import Format, Route, Std, Streams
-from zero_orchestrator.ctl.queries import unpack
+from zero_orchestrator.observe.queries import unpack
 
 FACTS = {"round": 1, "rank": 4, "local_rank": 0, "stream": "stdout"}
 OTHER = {**FACTS, "rank": 5, "local_rank": 1}

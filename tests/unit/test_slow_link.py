@@ -12,10 +12,10 @@ from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.loop.network_watch import CONFIRM_S, FIRST_S, RECHECK_S, NetworkWatch
 from zero_contract.worker import RankTimes
-from zero_orchestrator.ctl.links import TURNS, Link, turns
 from zero_orchestrator.ctl.probe_command import conclusions
-from zero_orchestrator.ctl.slow_link import FAST_BYTES_PER_S, Network, slow_links
-from zero_orchestrator.ctl.slowdown import Slowdown
+from zero_orchestrator.observe.detectors.slow_link import FAST_BYTES_PER_S, Network, slow_links
+from zero_orchestrator.observe.detectors.slowdown import Slowdown
+from zero_orchestrator.observe.links import TURNS, Link, turns
 
 MB = 1e6
 

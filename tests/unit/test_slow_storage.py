@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_contract.worker import RankTimes
-from zero_orchestrator.ctl.slow_storage import SlowWrite, Storage
+from zero_orchestrator.observe.detectors.slow_storage import SlowWrite, Storage
 
 MB = 1e6
 

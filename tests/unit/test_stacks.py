@@ -13,7 +13,7 @@ import pytest
 
 from zero_agent.workers import stacks as taking
 from zero_agent.workers.worker_main import STACKS_SIGNAL
-from zero_orchestrator.ctl.stacks import (
+from zero_orchestrator.observe.stacks import (
     Frame,
     RankStack,
     Thread,

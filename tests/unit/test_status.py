@@ -9,18 +9,7 @@ from rich.console import Console
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from zero_orchestrator.ctl import cli, events_command, status, views
-from zero_orchestrator.ctl import history as histories
-from zero_orchestrator.ctl.events import (
-    events_prefix,
-    goodput_prefix,
-    history_key,
-    progress_prefix,
-    seen_key,
-    verdicts_key,
-)
-from zero_orchestrator.ctl.history import History, Saved
-from zero_orchestrator.ctl.pace import Pace, Quantiles, Speed, bucket, to_record
+from zero_orchestrator.ctl import cli, events_command, views
 from zero_orchestrator.ctl.requests import (
     TooFewNodes,
     ask_to_drain,
@@ -28,7 +17,23 @@ from zero_orchestrator.ctl.requests import (
     exclude,
     include,
 )
-from zero_orchestrator.ctl.status import (
+from zero_orchestrator.membership.failures import Charge, Exclusion
+from zero_orchestrator.membership.job_state import Failure, Members, Node
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import history as histories
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.events import (
+    events_prefix,
+    goodput_prefix,
+    history_key,
+    progress_prefix,
+    seen_key,
+    verdicts_key,
+)
+from zero_orchestrator.observe.history import History, Saved
+from zero_orchestrator.observe.pace import Pace, Quantiles, Speed, bucket, to_record
+from zero_orchestrator.observe.status import (
     Condition,
     NoSuchJob,
     NoSuchNode,
@@ -37,11 +42,7 @@ from zero_orchestrator.ctl.status import (
     choose_node,
     newest_job,
 )
-from zero_orchestrator.ctl.verdicts import Kind, Verdict, to_value
-from zero_orchestrator.membership.failures import Charge, Exclusion
-from zero_orchestrator.membership.job_state import Failure, Members, Node
-from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.verdicts import Kind, Verdict, to_value
 
 SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))
 

@@ -9,11 +9,11 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_orchestrator.ctl import cli, events_command
-from zero_orchestrator.ctl.events import Event, events_prefix
-from zero_orchestrator.ctl.metrics import exposition, of_jobs
-from zero_orchestrator.ctl.story import recoveries, selected
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.observe.events import Event, events_prefix
+from zero_orchestrator.observe.metrics import exposition, of_jobs
+from zero_orchestrator.observe.story import recoveries, selected
 
 TOLD = [
     ("a", 1, "activate"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zero_comm.rank_times import EveryonesTimes
 from zero_contract.worker import SLOW_FACTOR, RankTimes, decode, encode
-from zero_orchestrator.ctl.straggler import Stragglers, slow_ranks
+from zero_orchestrator.observe.detectors.straggler import Stragglers, slow_ranks
 
 
 def trained(steps_s, *, first=0):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from zero_agent.node.strain import Strain
-from zero_orchestrator.ctl.strain import CAUSES, cause
+from zero_orchestrator.observe.detectors.strain import CAUSES, cause
 
 
 @pytest.fixture

@@ -16,13 +16,14 @@ from tests.support.memory_store import MemoryStore
 from tests.support.staged import staged
 from tests.unit.test_metrics import JOB
 from tests.unit.test_status import Job
-from zero_orchestrator.ctl import status, top_command
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.history import History, Point
-from zero_orchestrator.ctl.pace import Speed
+from zero_orchestrator.ctl import top_command
 from zero_orchestrator.ctl.top_command import screen, scrolled, sparkline, window
 from zero_orchestrator.ctl.views import JsonView, TableView, speed_in_words
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.history import History, Point
+from zero_orchestrator.observe.pace import Speed
 
 
 def point(step: int, time_s: float, *, loss: float) -> Point:

@@ -15,8 +15,8 @@ from tests.support.waiting import wait_for
 from zero_agent.loop import traces
 from zero_agent.loop.traces import Traces, refusal
 from zero_contract.worker import Saved
-from zero_orchestrator.ctl.events import Event, events_prefix
-from zero_orchestrator.ctl.story import recoveries, spans
+from zero_orchestrator.observe.events import Event, events_prefix
+from zero_orchestrator.observe.story import recoveries, spans
 
 T0 = 1_795_446_000.0
 TOLD = [

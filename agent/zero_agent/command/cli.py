@@ -45,10 +45,10 @@ from zero_contract.clock import Stopwatch, SystemClock
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import named_as_set
-from zero_orchestrator.ctl.goodput import Use
 from zero_orchestrator.errors import SpecMismatch, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run, standing_run
+from zero_orchestrator.observe.goodput import Use
 from zero_orchestrator.store.kv import KeyValueStore
 
 if TYPE_CHECKING:

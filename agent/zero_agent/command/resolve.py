@@ -30,7 +30,7 @@ from zero_agent.workers.progress import parse_hang_timeout
 from zero_agent.workers.streams import PREFIX, Format, Std, Streams, parse_ranks, parse_selection
 from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.ctl.requests import who
+from zero_orchestrator.addresses import who
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.ranks import SEPARATOR
 from zero_orchestrator.membership.rounds import Timing

@@ -24,9 +24,9 @@ from pathlib import Path
 from zero_agent.etcd.etcd_process import EtcdProcess, Member
 from zero_agent.etcd.local_etcd import IDLE_TIMEOUT_S, SharedDirectory
 from zero_contract.errors import ZeroError
-from zero_orchestrator.ctl.gc import collect
-from zero_orchestrator.ctl.status import JOBS_PREFIX
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.observe.gc import collect
+from zero_orchestrator.observe.status import JOBS_PREFIX
 from zero_orchestrator.store.kv import KeyValueStore
 
 _log = logging.getLogger("keeper")

@@ -38,8 +38,8 @@ from zero_agent.node.scratch import Scratch
 from zero_agent.node.signals import held
 from zero_contract import owned_dir
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.ctl import private_etcd
 from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.store import private_etcd
 from zero_orchestrator.store.join_token import LOCAL_NAMES, write_certificates
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]

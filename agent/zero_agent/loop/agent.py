@@ -53,12 +53,12 @@ from zero_contract.journal import Journal
 from zero_contract.signing import Purpose, derive
 from zero_contract.values import in_words
 from zero_contract.worker import Progress, Saved, SaveWaits
-from zero_orchestrator.ctl.events import Publisher
-from zero_orchestrator.ctl.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move, Wait
 from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.observe.events import Publisher
+from zero_orchestrator.observe.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
@@ -233,7 +233,7 @@ class Agent:
     def metrics(self) -> bytes:
         """The metrics of this node for Prometheus; may be called on any thread."""
         from zero_agent.loop.metrics import Readings, of_node  # 0.1 s
-        from zero_orchestrator.ctl.metrics import exposition
+        from zero_orchestrator.observe.metrics import exposition
 
         steps = self._node_workers.steps
         readings = Readings(

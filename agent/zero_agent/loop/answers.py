@@ -1,6 +1,6 @@
 """The agent's answers to the questions of `zero-ctl`, such as for the stacks of its workers.
 
-`zero_orchestrator.ctl.queries` says how a question comes, and why through etcd.
+`zero_orchestrator.observe.queries` says how a question comes, and why through etcd.
 
 Must always hold: a question is answered on a thread of its own, also while the agent's loop waits
 or hangs; it changes nothing in the job; only the kinds of questions in the agent's table are
@@ -25,10 +25,10 @@ from zero_agent.node import probe
 from zero_agent.node.ring import Ring
 from zero_agent.workers import stacks
 from zero_agent.workers.recent_output import Page, RecentOutput
-from zero_orchestrator.ctl.queries import Answer, Query, answers_prefix, pack, queries_prefix
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.observe.queries import Answer, Query, answers_prefix, pack, queries_prefix
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore
 

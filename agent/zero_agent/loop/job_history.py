@@ -17,8 +17,8 @@ from dataclasses import replace
 from zero_contract import worker
 from zero_contract.journal import Journal
 from zero_contract.worker import CommitRequest, Progress
-from zero_orchestrator.ctl.history import Failing, History, Saved
 from zero_orchestrator.membership.job_state import Node, Snapshot
+from zero_orchestrator.observe.history import Failing, History, Saved
 
 
 class JobHistory:

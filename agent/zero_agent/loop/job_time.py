@@ -10,9 +10,9 @@ import time
 from collections.abc import Collection, Mapping
 
 from zero_contract.values import in_words
-from zero_orchestrator.ctl.events import by_node, goodput_prefix, read_goodput
-from zero_orchestrator.ctl.goodput import Use, add_up, in_parts, total_ns
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.observe.events import by_node, goodput_prefix, read_goodput
+from zero_orchestrator.observe.goodput import Use, add_up, in_parts, total_ns
 from zero_orchestrator.store.kv import KeyValueStore
 
 WAIT_S = 3.0

@@ -16,9 +16,9 @@ from zero_agent.node.health_endpoint import Status, healthy, ready
 from zero_agent.node.state import Workers
 from zero_agent.workers.step_times import BOUNDS_S, Histogram, Saves, Spent
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl.events import MemoryUse
-from zero_orchestrator.ctl.goodput import Use
-from zero_orchestrator.ctl.metrics import (
+from zero_orchestrator.observe.events import MemoryUse
+from zero_orchestrator.observe.goodput import Use
+from zero_orchestrator.observe.metrics import (
     JOB,
     TIERS,
     TIME,
@@ -27,7 +27,7 @@ from zero_orchestrator.ctl.metrics import (
     family,
     time_values,
 )
-from zero_orchestrator.ctl.pace import Speed
+from zero_orchestrator.observe.pace import Speed
 
 NODE = "node"
 """The label that every metric of a node has, beside `JOB`."""

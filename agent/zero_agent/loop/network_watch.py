@@ -16,11 +16,11 @@ from functools import partial
 
 from zero_contract.clock import Clock
 from zero_contract.worker import RankTimes
-from zero_orchestrator.ctl import links
-from zero_orchestrator.ctl.links import Link
-from zero_orchestrator.ctl.slow_link import Network, SlowLink
-from zero_orchestrator.ctl.slowdown import Slowdown
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.observe import links
+from zero_orchestrator.observe.detectors.slow_link import Network, SlowLink
+from zero_orchestrator.observe.detectors.slowdown import Slowdown
+from zero_orchestrator.observe.links import Link
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")

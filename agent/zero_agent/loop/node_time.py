@@ -19,9 +19,9 @@ from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.clock import Clock
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl.goodput import Begins, Doing, Ledger, Mark, Stepped, Use
-from zero_orchestrator.ctl.lane import Lane, Phase
 from zero_orchestrator.membership.job_state import ENDED, State
+from zero_orchestrator.observe.goodput import Begins, Doing, Ledger, Mark, Stepped, Use
+from zero_orchestrator.observe.lane import Lane, Phase
 
 _NS = 1e9
 _START_TICKS = 19

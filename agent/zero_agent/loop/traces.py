@@ -22,9 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zero_contract.worker import Saved
-from zero_orchestrator.ctl import events
-from zero_orchestrator.ctl.story import ENDS, Recovery, Span, recoveries, spans
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.observe import events
+from zero_orchestrator.observe.story import ENDS, Recovery, Span, recoveries, spans
 from zero_orchestrator.store.kv import KeyValueStore
 
 if TYPE_CHECKING:

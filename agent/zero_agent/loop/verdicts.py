@@ -21,18 +21,18 @@ from typing import Any
 from zero_agent.loop.network_watch import NetworkWatch
 from zero_contract.journal import Journal
 from zero_contract.worker import RankTimes
-from zero_orchestrator.ctl.events import Publisher
-from zero_orchestrator.ctl.hang import RankState, judge, states
-from zero_orchestrator.ctl.links import rate_in_words
-from zero_orchestrator.ctl.queries import ask_once
-from zero_orchestrator.ctl.slow_link import SlowLink
-from zero_orchestrator.ctl.slow_storage import Storage
-from zero_orchestrator.ctl.straggler import Straggler, Stragglers
-from zero_orchestrator.ctl.strain import cause
-from zero_orchestrator.ctl.verdicts import Kind, Verdict
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.membership.dead_links import Pair
 from zero_orchestrator.membership.job_state import NOBODY, Node, Snapshot, link_in_words
+from zero_orchestrator.observe.detectors.hang import RankState, judge, states
+from zero_orchestrator.observe.detectors.slow_link import SlowLink
+from zero_orchestrator.observe.detectors.slow_storage import Storage
+from zero_orchestrator.observe.detectors.straggler import Straggler, Stragglers
+from zero_orchestrator.observe.detectors.strain import cause
+from zero_orchestrator.observe.events import Publisher
+from zero_orchestrator.observe.links import rate_in_words
+from zero_orchestrator.observe.queries import ask_once
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")

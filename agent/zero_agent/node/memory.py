@@ -28,7 +28,7 @@ from zero_contract.owned_dir import OwnedDir
 from zero_contract.signing import Purpose, Secret, derive
 from zero_contract.worker import PeerMemoryReply, PeerMemoryRequest
 from zero_orchestrator.addresses import host_port
-from zero_orchestrator.ctl.events import MemoryUse
+from zero_orchestrator.observe.events import MemoryUse
 
 log = logging.getLogger("zero")
 

@@ -1,8 +1,8 @@
 """What slows a node down, as its kernel counts it: CPU quota, swap, clock, temperature, steal.
 
-`Strain` reads the counts from time to time; `zero_orchestrator.ctl.strain` says which of them are
-the cause of a slow rank. Must always hold: reading raises nothing and waits for nothing; what the
-kernel does not count is left out.
+`Strain` reads the counts from time to time; `zero_orchestrator.observe.detectors.strain` says which
+of them are the cause of a slow rank. Must always hold: reading raises nothing and waits for
+nothing; what the kernel does not count is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Strain:
         self._before = (clock.now(), self._counts())
 
     def look(self) -> Mapping[str, float]:
-        """Each strain that the kernel counts, by name; see `zero_orchestrator.ctl.strain`."""
+        """Each strain that the kernel counts, by name; see `observe.detectors.strain`."""
         now_s, counts = self._clock.now(), self._counts()
         (before_s, before), self._before = self._before, (now_s, counts)
         if now_s <= before_s:

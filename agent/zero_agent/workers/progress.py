@@ -27,7 +27,7 @@ from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
 from zero_contract.worker import Preparing, Progress, Restored, Saved, SaveWaits
-from zero_orchestrator.ctl.pace import Pace, Speed, add_up, quantiles, stall_s
+from zero_orchestrator.observe.pace import Pace, Speed, add_up, quantiles, stall_s
 
 FACTOR = 10.0
 FLOOR_S = 300.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl.pace import Speed
+from zero_orchestrator.observe.pace import Speed
 
 WINDOW_S = 60.0
 _APART_S = 1.0

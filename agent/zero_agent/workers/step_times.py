@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zero_contract.worker import Progress, Restored, Saved
-from zero_orchestrator.ctl.pace import add_up, bucket
+from zero_orchestrator.observe.pace import add_up, bucket
 
 BOUNDS_S = (
     0.001,

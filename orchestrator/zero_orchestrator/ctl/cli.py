@@ -29,30 +29,28 @@ from typing import TYPE_CHECKING, Any
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_contract.version import add_version
-from zero_orchestrator.addresses import host_port
+from zero_orchestrator.addresses import host_port, who
 from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
     completion,
     dashboard_command,
-    events,
     events_command,
     logs_command,
-    private_etcd,
     probe_command,
     report_command,
     requests,
     stack_command,
-    status,
     top_command,
 )
-from zero_orchestrator.ctl import gc as collect
-from zero_orchestrator.ctl.status import JobStatus, NoSuchJob
-from zero_orchestrator.ctl.story import recoveries
 from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.store import retry
+from zero_orchestrator.observe import events, status
+from zero_orchestrator.observe import gc as collect
+from zero_orchestrator.observe.status import JobStatus, NoSuchJob
+from zero_orchestrator.observe.story import recoveries
+from zero_orchestrator.store import private_etcd, retry
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, write_certificates
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -361,7 +359,7 @@ def _looks(store: KeyValueStore, job: str) -> Iterator[JobStatus]:
 def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     from prometheus_client.exposition import start_http_server  # 0.1 s
 
-    from zero_orchestrator.ctl import metrics
+    from zero_orchestrator.observe import metrics
 
     def now() -> Iterator[Metric]:
         jobs = [status.find(store, args.job)] if args.job else status.read_each(store)
@@ -407,7 +405,7 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
     job = status.choose_node(jobs, args.node, args.job).job
-    requests.ask_to_drain(store, job, args.node, requests.who())
+    requests.ask_to_drain(store, job, args.node, who())
     say = partial(_say, view, command="drain", job=job, target=args.node)
     say(f"node {args.node} will leave job {job} at its next step boundary", done=False)
     key = Keys(job).node(args.node)
@@ -421,7 +419,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if job.ended:
         say(f"job {job.job} has ended already: {job.now}", done=True)
         return CtlExit.OK
-    asked = requests.ask_to_stop(store, job.job, requests.who(), args.reason)
+    asked = requests.ask_to_stop(store, job.job, who(), args.reason)
     if not job.live_nodes:
         text = "no agent of job {} is alive; the first agent that starts will end the job"
         say(text.format(job.job), done=False)
@@ -434,7 +432,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
-    why = f"asked for by {requests.who()}" + (f" ({args.reason})" if args.reason else "")
+    why = f"asked for by {who()}" + (f" ({args.reason})" if args.reason else "")
     found = requests.exclude(store, job, args.node, why, round(args.for_s))
     text = f"job {job} continues without the host: {found}"
     _say(view, text, command="exclude", job=job, target=found.host, done=True)

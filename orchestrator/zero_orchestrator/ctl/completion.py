@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from zero_contract.errors import ZeroError
-from zero_orchestrator.ctl import status
-from zero_orchestrator.ctl.status import JobStatus
+from zero_orchestrator.observe import status
+from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValueStore
 
 WAIT_S = 1.0

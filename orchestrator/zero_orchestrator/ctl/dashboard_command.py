@@ -13,12 +13,13 @@ from pathlib import Path
 
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator import arguments
-from zero_orchestrator.addresses import family_of, host_port
-from zero_orchestrator.ctl import picture as pictures
-from zero_orchestrator.ctl import requests, status
-from zero_orchestrator.ctl.picture import Json
+from zero_orchestrator.addresses import family_of, host_port, who
+from zero_orchestrator.ctl import requests
+from zero_orchestrator.ctl.page import picture as pictures
+from zero_orchestrator.ctl.page.picture import Json
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.observe import status
 from zero_orchestrator.store.kv import KeyValueStore
 
 PORT = 8780
@@ -78,11 +79,11 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     def drain(asked: Mapping[str, str]) -> str:
         node = asked.get("node", "")
         status.choose_node((status.find(store, job),), node, job)
-        requests.ask_to_drain(store, job, node, requests.who())
+        requests.ask_to_drain(store, job, node, who())
         return f"Node {node} will leave job {job} at its next step boundary."
 
     def stop(asked: Mapping[str, str]) -> str:
-        requests.ask_to_stop(store, job, requests.who(), "on the dashboard")
+        requests.ask_to_stop(store, job, who(), "on the dashboard")
         return f"Job {job} is asked to stop; its workers leave at the next step boundary."
 
     app = Server(look, token, {"drain": drain, "stop": stop}).app([*LOOPBACK, args.host])

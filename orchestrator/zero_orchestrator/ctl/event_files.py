@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.goodput import Use, add_up, from_record, goodput, to_record
-from zero_orchestrator.ctl.history import History
-from zero_orchestrator.ctl.picture import Records
-from zero_orchestrator.ctl.status import Condition, JobStatus, NodeRow, NoSuchJob
+from zero_orchestrator.ctl.page.picture import Records
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.moves import LEGAL, Move
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.goodput import Use, add_up, from_record, goodput, to_record
+from zero_orchestrator.observe.history import History
+from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow, NoSuchJob
 
 ABSENT = (
     "Made from the event files in {directory} alone, without etcd. Loss, throughput, lanes and the "

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.arguments import seconds
-from zero_orchestrator.ctl import events, status
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.status import NoSuchJob
-from zero_orchestrator.ctl.story import recoveries, selected
 from zero_orchestrator.ctl.views import View, age
 from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.observe import events, status
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.status import NoSuchJob
+from zero_orchestrator.observe.story import recoveries, selected
 from zero_orchestrator.store.kv import KeyValueStore
 
 

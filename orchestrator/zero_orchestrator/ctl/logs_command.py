@@ -18,12 +18,12 @@ from typing import Any
 from rich.text import Text
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.ctl import queries, status
-from zero_orchestrator.ctl.events import output_prefix
-from zero_orchestrator.ctl.queries import Answer, Asker
-from zero_orchestrator.ctl.status import JobStatus, NoSuchJob, NoSuchNode
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
+from zero_orchestrator.observe import queries, status
+from zero_orchestrator.observe.events import output_prefix
+from zero_orchestrator.observe.queries import Answer, Asker
+from zero_orchestrator.observe.status import JobStatus, NoSuchJob, NoSuchNode
 from zero_orchestrator.store.kv import KeyValueStore
 
 LINES = 100

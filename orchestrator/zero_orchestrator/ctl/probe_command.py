@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.ctl import links, status
-from zero_orchestrator.ctl.links import Link
-from zero_orchestrator.ctl.slow_link import IN_A_ROW, SlowLink, slow_links
 from zero_orchestrator.ctl.views import View
+from zero_orchestrator.observe import links, status
+from zero_orchestrator.observe.detectors.slow_link import IN_A_ROW, SlowLink, slow_links
+from zero_orchestrator.observe.links import Link
 from zero_orchestrator.store.kv import KeyValueStore
 
 

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.ctl import event_files, status
-from zero_orchestrator.ctl import picture as pictures
+from zero_orchestrator.ctl import event_files
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.picture import Records
+from zero_orchestrator.ctl.page import picture as pictures
+from zero_orchestrator.ctl.page.picture import Records
 from zero_orchestrator.ctl.requests import Outcome
 from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.observe import status
 from zero_orchestrator.store.kv import KeyValueStore
 
 

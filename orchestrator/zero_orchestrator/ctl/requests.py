@@ -6,20 +6,17 @@ Must always hold: a request is written only for the job and the agent that were 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import json
-import os
-import socket
 from dataclasses import dataclass
 
 from zero_contract.errors import ZeroError
-from zero_orchestrator.ctl.status import NoSuchJob, NoSuchNode
 from zero_orchestrator.errors import LeaseLost
 from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import DrainOrder, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.status import NoSuchJob, NoSuchNode
 from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore, Put, absent, unchanged
 
 
@@ -139,12 +136,3 @@ def _host(view: Snapshot, name: str) -> str:
             return node.machine
     there = ", ".join(dict.fromkeys(node.id for node in known)) or "none"
     raise NoSuchNode(f"there is no node or host {name}; there are: {there}")
-
-
-def who() -> str:
-    """`USER@HOST` of the operator, which the request records."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without such a user
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from zero_contract.schemas import Docs, Schema, schema_of
 from zero_orchestrator.ctl.dashboard_command import Served
-from zero_orchestrator.ctl.links import Link
 from zero_orchestrator.ctl.logs_command import Line
-from zero_orchestrator.ctl.metrics import Sample
 from zero_orchestrator.ctl.requests import Outcome
-from zero_orchestrator.ctl.stacks import RankStack
-from zero_orchestrator.ctl.status import JobStatus
+from zero_orchestrator.observe.links import Link
+from zero_orchestrator.observe.metrics import Sample
+from zero_orchestrator.observe.stacks import RankStack
+from zero_orchestrator.observe.status import JobStatus
 
 
 def outputs(docs: Docs) -> Mapping[str, tuple[str, Schema]]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.arguments import seconds
-from zero_orchestrator.ctl import queries, status
-from zero_orchestrator.ctl.stacks import Group, RankStack, Thread, from_answer, groups, whose
-from zero_orchestrator.ctl.status import JobStatus
 from zero_orchestrator.ctl.views import View
+from zero_orchestrator.observe import queries, status
+from zero_orchestrator.observe.stacks import Group, RankStack, Thread, from_answer, groups, whose
+from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValueStore
 
 WAIT_S = 5.0

@@ -23,12 +23,12 @@ from rich.text import Text
 
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.arguments import seconds
-from zero_orchestrator.ctl import events, status
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.history import History
-from zero_orchestrator.ctl.status import JobStatus
 from zero_orchestrator.ctl.views import View, event_line, status_head, status_tables
 from zero_orchestrator.errors import SpecError
+from zero_orchestrator.observe import events, status
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.history import History
+from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import KeyValueStore
 

@@ -21,11 +21,11 @@ from rich.text import Text
 
 from zero_contract.schemas import line_of
 from zero_contract.values import in_words
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.goodput import from_record, in_parts, total_ns
-from zero_orchestrator.ctl.history import Saved
-from zero_orchestrator.ctl.pace import Quantiles, Speed
-from zero_orchestrator.ctl.status import (
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.goodput import from_record, in_parts, total_ns
+from zero_orchestrator.observe.history import Saved
+from zero_orchestrator.observe.pace import Quantiles, Speed
+from zero_orchestrator.observe.status import (
     LOST,
     UNREADABLE,
     Condition,

@@ -28,12 +28,12 @@ from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
 from zero_contract.worker import Progress
 from zero_orchestrator.ctl.cli import main
-from zero_orchestrator.ctl.events import Publisher, seen_key
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.events import Publisher, seen_key
 from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 
 pytestmark = pytest.mark.etcd

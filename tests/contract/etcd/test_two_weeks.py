@@ -16,12 +16,12 @@ from zero_agent.etcd.etcd_process import Member
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl import events
-from zero_orchestrator.ctl.events import Publisher
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import events
+from zero_orchestrator.observe.events import Publisher
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 pytestmark = [pytest.mark.etcd, pytest.mark.full]

@@ -1,1 +1,1 @@
-"""The page that shows a job: `document` makes it, of the files beside it."""
+"""The page that shows a job: `picture` says what is drawn, `document` makes the page of it."""

@@ -12,7 +12,7 @@ import html
 import json
 from importlib import resources
 
-from zero_orchestrator.ctl.picture import Json
+from zero_orchestrator.ctl.page.picture import Json
 
 
 def page(picture: Json, *, live: bool) -> str:

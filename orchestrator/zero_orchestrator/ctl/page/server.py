@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from zero_contract.errors import ZeroError
 from zero_orchestrator.ctl.page import document
-from zero_orchestrator.ctl.picture import Json
+from zero_orchestrator.ctl.page.picture import Json
 
 EVERY_S = 2.0
 """Seconds between two looks at the job."""

@@ -16,8 +16,8 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from zero_orchestrator.ctl.goodput import Begins, Doing, Mark
-from zero_orchestrator.ctl.pace import stalls
+from zero_orchestrator.observe.goodput import Begins, Doing, Mark
+from zero_orchestrator.observe.pace import stalls
 
 SPANS = 64
 """Most spans of a lane; beyond them a short one becomes part of the span before it."""

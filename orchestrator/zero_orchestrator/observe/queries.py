@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_orchestrator.ctl.events import progress_prefix
+from zero_orchestrator.observe.events import progress_prefix
 from zero_orchestrator.store.kv import Change, KeyValueStore, Put
 
 ANSWER_BYTES = 512 << 10

@@ -13,9 +13,9 @@ from pathlib import PurePath
 from typing import Any
 
 from zero_contract.user_files import is_own
-from zero_orchestrator.ctl import flight
-from zero_orchestrator.ctl.flight import Collective
-from zero_orchestrator.ctl.stacks import Frame, from_answer
+from zero_orchestrator.observe.detectors import flight
+from zero_orchestrator.observe.detectors.flight import Collective
+from zero_orchestrator.observe.stacks import Frame, from_answer
 
 SHOWN = 4
 """The number of ranks that a verdict names one by one."""

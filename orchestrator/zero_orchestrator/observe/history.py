@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
-from zero_orchestrator.ctl.pace import Counts, add_up, bucket
+from zero_orchestrator.observe.pace import Counts, add_up, bucket
 
 POINTS = 512
 """Most points of a history. A point covers `History.stride` steps, and that doubles when full."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_orchestrator.ctl.queries import Answer, ask_each
+from zero_orchestrator.observe.queries import Answer, ask_each
 from zero_orchestrator.store.kv import KeyValueStore
 
 TURNS = 4

@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_contract.values import in_words
-from zero_orchestrator.ctl import status as statuses
-from zero_orchestrator.ctl.events import (
+from zero_orchestrator.ctl.page.problems import ENDINGS, Problem, problems, withdraws
+from zero_orchestrator.observe import status as statuses
+from zero_orchestrator.observe.events import (
     GOODPUT_PER_NODE_S,
     GOODPUT_S,
     Event,
@@ -28,13 +29,12 @@ from zero_orchestrator.ctl.events import (
     read_history,
     read_lane,
 )
-from zero_orchestrator.ctl.events import read as read_events
-from zero_orchestrator.ctl.goodput import USES, from_record, total_ns
-from zero_orchestrator.ctl.history import History, Point, Saved
-from zero_orchestrator.ctl.lane import Lane, Phase, Span, intervals
-from zero_orchestrator.ctl.problems import ENDINGS, Problem, problems, withdraws
-from zero_orchestrator.ctl.status import JobStatus, NodeRow, slowest_ranks
-from zero_orchestrator.ctl.story import ENDS, Band, bands, recoveries
+from zero_orchestrator.observe.events import read as read_events
+from zero_orchestrator.observe.goodput import USES, from_record, total_ns
+from zero_orchestrator.observe.history import History, Point, Saved
+from zero_orchestrator.observe.lane import Lane, Phase, Span, intervals
+from zero_orchestrator.observe.status import JobStatus, NodeRow, slowest_ranks
+from zero_orchestrator.observe.story import ENDS, Band, bands, recoveries
 from zero_orchestrator.store.kv import KeyValueStore
 
 WINDOWS = 100

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zero_orchestrator.ctl.events import Event
-from zero_orchestrator.ctl.history import Point
-from zero_orchestrator.ctl.status import JobStatus
-from zero_orchestrator.ctl.story import ENDS
-from zero_orchestrator.ctl.verdicts import STOPS, Kind
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.history import Point
+from zero_orchestrator.observe.status import JobStatus
+from zero_orchestrator.observe.story import ENDS
+from zero_orchestrator.observe.verdicts import STOPS, Kind
 
 SAVES = "saves fail"
 ETCD = "etcd away"

@@ -26,7 +26,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from zero_orchestrator.ctl.pace import stalls
+from zero_orchestrator.observe.pace import stalls
 
 
 class Use(StrEnum):

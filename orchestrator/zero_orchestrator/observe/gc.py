@@ -17,10 +17,10 @@ from itertools import groupby
 from typing import Any
 
 from zero_contract.values import in_words
-from zero_orchestrator.ctl import events
-from zero_orchestrator.ctl.status import JOBS_PREFIX
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe import events
+from zero_orchestrator.observe.status import JOBS_PREFIX
 from zero_orchestrator.store.kv import Delete, KeyValue, KeyValueStore, Put, unchanged
 
 OLDER_THAN_S = 7 * 86400.0

@@ -21,13 +21,13 @@ from prometheus_client.core import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from zero_orchestrator.ctl.goodput import Use, from_record
-from zero_orchestrator.ctl.history import Saved
-from zero_orchestrator.ctl.pace import Quantiles
-from zero_orchestrator.ctl.status import LOST, UNREADABLE, JobStatus
-from zero_orchestrator.ctl.story import Recovery
-from zero_orchestrator.ctl.verdicts import Kind
 from zero_orchestrator.membership.job_state import State
+from zero_orchestrator.observe.goodput import Use, from_record
+from zero_orchestrator.observe.history import Saved
+from zero_orchestrator.observe.pace import Quantiles
+from zero_orchestrator.observe.status import LOST, UNREADABLE, JobStatus
+from zero_orchestrator.observe.story import Recovery
+from zero_orchestrator.observe.verdicts import Kind
 
 Labels = Mapping[str, str]
 Values = Iterable[tuple[Labels, float | None]]

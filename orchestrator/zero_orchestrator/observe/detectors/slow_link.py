@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from zero_orchestrator.ctl.links import Link, in_figures
+from zero_orchestrator.observe.links import Link, in_figures
 
 SLOWER = 3.0
 """A slow link has at most this fraction of the usual rate, or so many times the usual latency."""

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from zero_orchestrator.ctl.events import Event
+from zero_orchestrator.observe.events import Event
 
 CAUSES = frozenset({"exit", "dead", "hang", "unkillable", "drain", "yield", "leave"})
 """Events with which the end of a round begins."""

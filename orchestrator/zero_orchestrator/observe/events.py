@@ -37,15 +37,15 @@ from typing import Any
 from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
-from zero_orchestrator.ctl import history as histories
-from zero_orchestrator.ctl import lane as lanes
-from zero_orchestrator.ctl import pace as paces
-from zero_orchestrator.ctl.goodput import Use, add_up, from_record, to_record
-from zero_orchestrator.ctl.history import History
-from zero_orchestrator.ctl.lane import Lane
-from zero_orchestrator.ctl.pace import Pace
-from zero_orchestrator.ctl.verdicts import Verdict, from_item, to_value
 from zero_orchestrator.errors import StoreError
+from zero_orchestrator.observe import history as histories
+from zero_orchestrator.observe import lane as lanes
+from zero_orchestrator.observe import pace as paces
+from zero_orchestrator.observe.goodput import Use, add_up, from_record, to_record
+from zero_orchestrator.observe.history import History
+from zero_orchestrator.observe.lane import Lane
+from zero_orchestrator.observe.pace import Pace
+from zero_orchestrator.observe.verdicts import Verdict, from_item, to_value
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
 

@@ -20,8 +20,16 @@ from typing import Any, TypeVar
 
 from zero_contract.errors import ZeroError
 from zero_contract.schemas import line_of
-from zero_orchestrator.ctl import pace
-from zero_orchestrator.ctl.events import (
+from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.membership.dead_links import SetAside
+from zero_orchestrator.membership.failures import Exclusion, fruitless
+from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.rounds import Observation, Timing, decide
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe import pace
+from zero_orchestrator.observe.events import (
     by_node,
     goodput_prefix,
     history_key,
@@ -32,18 +40,10 @@ from zero_orchestrator.ctl.events import (
     seen_s,
     verdicts_key,
 )
-from zero_orchestrator.ctl.goodput import add_up, goodput, to_record
-from zero_orchestrator.ctl.history import Failing, Saved
-from zero_orchestrator.ctl.pace import Quantiles, Speed
-from zero_orchestrator.ctl.verdicts import STOPS, Verdict, from_item
-from zero_orchestrator.errors import StoreRefused
-from zero_orchestrator.membership.dead_links import SetAside
-from zero_orchestrator.membership.failures import Exclusion, fruitless
-from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
-from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.membership.parse import parse
-from zero_orchestrator.membership.rounds import Observation, Timing, decide
-from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.goodput import add_up, goodput, to_record
+from zero_orchestrator.observe.history import Failing, Saved
+from zero_orchestrator.observe.pace import Quantiles, Speed
+from zero_orchestrator.observe.verdicts import STOPS, Verdict, from_item
 from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range
 
 JOBS_PREFIX = "/zero/v1/"

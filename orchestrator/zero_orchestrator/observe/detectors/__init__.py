@@ -1,0 +1,1 @@
+"""The judges of reports: which rank, link or storage is slow, and whom a hung job waits for."""
