@@ -20,6 +20,7 @@ from zero_deepspeed import (
     utils,
     zero,
 )
+from zero_deepspeed.absent_names import explain_imports, raising_getattr
 from zero_deepspeed.accelerator import get_accelerator
 from zero_deepspeed.arguments import add_config_arguments
 from zero_deepspeed.comm import init_distributed
@@ -28,7 +29,6 @@ from zero_deepspeed.initialize import initialize
 from zero_deepspeed.on_device import OnDevice
 from zero_deepspeed.utils.logging import log_dist, logger
 from zero_deepspeed.version import __version__
-from zero_engine.former_names import explain_imports, raising_getattr
 
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 

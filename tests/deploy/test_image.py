@@ -64,7 +64,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 def test_the_installed_package_renders_what_the_checkout_does(installed, tmp_path):
     path = job_file(tmp_path, checkpoint={"path": "/c"}, etcd={"endpoints": ["e:1"]})
-    targets = ["slurm", "systemd", "compose"]
+    targets = ["slurm", "systemd"]
     targets += ["kubernetes"] if shutil.which("kubectl") or shutil.which("kustomize") else []
     for target in targets:
         words = ("-m", "zero_orchestrator", "render", path, "--to", target)

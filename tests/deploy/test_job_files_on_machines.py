@@ -1,4 +1,4 @@
-"""What `zero-ctl render` makes of a job file for Slurm, systemd and compose."""
+"""What `zero-ctl render` makes of a job file for Slurm and systemd."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import subprocess
 
 import pytest
-import yaml
 
 from tests.deploy.job import job
 from tests.deploy.manifests import DEPLOY
@@ -74,7 +73,6 @@ LIMITS = "etc/systemd/system/zero-agent@gpt.service.d/job.conf"
     [
         ("systemd", f"MemoryMax={32 * 2**30}\n"),
         ("slurm", "#SBATCH --mem=32768M\n"),
-        ("compose", f"mem_limit: {32 * 2**30}\n"),
     ],
 )
 def test_the_memory_of_a_job_on_machines_is_limited_only_if_its_file_does(tmp_path, to, limit):
@@ -97,14 +95,12 @@ def test_the_variables_of_a_unit_are_for_its_owner_alone_and_secrets_are_in_no_f
     assert "TOKEN" not in files["etc/zero-elastic/gpt.env"]
 
 
-def test_a_script_or_compose_file_asks_for_its_secrets_and_does_not_have_them(tmp_path):
+def test_a_batch_script_asks_for_its_secrets_and_does_not_have_them(tmp_path):
     one = job(tmp_path, "checkpoint: {path: /c}\nsecrets: {TOKEN: wandb/key}")
     script = shown(RENDERERS["slurm"](one))
     asked = [line for line in script.splitlines() if "TOKEN" in line]
     done = subprocess.run(["bash", "-c", asked[0]], capture_output=True, text=True, check=False)
     assert (done.returncode, "is a secret of this job" in done.stderr) == (127, True)
-    agent = yaml.safe_load(shown(RENDERERS["compose"](one)))["services"]["agent"]
-    assert agent["environment"]["TOKEN"].startswith("${TOKEN:?is a secret")
 
 
 @pytest.mark.parametrize(
@@ -122,31 +118,6 @@ def test_a_script_or_compose_file_asks_for_its_secrets_and_does_not_have_them(tm
 def test_what_machines_need_and_a_job_file_does_not_say_is_asked_for(tmp_path, to, more, message):
     with pytest.raises(JobFileError, match=message):
         RENDERERS[to](job(tmp_path, more))
-
-
-def test_a_compose_file_has_the_jobs_numbers_and_compose_reads_no_variables_in_them(tmp_path):
-    more = "environment: {PRICE: 5$}\ngrace_s: 60\nresources: {shm: 2Gi, gpu: 1}"
-    found = yaml.safe_load(shown(RENDERERS["compose"](job(tmp_path, more))))
-    agent = found["services"]["agent"]
-    assert agent["environment"]["PRICE"] == "5$$"
-    assert agent["environment"]["PET_NNODES"] == "2:8"
-    assert agent["environment"]["PET_RDZV_ENDPOINT"] == "etcd:2379"
-    assert agent["deploy"]["replicas"] == 2
-    assert agent["stop_grace_period"] == "60s"
-    assert agent["shm_size"] == 2 * 2**30
-    assert agent["command"] == ["--rdzv-id=gpt", "train.py", "--checkpoints=/checkpoints/gpt"]
-
-
-def test_an_etcd_of_yours_leaves_none_in_the_compose_file(tmp_path):
-    text = shown(RENDERERS["compose"](job(tmp_path, "etcd: {endpoints: [e:2379], ca: /ca.pem}")))
-    found = yaml.safe_load(text)
-    assert found["services"].keys() == {"volume-owner", "agent"}
-    assert found["volumes"].keys() == {"checkpoints"}
-    agent = found["services"]["agent"]
-    assert agent["environment"]["PET_ETCD_CA"] == "/ca.pem"
-    assert "PET_ETCD_KEY" not in agent["environment"]
-    assert agent["volumes"] == ["checkpoints:/checkpoints", "/ca.pem:/ca.pem:ro"]
-    assert "/tls" not in text
 
 
 @pytest.mark.parametrize("to", ["slurm", "systemd"])

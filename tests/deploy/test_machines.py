@@ -1,4 +1,4 @@
-"""Deployments without Kubernetes: the image, compose, systemd and Slurm."""
+"""Deployments without Kubernetes: the image, systemd and Slurm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cryptography.x509 import DNSName, SubjectAlternativeName, load_pem_x509_certificate
 from packaging.requirements import Requirement
 
 from tests.deploy.manifests import DEPLOY, ROOT
@@ -27,7 +26,6 @@ from zero_agent.etcd.etcd_process import Member, find_etcd
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 SBATCH = DEPLOY / "slurm" / "zero_agent.sbatch"
 UNIT = DEPLOY / "systemd" / "zero-agent@.service"
-COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
 def needs(program: str) -> str:
@@ -85,81 +83,6 @@ def test_the_image_installs_what_pyproject_asks_for_and_each_file_by_its_hash(na
     assert [package for package, (_, files) in locked.items() if not files] == []
     [install] = [line for line in _instructions("RUN") if "locks" in line]
     assert "--no-deps --require-hashes" in install
-
-
-# ---- compose ----
-
-
-def test_compose_gives_an_agent_the_time_it_needs_to_drain():
-    agent = COMPOSE["services"]["agent"]
-    grace_s = float(agent["stop_grace_period"].removesuffix("s"))
-    assert grace_s >= float(agent["environment"]["PET_SHUTDOWN_TIMEOUT"]) + 5
-
-
-def test_compose_names_only_volumes_and_services_that_it_defines():
-    for service in COMPOSE["services"].values():
-        assert {volume.split(":")[0] for volume in service["volumes"]} <= COMPOSE["volumes"].keys()
-        assert service.get("depends_on", {}).keys() <= COMPOSE["services"].keys()
-    endpoint = COMPOSE["services"]["agent"]["environment"]["PET_RDZV_ENDPOINT"]
-    assert endpoint.split(":")[0] in COMPOSE["services"]
-
-
-@pytest.mark.etcd
-@pytest.mark.netns
-def test_compose_lets_nobody_into_its_etcd_without_the_jobs_certificates(tmp_path):
-    """The commands of its services, as they stand there, with other places for files."""
-    services, etcd = COMPOSE["services"], find_etcd()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "tls").mkdir()
-    ctl = f'#!/bin/sh\nexec {sys.executable} -m zero_orchestrator "$@"\n'
-    (tmp_path / "bin" / "zero-ctl").write_text(ctl)
-    (tmp_path / "bin" / "zero-ctl").chmod(0o755)
-    places = {"/tls": f"{tmp_path}/tls", "/var/lib/etcd": f"{tmp_path}/data", "$$": "$"}
-    places |= {"/usr/local/bin/etcdctl": str(etcd.with_name("etcdctl"))}
-    places |= {"/usr/local/bin/etcd": str(etcd), "https://etcd:": "https://127.0.0.1:"}
-
-    def here(text: str) -> str:
-        for there, place in places.items():
-            text = text.replace(there, place)
-        return text
-
-    path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    make = [here(word) for word in services["certificates"]["entrypoint"]]
-    for _ in range(2):
-        subprocess.run(make, env=environment() | path, check=True)
-    made = {file.name: file.stat() for file in (tmp_path / "tls" / "job").iterdir()}
-    assert made.keys() == {"ca.pem", "cert.pem", "key.pem"}
-    assert {stat.st_mode & 0o777 for stat in made.values()} == {0o600}
-    asked = {name: here(value) for name, value in services["agent"]["environment"].items()}
-    host, _, port = asked["PET_RDZV_ENDPOINT"].partition(":")
-    certificate = load_pem_x509_certificate((tmp_path / "tls/job/cert.pem").read_bytes())
-    names = certificate.extensions.get_extension_for_class(SubjectAlternativeName).value
-    assert host in names.get_values_for_type(DNSName)
-    asked["PET_RDZV_ENDPOINT"] = f"127.0.0.1:{port}"
-    with own_loopback(int(port)) as network:
-        command = [*network, *map(here, services["etcd"]["command"])]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
-
-            def answers(words: list[str], **more: str) -> bool:
-                variables = environment() | path | more
-                done = subprocess.run(
-                    [*network, *words], env=variables, check=False, capture_output=True
-                )
-                return done.returncode == 0
-
-            check = [here(word) for word in services["etcd"]["healthcheck"]["test"][1:]]
-            let_in = {name: here(path) for name, path in services["etcd"]["environment"].items()}
-            status = ["zero-ctl", "status", "--all"]
-            try:
-                wait_for(lambda: answers(check, **let_in), 60, "etcd")
-                assert answers(status, **asked)
-                ca = {name: asked[name] for name in ("PET_RDZV_ENDPOINT", "PET_ETCD_CA")}
-                assert not answers(status, **ca)
-                assert not answers(check, ETCDCTL_CACERT=let_in["ETCDCTL_CACERT"])
-                plain = ["--endpoints=http://127.0.0.1:2379", "endpoint", "health"]
-                assert not answers([check[0], *plain])
-            finally:
-                server.kill()
 
 
 # ---- systemd ----
@@ -311,7 +234,6 @@ def _etcd_commands() -> dict[str, list[str]]:
     stateful = next(m for m in manifests if m["kind"] == "StatefulSet")
     member = Member(data=Path("/data"), client_port=1)
     return {
-        "compose": COMPOSE["services"]["etcd"]["command"],
         "kubernetes": stateful["spec"]["template"]["spec"]["containers"][0]["command"],
         "Slurm": re.findall(r"--[a-z-]+=\S+", SBATCH.read_text()),
         "one machine, launch, a fixed world": member.command(Path("etcd")),

@@ -172,7 +172,7 @@ def test_rendered_files_can_be_written_to_a_directory(tmp_path):
 
 
 def test_the_reader_of_a_pipe_may_leave(tmp_path):
-    words = [*CTL, "render", str(job_file(tmp_path)), "--to", "compose"]
+    words = [*CTL, "render", str(job_file(tmp_path, checkpoint={"path": "/c"})), "--to", "slurm"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -182,7 +182,7 @@ def test_the_reader_of_a_pipe_may_leave(tmp_path):
 
 
 def test_a_disk_that_is_full_is_one_message(tmp_path):
-    words = [*CTL, "render", str(job_file(tmp_path)), "--to", "compose"]
+    words = [*CTL, "render", str(job_file(tmp_path, checkpoint={"path": "/c"})), "--to", "slurm"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False

@@ -40,9 +40,7 @@ pytestmark = [
 WAYS = {
     "ssh": lambda options: ([f"--launcher-args={options}"], {}),
     "pdsh": lambda options: ([], {"PDSH_SSH_ARGS_APPEND": options}),
-    "openmpi": lambda options: ([], {"OMPI_MCA_plm_rsh_args": options, **AS_ROOT}),
 }
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @dataclass
@@ -175,14 +173,10 @@ def test_hosts_of_which_none_answers_end_the_command_with_their_names(hosts, lau
     assert job.output.count("Connection refused") == 2
 
 
-@pytest.mark.parametrize(
-    ("launcher", "program"), [("ssh", "ssh"), ("pdsh", "pdsh"), ("openmpi", "mpirun")]
-)
-def test_every_launcher_runs_the_same_agents_on_all_hosts(
-    hosts, launch, tmp_path, launcher, program
-):
-    if shutil.which(program) is None:
-        pytest.skip(f"needs {program}")
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_every_launcher_runs_the_same_agents_on_all_hosts(hosts, launch, tmp_path, launcher):
+    if shutil.which(launcher) is None:
+        pytest.skip(f"needs {launcher}")
     script = tmp_path / "places.py"
     script.write_text(
         "import os, time; print('place', os.environ['RANK'], os.environ['WORLD_SIZE'], "

@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import yaml
 from torch.distributed import TCPStore
 
 from tests.support.cluster import COLD, ROOT, environment, paced, training
@@ -42,10 +41,6 @@ TABLE = {
         "a refused handshake",
         "tests/contract/etcd/test_join_token.py"
         "::test_whoever_has_the_token_gets_in_and_a_stranger_learns_and_changes_nothing",
-    ),
-    "etcd of the compose file": (
-        "a refused handshake",
-        f"{HERE}::test_the_etcd_of_the_compose_file_asks_for_certificates_on_its_own_network",
     ),
     "etcd of `--master-addr` or `--rdzv-backend=c10d` without `ZERO_JOIN_TOKEN`": (
         "everything below; the agent logs a warning at its start",
@@ -286,9 +281,3 @@ def test_an_etcd_without_a_token_gives_a_stranger_all_it_has(tmp_path, way):
         )
         with contextlib.closing(EtcdStore(client)) as store:
             wait_for(lambda: store.range("/zero/secret/").items, 60, "the secret of the job")
-
-
-def test_the_etcd_of_the_compose_file_asks_for_certificates_on_its_own_network():
-    services = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
-    assert "--client-cert-auth" in services["etcd"]["command"]
-    assert "ports" not in services["etcd"]

@@ -254,28 +254,12 @@ def test_hosts_with_ipv6_are_told_of_the_jobs_etcd_in_brackets(tmp_path, capsys)
     assert "'--rdzv-endpoint=[::1]:PORT'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("launcher", "words"),
-    [
-        (
-            "openmpi",
-            "mpirun -n 2 --host w1:1,w2:1 --map-by ppr:1:node --wdir /srv/job "
-            "-x CUDA_VISIBLE_DEVICES -x NCCL_DEBUG -v",
-        ),
-        (
-            "mpich",
-            "mpirun -n 2 -ppn 1 -hosts w1,w2 -wdir /srv/job "
-            "-genvlist CUDA_VISIBLE_DEVICES,NCCL_DEBUG -v",
-        ),
-        (
-            "slurm",
-            "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=w1,w2 "
-            "--kill-on-bad-exit=0 --label --chdir=/srv/job --export=ALL -v",
-        ),
-    ],
-)
-def test_the_others_run_one_command_for_all_hosts(launcher, words):
-    (command,) = RUNNERS[launcher](a_plan(), Remote(arguments=("-v",)))
+def test_srun_is_one_command_for_all_hosts():
+    (command,) = RUNNERS["slurm"](a_plan(), Remote(arguments=("-v",)))
+    words = (
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=w1,w2 "
+        "--kill-on-bad-exit=0 --label --chdir=/srv/job --export=ALL -v"
+    )
     assert command.argv == (*words.split(), *AGENT, *PROGRAM)
     assert command.env == {"NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": "0,1"}
 

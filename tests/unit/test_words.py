@@ -12,8 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests/support/retired_words.txt"
 NOT_OURS = ("tests/data/", "deploy/locks/")
 """Scripts as users of other projects write them, and lists of packages."""
-FORMER = ("engine/zero_engine/former_names.py", "tests/unit/test_former_names.py")
-"""Where a script that still has a former name is told its place."""
 
 
 def retired() -> list[tuple[str, str]]:
@@ -33,7 +31,7 @@ def texts() -> dict[str, str]:
     kept = {}
     for name in found.splitlines():
         path = ROOT / name
-        if path != LIST and not name.startswith(NOT_OURS + FORMER) and path.is_file():
+        if path != LIST and not name.startswith(NOT_OURS) and path.is_file():
             kept[name] = path.read_bytes().decode("utf-8", errors="replace")
     return kept
 

@@ -25,7 +25,7 @@ from zero_agent.launch import arguments
 from zero_agent.launch.environment import exported
 from zero_agent.launch.hosts import Hosts, read_hostfile, select
 from zero_agent.launch.plan import Plan
-from zero_agent.launch.runners import PROGRAMS, RUNNERS, Remote
+from zero_agent.launch.runners import RUNNERS, Remote
 from zero_agent.launch.session import Session
 from zero_agent.node.network import is_local
 from zero_agent.node.scratch import Scratch
@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
             names = sorted({*plan.env, *command.env})
             print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
         return 0
-    program = PROGRAMS.get(args.launcher, args.launcher)
+    program = "srun" if args.launcher == "slurm" else args.launcher
     if shutil.which(program) is None:
         raise SpecError(
             f"--launcher={args.launcher}: {program} is not installed here; install it, choose "

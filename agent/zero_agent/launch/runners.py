@@ -1,13 +1,12 @@
 """Ways to run a command on other hosts; each is a pure function from a plan to local commands.
 
-`ssh` runs one command for each host, the other runners one for all hosts. A host's agent ends with
+`ssh` runs one command for each host, the others one for all hosts. A host's agent ends with
 its connection: ssh allocates a terminal for it (`-tt`), so that the agent gets SIGHUP when the
 connection is lost.
 
 No value of a variable is in an argument. ssh sends the values over its standard input, once the
 host has reported that its terminal does not echo. pdsh has no standard input, so the hosts read a
-file in the working directory that only this user can read. The other runners export their own
-environment.
+file in the working directory that only this user can read. srun exports its own environment.
 
 Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
 """
@@ -104,29 +103,6 @@ def _pdsh(plan: Plan, remote: Remote) -> list[Command]:
     return [Command(where=_all(plan), argv=(*argv, line), env=env, files={file: plan.exports()})]
 
 
-def _openmpi(plan: Plan, remote: Remote) -> list[Command]:
-    hosts = ",".join(f"{host}:1" for host in plan.hosts)
-    argv = (
-        *("mpirun", "-n", str(len(plan.hosts)), "--host", hosts, "--map-by", "ppr:1:node"),
-        *("--wdir", str(plan.directory)),
-        *(word for name in sorted(plan.environment()) for word in ("-x", name)),
-        *remote.arguments,
-        *plan.agent(),
-    )
-    return [Command(where=_all(plan), argv=argv, env=plan.environment())]
-
-
-def _hydra(plan: Plan, remote: Remote) -> list[Command]:
-    """The command of MPICH and Intel MPI, which share their process manager."""
-    argv = (
-        *("mpirun", "-n", str(len(plan.hosts)), "-ppn", "1", "-hosts", ",".join(plan.hosts)),
-        *("-wdir", str(plan.directory), "-genvlist", ",".join(sorted(plan.environment()))),
-        *remote.arguments,
-        *plan.agent(),
-    )
-    return [Command(where=_all(plan), argv=argv, env=plan.environment())]
-
-
 def _slurm(plan: Plan, remote: Remote) -> list[Command]:
     count = len(plan.hosts)
     argv = (
@@ -147,10 +123,5 @@ def _all(plan: Plan) -> str:
 RUNNERS: Mapping[str, Runner] = {
     "ssh": _ssh,
     "pdsh": _pdsh,
-    "openmpi": _openmpi,
-    "mpich": _hydra,
-    "impi": _hydra,
     "slurm": _slurm,
 }
-PROGRAMS = {"openmpi": "mpirun", "mpich": "mpirun", "impi": "mpirun", "slurm": "srun"}
-"""The program that must be installed here, if its name is not the runner's."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 import zero_deepspeed
-from zero_engine.former_names import explain_imports
+from zero_deepspeed.absent_names import explain_imports
 
 _NAME = "deepspeed"
 _OURS = zero_deepspeed.__name__
@@ -120,7 +120,7 @@ def _install() -> None:
             "python -m zero_deepspeed.as_deepspeed SCRIPT"
         )
     sys.meta_path.insert(0, _Finder())
-    explain_imports(_OURS, _NAME)
+    explain_imports(_NAME)
 
 
 _install()

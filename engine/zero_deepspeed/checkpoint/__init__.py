@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zero_engine.former_names import raising_getattr
+from zero_deepspeed.absent_names import raising_getattr
 
 if not TYPE_CHECKING:  # for which every name would be there
     __getattr__ = raising_getattr(__name__)

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from zero_deepspeed.absent_names import raising_getattr
 from zero_deepspeed.ops import adagrad, adam, lamb, lion, op_builder
-from zero_engine.former_names import raising_getattr
 
 __all__ = ["adagrad", "adam", "lamb", "lion", "op_builder"]
 

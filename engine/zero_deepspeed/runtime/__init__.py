@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from zero_deepspeed.absent_names import raising_getattr
 from zero_deepspeed.runtime import (
     activation_checkpointing,
     base_optimizer,
@@ -12,7 +13,6 @@ from zero_deepspeed.runtime import (
     utils,
     zero,
 )
-from zero_engine.former_names import raising_getattr
 
 __all__ = [
     "activation_checkpointing",

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from zero_deepspeed.absent_names import raising_getattr
 from zero_deepspeed.loaders import RepeatingLoader
 from zero_deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
-from zero_engine.former_names import raising_getattr
 from zero_engine.parameters.access import owned
 from zero_engine.sharding.leaf_modules import (
     get_z3_leaf_modules,

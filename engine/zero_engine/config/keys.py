@@ -217,9 +217,6 @@ ALIASES = {
 WRITTEN = {"checkpoint.asynchronous": "checkpoint.async"}
 """Path of a field whose key is a word of Python -> the path of the key."""
 
-MOVED = {"reduction": "elastic.reduction"}
-"""Former path of a key -> its present one."""
-
 
 _SIZE, _COUNT = Range(), Range(least=1)
 

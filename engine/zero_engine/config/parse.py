@@ -87,8 +87,6 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
         # Some libraries add such keys to a config that they have read: DeepSpeed does not see them.
         _log.warning("%s: not read; in a config, %r stands in the section %r", key, inner, section)
         return
-    if where in keys.MOVED:
-        raise ConfigError(f"{where}: this key is {keys.MOVED[where]} now; write it there")
     if where in keys.MISSING:
         feature = keys.MISSING[where]
         if value not in (AUTO, None) and feature.asks(value):

@@ -10,7 +10,7 @@ from typing import Any
 from zero_orchestrator.jobfile.reading import checks, schema
 from zero_orchestrator.jobfile.reading.schema import Job
 
-TARGETS = ("kubernetes", "slurm", "compose", "systemd")
+TARGETS = ("kubernetes", "slurm", "systemd")
 PLACES = ("local", "kubernetes", "slurm")
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from zero_deepspeed.absent_names import raising_getattr
 from zero_deepspeed.runtime.zero import offload_config, partition_parameters, tiling
 from zero_deepspeed.zero import (
     GatheredParameters,
@@ -10,7 +11,6 @@ from zero_deepspeed.zero import (
     register_external_parameter,
     unwrap_model_for_generation,
 )
-from zero_engine.former_names import raising_getattr
 
 __all__ = [
     "GatheredParameters",

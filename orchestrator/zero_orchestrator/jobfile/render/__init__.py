@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from zero_orchestrator.jobfile.reading.schema import Job
-from zero_orchestrator.jobfile.render import compose, kubernetes, slurm, systemd
+from zero_orchestrator.jobfile.render import kubernetes, slurm, systemd
 
 Renderer = Callable[[Job], dict[str, str]]
 """File name -> text."""
@@ -16,6 +16,5 @@ Renderer = Callable[[Job], dict[str, str]]
 RENDERERS: Mapping[str, Renderer] = {
     "kubernetes": lambda job: {f"{job.file.name}.yaml": kubernetes.render(job)},
     "slurm": lambda job: {f"{job.file.name}.sbatch": slurm.render(job)},
-    "compose": lambda job: {f"{job.file.name}.compose.yaml": compose.render(job)},
     "systemd": systemd.files,
 }
