@@ -16,7 +16,7 @@ from tests.support.waiting import wait_for
 from zero_agent.workers.environment import Order
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.unkillable import GIVE_UP_S, describe
+from zero_agent.workers.stacks import GIVE_UP_S, describe
 from zero_contract.exit_codes import AgentExit
 
 freezes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

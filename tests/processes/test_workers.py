@@ -18,7 +18,7 @@ from tests.support.waiting import wait_for
 from zero_agent.workers.exits import read_error_file
 from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.output import FILES, Tap, Terminal
+from zero_agent.workers.output.tap import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
 
 pytestmark = pytest.mark.processes
@@ -263,7 +263,7 @@ AGENT = """
 import sys, time
 from pathlib import Path
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.output import Tap, Terminal
+from zero_agent.workers.output.tap import Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
 import os

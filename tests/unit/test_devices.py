@@ -1,6 +1,6 @@
 """Which accelerators an agent says that its machine has."""
 
-from zero_agent.node.devices import devices
+from zero_agent.node.strain import devices
 
 
 def test_the_gpus_of_a_machine_are_counted_by_model(tmp_path):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.loop.limits import REMEDIES
-from zero_agent.loop.log_limit import AGAIN_S, LogLimit
+from zero_agent.loop.limits import AGAIN_S, REMEDIES, LogLimit
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot, State
 from zero_orchestrator.membership.rounds import Observation, Timing, Wait, decide
 from zero_orchestrator.membership.spec import JobSpec

@@ -13,7 +13,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from tests.unit.test_status import Job
 from zero_agent.loop.answers import Answers, kinds_of, last_output
-from zero_agent.workers.recent_output import RecentOutput
+from zero_agent.workers.output.recent import RecentOutput
 from zero_orchestrator.ctl import cli, logs_command
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.observe.events import output_prefix

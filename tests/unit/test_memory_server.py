@@ -17,8 +17,7 @@ import pytest
 import xxhash
 
 from tests.support.waiting import wait_for
-from zero_agent.node.memory import GRACE_S, NodeMemory, sweep
-from zero_agent.node.memory_server import MemoryServer
+from zero_agent.node.memory import GRACE_S, MemoryServer, NodeMemory, sweep
 from zero_contract import peer_memory
 from zero_contract.handshake import CLIENT, SERVER, StrangerError, WireError, receive
 from zero_contract.owned_dir import OWNER

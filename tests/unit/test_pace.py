@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zero_agent.workers.speed import SpeedMeter
+from zero_agent.workers.step_times import SpeedMeter
 from zero_contract.worker import Progress
 from zero_orchestrator.observe import pace
 from zero_orchestrator.observe.pace import Pace, Quantiles, Speed, add_up, bucket, quantiles

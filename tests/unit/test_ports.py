@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_agent.node.memory_server import MemoryServer
+from zero_agent.node.memory import MemoryServer
 from zero_agent.node.network import PatientServer, first_free
 from zero_agent.node.ring import Ring
 

@@ -14,7 +14,7 @@ from contextlib import closing
 import pytest
 
 from zero_agent.node.health_endpoint import STARTING, Health
-from zero_agent.node.memory_server import MemoryServer
+from zero_agent.node.memory import MemoryServer
 from zero_agent.node.ring import Ring
 from zero_contract import handshake, peer_memory
 from zero_contract.handshake import NONCE_BYTES

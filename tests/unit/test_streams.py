@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_agent.workers.streams import (
+from zero_agent.workers.output.streams import (
     Route,
     Selection,
     Std,

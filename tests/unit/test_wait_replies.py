@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_agent.workers.wait_replies import WaitReplies
+from zero_agent.workers.channel import WaitReplies
 from zero_contract.worker import WaitReply
 
 

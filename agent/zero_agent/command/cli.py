@@ -37,9 +37,10 @@ from zero_agent.node import signals
 from zero_agent.node.health_checks import await_fit
 from zero_agent.node.health_endpoint import Health, served
 from zero_agent.node.network import address_towards
-from zero_agent.workers import oom, output
+from zero_agent.workers import oom
 from zero_agent.workers.exits import leave_error_file
-from zero_agent.workers.streams import Format
+from zero_agent.workers.output import tap as output
+from zero_agent.workers.output.streams import Format
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, end_process
 from zero_contract.clock import Stopwatch, SystemClock
 from zero_contract.errors import ZeroError

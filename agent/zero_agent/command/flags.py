@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_agent.node.network import ANY_PORT, loopback
+from zero_agent.workers.output.streams import Format
 from zero_agent.workers.progress import parse_hang_timeout
-from zero_agent.workers.streams import Format
 from zero_contract.exit_codes import AgentExit
 from zero_contract.values import Size, argument_type
 from zero_orchestrator.arguments import seconds

@@ -22,7 +22,7 @@ from zero_agent.etcd.etcd_choice import Static, Way
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.node.network import is_local
 from zero_agent.workers.environment import own_device
-from zero_agent.workers.streams import parse_ranks, parse_selection
+from zero_agent.workers.output.streams import parse_ranks, parse_selection
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.spec import JobSpec, check_name, parse_nnodes
 

@@ -26,8 +26,15 @@ from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.loop.config import AgentConfig
 from zero_agent.workers import numa
 from zero_agent.workers.environment import own_device
+from zero_agent.workers.output.streams import (
+    PREFIX,
+    Format,
+    Std,
+    Streams,
+    parse_ranks,
+    parse_selection,
+)
 from zero_agent.workers.progress import parse_hang_timeout
-from zero_agent.workers.streams import PREFIX, Format, Std, Streams, parse_ranks, parse_selection
 from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import who

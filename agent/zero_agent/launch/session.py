@@ -23,8 +23,8 @@ from functools import partial
 from zero_agent.launch.runners import READY, Command
 from zero_agent.node import signals
 from zero_agent.node.process_control import dying_with_parent
-from zero_agent.workers import output
-from zero_agent.workers.output import PAUSE_S, STDOUT
+from zero_agent.workers.output import tap as output
+from zero_agent.workers.output.tap import PAUSE_S, STDOUT
 from zero_contract.exit_codes import ENDS_THE_JOB, LOST, verdict
 from zero_orchestrator.errors import SpecError
 

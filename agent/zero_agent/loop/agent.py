@@ -25,13 +25,11 @@ from zero_agent.errors import AgentFailed
 from zero_agent.loop.answers import Answers, kinds_of, last_output, prober, reacher
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.job_history import JobHistory
-from zero_agent.loop.job_time import await_ledgers, in_a_sentence
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
-from zero_agent.loop.limits import STORE_FAILS, Limits, pause_when_full_s
+from zero_agent.loop.limits import STORE_FAILS, Limits, LogLimit, pause_when_full_s
 from zero_agent.loop.link_watch import Links, reach_by
-from zero_agent.loop.log_limit import LogLimit
 from zero_agent.loop.network_watch import NetworkWatch, probe_through
-from zero_agent.loop.node_time import NodeTime
+from zero_agent.loop.node_time import NodeTime, await_ledgers, in_a_sentence
 from zero_agent.loop.node_workers import SOCKET, Handlers, NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
 from zero_agent.loop.store_writes import StoreWrites
@@ -39,14 +37,13 @@ from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
 from zero_agent.loop.traces import Traces
 from zero_agent.loop.verdicts import Verdicts, ask_why_stuck
-from zero_agent.node.devices import devices
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
 from zero_agent.node.ring import Ring
 from zero_agent.node.scratch import Scratch
 from zero_agent.node.state import BUSY, Workers
-from zero_agent.node.strain import Strain
+from zero_agent.node.strain import Strain, devices
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal

@@ -24,7 +24,7 @@ from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.node import probe
 from zero_agent.node.ring import Ring
 from zero_agent.workers import stacks
-from zero_agent.workers.recent_output import Page, RecentOutput
+from zero_agent.workers.output.recent import Page, RecentOutput
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.rendezvous import Rendezvous

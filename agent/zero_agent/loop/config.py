@@ -9,8 +9,8 @@ from pathlib import Path
 from zero_agent.node import identity
 from zero_agent.node.health_checks import Surroundings
 from zero_agent.node.network import ANY_PORT, loopback
+from zero_agent.workers.output.streams import Streams
 from zero_agent.workers.progress import HangPolicy
-from zero_agent.workers.streams import Streams
 from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import host_port

@@ -1,4 +1,4 @@
-"""Timeouts of an agent: etcd out of reach (--etcd-grace), no round begins (--join-timeout).
+"""Limits of an agent: etcd out of reach (--etcd-grace), no round begins (--join-timeout), its log.
 
 Must always hold: each wait has one limit, each limit a flag, and the message at its end names it.
 An etcd that is full has no limit: it still answers, no node is lost, and an operator can free space
@@ -173,3 +173,33 @@ class Limits:
                 f"no round began within {self._config.join_timeout_s:g} s (--join-timeout): "
                 f"{reason}. {REMEDIES[waits_for]}",
             )
+
+
+AGAIN_S = 10.0
+"""While the workers of many nodes stop, the reason that names the remaining nodes changes with each
+of them: it is logged when the wait begins, and again at this interval."""
+
+
+class LogLimit:
+    """Rate limit of the log: each reason is logged once, and a long wait from time to time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._logged = ""
+        self._wait = Stopwatch(clock)
+
+    def is_news(self, reason: str, waits_for: Wait | None = None) -> bool:
+        """Whether to log this reason now; if so, it counts as logged.
+
+        Args:
+            reason: What the job does or waits for, in words.
+            waits_for: What it waits for, if that may take long.
+        """
+        if waits_for is not Wait.WORKERS:
+            self._wait.stop()
+        elif self._wait.running and not self._wait.past(AGAIN_S):
+            return False
+        else:
+            self._wait.stop()
+            self._wait.start()
+        news, self._logged = reason != self._logged, reason
+        return news

@@ -1,4 +1,4 @@
-"""What the time of this node is used for: the marks of its goodput ledger.
+"""What the time of this node is used for, and, at the end of a job, that of all its nodes.
 
 `doing` is a pure function of what the agent sees; `NodeTime` marks each change of it, and each step
 of the workers, with the agent's clock.
@@ -11,17 +11,31 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.clock import Clock
+from zero_contract.values import in_words
 from zero_contract.worker import Progress
+from zero_orchestrator.errors import StoreError
 from zero_orchestrator.membership.job_state import ENDED, State
-from zero_orchestrator.observe.goodput import Begins, Doing, Ledger, Mark, Stepped, Use
+from zero_orchestrator.observe.events import by_node, goodput_prefix, read_goodput
+from zero_orchestrator.observe.goodput import (
+    Begins,
+    Doing,
+    Ledger,
+    Mark,
+    Stepped,
+    Use,
+    add_up,
+    in_parts,
+    total_ns,
+)
 from zero_orchestrator.observe.lane import Lane, Phase
+from zero_orchestrator.store.kv import KeyValueStore
 
 _NS = 1e9
 _START_TICKS = 19
@@ -148,3 +162,42 @@ class NodeTime:
 
     def _now_ns(self) -> int:
         return round(self._clock.now() * _NS)
+
+
+WAIT_S = 3.0
+"""How long the ledgers of the other nodes are waited for, at the end of the job."""
+_POLL_S = 0.1
+
+
+def await_ledgers(
+    store: KeyValueStore, job: str, nodes: Collection[str], wait_s: float = WAIT_S
+) -> tuple[Mapping[Use, int], int]:
+    """The time of all nodes that a job has had: each writes its ledger last.
+
+    Args:
+        store: The store with the ledgers.
+        job: The job's name.
+        nodes: The nodes whose agents end now.
+        wait_s: The longest wait for their ledgers.
+
+    Returns:
+        The time by use, and the number of these nodes whose last seconds are not in it. Without
+        etcd, nothing of any node.
+    """
+    prefix, until_s = goodput_prefix(job), time.monotonic() + wait_s
+    while True:
+        try:
+            items = store.range(prefix).items
+        except StoreError:
+            return {}, len(nodes)
+        ended = {node for node, record in by_node(prefix, items).items() if record.get("last")}
+        missing = len(set(nodes) - ended)
+        if not missing or time.monotonic() > until_s:
+            return add_up(read_goodput(item) for item in items), missing
+        time.sleep(_POLL_S)
+
+
+def in_a_sentence(used_ns: Mapping[Use, int], missing: int) -> str:
+    """The time of a job, for its log."""
+    text = f"the time of all nodes, {in_words(total_ns(used_ns) / 1e9)}: {in_parts(used_ns)}"
+    return f"{text}; the last seconds of {missing} nodes are missing" if missing else text

@@ -25,17 +25,16 @@ from zero_agent.node.installed import Installed
 from zero_agent.node.leave_request import LeaveRequests
 from zero_agent.node.network import interface_of
 from zero_agent.node.state import BUSY, Workers
-from zero_agent.workers.channel import Channel
+from zero_agent.workers.channel import Channel, WaitReplies
 from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
 from zero_agent.workers.exits import Exit, describe
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
-from zero_agent.workers.output import FILES, PAUSE_S
+from zero_agent.workers.output.recent import RecentOutput
+from zero_agent.workers.output.tap import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps, load_in_words
-from zero_agent.workers.recent_output import RecentOutput
 from zero_agent.workers.stacks import Process
-from zero_agent.workers.wait_replies import WaitReplies
 from zero_agent.workers.world_size import WorldSize
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit

@@ -1,4 +1,4 @@
-"""What slows a node down, as its kernel counts it: CPU quota, swap, clock, temperature, steal.
+"""What the kernel shows of a node: its accelerators, and what slows it down (quota, swap, heat).
 
 `Strain` reads the counts from time to time; `zero_orchestrator.observe.detectors.strain` says which
 of them are the cause of a slow rank. Must always hold: reading raises nothing and waits for
@@ -8,6 +8,7 @@ nothing; what the kernel does not count is left out.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -133,3 +134,17 @@ def _part(grown: Mapping[str, float], some: str, of: str) -> float | None:
 
 def _rate(grown: Mapping[str, float], name: str, time_s: float, unit: float) -> float | None:
     return grown[name] * unit / time_s if name in grown else None
+
+
+def devices(root: Path = Path("/")) -> str:
+    """The accelerators, such as `8 x NVIDIA H100 80GB HBM3`; empty without NVIDIA's driver."""
+    models: Counter[str] = Counter()
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # the GPU has just fallen off the bus
+            continue
+        models.update(
+            line.removeprefix("Model:").strip() for line in lines if line.startswith("Model:")
+        )
+    return ", ".join(f"{count} x {model}" for model, count in models.items())

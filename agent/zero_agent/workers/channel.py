@@ -3,17 +3,21 @@
 A worker under zero_engine connects to it; any other script never does, and is managed by signals
 alone. Each line is a message of `zero_contract.worker`; a malformed line closes that worker's
 connection and nothing else.
+
+`WaitReplies` asks all of them one question at a time. Must always hold: the wait for the replies is
+bounded; a reply to an earlier question is not taken for one to this.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from zero_agent.workers.hub import Hub
-from zero_contract.worker import ContractError, Hello, Message, decode, encode
+from zero_contract.worker import ContractError, Hello, Message, WaitReply, decode, encode
 
 log = logging.getLogger("zero")
 
@@ -108,3 +112,39 @@ class _Peer:
         except ContractError as error:
             log.warning("rank %s broke the worker contract: %s", self.rank, error)
             self.close()
+
+
+class WaitReplies:
+    """What the workers wait for, by their replies to the newest question.
+
+    The thread that asks waits for the replies, which arrive on the agent's thread.
+    """
+
+    def __init__(self) -> None:
+        self._came = threading.Condition()
+        self._replies: dict[int, WaitReply] = {}
+        self._number = 0
+
+    def add(self, rank: int, reply: WaitReply) -> None:
+        """Keep the reply of a rank."""
+        with self._came:
+            if reply.request == self._number:
+                self._replies[rank] = reply
+                self._came.notify_all()
+
+    def collect(
+        self, ranks: Collection[int], ask: Callable[[int], None], within_s: float
+    ) -> dict[int, WaitReply]:
+        """Ask, and wait for the replies of these ranks; those that came in time.
+
+        Args:
+            ranks: The ranks that are asked.
+            ask: Sends the question of a number, on the agent's thread.
+            within_s: Seconds to wait.
+        """
+        with self._came:
+            self._replies.clear()
+            self._number += 1
+            ask(self._number)
+            self._came.wait_for(lambda: set(ranks) <= self._replies.keys(), within_s)
+            return dict(self._replies)

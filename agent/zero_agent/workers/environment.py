@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zero_agent.errors import AgentFailed
 from zero_agent.workers.exits import fresh_error_file
-from zero_agent.workers.streams import NAMES, Route, Std, Streams
+from zero_agent.workers.output.streams import NAMES, Route, Std, Streams
 from zero_contract.exit_codes import AgentExit
 from zero_contract.signing import Purpose, Secret, derive
 from zero_contract.worker import (

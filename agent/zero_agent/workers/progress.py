@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zero_agent.node.heartbeat import Beat, Heartbeats
-from zero_agent.workers.speed import SpeedMeter
-from zero_agent.workers.step_times import Spent, StepTimes
+from zero_agent.workers.step_times import SpeedMeter, Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
 from zero_contract.worker import Preparing, Progress, Restored, Saved, SaveWaits

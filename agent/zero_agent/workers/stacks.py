@@ -1,8 +1,11 @@
-"""The stacks of running workers, taken without disturbing them, for `zero-ctl stack`.
+"""The stacks of running workers, taken without disturbing them, and why a killed one does not end.
 
 A worker writes the Python stacks of its threads itself, on a signal (`worker_main`); this works
 while it is stuck in a call of a library. py-spy, if it is installed, reads the stack of a process
 from outside: native frames as well, and of programs that `worker_main` does not run.
+
+A process in an uninterruptible sleep (a GPU that fell off the bus, a hung NFS server), in a frozen
+cgroup or held by a tracer keeps SIGKILL pending for as long as that lasts, perhaps for ever.
 
 Must always hold: only a process that handles the signal gets it, since it ends any other process;
 only a worker itself gets it, not the processes that it has started; every wait is bounded.
@@ -23,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_agent.workers.unkillable import describe
 from zero_agent.workers.worker_main import STACKS_SIGNAL
 
 WRITE_S = 2.0
@@ -136,3 +138,53 @@ def _spy(process: Process, within_s: float, *flags: str) -> dict[str, str]:
             )
         return {"problem": problem}
     return {"spy": done.stdout}
+
+
+GIVE_UP_S = 20.0
+"""How long the agent waits for a process to end after SIGKILL."""
+_STATES = {
+    "D": "uninterruptible sleep",
+    "R": "running",
+    "S": "sleeping",
+    "T": "stopped",
+    "t": "held by a tracer",
+    "Z": "zombie",
+}
+_FRAMES = 8
+"""How many frames of a kernel stack are shown: the innermost ones."""
+
+
+def describe(pid: int, proc: Path = Path("/proc")) -> str:
+    """`process 7 (python) in state D (uninterruptible sleep), waiting in nfs_wait; stack: ...`.
+
+    Args:
+        pid: The process; its thread in state D, if there is one, is described.
+        proc: The mount point of procfs.
+    """
+    threads = sorted((proc / str(pid) / "task").glob("*"), key=lambda path: _state(path) != "D")
+    if not threads:
+        return f"process {pid}, of which /proc shows nothing"
+    thread = threads[0]
+    state = _state(thread)
+    words = [f"process {pid} ({_read(thread / 'comm')}) in state {state}"]
+    words += [f" ({_STATES[state]})"] if state in _STATES else []
+    wchan = _read(thread / "wchan")
+    words += [f", waiting in {wchan}"] if wchan not in ("", "0") else []
+    status = _read(thread / "status").splitlines()
+    tracer = next((line.split()[1] for line in status if line.startswith("TracerPid:")), "")
+    words += [f", traced by process {tracer}"] if tracer not in ("", "0") else []
+    frames = [line.split()[-1].split("+")[0] for line in _read(thread / "stack").splitlines()]
+    words += [f"; kernel stack: {' < '.join(frames[:_FRAMES])}"] if frames else []
+    return "".join(words)
+
+
+def _state(thread: Path) -> str:
+    fields = _read(thread / "stat").rpartition(")")[2].split()
+    return fields[0] if fields else "?"
+
+
+def _read(path: Path) -> str:
+    """The text of a file; empty if it is gone, or readable by root only (stack)."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""

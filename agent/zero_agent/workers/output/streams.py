@@ -2,7 +2,7 @@
 
 `--redirects` sends a stream to its file only, `--tee` to its file and to the terminal, with the
 worker's name before each line; `--log-dir` alone keeps everything and shows it unchanged. Pure:
-`output.py` moves the bytes.
+`tap.py` moves the bytes.
 
 Source of the flags' meaning: torch.distributed.elastic.multiprocessing (Std, DefaultLogsSpecs).
 """
