@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 import zero_deepspeed
 from zero_checkpoint import StoreConsensus, find
-from zero_checkpoint.memory.commit import MemorySave, commit_in_memory
 from zero_checkpoint.memory.node import MemoryNode
 from zero_checkpoint.memory.peers import ReplicaPeers
-from zero_checkpoint.staging import StagingBuffer
-from zero_checkpoint.staging_memory import SharedStaging
-from zero_comm.distributed import group_store
+from zero_checkpoint.saving.memory_commit import MemorySave, commit_in_memory
+from zero_checkpoint.saving.staging import StagingBuffer
+from zero_checkpoint.saving.staging_memory import SharedStaging
+from zero_comm.worker.distributed import group_store
 from zero_engine.core.engine import Engine
 
 Took = dict[str, float]

@@ -30,7 +30,7 @@ from torch.profiler import profile as profiled
 from training_model import GPT, Shape, batch
 
 import zero_engine
-from zero_comm.distributed import leave_group
+from zero_comm.worker.distributed import leave_group
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -105,7 +105,8 @@ def make(args: argparse.Namespace) -> Any:
 
 def switch(link: Any, meter: Meter) -> Callable[[bool], None]:
     """A function that begins and ends the observation of this worker."""
-    from zero_comm import collectives, rank_times
+    from zero_comm.exchange import collectives
+    from zero_comm.worker import rank_times
 
     names = ("progress", "step_times", "everyones_times")
     on = {name: meter.around(getattr(link, name)) for name in names}

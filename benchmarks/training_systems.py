@@ -56,7 +56,7 @@ def floor(model: GPT, setting: Setting) -> Step:
 
     With the heap as our engine sets it: page faults can be left out.
     """
-    from zero_comm.cpu.malloc import keep_freed_memory
+    from zero_comm.exchange.cpu.malloc import keep_freed_memory
 
     keep_freed_memory()
     if setting.bf16:
@@ -297,7 +297,7 @@ def _fsdp2(*, reshard: bool = True, **options: bool) -> System:
 
 
 SYSTEMS: dict[str, System] = {
-    "floor": System(make=floor, package="zero_comm.cpu.malloc"),
+    "floor": System(make=floor, package="zero_comm.exchange.cpu.malloc"),
     "passes": System(make=passes),
     "ddp": System(make=ddp, stage=0),
     "zro": System(make=zro, package="torch.distributed.optim", stage=1),

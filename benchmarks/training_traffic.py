@@ -2,7 +2,7 @@
 
     python benchmarks/training_traffic.py --nodes 8x8,128x8 --parameters 7e9 --accumulation 1,8
 
-The bytes of our gradients are those of `zero_comm.reduction_plan`, the others follow from the
+The bytes of our gradients are those of `zero_comm.sums.plan`, the others follow from the
 algorithms. `training.py --nodes` prints the model beside what the interfaces of real ranks have
 counted. A time is bytes / rate, as if computation hid nothing: what is shorter than the computation
 of a step can be hidden by it. A ring, and NCCL's, is assumed to cross each node once.
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from training_systems import NODE_BLOCK
 
-from zero_comm.quantization import PACKED_BYTES
-from zero_comm.reduction_plan import DEFAULT_BLOCK, Where, plan_reduction
+from zero_comm.sums.plan import DEFAULT_BLOCK, Where, plan_reduction
+from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
 from zero_data.global_batch import contiguous, node_turns, strided
 

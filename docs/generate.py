@@ -189,7 +189,7 @@ A worker without `RANK` finds its place in these, in this order. Its world then 
 
 def environment() -> str:
     """Every environment variable that is read or set."""
-    from zero_comm.discovery import LAUNCHERS
+    from zero_comm.worker.discovery import LAUNCHERS
     from zero_contract.environment import VARIABLES
 
     lines = [_ENVIRONMENT.rstrip()]
@@ -316,7 +316,7 @@ def reduction() -> str:
 
 def _sum_drawn() -> Iterator[str]:
     """Which pieces of 13 micro-batches there are in blocks of 8, level by level."""
-    from zero_comm.reduction_plan import Expression
+    from zero_comm.sums.plan import Expression
 
     expression = Expression(micro_batches=13, block=8)
     numbers = range(expression.micro_batches)
@@ -333,7 +333,7 @@ def _sum_drawn() -> Iterator[str]:
 
 def _schedule_drawn() -> Iterator[str]:
     """What travels and what is kept: two nodes of two ranks, 16 micro-batches, blocks of 8."""
-    from zero_comm.reduction_plan import Piece, Where, plan_reduction
+    from zero_comm.sums.plan import Piece, Where, plan_reduction
     from zero_data.global_batch import contiguous, node_turns, strided
 
     def names(pieces: Sequence[Piece]) -> str:

@@ -52,9 +52,11 @@ def api() -> str:
 
 def _modules(package: ModuleType) -> Iterator[Sequence[str]]:
     for info in pkgutil.iter_modules(package.__path__):
-        name = f"{package.__name__}.{info.name}"
-        text = (importlib.import_module(name).__doc__ or "").strip().partition("\n\n")[0]
-        yield f"`{name}`", sentence(text)
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        text = (module.__doc__ or "").strip().partition("\n\n")[0]
+        yield f"`{module.__name__}`", sentence(text)
+        if info.ispkg:
+            yield from _modules(module)
 
 
 def _name(module: ModuleType, name: str) -> Iterator[str]:

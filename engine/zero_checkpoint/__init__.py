@@ -7,11 +7,11 @@ below both; `find` lists the checkpoints of a directory. `format.pieces` defines
 state itself.
 """
 
-from zero_checkpoint.candidates import Candidate, Found, Rejected, find
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.format.manifest import Manifest
+from zero_checkpoint.loading.candidates import Candidate, Found, Rejected, find
 from zero_checkpoint.plain import Part, Restored, load, save
-from zero_checkpoint.weight_hash import weight_hash
+from zero_checkpoint.state.weight_hash import weight_hash
 
 __all__ = [
     "Candidate",

@@ -22,16 +22,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import ref
 
-from zero_checkpoint.commit import publish_or_withdraw, raise_problem
 from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.publish import Attempt, NotPublished, withdraw
-from zero_checkpoint.saver import Request, Saver
-from zero_checkpoint.schedule import RETRY_S, Schedule
-from zero_checkpoint.staging import Outcome
+from zero_checkpoint.saving.commit import publish_or_withdraw, raise_problem
+from zero_checkpoint.saving.publish import Attempt, NotPublished, withdraw
+from zero_checkpoint.saving.saver import Request, Saver
+from zero_checkpoint.saving.schedule import RETRY_S, Schedule
+from zero_checkpoint.saving.staging import Outcome
 from zero_checkpoint.training import Training
-from zero_comm.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_contract.errors import CommitRefused, ZeroError
 from zero_contract.worker import Saved
 

@@ -19,25 +19,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from zero_checkpoint.client_state import pack, unpack
-from zero_checkpoint.commit import Lineage
 from zero_checkpoint.consensus import StoreConsensus
-from zero_checkpoint.departure import Script
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import ASIDE
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.last_save import Beginning, LastSave
-from zero_checkpoint.memory.tier import InMemoryCheckpoints
+from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.options import SKIP, Checkpoint
 from zero_checkpoint.other_engines import BESIDE, Moment, inconsistent
-from zero_checkpoint.restore import Loaded
-from zero_checkpoint.retention import is_number
-from zero_checkpoint.saver import Request, Saver
-from zero_checkpoint.schedule import Schedule
+from zero_checkpoint.saving.commit import Lineage
+from zero_checkpoint.saving.departure import Script
+from zero_checkpoint.saving.in_memory import InMemoryCheckpoints
+from zero_checkpoint.saving.retention import is_number
+from zero_checkpoint.saving.saver import Request, Saver
+from zero_checkpoint.saving.schedule import Schedule
+from zero_checkpoint.state.client_state import pack, unpack
 from zero_checkpoint.training import Loading, Training
-from zero_comm.agent_link import BEFORE_FIRST_STEP, AgentLink
-from zero_comm.distributed import group_store
+from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, AgentLink
+from zero_comm.worker.distributed import group_store
 from zero_contract.errors import PeerLost
 from zero_contract.worker import Restored
 

@@ -24,17 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_checkpoint import commit, restore
-from zero_checkpoint.client_state import Stored, check_dense, pack, unpack
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.dtypes import DTYPES, name_of
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.housekeeping import Keep, tidy
-from zero_comm.agent_link import current_round
-from zero_comm.distributed import group_store
+from zero_checkpoint.loading import restore
+from zero_checkpoint.saving import commit
+from zero_checkpoint.saving.housekeeping import Keep, tidy
+from zero_checkpoint.state.client_state import Stored, check_dense, pack, unpack
+from zero_comm.worker.agent_link import current_round
+from zero_comm.worker.distributed import group_store
 
 UNKNOWN_RUN: Mapping[str, Any] = {
     "step": 0,

@@ -15,7 +15,7 @@ import torch
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.options import FAIL, IGNORE
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 
 _log = logging.getLogger(__name__)
 

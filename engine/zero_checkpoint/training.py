@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from zero_checkpoint.consensus import StoreConsensus
-from zero_checkpoint.copiers import BeforeChange
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.search import MemorySearch
-from zero_checkpoint.restore import Loaded
+from zero_checkpoint.loading.in_memory import MemorySearch
+from zero_checkpoint.loading.restore import Loaded
+from zero_checkpoint.saving.copiers import BeforeChange
 
 
 class Position(Protocol):
@@ -65,7 +65,7 @@ class Training(Protocol):
         """A load of everything."""
 
     def weight_hash(self) -> str:
-        """See `zero_checkpoint.weight_hash`. Collective."""
+        """See `zero_checkpoint.state.weight_hash`. Collective."""
 
     def settle(self) -> None:
         """At its end: wait for exchanges that a step has left under way, unless a peer is lost."""

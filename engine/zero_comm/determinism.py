@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from zero_comm.objects import gather_objects
+from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ConfigError, ZeroError
 
 _log = logging.getLogger(__name__)

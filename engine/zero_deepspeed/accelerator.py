@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_comm.distributed import local_device
+from zero_comm.worker.distributed import local_device
 
 __all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported"]
 

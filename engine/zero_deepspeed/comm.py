@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.comm`: torch.distributed under the names that scripts use.
 
 Owns nothing but the arguments of `init_distributed`. It is for the exchanges of scripts; those of
-the engine are in `zero_comm.collectives`.
+the engine are in `zero_comm.exchange.collectives`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import get_global_rank, get_process_group_ranks
 
-from zero_comm.agent_link import exit_on_peer_loss
-from zero_comm.comms_log import LOG
-from zero_comm.distributed import group_timeout_s
-from zero_comm.distributed import init_distributed as _init_from_environment
-from zero_comm.distributed import local_rank as get_local_rank
-from zero_comm.objects import gather_objects_of_group
+from zero_comm.exchange.comms_log import LOG
+from zero_comm.exchange.objects import gather_objects_of_group
+from zero_comm.worker.agent_link import exit_on_peer_loss
+from zero_comm.worker.distributed import group_timeout_s
+from zero_comm.worker.distributed import init_distributed as _init_from_environment
+from zero_comm.worker.distributed import local_rank as get_local_rank
 
 __all__ = [
     "ReduceOp",

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.tools.export import read_state_dict, select
+from zero_checkpoint.tools.conversion.export import read_state_dict, select
 from zero_checkpoint.tools.locate import one
-from zero_comm.agent_link import exit_on_peer_loss
+from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
-from zero_comm.quantization import PACKED_BYTES
-from zero_comm.reduction_plan import (
+from zero_comm.sums.plan import (
     DEFAULT_BLOCK,
     SUM_BYTES,
     Plan,
@@ -19,6 +18,7 @@ from zero_comm.reduction_plan import (
     most_pending,
     plan_reduction,
 )
+from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided

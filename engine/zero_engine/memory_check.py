@@ -12,8 +12,8 @@ from dataclasses import astuple, dataclass, replace
 
 import torch
 
-from zero_checkpoint.staging_memory import available_bytes
-from zero_comm.reduction_plan import Where
+from zero_checkpoint.saving.staging_memory import available_bytes
+from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_engine.accumulation import Accumulation
 from zero_engine.parts import Core, Run

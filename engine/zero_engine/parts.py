@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_comm.collectives import Collectives
 from zero_comm.determinism import Hardware
-from zero_comm.reduction_plan import Plan, Where
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums.plan import Plan, Where
 from zero_data.elastic_loader import Feed
 from zero_data.global_batch import (
     Assignment,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 from zero_step.block_norms import BlockNorms
 from zero_step.division import Division
 from zero_step.norm import ROW, merged, sum_of_squares

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from zero_comm.collectives import Collectives, wait
+from zero_comm.exchange.collectives import Collectives, wait
 from zero_step.division import Division, Positions, plan_norm
 from zero_step.norm import BLOCK, block_norms
 

@@ -20,12 +20,12 @@ from math import inf
 import torch
 from torch import Tensor
 
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives, Pending, has_ended, wait
-from zero_comm.native_reduction import NativeReduction
-from zero_comm.node_reduction import NodeReduction, apart
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction, Turn
+from zero_comm.exchange.collectives import Collectives, Pending, has_ended, wait
+from zero_comm.sums.buffer_pool import BufferPool
+from zero_comm.sums.native import NativeReduction
+from zero_comm.sums.node import NodeReduction, apart
+from zero_comm.sums.ordered_sum import OrderedSum
+from zero_comm.sums.reduction import OrderedReduction, Turn
 from zero_comm.waiting import Interrupt
 
 Reduction = OrderedReduction | NodeReduction | NativeReduction

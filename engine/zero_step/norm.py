@@ -1,7 +1,7 @@
 """The norm of gradients, with the same bits however their elements are divided among ranks.
 
 Owns the definition of the norm, which is a format: a checkpoint records its version, which
-`zero_comm.reduction_order` has. Must always hold:
+`zero_comm.sums.order` has. Must always hold:
 
 - The elements of a parameter, flattened in row-major order, form blocks of BLOCK elements; zeros
   fill up the last one. The norm of a block is taken in fp32, or in fp64 if a gradient has that.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_comm.determinism import check
-from zero_comm.reduction_order import NATIVE, check_mode
+from zero_comm.sums.order import NATIVE, check_mode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_comm.determinism import Hardware
-from zero_comm.reduction_order import order_of
+from zero_comm.sums.order import order_of
 from zero_data.global_batch import Cursor
 
 _THEN = "when the checkpoint was made"

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from zero_checkpoint.departure import ClientSource, Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
 from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.persistence import Persistence
+from zero_checkpoint.saving.departure import ClientSource, Departure, choose_departure
 from zero_checkpoint.tags import agree_on_tag, text_of
 from zero_checkpoint.training import Loading, Training
-from zero_comm.agent_link import AgentLink, exit_on_peer_loss
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_contract.errors import CommitRefused, ZeroError
 from zero_contract.worker import Progress
 

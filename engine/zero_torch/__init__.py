@@ -9,7 +9,7 @@ The weights are the same bits at every world size, and under DDP and FSDP2. A sc
 `loss.backward()` and `optimizer.step()` itself.
 """
 
-from zero_comm.distributed import leave_failures_to_agent
+from zero_comm.worker.distributed import leave_failures_to_agent
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.protection import protect
 from zero_torch.run import Run

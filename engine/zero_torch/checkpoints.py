@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from zero_checkpoint.weight_hash import weight_hash
-from zero_comm.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
-from zero_comm.collectives import Collectives
+from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.determinism import meet, mode_of
-from zero_comm.reduction_order import NATIVE
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums.order import NATIVE
+from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_step.agree import Agreement

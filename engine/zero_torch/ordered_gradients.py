@@ -24,11 +24,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero_comm.additions import SUMS
-from zero_comm.collectives import Pending
-from zero_comm.native_reduction import NativeReduction
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import Turn
+from zero_comm.exchange.collectives import Pending
+from zero_comm.sums.additions import SUMS
+from zero_comm.sums.native import NativeReduction
+from zero_comm.sums.ordered_sum import OrderedSum
+from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_step.gradients import Pipeline, Reduction
 from zero_step.phase import Calls, Move, Phase, State

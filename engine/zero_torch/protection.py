@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
-from zero_comm.distributed import init_distributed
+from zero_comm.worker.distributed import init_distributed
 from zero_contract.errors import ConfigError
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints

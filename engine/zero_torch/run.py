@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from zero_checkpoint.training import Loading
-from zero_comm.agent_link import exit_on_peer_loss
-from zero_comm.cpu.malloc import keep_freed_memory
-from zero_comm.reduction import Turn
-from zero_comm.reduction_order import NATIVE_RUN
-from zero_comm.reduction_plan import DEFAULT_BLOCK
+from zero_comm.exchange.cpu.malloc import keep_freed_memory
+from zero_comm.sums.order import NATIVE_RUN
+from zero_comm.sums.plan import DEFAULT_BLOCK
+from zero_comm.sums.reduction import Turn
 from zero_comm.waiting import transport_failures
+from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step, strided
 from zero_data.ledger import Ledger, round_of_start
@@ -36,8 +36,11 @@ from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nom
 from zero_step.agree import Agreement, clipped
 from zero_step.gradients import Reduction, own_groups, reduction_over
 from zero_step.phase import Move, State
-from zero_torch import hooks_ddp, hooks_fsdp2, hooks_plain, settings
+from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints, derive, makes_state, replace
+from zero_torch.hooks import ddp as hooks_ddp
+from zero_torch.hooks import fsdp2 as hooks_fsdp2
+from zero_torch.hooks import plain as hooks_plain
 from zero_torch.loader import RunLoader, in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import LearningRates, check_members, takes_no_metric

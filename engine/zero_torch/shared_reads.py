@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.pieces import Piece, TensorId
-from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.exchange.collectives import Collectives, Pending, wait
 
 _UNDER_WAY = 4
 """Exchanges at once: the ranks need not wait for each other after each tensor."""

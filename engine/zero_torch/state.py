@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
-from zero_checkpoint.extra_state import extra_state, restore_extra_state
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
-from zero_checkpoint.torch_state import (
+from zero_checkpoint.state.extra_state import extra_state, restore_extra_state
+from zero_checkpoint.state.torch_state import (
     device_of_number,
     matched,
     number_as_json,
@@ -109,7 +109,7 @@ class TrainingState:
         return groups
 
     def extra_state(self) -> dict[str, Any]:
-        """See `zero_checkpoint.extra_state`."""
+        """See `zero_checkpoint.state.extra_state`."""
         return extra_state(self._wrapped.module, own_name)
 
     def aliases(self) -> dict[str, str]:

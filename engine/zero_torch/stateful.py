@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
-from zero_checkpoint.client_state import Stored, check_dense, pack, unpack
 from zero_checkpoint.format.pieces import OTHER, TensorId
 from zero_checkpoint.plain import mapped
+from zero_checkpoint.state.client_state import Stored, check_dense, pack, unpack
 from zero_contract.errors import ConfigError
 
 META = "stateful"

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
-from zero_checkpoint.extra_state import KEY as EXTRA_STATE
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import OTHER, Piece, State
-from zero_checkpoint.memory.search import MemorySearch
+from zero_checkpoint.loading import restore
+from zero_checkpoint.loading.in_memory import MemorySearch
+from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.plain import UNKNOWN_RUN
-from zero_checkpoint.restore import Loaded
-from zero_checkpoint.scheduler_state import restore_schedule, schedule_as_json
-from zero_comm.collectives import Collectives
+from zero_checkpoint.state.extra_state import KEY as EXTRA_STATE
+from zero_checkpoint.state.scheduler_state import restore_schedule, schedule_as_json
 from zero_comm.determinism import Hardware
-from zero_comm.reduction_order import NATIVE, ORDERED, record_of, record_of_native
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums.order import NATIVE, ORDERED, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
 from zero_step import record
 from zero_step.options import Elastic

@@ -19,8 +19,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_checkpoint.format.dtypes import DTYPES
-from zero_checkpoint.torch_state import persistent_buffers
-from zero_comm.additions import SUMS
+from zero_checkpoint.state.torch_state import persistent_buffers
+from zero_comm.sums.additions import SUMS
 from zero_contract.errors import ConfigError
 from zero_step.division import Division, chunks, shares
 from zero_torch.ordered_gradients import as_real

@@ -269,7 +269,7 @@ class WaitReply:
     last: str = ""
     """The name of the exchange that it has begun last."""
     collectives: tuple[dict[str, Any], ...] = ()
-    """The last collectives that torch has recorded, as `zero_comm.flight.recorded`."""
+    """The last collectives that torch has recorded, as `zero_comm.worker.flight.recorded`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,12 @@ import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.ports import free_port
 from zero_checkpoint import weight_hash
-from zero_checkpoint.block_digests import AT_ONCE_BYTES, BLOCK_BYTES
-from zero_comm import fold
-from zero_comm.collectives import Collectives
-from zero_comm.distributed import backend_for, leave_group, local_device
+from zero_checkpoint.state.block_digests import AT_ONCE_BYTES, BLOCK_BYTES
 from zero_comm.errors import LeavingNow
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums import fold
 from zero_comm.waiting import Interrupt
+from zero_comm.worker.distributed import backend_for, leave_group, local_device
 from zero_step.norm import BLOCK, block_norms, sum_of_squares
 
 CHECKS: dict[str, Callable[[], str]] = {}

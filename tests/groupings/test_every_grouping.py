@@ -21,8 +21,8 @@ from tests.numerics.test_accumulate import (
 )
 from tests.numerics.test_reduction_order import BLOCKS, COUNT, DTYPES, digest, expected, train
 from tests.support.world import WorldPool
-from zero_comm.cpu.same_host import SWITCH
-from zero_comm.reduction_plan import Where
+from zero_comm.exchange.cpu.same_host import SWITCH
+from zero_comm.sums.plan import Where
 from zero_comm.topology import ENV_NODE_RANKS
 
 LARGEST_WORLD = 8

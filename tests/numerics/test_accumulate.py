@@ -27,10 +27,10 @@ from tests.numerics.test_reduction_order import (
     train,
 )
 from tests.support.world import WorldError, WorldPool
-from zero_checkpoint.staging_memory import available_bytes
-from zero_comm.cpu.same_host import SWITCH
-from zero_comm.node_reduction import NodeReduction
-from zero_comm.reduction_plan import SUM_BYTES, Plan, Where, plan_reduction
+from zero_checkpoint.saving.staging_memory import available_bytes
+from zero_comm.exchange.cpu.same_host import SWITCH
+from zero_comm.sums.node import NodeReduction
+from zero_comm.sums.plan import SUM_BYTES, Plan, Where, plan_reduction
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import contiguous, node_turns, strided

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
-from zero_comm.comms_log import CommsLog
+from zero_comm.exchange.comms_log import CommsLog
 from zero_contract.errors import ConfigError
 from zero_deepspeed import comm
 from zero_engine.config import load_config

@@ -28,10 +28,10 @@ from tests.support.saving import ASYNC, ENDS_AT, SAVED_AT, heard, undisturbed
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
-from zero_checkpoint.copiers import Begun, address_of, divide
 from zero_checkpoint.files.chunks import Copy
-from zero_checkpoint.staging import StagingBuffer
-from zero_checkpoint.staging_memory import PrivateStaging
+from zero_checkpoint.saving.copiers import Begun, address_of, divide
+from zero_checkpoint.saving.staging import StagingBuffer
+from zero_checkpoint.saving.staging_memory import PrivateStaging
 from zero_engine.core.engine import Engine
 
 

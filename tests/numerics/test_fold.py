@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_comm.additions import TOTAL, Addition, Memory, run_one_by_one
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.fold import Fold, graph_of
-from zero_comm.ordered_sum import Progress, next_pieces, next_sums
+from zero_comm.sums.additions import TOTAL, Addition, Memory, run_one_by_one
+from zero_comm.sums.buffer_pool import BufferPool
+from zero_comm.sums.fold import Fold, graph_of
+from zero_comm.sums.ordered_sum import Progress, next_pieces, next_sums
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import pytest
 from tests.numerics.heap_faults import ROWS
 from tests.numerics.peak_memory import LAYERS, WIDTH
 from tests.support.fresh import run_module
-from zero_comm.cpu.malloc import is_set
+from zero_comm.exchange.cpu.malloc import is_set
 
 _ACTIVATIONS = LAYERS * ROWS * WIDTH * 4 // resource.getpagesize()
 """Pages that hold the outputs of the layers."""

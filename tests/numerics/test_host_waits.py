@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.numerics.test_stock_torch import batches, protected
 from tests.support.training import config, make_engine
 from tests.support.world import WorldPool
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 
 DTYPES: dict[str, dict[str, Any]] = {
     "fp32": {},

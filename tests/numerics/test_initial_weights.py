@@ -17,7 +17,7 @@ from tests.support import queued
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool, one_result
-from zero_comm.comms_log import LOG, CommsLogger
+from zero_comm.exchange.comms_log import LOG, CommsLogger
 from zero_contract.errors import ConfigError, ZeroError
 from zero_deepspeed.zero import GatheredParameters, Init
 from zero_engine.parameters import construction

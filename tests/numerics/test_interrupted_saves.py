@@ -19,7 +19,7 @@ from tests.support.saving import Gated, use
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
 from zero_checkpoint import find
-from zero_checkpoint.saver import Saver
+from zero_checkpoint.saving.saver import Saver
 from zero_engine.core.engine import Engine
 
 WIDTH = 2048

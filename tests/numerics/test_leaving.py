@@ -23,8 +23,8 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
 from zero_checkpoint import find
-from zero_checkpoint.departure import Departure, choose_departure
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.saving.departure import Departure, choose_departure
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
 from zero_contract.worker import (

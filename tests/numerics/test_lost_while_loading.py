@@ -18,8 +18,9 @@ from tests.numerics.test_silent_peers import Agent, is_stopped
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
-from zero_checkpoint import find, reader, restore
-from zero_comm.cpu.same_host import SWITCH
+from zero_checkpoint import find
+from zero_checkpoint.loading import reader, restore
+from zero_comm.exchange.cpu.same_host import SWITCH
 from zero_contract import worker as contract
 from zero_contract.errors import PeerLost, ZeroError
 from zero_contract.worker import ExitCode, Leave, When

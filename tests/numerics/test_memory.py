@@ -16,9 +16,9 @@ import zero_deepspeed
 from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
-from zero_comm import additions
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.reduction_plan import Where
+from zero_comm.sums import additions
+from zero_comm.sums.buffer_pool import BufferPool
+from zero_comm.sums.plan import Where
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_engine.accumulation import choose
 from zero_engine.config import load_config

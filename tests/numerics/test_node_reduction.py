@@ -12,11 +12,11 @@ import torch
 
 from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
-from zero_comm.collectives import Collectives, wait
-from zero_comm.cpu.same_host import SWITCH
 from zero_comm.errors import Diverged
-from zero_comm.node_reduction import NodeReduction
-from zero_comm.reduction_plan import plan_reduction
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.exchange.cpu.same_host import SWITCH
+from zero_comm.sums.node import NodeReduction
+from zero_comm.sums.plan import plan_reduction
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_contract.errors import PeerLost
 from zero_data.global_batch import strided

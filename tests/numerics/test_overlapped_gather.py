@@ -32,7 +32,7 @@ from tests.support.queued import BACKEND
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool, pids
-from zero_comm.cpu.same_host import SWITCH
+from zero_comm.exchange.cpu.same_host import SWITCH
 from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ConfigError, PeerLost, ZeroError
 from zero_contract.worker import ExitCode

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.support.world import WorldPool
-from zero_comm.collectives import Collectives
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import Turn
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums.ordered_sum import OrderedSum
+from zero_comm.sums.reduction import Turn
 from zero_comm.topology import Topology
 from zero_comm.waiting import Interrupt
 from zero_step.gradients import Pipeline, own_groups, reduction_over

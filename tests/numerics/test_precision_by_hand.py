@@ -56,7 +56,7 @@ def test_gradients_by_hand_are_applied_without_a_backward(
 
 
 def plain_hash() -> str:
-    from zero_checkpoint.weight_hash import weight_hash
+    from zero_checkpoint.state.weight_hash import weight_hash
 
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -36,12 +36,12 @@ from tests.support.queued import BACKEND, QueuedGroup
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool, pids
-from zero_comm.collectives import Collectives, wait
-from zero_comm.distributed import leave_group
 from zero_comm.errors import Diverged, LeavingNow
-from zero_comm.staged import StagedTransport
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.exchange.staged import StagedTransport
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_comm.waiting import Interrupt
+from zero_comm.worker.distributed import leave_group
 from zero_contract.worker import ExitCode, Left
 from zero_deepspeed.zero import GatheredParameters
 from zero_engine.core.engine import Engine

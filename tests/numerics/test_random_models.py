@@ -13,7 +13,7 @@ import zero_deepspeed
 from tests.support.plain import summed
 from tests.support.random_models import TREES, Vectors, build, grouped
 from tests.support.world import WorldPool
-from zero_comm.reduction_plan import DEFAULT_BLOCK
+from zero_comm.sums.plan import DEFAULT_BLOCK
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 
 STEPS = 3

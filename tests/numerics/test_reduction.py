@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tests.support.plain import summed, to_int8
 from tests.support.world import WorldPool
-from zero_comm.additions import ROUNDED
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.collectives import Collectives
-from zero_comm.held_pieces import HeldPieces
-from zero_comm.ordered_sum import OrderedSum, Progress, form_pieces, next_sums
-from zero_comm.reduction import OrderedReduction, Turn
-from zero_comm.reduction_plan import Expression, Piece, Where, plan_reduction
-from zero_comm.spill import Spill
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums.additions import ROUNDED
+from zero_comm.sums.buffer_pool import BufferPool
+from zero_comm.sums.held_pieces import HeldPieces
+from zero_comm.sums.ordered_sum import OrderedSum, Progress, form_pieces, next_sums
+from zero_comm.sums.plan import Expression, Piece, Where, plan_reduction
+from zero_comm.sums.reduction import OrderedReduction, Turn
+from zero_comm.sums.spill import Spill
 from zero_data.global_batch import contiguous, node_turns
 
 CPU = torch.device("cpu")

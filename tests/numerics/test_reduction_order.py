@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 import zero_deepspeed
 from tests.support.plain import summed, to_int8
 from tests.support.world import WorldPool, one_result
-from zero_comm.reduction_plan import most_pending
+from zero_comm.sums.plan import most_pending
 from zero_contract.errors import ConfigError
 from zero_engine.core.engine import Engine
 

@@ -16,8 +16,9 @@ from tests.support.models import make_model
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
-from zero_checkpoint import find, reader
+from zero_checkpoint import find
 from zero_checkpoint.errors import DamagedCheckpoint, ModelMismatch
+from zero_checkpoint.loading import reader
 from zero_contract.errors import ZeroError
 from zero_deepspeed.utils import safe_get_full_fp32_param
 from zero_engine.core.engine import Engine

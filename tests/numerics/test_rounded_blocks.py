@@ -13,9 +13,9 @@ from tests.numerics.test_reduction_order import digest, expected, train
 from tests.support.queued import BACKEND
 from tests.support.saving import heard
 from tests.support.world import WorldPool
-from zero_comm.node_reduction import NodeReduction
-from zero_comm.quantization import PACKED_BYTES
-from zero_comm.reduction_plan import plan_reduction
+from zero_comm.sums.node import NodeReduction
+from zero_comm.sums.plan import plan_reduction
+from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
 from zero_data.global_batch import strided
 from zero_engine.accumulation import choose

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.plain import plain_torch
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
-from zero_comm.cpu.same_host import SWITCH
+from zero_comm.exchange.cpu.same_host import SWITCH
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_torch
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
-from zero_checkpoint import find, restore
-from zero_checkpoint.restore import Loaded
+from zero_checkpoint import find
+from zero_checkpoint.loading import restore
+from zero_checkpoint.loading.restore import Loaded
 from zero_contract.errors import PeerLost
 from zero_torch.shared_reads import SharedReads
 

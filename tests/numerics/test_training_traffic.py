@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.world import WorldPool
-from zero_comm.collectives import Collectives
-from zero_comm.node_reduction import NodeReduction
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.sums.node import NodeReduction
 from zero_comm.topology import ENV_NODE_RANKS
 from zero_engine.core.engine import Engine
 

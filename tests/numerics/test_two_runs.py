@@ -19,7 +19,7 @@ from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.dcp import Writer
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.saving.housekeeping import Keep, tidy
 from zero_contract.worker import ENV_RUN
 
 Begin = Callable[[], WorldPool]

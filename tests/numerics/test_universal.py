@@ -20,10 +20,11 @@ from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import SMALL
-from zero_checkpoint import Manifest, find, restore
+from zero_checkpoint import Manifest, find
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.pieces import BUFFER
-from zero_checkpoint.restore import Loaded
+from zero_checkpoint.loading import restore
+from zero_checkpoint.loading.restore import Loaded
 from zero_engine.core.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
 

@@ -148,7 +148,7 @@ MEETING = """
 import os, pathlib, signal, sys
 import torch.distributed as dist
 import zero_deepspeed
-from zero_comm.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.waiting import transport_failures
 if os.environ["ZERO_ROUND"] == "2": sys.exit()
 zero_deepspeed.init_distributed()

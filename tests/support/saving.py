@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
-from zero_checkpoint import staging_memory as room
 from zero_checkpoint.files.storage import Disk
+from zero_checkpoint.saving import staging_memory as room
 from zero_engine.core.engine import Engine
 from zero_engine.observe.reporting import LOGGERS
 

@@ -19,11 +19,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 from tests.unit.checkpoint.support import Full, SmallBlocks, SmallObjects, share
 from zero_checkpoint import StoreConsensus
-from zero_checkpoint.commit import save
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
-from zero_checkpoint.ownership import runs
+from zero_checkpoint.loading.ownership import runs
+from zero_checkpoint.saving.commit import save
 from zero_contract.worker import ENV_RUN
 
 DEADLINE_S = 60

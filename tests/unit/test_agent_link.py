@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from zero_comm.agent_link import AgentLink
+from zero_comm.worker.agent_link import AgentLink
 from zero_contract.worker import Hello, Preparing, Progress, Saved, decode
 from zero_engine.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zero_comm.buffer_pool import BufferPool
+from zero_comm.sums.buffer_pool import BufferPool
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 
 from tests.support.structures import STRUCTURES, bits
-from zero_checkpoint.client_state import LARGEST_BYTES, pack, unpack
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES
+from zero_checkpoint.state.client_state import LARGEST_BYTES, pack, unpack
 
 
 class Point(NamedTuple):

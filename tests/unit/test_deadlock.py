@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from zero_comm.deadlock import DeadlockDetector, Standing, circle, describe, here
+from zero_comm.exchange.deadlock import DeadlockDetector, Standing, circle, describe, here
 
 
 def standing(awaits: str, turn: int = 0, **begun: int) -> Standing:

@@ -10,12 +10,12 @@ COMM = """
 import os, threading
 from datetime import timedelta
 import torch, torch.distributed as dist
-from zero_comm.agent_link import agent_link
-from zero_comm.collectives import Collectives, wait
+from zero_comm.worker.agent_link import agent_link
+from zero_comm.exchange.collectives import Collectives, wait
 from zero_comm.errors import LeavingNow
-from zero_comm.buffer_pool import BufferPool
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import OrderedReduction, Turn
+from zero_comm.sums.buffer_pool import BufferPool
+from zero_comm.sums.ordered_sum import OrderedSum
+from zero_comm.sums.reduction import OrderedReduction, Turn
 from zero_comm.waiting import Interrupt
 
 ready, done = os.pipe(), os.pipe()
@@ -129,15 +129,16 @@ for ledger in ("ledger1", "ledger2", "ledger"):
 STEP = """
 import logging, sys
 import torch, torch.distributed as dist
-from zero_checkpoint import restore, weight_hash
+from zero_checkpoint import weight_hash
+from zero_checkpoint.loading import restore
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.plain import UNKNOWN_RUN
-from zero_comm.agent_link import agent_link
-from zero_comm.collectives import Collectives
+from zero_comm.worker.agent_link import agent_link
+from zero_comm.exchange.collectives import Collectives
 from zero_comm.determinism import Deterministic, meet
-from zero_comm.distributed import init_distributed
-from zero_comm.reduction_order import record_of
+from zero_comm.worker.distributed import init_distributed
+from zero_comm.sums.order import record_of
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_step import Session, record
@@ -213,7 +214,7 @@ NORM = """
 import math, os
 from datetime import timedelta
 import torch, torch.distributed as dist
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 from zero_step.agree import Agreement, clipped
 from zero_step.division import chunks, shares
 

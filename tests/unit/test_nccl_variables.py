@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zero_comm.distributed import leave_failures_to_agent
+from zero_comm.worker.distributed import leave_failures_to_agent
 from zero_contract.worker import ENV_SOCKET
 
 ERRORS, MONITOR = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_comm.reduction_order import record_of
+from zero_comm.sums.order import record_of
 from zero_step.norm import ROW, merged, sum_of_squares
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -96,7 +96,7 @@ def test_sums_of_more_blocks_than_an_fp64_counts_are_exact() -> None:
 
 
 def test_its_bits_are_those_of_its_version() -> None:
-    """Whoever changes them raises the version in `zero_comm.reduction_order`."""
+    """Whoever changes them raises the version in `zero_comm.sums.order`."""
     norms = torch.arange(1, 100_001) / 3
     norms *= torch.exp2(-torch.arange(100_000) % 31)
     found = norm_of([norms])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_comm.quantization import QUANT_BLOCK, pack, packed_size, unpack
+from zero_comm.sums.quantization import QUANT_BLOCK, pack, packed_size, unpack
 
 
 def there_and_back(values: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:

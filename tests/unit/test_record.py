@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_comm.reduction_order import order_of, record_of, record_of_native
+from zero_comm.sums.order import order_of, record_of, record_of_native
 from zero_contract.errors import ConfigError
 from zero_step.record import Terms, differences
 

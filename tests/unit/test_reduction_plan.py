@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zero_comm.reduction_plan import (
+from zero_comm.sums.plan import (
     Expression,
     Formed,
     Piece,

@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_comm.cpu.same_host import Reading, SameHostPeer, SameHostPeers, key_of, meet, runs
+from zero_comm.exchange.cpu.same_host import (
+    Reading,
+    SameHostPeer,
+    SameHostPeers,
+    key_of,
+    meet,
+    runs,
+)
 
 NOBODY = 2**22 + 1
 """A process id that no kernel gives."""
@@ -123,7 +130,7 @@ def test_a_run_is_of_consecutive_ranks_that_all_read_each_other(
 
 MEETS = """
 import threading, torch
-from zero_comm.cpu.same_host import meet
+from zero_comm.exchange.cpu.same_host import meet
 print(meet(0, 2, lambda row, what: torch.stack([row, row]), threading.Condition()))
 """
 

@@ -19,8 +19,8 @@ PRODUCT = [
 SECRET = Secret("the job's secret")
 
 HOLDERS = {
-    "engine/zero_checkpoint/memory/tier.py": {"Key"},  # the agent's reply
-    "engine/zero_comm/distributed.py": {"Key"},  # the environment of the worker
+    "engine/zero_checkpoint/saving/in_memory.py": {"Key"},  # the agent's reply
+    "engine/zero_comm/worker/distributed.py": {"Key"},  # the environment of the worker
     "orchestrator/zero_contract/signing.py": {"Key"},
     "orchestrator/zero_orchestrator/membership/rendezvous.py": {"Secret"},  # etcd
     "orchestrator/zero_orchestrator/store/join_token.py": {"Secret"},  # the environment

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero_comm.rank_times import EveryonesTimes
+from zero_comm.worker.rank_times import EveryonesTimes
 from zero_contract.worker import SLOW_FACTOR, RankTimes, decode, encode
 from zero_orchestrator.observe.detectors.straggler import Stragglers, slow_ranks
 

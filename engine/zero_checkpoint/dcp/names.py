@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from zero_checkpoint import client_state
-from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.dcp.layout import GROUPS, STATE, find_layout
 from zero_checkpoint.dcp.optimizer import Optimizer
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, TensorId, TensorInfo
 from zero_checkpoint.plain import STRUCTURE, mapped
-from zero_checkpoint.torch_state import is_buffer, number_from_json, numbers_of
+from zero_checkpoint.state import client_state
+from zero_checkpoint.state.client_state import pack, unpack
+from zero_checkpoint.state.torch_state import is_buffer, number_from_json, numbers_of
 
 _log = logging.getLogger(__name__)
 

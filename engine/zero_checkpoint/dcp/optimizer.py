@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_checkpoint.dcp.layout import GROUPS, STATE
-from zero_checkpoint.torch_state import group_record, plain
+from zero_checkpoint.state.torch_state import group_record, plain
 
 Value = Callable[[str], Any]
 """From a key to its value."""

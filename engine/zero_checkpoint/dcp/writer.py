@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero_checkpoint import commit
-from zero_checkpoint.client_state import pack, unpack
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
@@ -33,9 +31,11 @@ from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.dtypes import DTYPES, name_of
 from zero_checkpoint.format.pieces import Piece, State, TensorInfo
 from zero_checkpoint.format.table import TensorTable
-from zero_checkpoint.housekeeping import Keep, tidy
 from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus
-from zero_comm.agent_link import current_round
+from zero_checkpoint.saving import commit
+from zero_checkpoint.saving.housekeeping import Keep, tidy
+from zero_checkpoint.state.client_state import pack, unpack
+from zero_comm.worker.agent_link import current_round
 
 _log = logging.getLogger(__name__)
 

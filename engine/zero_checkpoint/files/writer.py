@@ -20,11 +20,11 @@ import numpy as np
 import xxhash
 
 from zero_checkpoint.files.chunks import copies, gather_buffers
+from zero_checkpoint.files.meter import Meter
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.layout import FileLayout
 from zero_checkpoint.format.manifest import Digests, FileRecord
-from zero_checkpoint.meter import Meter
 
 
 class Image(Protocol):

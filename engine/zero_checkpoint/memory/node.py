@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_checkpoint.format.manifest import MANIFEST, NAME, age
-from zero_checkpoint.staging import FrozenImage
 from zero_contract.signing import Key
 
 _TEMPORARY = f"{MANIFEST}.tmp."
@@ -79,16 +78,15 @@ def home_of(root: object) -> str:
     return hashlib.sha256(where.encode()).hexdigest()[:16]
 
 
-def seal(image: FrozenImage, path: Path) -> None:
+def seal(image: Path, path: Path) -> None:
     """Link an image to a name, so that it outlives its worker and its staging buffer.
 
     Raises:
         OSError: The link could not be made.
     """
-    assert image.path is not None, "an in-memory checkpoint is in shared staging memory"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    os.link(image.path, path)
+    os.link(image, path)
 
 
 def keep_manifest(directory: Path, text: bytes) -> None:

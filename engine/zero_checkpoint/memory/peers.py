@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from zero_checkpoint.files.source import Span
+from zero_checkpoint.files.writer import Image
 from zero_checkpoint.format.manifest import FileRecord
-from zero_checkpoint.staging import FrozenImage
 from zero_contract import handshake, peer_memory
 from zero_contract.handshake import WireError
 from zero_contract.peer_memory import Get, Put, Session
@@ -57,9 +57,7 @@ class ReplicaPeers:
         """This worker wants to leave: give up copies that are still in flight after `limit_s`."""
         self._leave_at_s = time.monotonic() + limit_s
 
-    def send(
-        self, address: str, path: str, image: FrozenImage, file: FileRecord, block: int
-    ) -> str:
+    def send(self, address: str, path: str, image: Image, file: FileRecord, block: int) -> str:
         """Send a copy of an image to a replica peer.
 
         Args:

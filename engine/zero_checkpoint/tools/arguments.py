@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from zero_contract.values import argument_type, parse_seconds, parse_size_bytes
 
 if TYPE_CHECKING:
-    from zero_checkpoint.retention import Best
+    from zero_checkpoint.saving.retention import Best
 
 CHECKPOINT = "one checkpoint, or a directory of checkpoints, which stands for the newest of them"
 """The help of an argument that names a checkpoint."""
@@ -52,7 +52,9 @@ def pair(text: str) -> tuple[str, str]:
 @argument_type
 def best(text: str) -> Best:
     """`eval_loss:min` or `accuracy:max:3`."""
-    from zero_checkpoint.retention import Best  # not for a TAB: it reads what checkpoints are
+    from zero_checkpoint.saving.retention import (
+        Best,  # not for a TAB: it reads what checkpoints are
+    )
 
     match = re.fullmatch(r"(?P<metric>.+?):(?P<mode>min|max)(:(?P<count>[1-9]\d*))?", text)
     if match is None:

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from zero_checkpoint.candidates import WAS_COMMITTED, Candidate, Why, find
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.tools import convert, locate, output, upkeep
+from zero_checkpoint.loading.candidates import WAS_COMMITTED, Candidate, Why, find
+from zero_checkpoint.tools import locate, output, upkeep
 from zero_checkpoint.tools.compare import Relation, compare
+from zero_checkpoint.tools.conversion import convert
 from zero_checkpoint.tools.describe import describe
 from zero_checkpoint.tools.listing import Status, list_roots
 from zero_checkpoint.tools.parser import make_parser

@@ -13,10 +13,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.match import stored_id
 from zero_checkpoint.format.pieces import TensorId
+from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.tensors import read_tensors
 from zero_checkpoint.tools.verify import Progress
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.format.manifest import QUARANTINE
 from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId
+from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.listing import engine_meta
 from zero_checkpoint.tools.tensors import read_tensors
 from zero_checkpoint.tools.verify import Progress, total_bytes

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from zero_checkpoint.candidates import Candidate, Rejected, Why, scan
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST
-from zero_checkpoint.retention import going, last_change_s
+from zero_checkpoint.loading.candidates import Candidate, Rejected, Why, scan
+from zero_checkpoint.saving.retention import going, last_change_s
 from zero_checkpoint.tools.verify import Damage, present_bytes, total_bytes
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 from itertools import chain
 
-from zero_checkpoint.candidates import (
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.loading.candidates import (
     WAS_COMMITTED,
     Candidate,
     Rejected,
@@ -19,10 +22,7 @@ from zero_checkpoint.candidates import (
     read_manifest,
     scan,
 )
-from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.foreign import directories, hint
-from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.loading.foreign import directories, hint
 
 _log = logging.getLogger(__name__)
 

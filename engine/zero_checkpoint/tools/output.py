@@ -32,10 +32,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.tree import Tree
 
-from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.files.objects import ObjectPath
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import BUFFER, PARAM
+from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.compare import Difference, Relation
 from zero_checkpoint.tools.describe import Description, TensorRow
 from zero_checkpoint.tools.listing import Row, Status

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import numel
-from zero_checkpoint.reader import fill
+from zero_checkpoint.loading.candidates import Candidate
+from zero_checkpoint.loading.reader import fill
 
 BATCH_BYTES = 256 << 20
 """The most that is in memory at once, unless one tensor is larger."""

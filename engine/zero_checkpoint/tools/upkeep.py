@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zero_checkpoint.candidates import LATEST, Candidate, Why, find
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place
-from zero_checkpoint.retention import Best, abandoned, check_policy, expired, remove, sweep
+from zero_checkpoint.loading.candidates import LATEST, Candidate, Why, find
+from zero_checkpoint.saving.retention import Best, abandoned, check_policy, expired, remove, sweep
 from zero_checkpoint.tools.listing import Check
 from zero_checkpoint.tools.verify import present_bytes
 

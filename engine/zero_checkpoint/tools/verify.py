@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import xxhash
 
-from zero_checkpoint.candidates import Candidate, Rejected
 from zero_checkpoint.files.place import open_source
 from zero_checkpoint.files.source import Source
 from zero_checkpoint.format.manifest import MANIFEST, FileRecord, Manifest
 from zero_checkpoint.format.plan import READ_BYTES
-from zero_checkpoint.reader import contents, span
+from zero_checkpoint.loading.candidates import Candidate, Rejected
+from zero_checkpoint.loading.reader import contents, span
 
 Progress = Callable[[int], None]
 """Called with the number of further bytes that are done."""

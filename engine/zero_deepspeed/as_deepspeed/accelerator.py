@@ -23,7 +23,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import parse_flag_from_env
 from torch.utils.data import RandomSampler
 
-from zero_comm.agent_link import committed_step, current_round
+from zero_comm.worker.agent_link import committed_step, current_round
 from zero_deepspeed.as_deepspeed.resuming import (
     OWN_EPOCH,
     OWN_ORDER,

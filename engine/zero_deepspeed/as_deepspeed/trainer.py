@@ -23,8 +23,8 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from zero_comm.agent_link import current_job, current_round, note_total_steps
-from zero_comm.objects import gather_objects_of_group
+from zero_comm.exchange.objects import gather_objects_of_group
+from zero_comm.worker.agent_link import current_job, current_round, note_total_steps
 from zero_deepspeed.as_deepspeed.accelerator import exempt
 from zero_deepspeed.as_deepspeed.resuming import (
     CannotGoOn,

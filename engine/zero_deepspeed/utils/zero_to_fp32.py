@@ -20,14 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_checkpoint.candidates import Candidate
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import PARAM
+from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.arguments import size
-from zero_checkpoint.tools.export import Selection, export_hf, export_torch, read_state_dict, select
+from zero_checkpoint.tools.conversion.export import (
+    Selection,
+    export_hf,
+    export_torch,
+    read_state_dict,
+    select,
+)
 from zero_checkpoint.tools.locate import one
-from zero_comm.distributed import group_store, group_timeout_s
 from zero_comm.waiting import transport_failures
+from zero_comm.worker.distributed import group_store, group_timeout_s
 from zero_contract.errors import ZeroError
 from zero_engine.core.rewrap import take_without_weights
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
-from zero_comm.comms_log import CommsLogger
 from zero_comm.determinism import Deterministic, mode_of
-from zero_comm.reduction_plan import Where
+from zero_comm.exchange.comms_log import CommsLogger
+from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.activations import ActivationCheckpointing

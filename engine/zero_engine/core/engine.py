@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from zero_checkpoint.departure import ClientSource
 from zero_checkpoint.persistence import NOTES
-from zero_comm.agent_link import AgentLink, exit_on_peer_loss
-from zero_comm.distributed import local_rank
-from zero_comm.reduction_plan import Where
+from zero_checkpoint.saving.departure import ClientSource
+from zero_comm.sums.plan import Where
+from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.worker.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
 from zero_data.global_batch import mix

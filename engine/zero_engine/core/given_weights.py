@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from zero_checkpoint.torch_state import persistent_buffers
-from zero_comm.objects import gather_objects
+from zero_checkpoint.state.torch_state import persistent_buffers
+from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import PeerLost, ZeroError
 from zero_engine.offload_states import WEIGHTS, Inconsistency
 from zero_engine.parameters.gather import GatheredParameters

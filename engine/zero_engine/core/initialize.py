@@ -22,21 +22,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from zero_comm.agent_link import (
+from zero_comm.determinism import Hardware, meet
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.exchange.comms_log import LOG
+from zero_comm.exchange.cpu.malloc import keep_freed_memory
+from zero_comm.exchange.node_group import node_exchanges
+from zero_comm.sums.order import NATIVE_RUN
+from zero_comm.sums.plan import DEFAULT_BLOCK
+from zero_comm.waiting import Interrupt
+from zero_comm.worker.agent_link import (
     BEFORE_FIRST_STEP,
     AgentLink,
     agent_link,
     exit_on_peer_loss,
 )
-from zero_comm.collectives import Collectives
-from zero_comm.comms_log import LOG
-from zero_comm.cpu.malloc import keep_freed_memory
-from zero_comm.determinism import Hardware, meet
-from zero_comm.distributed import init_distributed, local_device
-from zero_comm.node_group import node_exchanges
-from zero_comm.reduction_order import NATIVE_RUN
-from zero_comm.reduction_plan import DEFAULT_BLOCK
-from zero_comm.waiting import Interrupt
+from zero_comm.worker.distributed import init_distributed, local_device
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger, round_of_start

@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from zero_comm.distributed import local_device
+from zero_comm.worker.distributed import local_device
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
 from zero_data.shards import ShardedIterable, ShardReader

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from zero_comm.reduction import Turn
-from zero_comm.reduction_plan import Where
+from zero_comm.sums.plan import Where
+from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import PAST_THE_EPOCH

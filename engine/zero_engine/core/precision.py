@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 from zero_contract.errors import ConfigError
 from zero_engine.config import Config
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_comm.determinism import Deterministic
-from zero_comm.objects import gather_objects
-from zero_comm.reduction import Turn
+from zero_comm.exchange.objects import gather_objects
+from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zero_comm.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_engine.core.given_weights import load_given
 from zero_engine.core.wrapping_module import WrappingModule
 from zero_engine.offload_states import WEIGHTS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_comm.collectives import Collectives, Pending
+from zero_comm.exchange.collectives import Collectives, Pending
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
 
 

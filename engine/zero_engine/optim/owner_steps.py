@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
-from zero_comm.collectives import Collectives, wait
-from zero_comm.objects import gather_objects
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.exchange.objects import gather_objects
 from zero_engine.optim.owner_exchange import (
     ExchangeGroup,
     OwnerExchange,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero_comm.collectives import Collectives, Pending, wait
+from zero_comm.exchange.collectives import Collectives, Pending, wait
 from zero_engine.optim.owner_exchange import (
     ExchangeGroup,
     OwnerExchange,

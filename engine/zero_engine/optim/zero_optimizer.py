@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero_comm.collectives import Collectives, wait
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction_order import CHAIN
-from zero_comm.reduction_plan import DEFAULT_BLOCK
-from zero_comm.spill import Spill
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.sums.order import CHAIN
+from zero_comm.sums.ordered_sum import OrderedSum
+from zero_comm.sums.plan import DEFAULT_BLOCK
+from zero_comm.sums.spill import Spill
 from zero_contract.errors import ZeroError
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.muon import stepped
@@ -88,8 +88,8 @@ class ZeroOptimizer:
             pace: The sub-groups of state that is offloaded, or rests in 16 bits.
             moments: The dtype in which the optimizer's state rests.
             whole: Give the optimizer whole parameters, each on the rank that owns it.
-            block: Micro-batches that are summed in a tree; see `reduction_plan`. None: the backend
-                makes the sums, and where every rank steps all, it gives all of them to every rank.
+            block: Micro-batches that are summed in a tree; see `zero_comm.sums.plan`. None: the
+                backend makes the sums, and where every rank steps all, each gets all of them.
         """
         self.optimizer = optimizer
         self.units = tuple(units)

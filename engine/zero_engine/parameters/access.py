@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_comm.collectives import wait
-from zero_comm.ordered_sum import OrderedSum
+from zero_comm.exchange.collectives import wait
+from zero_comm.sums.ordered_sum import OrderedSum
 from zero_contract.errors import ZeroError
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.optim.owner_steps import StepByOwners

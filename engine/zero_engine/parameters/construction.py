@@ -27,9 +27,9 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
-from zero_comm.agent_link import agent_link, exit_on_peer_loss
-from zero_comm.collectives import Collectives
-from zero_comm.distributed import init_distributed, local_device
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.worker.agent_link import agent_link, exit_on_peer_loss
+from zero_comm.worker.distributed import init_distributed, local_device
 from zero_engine.parameters.early_shards import EarlyGroup, divide, refuse_loads, share_of
 
 OPEN_ELEMENTS = 1 << 24

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zero_comm.agent_link import agent_link, exit_on_peer_loss
-from zero_comm.collectives import Collectives, wait
-from zero_comm.distributed import group_store
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.worker.agent_link import agent_link, exit_on_peer_loss
+from zero_comm.worker.distributed import group_store
 from zero_contract.errors import ZeroError
 from zero_engine.parameters.places import ZeroParamStatus, show_as_divided
 from zero_engine.sharding.flat_unit import round_up

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 from zero_contract.errors import ConfigError
 from zero_engine.config.schema import FROM_CHECKPOINT, FROM_MODULES
 from zero_engine.parameters.early_shards import take

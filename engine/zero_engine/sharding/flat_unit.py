@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero_comm import left_under_way
-from zero_comm.collectives import Collectives, Pending, wait
-from zero_comm.quantization import pack, packed_size, rounded, unpack
+from zero_comm.exchange import left_under_way
+from zero_comm.exchange.collectives import Collectives, Pending, wait
+from zero_comm.sums.quantization import pack, packed_size, rounded, unpack
 from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
 from zero_engine.sharding.partition import UnitSpec
 from zero_engine.sharding.small_params import SmallParams

@@ -25,8 +25,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from zero_comm.ordered_sum import OrderedSum
-from zero_comm.reduction import Turn
+from zero_comm.sums.ordered_sum import OrderedSum
+from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_step.gradients import Pipeline, Reduction

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.sharding.gather_order import Pass, ahead, complete
 from zero_engine.sharding.module_hooks import (

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from zero_comm.collectives import Collectives, Pending
+from zero_comm.exchange.collectives import Collectives, Pending
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero_checkpoint.torch_state import persistent_buffers
+from zero_checkpoint.state.torch_state import persistent_buffers
 from zero_engine.sharding.flat_unit import FlatUnit
 
 

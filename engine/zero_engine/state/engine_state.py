@@ -19,20 +19,20 @@ from torch import nn
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
-from zero_checkpoint.extra_state import KEY as EXTRA_STATE
-from zero_checkpoint.extra_state import extra_state, restore_extra_state
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
-from zero_checkpoint.scheduler_state import restore_schedule, schedule_as_json
-from zero_checkpoint.torch_state import (
+from zero_checkpoint.state.extra_state import KEY as EXTRA_STATE
+from zero_checkpoint.state.extra_state import extra_state, restore_extra_state
+from zero_checkpoint.state.scheduler_state import restore_schedule, schedule_as_json
+from zero_checkpoint.state.torch_state import (
     matched,
     numbers_of,
     persistent_buffers,
     plain,
     set_option,
 )
-from zero_comm.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit

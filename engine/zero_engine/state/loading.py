@@ -18,15 +18,15 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_checkpoint import restore
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.memory.search import MemorySearch
-from zero_checkpoint.restore import Loaded
-from zero_comm.collectives import Pending
+from zero_checkpoint.loading import restore
+from zero_checkpoint.loading.in_memory import MemorySearch
+from zero_checkpoint.loading.restore import Loaded
+from zero_comm.exchange.collectives import Pending
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.sharding.flat_unit import FlatUnit
 from zero_engine.state.engine_state import EngineState

@@ -17,8 +17,8 @@ from torch import Tensor
 from zero_checkpoint import Manifest
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, TensorId, TensorInfo
 from zero_checkpoint.format.table import table_of
-from zero_checkpoint.torch_state import device_of_number, number_as_json, number_from_json
-from zero_comm.collectives import Collectives, wait
+from zero_checkpoint.state.torch_state import device_of_number, number_as_json, number_from_json
+from zero_comm.exchange.collectives import Collectives, wait
 from zero_engine.optim.steps import Steps
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding.flat_unit import FlatUnit

@@ -18,9 +18,9 @@ from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
-from zero_checkpoint.torch_state import device_of_number
-from zero_comm.collectives import Collectives
-from zero_comm.objects import gather_objects
+from zero_checkpoint.state.torch_state import device_of_number
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.exchange.objects import gather_objects
 from zero_engine.optim.owner_steps import PROBLEM, StepByOwners
 from zero_engine.optim.tree_spec import Number, blank, described, filled, leaves, stored, tree_spec
 from zero_engine.optim.zero_optimizer import ZeroOptimizer

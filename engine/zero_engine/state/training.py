@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_checkpoint.format.pieces import State
-from zero_checkpoint.weight_hash import weight_hash
-from zero_comm.reduction_order import record_of, record_of_native
+from zero_checkpoint.state.weight_hash import weight_hash
+from zero_comm.sums.order import record_of, record_of_native
 from zero_data.global_batch import BatchShape
 from zero_engine.accumulation import check_block
 from zero_engine.config import Config

@@ -24,7 +24,7 @@ from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
-from zero_checkpoint.memory.tier import needed_bytes, over_budget
+from zero_checkpoint.saving.in_memory import needed_bytes, over_budget
 from zero_contract import peer_memory
 from zero_contract.worker import PeerMemoryReply, PeerMemoryRequest
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from zero_checkpoint import Manifest, StoreConsensus
-from zero_checkpoint.commit import save
 from zero_checkpoint.files.object_disk import ObjectDisk
 from zero_checkpoint.files.objects import ObjectPath, file_system
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.dtypes import DTYPES, byte_view
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.restore import Loaded, load
+from zero_checkpoint.loading.restore import Loaded, load
+from zero_checkpoint.saving.commit import save
 
 T = TypeVar("T")
 Full = dict[TensorId, Tensor]

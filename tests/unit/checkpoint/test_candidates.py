@@ -9,10 +9,10 @@ import pytest
 from tests.unit.checkpoint.support import adam_state, blank, load_all, same_bits, saved
 from tests.unit.checkpoint.test_manifest import changed
 from zero_checkpoint import find
-from zero_checkpoint.candidates import Why
-from zero_checkpoint.commit import generation
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
-from zero_checkpoint.restore import Loaded
+from zero_checkpoint.loading.candidates import Why
+from zero_checkpoint.loading.restore import Loaded
+from zero_checkpoint.saving.commit import generation
 
 
 def steps(root):

@@ -25,10 +25,10 @@ from tests.unit.checkpoint.support import (
     share,
 )
 from zero_checkpoint import find
-from zero_checkpoint.commit import save
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
+from zero_checkpoint.saving.commit import save
 from zero_contract.errors import CommitRefused
 
 

@@ -13,9 +13,13 @@ import pytest
 import torch
 
 from tests.unit.checkpoint.support import adam_state, share
-from zero_checkpoint import copiers
-from zero_checkpoint.commit import own_layout
-from zero_checkpoint.copiers import (
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.chunks import Copy, zeros
+from zero_checkpoint.files.writer import LiveImage
+from zero_checkpoint.format.pieces import BUFFER
+from zero_checkpoint.saving import copiers
+from zero_checkpoint.saving.commit import own_layout
+from zero_checkpoint.saving.copiers import (
     AtOnce,
     Made,
     OnStream,
@@ -24,12 +28,8 @@ from zero_checkpoint.copiers import (
     copier_of,
     device_of,
 )
-from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.chunks import Copy, zeros
-from zero_checkpoint.files.writer import LiveImage
-from zero_checkpoint.format.pieces import BUFFER
-from zero_checkpoint.staging import FrozenImage, StagingBuffer
-from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging
+from zero_checkpoint.saving.staging import FrozenImage, StagingBuffer
+from zero_checkpoint.saving.staging_memory import NoStagingMemory, PrivateStaging
 from zero_contract.errors import PeerLost
 
 DEVICE = torch.device("cuda", 0)

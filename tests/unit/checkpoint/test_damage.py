@@ -22,12 +22,12 @@ from tests.unit.checkpoint.support import (
     share,
 )
 from zero_checkpoint import find
-from zero_checkpoint.candidates import Why, quarantine
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.files.read_retry import MAY_PASS, TRIES
 from zero_checkpoint.files.storage import Disk
-from zero_checkpoint.housekeeping import Keep, tidy
-from zero_checkpoint.restore import load
+from zero_checkpoint.loading.candidates import Why, quarantine
+from zero_checkpoint.loading.restore import load
+from zero_checkpoint.saving.housekeeping import Keep, tidy
 
 OLD, NEW = adam_state(seed=1, width=600), adam_state(seed=2, width=600)
 

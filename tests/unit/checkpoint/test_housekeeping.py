@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.checkpoint.support import adam_state, names, saved
 from zero_checkpoint import find
-from zero_checkpoint.candidates import quarantine
-from zero_checkpoint.housekeeping import Keep, tidy
-from zero_checkpoint.retention import Best
+from zero_checkpoint.loading.candidates import quarantine
+from zero_checkpoint.saving.housekeeping import Keep, tidy
+from zero_checkpoint.saving.retention import Best
 
 
 def steps(root):

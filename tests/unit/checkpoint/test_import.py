@@ -16,15 +16,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from zero_checkpoint.client_state import unpack
 from zero_checkpoint.dcp.layout import find_layout
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId
-from zero_checkpoint.tools import adopt, locate
-from zero_checkpoint.tools.adopt import Dtypes
-from zero_checkpoint.tools.dcp import read_dcp
-from zero_checkpoint.tools.deepspeed import read_deepspeed
-from zero_checkpoint.tools.foreign import Foreign, read_hf, read_torch
+from zero_checkpoint.state.client_state import unpack
+from zero_checkpoint.tools import locate
+from zero_checkpoint.tools.conversion import adopt
+from zero_checkpoint.tools.conversion.adopt import Dtypes
+from zero_checkpoint.tools.conversion.dcp import read_dcp
+from zero_checkpoint.tools.conversion.deepspeed import read_deepspeed
+from zero_checkpoint.tools.conversion.foreign import Foreign, read_hf, read_torch
 from zero_checkpoint.tools.tensors import read_tensors
 
 DEEPSPEED = Path(__file__).parents[2] / "data" / "deepspeed"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from zero_checkpoint.commit import own_layout
 from zero_checkpoint.format.layout import parts
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
+from zero_checkpoint.saving.commit import own_layout
 
 NAMES = ("a", "b", "c", "d")
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.unit.checkpoint.support import adam_state, saved
-from zero_checkpoint.candidates import read_manifest
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.fragments import COLUMNS
 from zero_checkpoint.format.manifest import check_json, pack, unpack
 from zero_checkpoint.format.parse import ManifestError, NewerFormatError, parse
 from zero_checkpoint.format.table import TensorTable
+from zero_checkpoint.loading.candidates import read_manifest
 
 
 @pytest.fixture(scope="module")

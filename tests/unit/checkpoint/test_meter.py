@@ -5,12 +5,12 @@ import logging
 import torch
 
 from tests.support.manual_clock import ManualClock
-from zero_checkpoint import meter
-from zero_checkpoint.commit import save
 from zero_checkpoint.consensus import StoreConsensus
+from zero_checkpoint.files import meter
+from zero_checkpoint.files.meter import Meter
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.meter import Meter
-from zero_checkpoint.restore import load
+from zero_checkpoint.loading.restore import load
+from zero_checkpoint.saving.commit import save
 
 MIB = 1 << 20
 
@@ -48,7 +48,7 @@ def state() -> State:
 
 def test_a_save_and_a_load_count_every_byte_of_the_rank(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(meter, "EVERY_S", 0.0)
-    caplog.set_level(logging.INFO, "zero_checkpoint.meter")
+    caplog.set_level(logging.INFO, "zero_checkpoint.files.meter")
     consensus = StoreConsensus.alone()
     path = save(tmp_path, state(), consensus, step=3, tag="t", round=0, fence=None)
     saved = caplog.messages[-1]

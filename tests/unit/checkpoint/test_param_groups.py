@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zero_checkpoint.torch_state import matched, numbers_of
+from zero_checkpoint.state.torch_state import matched, numbers_of
 
 
 def record(params: str, frozen: str | None, **more: Any) -> dict[str, Any]:

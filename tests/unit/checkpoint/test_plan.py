@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpoint.support import share, table
-from zero_checkpoint.commit import own_layout
 from zero_checkpoint.format.fragments import COLUMNS, check_cover, first_break, from_lists
 from zero_checkpoint.format.layout import block_bytes_for
 from zero_checkpoint.format.pieces import PARAM, State, TensorId, TensorInfo
 from zero_checkpoint.format.plan import Part, plan
 from zero_checkpoint.format.table import Extents
+from zero_checkpoint.saving.commit import own_layout
 
 BLOCK = 64
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.checkpoint.support import adam_state, names, saved
 from zero_checkpoint import Candidate, Manifest, Rejected, find
-from zero_checkpoint.candidates import WAS_COMMITTED, Why
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.storage import DISK, Disk
 from zero_checkpoint.format.fragments import COLUMNS, from_lists
-from zero_checkpoint.retention import abandoned, expired, remove, sweep
+from zero_checkpoint.loading.candidates import WAS_COMMITTED, Why
+from zero_checkpoint.saving.retention import abandoned, expired, remove, sweep
 
 ROOT = Path("root")
 

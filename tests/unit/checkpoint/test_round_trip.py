@@ -21,13 +21,14 @@ from tests.unit.checkpoint.support import (
     share,
     table,
 )
-from zero_checkpoint import find, reader
+from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_checkpoint.files.storage import DISK
 from zero_checkpoint.format.dtypes import DTYPES, byte_view
 from zero_checkpoint.format.layout import PAGE_BYTES
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
-from zero_checkpoint.restore import Loaded, load
+from zero_checkpoint.loading import reader
+from zero_checkpoint.loading.restore import Loaded, load
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,19 @@ from tests.unit.checkpoint.support import (
     random_bits,
     share,
 )
-from zero_checkpoint.commit import own_layout, save
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.chunks import CHUNK_BYTES
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import LiveImage, write_file
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
-from zero_checkpoint.staging import StagingBuffer
-from zero_checkpoint.staging_memory import NoStagingMemory, PrivateStaging, SharedStaging, sweep
+from zero_checkpoint.saving.commit import own_layout, save
+from zero_checkpoint.saving.staging import StagingBuffer
+from zero_checkpoint.saving.staging_memory import (
+    NoStagingMemory,
+    PrivateStaging,
+    SharedStaging,
+    sweep,
+)
 
 
 def stagings(directory: Path) -> list[str]:

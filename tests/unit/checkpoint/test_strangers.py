@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from tests.unit.checkpoint.support import SMALL, blank, load_all, on_ranks, same_bits, share
 from zero_checkpoint import StoreConsensus
-from zero_checkpoint.commit import save
 from zero_checkpoint.format.pieces import PARAM, TensorId
+from zero_checkpoint.saving.commit import save
 
 KEY = "of the ranks"
 FULL = {TensorId(PARAM, "w"): torch.arange(1000, dtype=torch.float32)}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.checkpoint.support import adam_state, blank, load_all, names, same_bits, saved
 from zero_checkpoint import find
-from zero_checkpoint.retention import remove
+from zero_checkpoint.saving.retention import remove
 
 
 def test_a_checkpoint_is_found_under_its_tag(tmp_path):

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests.unit.checkpoint.support import adam_state, every_dtype, flip, same_bits, saved
-from zero_checkpoint import find, retention
-from zero_checkpoint.candidates import quarantine
+from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.format.pieces import PARAM, TensorId
-from zero_checkpoint.retention import Best
+from zero_checkpoint.loading.candidates import quarantine
+from zero_checkpoint.saving import retention
+from zero_checkpoint.saving.retention import Best
 from zero_checkpoint.tools import locate, upkeep
 from zero_checkpoint.tools.cli import main
 from zero_checkpoint.tools.compare import Relation, compare, distance

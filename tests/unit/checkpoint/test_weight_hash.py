@@ -9,7 +9,7 @@ import pytest
 import torch
 import xxhash
 
-from zero_checkpoint.weight_hash import weight_hash
+from zero_checkpoint.state.weight_hash import weight_hash
 
 TENSORS = [
     ("scale", torch.tensor(0.5, requires_grad=True)),

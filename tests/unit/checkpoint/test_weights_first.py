@@ -10,7 +10,7 @@ from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.pieces import PARAM
-from zero_checkpoint.restore import load
+from zero_checkpoint.loading.restore import load
 
 WORLD = 3
 LONGER_THAN_A_READ = 150_000

@@ -10,14 +10,14 @@ from pathlib import Path
 from tests.unit.checkpoint.support import Full, adam_state, blank, on_ranks, same_bits, share
 from zero_agent.node.memory import NodeMemory
 from zero_checkpoint import StoreConsensus
-from zero_checkpoint.commit import own_layout
-from zero_checkpoint.memory.commit import Kept, MemorySave, commit_in_memory
+from zero_checkpoint.loading.in_memory import MemorySearch
+from zero_checkpoint.loading.restore import Loaded, load
 from zero_checkpoint.memory.node import MemoryNode, home_of
 from zero_checkpoint.memory.peers import ReplicaPeers
-from zero_checkpoint.memory.search import MemorySearch
-from zero_checkpoint.restore import Loaded, load
-from zero_checkpoint.staging import StagingBuffer
-from zero_checkpoint.staging_memory import SharedStaging
+from zero_checkpoint.saving.commit import own_layout
+from zero_checkpoint.saving.memory_commit import Kept, MemorySave, commit_in_memory
+from zero_checkpoint.saving.staging import StagingBuffer
+from zero_checkpoint.saving.staging_memory import SharedStaging
 from zero_contract.worker import PeerMemoryRequest
 
 FULL = adam_state(width=4001)

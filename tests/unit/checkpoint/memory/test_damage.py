@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.unit.checkpoint.memory.nodes import FULL, Cluster, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, on_ranks, same_bits, saved, share
 from zero_checkpoint import StoreConsensus
-from zero_checkpoint.memory.search import MemorySearch
-from zero_checkpoint.restore import Loaded, load
+from zero_checkpoint.loading.in_memory import MemorySearch
+from zero_checkpoint.loading.restore import Loaded, load
 
 
 def flip(path: Path) -> None:

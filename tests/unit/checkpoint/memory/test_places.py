@@ -7,9 +7,9 @@ import pytest
 from tests.unit.checkpoint.memory.nodes import FULL, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, same_bits, saved
 from zero_checkpoint.format.manifest import age
+from zero_checkpoint.loading.in_memory import MemorySearch
 from zero_checkpoint.memory.node import home_of
 from zero_checkpoint.memory.peers import replica_peers
-from zero_checkpoint.memory.search import MemorySearch
 from zero_contract.errors import CommitRefused
 
 # ---- what is where ----

@@ -12,9 +12,9 @@ from pathlib import Path
 from tests.unit.checkpoint.memory.nodes import FULL
 from tests.unit.checkpoint.support import on_ranks, share
 from zero_checkpoint import StoreConsensus
-from zero_checkpoint.commit import own_layout
-from zero_checkpoint.memory.commit import MemoryOff, MemorySave, NotKept, commit_in_memory
 from zero_checkpoint.memory.node import home_of
+from zero_checkpoint.saving.commit import own_layout
+from zero_checkpoint.saving.memory_commit import MemoryOff, MemorySave, NotKept, commit_in_memory
 
 
 def test_a_rank_without_memory_switches_it_off_for_all_and_says_why(cluster):

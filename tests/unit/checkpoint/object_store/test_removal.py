@@ -15,11 +15,11 @@ from tests.unit.checkpoint.support import (
     saved,
 )
 from zero_checkpoint import find
-from zero_checkpoint.candidates import Why
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import OBJECTS
-from zero_checkpoint.housekeeping import Keep, tidy
-from zero_checkpoint.retention import remove, sweep
+from zero_checkpoint.loading.candidates import Why
+from zero_checkpoint.saving.housekeeping import Keep, tidy
+from zero_checkpoint.saving.retention import remove, sweep
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)
 

@@ -21,12 +21,12 @@ from tests.unit.checkpoint.support import (
     share,
 )
 from zero_checkpoint import find
-from zero_checkpoint.candidates import Why
-from zero_checkpoint.commit import save
 from zero_checkpoint.errors import DamagedCheckpoint
 from zero_checkpoint.files import objects
 from zero_checkpoint.files.place import open_source, place
-from zero_checkpoint.housekeeping import Keep, tidy
+from zero_checkpoint.loading.candidates import Why
+from zero_checkpoint.saving.commit import save
+from zero_checkpoint.saving.housekeeping import Keep, tidy
 from zero_checkpoint.tools.cli import main
 
 OLD, NEW = adam_state(seed=1, width=3000), adam_state(seed=2, width=3000)

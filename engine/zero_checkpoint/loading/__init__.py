@@ -1,0 +1,1 @@
+"""Loads: which checkpoints there are, on disk and in memory; reading and verifying one."""

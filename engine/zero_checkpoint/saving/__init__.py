@@ -1,0 +1,1 @@
+"""Saves: staging, writing, the commit, and the housekeeping after it."""

@@ -1,0 +1,83 @@
+"""After a commit: mark damaged checkpoints, delete expired ones, and what dead saves have left.
+
+Must always hold: only the rank that has just committed removes anything, so a stale worker, whose
+commits are refused, removes nothing; nothing is removed where another run saves as well; the
+checkpoint just committed stays; a failure here is a warning, because the save itself has succeeded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.place import Place
+from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
+from zero_checkpoint.loading.candidates import Rejected, examine, find
+from zero_checkpoint.loading.ownership import refusal
+from zero_checkpoint.loading.suspects import mark
+from zero_checkpoint.saving.retention import Best, abandoned, expired, remove, sweep
+
+_log = logging.getLogger(__name__)
+
+DEAD_AFTER_S = 3600.0
+"""Longer than any rank waits for another in a save (`StoreConsensus`, 20 minutes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """The checkpoints that stay, see `retention.expired`; by default all."""
+
+    last: int | None = None
+    every: int | None = None
+    best: Best | None = None
+
+
+def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
+    """Remove expired checkpoints and abandoned attempts; never raises.
+
+    Args:
+        root: The directory of checkpoints.
+        committed: The newest checkpoint; its time is the storage's current time.
+        keep: The checkpoints that stay.
+        dead_after_s: The time for which an attempt must have been idle to count as dead.
+    """
+    try:
+        if problem := refusal(root):
+            _log.warning("nothing was deleted: %s", problem)
+            return
+        mark(root)
+        if keep.last is not None:
+            paths = expired(
+                find(root).candidates,
+                keep_last=keep.last,
+                keep_every=keep.every,
+                keep_best=keep.best,
+                protected=[committed],
+            )
+            for path in paths:
+                _attempt(remove, path, "expired")
+        # Directories without a manifest that no process writes to; no manifest is read for this.
+        rejected = []
+        for path in root.iterdir():
+            manifest = path / MANIFEST
+            if path.is_dir() and not (
+                manifest.exists() and manifest.stat().st_size > len(TOMBSTONE)
+            ):
+                entry = examine(path)
+                rejected += [entry] if isinstance(entry, Rejected) else []
+        now_s = (committed / MANIFEST).stat().st_mtime
+        leftovers, _ = abandoned(rejected, now_s=now_s, older_than_s=dead_after_s)
+        for leftover in leftovers:
+            _attempt(sweep, leftover.path, leftover.reason)
+    except (OSError, CheckpointError) as error:
+        _log.warning("old checkpoints under %s could not be looked at: %s", root, error)
+
+
+def _attempt(action: Callable[[Place], None], path: Place, reason: str) -> None:
+    try:
+        action(path)
+        _log.info("removed %s: %s", path, reason)
+    except (OSError, CheckpointError) as error:
+        _log.warning("%s (%s) could not be removed: %s", path, reason, error)

@@ -1,0 +1,1 @@
+"""Translations between the state of a script or of torch and what a checkpoint holds."""

@@ -1,0 +1,1 @@
+"""Exchanges between ranks: transports, the order of issue, deadlock detection, waits."""

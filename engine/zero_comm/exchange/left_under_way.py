@@ -1,0 +1,43 @@
+"""Exchanges that are left under way: whoever has begun them may wait late, or never.
+
+Owns the record of them. Must always hold: such an exchange is kept until it has ended, though all
+that knows of it be dropped; and the process does not end before, because other ranks may still read
+from its memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import suppress
+
+from zero_comm.exchange.collectives import Pending, wait
+
+_UNDER_WAY: dict[int, Pending] = {}
+"""By `id`, which is theirs as long as they are here."""
+
+
+def leave(pending: Pending) -> None:
+    """Leave an exchange under way; `finish` waits for it."""
+    _UNDER_WAY[id(pending)] = pending
+
+
+def finish(pending: Pending) -> None:
+    """Block until the exchange has ended; as `collectives.wait`, also in what is raised."""
+    try:
+        wait(pending)
+    except BaseException:  # a lost peer, or Ctrl-C: nothing is to be waited for again
+        _UNDER_WAY.clear()
+        raise
+    _UNDER_WAY.pop(id(pending), None)
+
+
+def _end() -> None:
+    """At the end of the process."""
+    with suppress(Exception):  # a peer is lost, and nobody is left who would use what is coming
+        for pending in list(_UNDER_WAY.values()):
+            finish(pending)
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_UNDER_WAY.clear)  # a fork has none of the threads that receive

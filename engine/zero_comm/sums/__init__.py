@@ -1,0 +1,1 @@
+"""The one order in which gradients are added, and who adds which of them."""

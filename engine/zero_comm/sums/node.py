@@ -1,0 +1,334 @@
+"""The ordered reduction inside of nodes first: between nodes only sums travel.
+
+Owns the two exchanges of a micro-step, each in a group of its own. In the first each rank gets, of
+all micro-batches of its node, the slice that it adds up; in the second the owners get what their
+shards are in the pieces of all nodes, whole blocks as int8 if the sum rounds them. Must always
+hold: a rank adds siblings alone (`form_pieces`, `HeldPieces`), so the bits are those of the flat
+reduction; what travels follows from the plan of the step, or without one from the number of
+micro-batches and the topology, so every rank knows what it is sent.
+
+`reduction` is the flat one, and the interface of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.sums.buffer_pool import BufferPool
+from zero_comm.sums.held_pieces import HeldPieces
+from zero_comm.sums.ordered_sum import OrderedSum, form_pieces
+from zero_comm.sums.plan import Expression, MicroStep, Piece
+from zero_comm.sums.quantization import QUANT_BLOCK, pack, packed_size, unpack
+from zero_comm.sums.reduction import Reducing, Turn
+from zero_comm.topology import Slices
+from zero_comm.waiting import Interrupt
+
+_OPEN = 1 << 62
+"""Micro-batches of a step whose end is not known: no piece is named by what is absent."""
+
+
+def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) -> Collectives:
+    """A group of the same ranks, laid out alike, for nothing but these exchanges. Collective.
+
+    Args:
+        collectives: The group of all ranks.
+        device: Where gradients are.
+        interrupt: Ends every wait.
+
+    Raises:
+        PeerLost: A peer is lost.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=collectives.timeout_s))
+    sums = Collectives(group, interrupt, beside=collectives, watched=True)
+    sums.lay_out(collectives.topology, collectives.owners)
+    sums.meet(device)
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one rank keeps of one gradient between micro-steps; nothing without a plan."""
+
+    own: HeldPieces
+    """Of its own micro-batches: all elements."""
+    of_node: HeldPieces
+    """Of those of its node: its slice."""
+
+
+class NodeReduction:
+    """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
+
+    steps = 2
+
+    def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
+        """Reduce over groups of the same ranks, laid out by nodes.
+
+        Nothing else may exchange in them: a rank that waits here for a sum must not keep another
+        exchange waiting. They may be one where ranks may begin exchanges in any order.
+
+        Args:
+            inside: The group of the first exchange.
+            between: That of the second.
+            pool: Of what is received, formed and held.
+        """
+        self.collectives = inside
+        self.between = between
+        self.pool = pool
+        topology = inside.topology
+        self.nodes = [topology.ranks(node) for node in range(len(topology.nodes))]
+        self._held: dict[OrderedSum, _Held] = {}
+        self._schedule: tuple[Turn, int, int, _Schedule] | None = None
+
+    def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
+        """As `OrderedReduction.start`; nothing is pending if nothing travels in this micro-step."""
+        held = self._held.get(into)
+        if held is None:
+            held = self._held[into] = _Held(HeldPieces(into.spill), HeldPieces(into.spill))
+        if turn.first:
+            held.own.clear()
+            held.of_node.clear()
+        return _Divided(self, gradient, what, into, turn, held)
+
+    def schedule(self, turn: Turn, into: OrderedSum) -> _Schedule:
+        """That of a micro-step: the same object for all gradients."""
+        begin, known = 0 if turn.first else into.count, self._schedule
+        if known is None or known[0] is not turn or known[1:3] != (begin, into.block):
+            found = _Schedule.of(turn, begin, into.block, self.nodes)
+            self._schedule = known = turn, begin, into.block, found
+        return known[3]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Schedule:
+    """Which pieces are formed in one micro-step."""
+
+    expression: Expression
+    by_rank: tuple[tuple[Piece, ...], ...]
+    """What each rank passes on inside of its node."""
+    by_node: tuple[tuple[Piece, ...], ...]
+    """What each node passes on to owners."""
+    step: MicroStep | None = None
+    """What the plan says of it; None: nobody keeps anything but owners."""
+
+    @classmethod
+    def of(cls, turn: Turn, begin: int, block: int, nodes: Sequence[range]) -> _Schedule:
+        """That of a micro-step.
+
+        Args:
+            turn: Which it is.
+            begin: Its first micro-batch, without a plan.
+            block: B, without a plan.
+            nodes: The ranks of each.
+        """
+        if turn.plan is not None:
+            step = turn.plan.micro_steps[turn.micro_step]
+            return cls(
+                expression=turn.plan.expression,
+                by_rank=tuple(rank.gives for rank in step.ranks),
+                by_node=tuple(node.gives for node in step.nodes),
+                step=step,
+            )
+        expression = Expression(micro_batches=_OPEN, block=block)
+        live = [[begin + rank for rank in ranks if rank < turn.live] for ranks in nodes]
+        return cls(
+            expression=expression,
+            by_rank=tuple(
+                (Piece(begin + rank, 0),) if rank < turn.live else ()
+                for ranks in nodes
+                for rank in ranks
+            ),
+            by_node=tuple(map(expression.pieces, live)),
+        )
+
+
+class _Divided(Reducing):
+    """The gradients of one micro-step, on their way."""
+
+    def __init__(
+        self,
+        via: NodeReduction,
+        gradient: Tensor,
+        what: str,
+        into: OrderedSum,
+        turn: Turn,
+        held: _Held,
+    ) -> None:
+        self._via = via
+        self._what = what
+        self._into = into
+        self._turn = turn
+        self._held = held
+        self._taken: list[Tensor] = []
+        self._arrived: list[tuple[Piece, Tensor]] | None = None
+        self._packed: list[tuple[Tensor, Tensor]] = []
+        """What comes as int8, and where it is going to be in fp32."""
+        self._dtype = gradient.dtype
+        self._gradient = gradient.untyped_storage().data_ptr()
+        group = via.collectives
+        topology = group.topology
+        self._node, _ = topology.place(group.rank)
+        self._ranks = via.nodes[self._node]
+        self._schedule = via.schedule(turn, into)
+        self._slices = Slices(
+            topology=topology,
+            owners=group.owners,
+            elements=gradient.numel(),
+            grain=QUANT_BLOCK if into.rounds else 1,
+        )
+        self._exchange_inside(self._pass_on(gradient))
+
+    def advance(self) -> bool:
+        """As in `Reducing`."""
+        for pending in self.pending:
+            wait(pending)
+        if self._arrived is None:
+            self._exchange_between()
+            return True
+        for packed, into in self._packed:
+            unpack(packed.view(1, -1), into.view(1, -1))
+        self._into.add_pieces(
+            self._arrived, self._via.pool, first=self._turn.first, last=self._turn.last
+        )
+        while self._taken:
+            self._via.pool.give(self._taken.pop())
+        return False
+
+    def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._taken.append(self._via.pool.take(numel, dtype))
+        return self._taken[-1]
+
+    def _dtype_of(self, piece: Piece) -> torch.dtype:
+        """That of a piece; a single gradient is as narrow as it was computed."""
+        return self._dtype if self._schedule.expression.is_single(piece) else torch.float32
+
+    def _is_rounded(self, piece: Piece) -> bool:
+        """Whether it goes to its owners as int8."""
+        return self._into.rounds and self._schedule.expression.is_block(piece)
+
+    def _note_taken(self, formed: Sequence[tuple[Piece, Tensor]], given: Sequence[Tensor]) -> None:
+        """Remember which pieces lie in memory of the pool."""
+        known = {each.data_ptr() for each in given}
+        self._taken += [each for _, each in formed if each.data_ptr() not in known]
+
+    def _pass_on(self, gradient: Tensor) -> list[Tensor]:
+        """What this rank passes on inside of its node."""
+        rank = self._via.collectives.rank
+        if self._schedule.step is None:
+            return [gradient] if self._schedule.by_rank[rank] else []
+        formed = self._schedule.step.ranks[rank]
+        if not formed.keeps and formed.gives == formed.takes:
+            return [gradient] if formed.gives else []
+        given = [gradient] if formed.takes else []
+        passed = self._held.own.add(given, formed, self._via.pool)
+        self._note_taken(passed, given)
+        return [each for _, each in passed]
+
+    def _exchange_inside(self, passed: Sequence[Tensor]) -> None:
+        group, pending = self._via.collectives, []
+        own = self._slices.slice_of(group.rank)
+        of_node: list[tuple[Piece, Tensor]] = []
+        for turn in range(max(map(len, self._schedule.by_rank))):
+            held, wanted = {}, {}
+            if turn < len(passed):
+                for rank in self._ranks:
+                    theirs = self._slices.slice_of(rank)
+                    held[rank] = passed[turn][theirs.start : theirs.stop]
+            for rank in self._ranks:
+                for piece in self._schedule.by_rank[rank][turn : turn + 1]:
+                    mine = rank == group.rank
+                    dtype = self._dtype_of(piece)
+                    wanted[rank] = held[rank] if mine else self._take(len(own), dtype)
+                    of_node.append((piece, wanted[rank]))
+            what = f"{self._what}, {turn}" if turn else self._what
+            pending.append(group.exchange_pieces(held, wanted, what))
+        self._of_node = [tensor for _, tensor in sorted(of_node, key=lambda each: each[0])]
+        self.pending = tuple(pending)
+
+    def _form(self) -> list[dict[int, Tensor]]:
+        """Add this rank's slice of what has come inside of the node; piece by piece, by owner."""
+        pool, step = self._via.pool, self._schedule.step
+        formed: list[tuple[Piece, Tensor]] = []
+        if step is not None:
+            formed = self._held.of_node.add(self._of_node, step.nodes[self._node], pool)
+        elif self._of_node:
+            start = self._schedule.by_rank[self._ranks.start][0].start
+            formed = form_pieces(self._of_node, start, self._into.block, pool)
+        self._note_taken(formed, self._of_node)
+        rank = self._via.collectives.rank
+        own, routes = self._slices.slice_of(rank), list(self._slices.routes(rank))
+        sent = [
+            {
+                owner: self._as_sent(piece, whole[start - own.start : stop - own.start])
+                for owner, start, stop in routes
+            }
+            for piece, whole in formed
+        ]
+        self._give_back([part for parts in sent for part in parts.values()])
+        return sent
+
+    def _as_sent(self, piece: Piece, part: Tensor) -> Tensor:
+        if not self._is_rounded(piece):
+            return part
+        packed = self._take(packed_size(part.numel()), torch.uint8)
+        pack(part.view(1, -1), packed.view(1, -1))
+        return packed
+
+    def _give_back(self, sent: Sequence[Tensor]) -> None:
+        """Free what nothing that is sent lies in, before it travels."""
+        used = {each.untyped_storage().data_ptr() for each in sent}
+        taken, self._taken, self._of_node = self._taken, [], []
+        for each in taken:
+            if each.untyped_storage().data_ptr() in used:
+                self._taken.append(each)
+            else:
+                self._via.pool.give(each)
+        self.holds_gradient = self._gradient in used
+
+    def _exchange_between(self) -> None:
+        group, by_node = self._via.collectives, self._schedule.by_node
+        formed, pending = self._form(), []
+        self._arrived = []
+        for turn in range(max(map(len, by_node))):
+            held = formed[turn] if turn < len(formed) else {}
+            wanted: dict[int, Tensor] = {}
+            for pieces, sources in zip(by_node, self._slices.sources(group.rank), strict=True):
+                if turn < len(pieces):
+                    self._expect(pieces[turn], sources, held, wanted)
+            what = f"{self._what}, sums, {turn}"
+            pending.append(self._via.between.exchange_pieces(held, wanted, what))
+        self.pending = tuple(pending)
+
+    def _expect(
+        self,
+        piece: Piece,
+        sources: Sequence[tuple[int, int, int]],
+        held: Mapping[int, Tensor],
+        wanted: dict[int, Tensor],
+    ) -> None:
+        """Find the memory for this rank's shard of a piece, whose parts come from some ranks."""
+        assert self._arrived is not None
+        rank, is_rounded = self._via.collectives.rank, self._is_rounded(piece)
+        if [source for source, _, _ in sources] == [rank] and not is_rounded:
+            self._arrived.append((piece, held[rank]))
+            return
+        shard = self._slices.shard_of(rank)
+        whole = self._take(len(shard), torch.float32 if is_rounded else self._dtype_of(piece))
+        for source, start, stop in sources:
+            part = whole[start - shard.start : stop - shard.start]
+            if is_rounded and source == rank:
+                self._packed.append((held[rank], part))
+            elif is_rounded:
+                wanted[source] = self._take(packed_size(len(part)), torch.uint8)
+                self._packed.append((wanted[source], part))
+            elif source == rank:
+                part.copy_(held[rank])
+            else:
+                wanted[source] = part
+        self._arrived.append((piece, whole))

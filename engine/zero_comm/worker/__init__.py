@@ -1,0 +1,1 @@
+"""The worker's place in its job: its process group, and the link to its agent."""

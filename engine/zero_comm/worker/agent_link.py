@@ -1,0 +1,499 @@
+"""The worker's link to its agent: the socket and its messages.
+
+Owns the socket, the thread that reads it, and the exit of a worker that leaves its group. A process
+has one link, however many engines it has (a GAN, actor and critic): the agent sees one worker.
+
+- Requests have numbers, so each engine receives the replies to its own requests.
+- Progress: each engine's step is a heartbeat; the step of the most advanced engine is reported.
+- SIGTERM: a scheduler such as Slurm signals every process of a job. The agent decides then what its
+  workers do, so a worker with a link ignores the signal, unless the script handles it.
+- Leaving: as soon as the consensus of one engine's step decides it, it holds for all engines; the
+  process leaves at the script's next save of all, because the script alone knows at which point
+  their states belong together.
+
+Must always hold: without an agent (plain torchrun, or one process) everything here does nothing; a
+lost socket never stops training, because the agent has other means to stop a worker; and a commit
+is granted by a reply only, never by a timeout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import torch.distributed as dist
+
+from zero_comm.errors import LeavingNow
+from zero_comm.waiting import Interrupt
+from zero_comm.worker import flight
+from zero_comm.worker.distributed import leave_group
+from zero_comm.worker.rank_times import WAITS, EveryonesTimes, StepTimer
+from zero_contract import worker as contract
+from zero_contract.errors import CommitRefused, PeerLost
+from zero_contract.worker import (
+    Ability,
+    CommitReply,
+    ExitCode,
+    Leave,
+    Message,
+    PeerMemoryReply,
+    WaitReply,
+    WaitRequest,
+    When,
+)
+
+_log = logging.getLogger(__name__)
+
+COMMIT_TIMEOUT_S = 30.0
+PEER_MEMORY_TIMEOUT_S = 10.0
+BEFORE_FIRST_STEP = "first step: it may compile and warm up"
+"""What a worker does that has an engine and its state, until its first step ends."""
+WAIT_FOR_ETCD_S = 5.0
+"""The time that one request for the last checkpoint of a script waits for etcd: another follows."""
+LAST_SAVE = 0.75
+"""The part of the drain timeout for which the last save may wait for etcd: the rest is needed to
+exit, before the agent kills the worker."""
+_SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
+"""The timeout of a send: an agent that does not read counts as gone, so no step waits for it."""
+
+
+def current_round() -> int:
+    """The round this worker was started for; 0 without an agent."""
+    return int(os.environ.get(contract.ENV_ROUND, "0"))
+
+
+def current_job() -> str | None:
+    """The job that this worker belongs to; None without an agent."""
+    return os.environ.get(contract.ENV_JOB)
+
+
+def committed_step() -> int:
+    """The step of the newest checkpoint published when this worker was started; 0: none."""
+    return int(os.environ.get(contract.ENV_COMMITTED, "0"))
+
+
+class AgentLink:
+    """The connection to the agent of this node, or its absence; `agent_link` makes it."""
+
+    def __init__(self, rank: int, path: str | None = None) -> None:
+        """Connect to the agent's socket; without one every call does nothing.
+
+        Args:
+            rank: This worker's rank, sent to the agent.
+            path: The Unix socket; by default the one that the environment names, if any.
+        """
+        self.round = current_round()
+        self._leave = threading.Event()
+        self._pid = os.getpid()
+        self._sigterm_came = False
+        self._last_save_by_s = 0.0
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, CommitReply | PeerMemoryReply] = {}
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        path = path or os.environ.get(contract.ENV_SOCKET)
+        self._socket: socket.socket | None = None
+        if path:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # A timeout for sending only: the reader thread waits however long the agent sends
+            # nothing.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+            try:
+                connection.connect(path)
+                self._socket = connection
+            except OSError as error:
+                connection.close()
+                _log.warning("no agent at %s (%s); training continues without it", path, error)
+        self.present = bool(path)
+        """Whether this worker runs under an agent, reachable or not."""
+        self.group_lost = threading.Event()
+        """Set when a peer is lost: threads that wait for peers may stop waiting."""
+        self.interrupt = Interrupt()
+        """Ends every wait for peers when the agent asks this worker to leave at once."""
+        self.leaving = False
+        """Whether some rank was asked to leave; equal on all ranks after each step of an engine."""
+        self.departure: str | None = None
+        """How this worker leaves, if that is known."""
+        self.may_leave = False
+        """Whether everything is saved: the next step is the last."""
+        self.clients: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """The engines of this process, by number, in the order in which the script made them."""
+        self.ram_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        """The bytes of the node's memory that each of them has."""
+        self.total_steps = 0
+        """Steps of the whole run; 0: not known."""
+        self._joined = 0
+        self._shown: tuple[int, contract.Progress] | None = None
+        self._saving_s = self._compute_s = self._wait_s = 0.0
+        self._timer = StepTimer(WAITS)
+        self._written = (0.0, 0.0)
+        self._everyones = EveryonesTimes() if rank == 0 else None
+        self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
+        if self._socket is not None:
+            threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
+            can = (Ability.BOUNDARY,)
+            self._send(contract.Hello(rank=rank, pid=os.getpid(), can=can, round=self.round))
+
+    def handles_sigterm(self) -> bool:
+        """Note a SIGTERM; whether the agent, and not the signal, decides about this process."""
+        self._sigterm_came = True
+        return self._pid == os.getpid() and self._socket is not None and not self.interrupt.reason
+
+    @property
+    def leave_asked(self) -> bool:
+        """Whether the agent wants this worker out of its group."""
+        return self._leave.is_set()
+
+    def raise_if_leaving(self, what: str) -> None:
+        """Raise LeavingNow, which names what this worker does, if it is to leave at once."""
+        if self.interrupt.reason:
+            raise LeavingNow(f"{what}: asked to leave: {self.interrupt.reason}")
+
+    def add(self, client: object) -> int:
+        """Register an engine of this process; returns its number."""
+        number, self._joined = self._joined, self._joined + 1
+        self.clients[number] = client
+        return number
+
+    def note_schedule(self, scheduler: object) -> None:
+        """Note the steps of the whole run, if a scheduler is made for a number of steps."""
+        total_steps = getattr(scheduler, "total_steps", None)  # as torch's OneCycleLR has it
+        if isinstance(total_steps, int):
+            self.total_steps = total_steps
+
+    def remove(self, number: int) -> None:
+        """Unregister an engine that is destroyed; the last one closes the connection."""
+        self.clients.pop(number, None)
+        if self._shown is not None and self._shown[0] == number:
+            self._shown = None
+        if not self.clients:
+            self.close()
+
+    def progress(self, number: int, mine: contract.Progress) -> None:
+        """Report the end of an engine's step to the agent; the most advanced engine is shown."""
+        mine = replace(mine, total_steps=self.total_steps)
+        if self._shown is None or self._shown[0] == number or mine.step > self._shown[1].step:
+            self._shown = number, mine
+        self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Send the last progress again: this worker waits and is not hung."""
+        if self._shown is not None:
+            self._send(
+                replace(
+                    self._shown[1],
+                    saving_s=self._saving_s,
+                    compute_s=self._compute_s,
+                    wait_s=self._wait_s,
+                )
+            )
+            self._saving_s = self._compute_s = self._wait_s = 0.0
+
+    def saved(self, stall_s: float) -> None:
+        """A save has blocked training for so long; the next progress reports it."""
+        self._saving_s += stall_s
+        self._timer.saved(stall_s)
+
+    def restored(self, restored: contract.Restored) -> None:
+        """On rank 0: all ranks have loaded a checkpoint, and verified what they read."""
+        self._send(restored)
+
+    def preparing(self, what: str, part: float | None = None) -> None:
+        """Say what this worker does before its first step, for `zero-ctl status`.
+
+        Args:
+            what: What it does, such as `loading step-000000040.g1.3fa9`.
+            part: The part of it that is done, 0 to 1; None: not known.
+        """
+        if self._shown is None:
+            self._send(contract.Preparing(what=what, part=part))
+
+    def saved_file(self, saved: contract.Saved) -> None:
+        """A save has ended."""
+        if saved.write_s > 0 and not saved.in_memory:  # the rate of the storage
+            self._written = (saved.size_bytes / saved.write_s, saved.write_s)
+        self._send(saved)
+
+    def save_waits(self, step: int, what: str, left_s: float) -> None:
+        """The last save of a script waits; also a heartbeat, or the agent would mark it hung."""
+        self._send(contract.SaveWaits(step=step, what=what, left_s=left_s))
+        self.heartbeat()
+
+    def step_times(self) -> tuple[float, float, float, float]:
+        """At the end of a step, what `everyones_times` needs of each rank.
+
+        Returns:
+            The seconds in which this rank computed in the step, and in which it waited; and the
+            bytes per second and the seconds of its part of the last checkpoint.
+        """
+        compute_s, wait_s = self._timer.step()
+        self._compute_s += compute_s
+        self._wait_s += wait_s
+        return compute_s, wait_s, *self._written
+
+    def everyones_times(self, step: int, times: Sequence[Sequence[float]]) -> None:
+        """On rank 0: report the `step_times` of all ranks in a step, from time to time."""
+        if self._everyones is not None and self.present:
+            report = self._everyones.add(step, times)
+            if report is not None:
+                self._send(report)
+
+    def leave(self, step: int) -> NoReturn:
+        """Exit this worker, which has left its group and saved `step`.
+
+        Raises:
+            SystemExit: Always, with the exit code of a worker that has left.
+        """
+        self._send(contract.Left(round=self.round, step=step))
+        leave_group()
+        raise SystemExit(ExitCode.LEFT)
+
+    def request_commit(
+        self,
+        step: int,
+        tag: str,
+        digest: str,
+        samples: int,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+        *,
+        in_memory: bool = False,
+        patience_s: float = 0.0,
+        written: str = "",
+    ) -> CommitReply:
+        """Ask whether a checkpoint may be published; no reply in time is a refusal."""
+        number = next(self._numbers)
+        request = contract.CommitRequest(
+            request=number,
+            step=step,
+            tag=tag,
+            digest=digest,
+            samples=samples,
+            in_memory=in_memory,
+            patience_s=patience_s,
+            round=self.round,
+            written=written,
+        )
+        answer = self._ask(request, patience_s + timeout_s)
+        if isinstance(answer, CommitReply):
+            return answer
+        return CommitReply(request=number, granted=False, reason=str(answer))
+
+    def request_peer_memory(
+        self, budget_bytes: int | None, timeout_s: float = PEER_MEMORY_TIMEOUT_S
+    ) -> PeerMemoryReply:
+        """Ask where this node keeps in-memory checkpoints; no reply in time is a refusal."""
+        number = next(self._numbers)
+        if not self.present:
+            return PeerMemoryReply(request=number, reason="there is no zero-agent to keep them")
+        request = contract.PeerMemoryRequest(request=number, budget_bytes=budget_bytes)
+        answer = self._ask(request, timeout_s)
+        if isinstance(answer, PeerMemoryReply):
+            return answer
+        return PeerMemoryReply(request=number, reason=str(answer))
+
+    def _ask(
+        self, request: contract.CommitRequest | contract.PeerMemoryRequest, timeout_s: float
+    ) -> CommitReply | PeerMemoryReply | str:
+        """The agent's reply, or why there is none."""
+        number = request.request
+        self._send(request)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: number in self._answers or self._socket is None, timeout_s
+            )
+            answer = self._answers.pop(number, None)
+        if answer is not None:
+            return answer
+        if self._socket is None:
+            return "the agent is gone"
+        return f"the agent did not answer within {timeout_s:g} s"
+
+    def fence(
+        self,
+        step: int,
+        tag: str,
+        samples: int,
+        *,
+        in_memory: bool = False,
+        last: bool = False,
+        written: str = "",
+    ) -> Callable[[str], None] | None:
+        """A function to call with a manifest's digest before publishing it; None without an agent.
+
+        It raises CommitRefused, a fence for workers of an earlier round.
+
+        Args:
+            step: The step of the checkpoint.
+            tag: Its tag.
+            samples: The samples consumed up to it.
+            in_memory: Whether it is an in-memory checkpoint.
+            last: Whether the workers leave with it: then it waits for etcd as long as they may.
+            written: Where its files are, if the script ends with it: it waits for etcd a while.
+        """
+        if not self.present:
+            return None
+
+        def check(digest: str) -> None:
+            patience_s = WAIT_FOR_ETCD_S if written else 0.0
+            if last:
+                patience_s = max(0.0, self._last_save_by_s - time.monotonic())
+            reply = self.request_commit(
+                step,
+                tag,
+                digest,
+                samples,
+                in_memory=in_memory,
+                patience_s=patience_s,
+                written=written,
+            )
+            if not reply.granted:
+                raise CommitRefused(
+                    f"checkpoint {tag} may not be published: {reply.reason}", passing=reply.passing
+                )
+
+        return check
+
+    def close(self) -> None:
+        """Close the connection; later calls do nothing."""
+        self._disconnect(None)
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            if self._socket is None:
+                return
+            try:
+                self._socket.sendall(contract.encode(message))
+            except OSError as error:
+                self._disconnect(f"cannot send to the agent: {error}")
+
+    def _read(self, connection: socket.socket) -> None:
+        """The reader thread: receive the agent's messages until the connection ends."""
+        reason = "the agent closed the connection"
+        try:
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    message = contract.decode(line)
+                    match message:
+                        case Leave(round=self.round):
+                            now = message.when is When.NOW
+                            when = "at once" if now else "at the end of a step"
+                            _log.info(
+                                "asked to leave round %d %s: %s",
+                                message.round,
+                                when,
+                                message.reason,
+                            )
+                            self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
+                            self._leave.set()
+                            if now:
+                                self.interrupt.request(message.reason)
+                                self.group_lost.set()
+                                if self._sigterm_came:  # before the request, so it was ignored
+                                    os.kill(os.getpid(), signal.SIGTERM)
+                        case CommitReply() | PeerMemoryReply():
+                            with self._changed:
+                                self._answers[message.request] = message
+                                self._changed.notify_all()
+                        case WaitRequest():
+                            self._send(_wait_reply(message.request))
+                        case _:
+                            _log.debug("not for this worker: %s", message)
+        except (OSError, ValueError, contract.ContractError) as error:
+            reason = f"the connection to the agent failed: {error}"
+        self._disconnect(reason)
+
+    def _disconnect(self, reason: str | None) -> None:
+        with self._changed:
+            connection, self._socket = self._socket, None
+            self._changed.notify_all()
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+            if reason:
+                _log.warning("%s; training continues", reason)
+
+
+def _wait_reply(request: int) -> WaitReply:
+    """What this process waits for."""
+    reply = WaitReply(
+        request=request,
+        begun=WAITS.begun,
+        last=WAITS.last,
+        collectives=tuple(flight.recorded()),
+    )
+    longest = WAITS.longest()
+    if longest is None:
+        return reply
+    wait, waited_s = longest
+    return replace(reply, awaits=wait.what, turn=wait.turn, waited_s=round(waited_s, 3))
+
+
+_link: AgentLink | None = None
+
+
+def preparing(what: str, part: float | None = None) -> None:
+    """As `AgentLink.preparing` of this process, if it has a link."""
+    if _link is not None:
+        _link.preparing(what, part)
+
+
+def agent_link(rank: int) -> AgentLink:
+    """The link of this process, shared by all engines of its group as long as there is one."""
+    global _link  # noqa: PLW0603 - it is the process that has one
+    if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
+        _link = AgentLink(rank)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if _link.present and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _on_sigterm)
+    return _link
+
+
+def note_total_steps(total_steps: int) -> None:
+    """Note the steps of the whole run, for the engines that this process has."""
+    if _link is not None:
+        _link.total_steps = total_steps
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    """Leave SIGTERM to the agent while there is one.
+
+    A handler, not SIG_IGN: programs that the script executes begin with the default.
+    """
+    if _link is None or not _link.handles_sigterm():
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+@contextmanager
+def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
+    """Under an agent, exit when a peer is lost: the agent forms the next round.
+
+    Args:
+        link: The link to the agent; None before there is a group, and so no rank yet.
+
+    Raises:
+        SystemExit: A peer is lost, and there is an agent; with the exit code of a lost peer.
+        PeerLost: A peer is lost, and there is no agent.
+    """
+    try:
+        yield
+    except PeerLost as error:
+        if link is not None:
+            link.group_lost.set()
+        if not (link.present if link is not None else contract.ENV_SOCKET in os.environ):
+            raise
+        _log.error("leaving a broken group: %s", error)
+        leave_group()
+        raise SystemExit(ExitCode.PEER_LOST) from error

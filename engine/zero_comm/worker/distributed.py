@@ -1,0 +1,206 @@
+"""The process group and the device of this worker.
+
+Owns how a worker finds its rank: from the environment of torchrun and zero-agent, or of mpirun and
+srun (`discovery`), or as a world of one; and how it leaves its group. Must always hold: leaving
+waits for no peer, and the process can join another group afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from zero_comm.waiting import transport_failures
+from zero_comm.worker.discovery import discover
+from zero_contract.errors import ConfigError
+from zero_contract.signing import Key, Purpose, derive
+from zero_contract.worker import (
+    ENV_ROUND,
+    ENV_SOCKET,
+    ENV_VOTE_KEY,
+    Hello,
+    Preparing,
+    encode,
+)
+
+_log = logging.getLogger(__name__)
+
+GROUP_TIMEOUT_S = 600.0
+"""The timeout of a collective; DeepSpeed's default as well."""
+MEETING = "meeting the other ranks"
+TELL_TIMEOUT_S = 1.0
+ABORT_TIMEOUT_S = 5.0
+"""How long an abort may take; then the process ends, or continues, without its end."""
+MPI_PORT = 29500
+"""The port of rank 0's store under mpirun and srun; DeepSpeed's default as well."""
+
+
+def group_timeout_s() -> float:
+    """The timeout of a collective: DEEPSPEED_TIMEOUT, in minutes, or the default."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    try:
+        return 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
+    except ValueError:
+        raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes") from None
+
+
+def leave_failures_to_agent() -> None:
+    """Under an agent: keep the threads of NCCL from ending this process because of its peers.
+
+    The agent decides that, and a process that is told to leave aborts its group by itself. Called
+    before the group is made, which reads the variables. The agent sets the first one to 1, as
+    torchrun does; any other value is the user's and stays.
+    """
+    if ENV_SOCKET in os.environ:
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+
+
+def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = MPI_PORT) -> None:
+    """Join the default process group, unless this process is in one already.
+
+    With RANK and WORLD_SIZE in the environment, or the variables of mpirun or srun, the group is
+    that of all ranks; without them this process is a world of one and needs no network.
+
+    Args:
+        timeout_s: The timeout of a collective.
+        mpi_port: The port of rank 0's store under mpirun and srun; None: ignore these launchers.
+
+    Raises:
+        ConfigError: mpirun has started this worker, and the host of rank 0 is unknown. Or this
+            worker's number on its node is larger than its devices allow.
+        PeerLost: A rank, or the host of the store, is lost.
+    """
+    if torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))
+    if dist.is_initialized():
+        return
+    leave_failures_to_agent()
+    if mpi_port is not None and "RANK" not in os.environ:
+        os.environ |= discover(os.environ, mpi_port)
+    backend = backend_for(has_gpu=torch.cuda.is_available(), has_nccl=dist.is_nccl_available())
+    timeout = timedelta(seconds=timeout_s or group_timeout_s())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _tell_agent(MEETING)
+        with transport_failures(MEETING):
+            dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _tell_agent(what: str) -> None:
+    """Say what this worker does before it has a group, and with it a connection to the agent."""
+    path = os.environ.get(ENV_SOCKET)
+    if not path:
+        return
+    n = int(os.environ.get(ENV_ROUND, "0"))
+    hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid(), round=n)
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(TELL_TIMEOUT_S)
+        connection.connect(path)
+        connection.sendall(encode(hello) + encode(Preparing(what=what)))
+
+
+def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:
+    """The backends of the default group; a torch may be built without NCCL."""
+    if not has_gpu:
+        return "gloo"
+    return f"cpu:gloo,cuda:{'nccl' if has_nccl else 'gloo'}"
+
+
+def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
+    """Leave all process groups, also if exchanges are under way that never end.
+
+    `destroy_process_group` would wait for them.
+
+    Args:
+        timeout_s: Of the abort.
+
+    Returns:
+        Whether everything has been aborted in time.
+    """
+    if not dist.is_initialized():
+        return True
+    # In a thread of its own: an abort that waits for a device must not keep the process.
+    thread = threading.Thread(target=_abort, daemon=True, name="zero-abort")
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        _log.warning("the process group has not been aborted within %g s", timeout_s)
+    return not thread.is_alive()
+
+
+def _abort() -> None:
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except (RuntimeError, ValueError) as error:  # it is broken, or left by another thread
+        _log.debug("aborting the process group: %s", error)
+
+
+class GroupStore(PrefixStore):
+    """The part of the default group's store under `path`."""
+
+    def __init__(self, path: str, store: Store) -> None:
+        super().__init__(path, store)
+        self.path = path
+
+    @property
+    def votes_key(self) -> Key | None:
+        """Signs what ranks vote on here; None if no agent has given them a key of the round."""
+        of_round = Key(os.environ.get(ENV_VOTE_KEY, ""))
+        return derive(of_round, Purpose.VOTES, self.path) if of_round else None
+
+
+def group_store(name: str) -> GroupStore:
+    """A part of the default group's store that nothing else uses.
+
+    Every rank gets the same part for its first, second, ... call with this name.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    turn = store.add(f"zero/{name}/calls/{dist.get_rank()}", 1)
+    return GroupStore(f"zero/{name}/{turn}", store)
+
+
+def local_rank() -> int:
+    """This worker's number on its node; 0 outside torchrun."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_device() -> torch.device:
+    """The device that this worker computes on; the current one, after `init_distributed`."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def device_index(local: int, visible: int, current: int) -> int:
+    """Which of its devices a worker uses.
+
+    Args:
+        local: Its number on its node.
+        visible: The devices that it sees.
+        current: The one that is current; a script may have chosen it. 0 unless anybody has.
+
+    Raises:
+        ConfigError: There are fewer devices than workers.
+    """
+    if current or visible == 1:  # the script's choice; or the launcher's, one for each worker
+        return current
+    if local >= visible:
+        raise ConfigError(
+            f"LOCAL_RANK={local}, but this worker sees {visible} devices: start at most {visible} "
+            "workers on this node (--nproc-per-node), or let CUDA_VISIBLE_DEVICES name one device "
+            "for each worker"
+        )
+    return local

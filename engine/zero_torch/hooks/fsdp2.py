@@ -1,0 +1,237 @@
+"""FSDP2: the ordered reduction in the place of its reduce-scatter, through its public hooks.
+
+Must always hold: FSDP2 neither divides nor adds. Each group of parameters that FSDP2 reduces
+together is one sum, of which a rank owns what FSDP2 gives it. FSDP2 calls no reduce-scatter at
+world 1, and the all-reduce hook at every world size.
+
+What is given to FSDP2 as the result becomes `.grad`, and may be filled until the end of the
+backward, unless FSDP2 makes a copy of it: in another dtype, or on another device.
+
+FSDP2 reduces after the backward of each call of a module. One that is called several times in a
+forward (a shared layer) is reduced at the end of the backward, when all its gradients have come.
+
+On CPUs its all-gathers go the way of the gradients, too: it is faster than gloo's own, a rank that
+is asked to leave need not wait for a lost peer, and the loss is no error of the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from zero_comm.exchange.collectives import Collectives, wait
+from zero_comm.waiting import transport_failures
+from zero_contract.errors import ConfigError, ZeroError
+from zero_torch.hooks.hsdp import TwoLevels
+from zero_torch.ordered_gradients import NOT_REDUCED, OrderedGradients, as_real
+
+_Gradients = OrderedGradients | TwoLevels
+_Guard = Callable[[], AbstractContextManager[None]]
+
+_HOOKS = (
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_all_reduce_hook",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",
+)
+
+
+def attach(
+    model: nn.Module,
+    gradients: OrderedGradients,
+    collectives: Collectives,
+    guard: _Guard = nullcontext,
+) -> None:
+    """Let every FSDP2 module of a model reduce its gradients through `gradients`.
+
+    Args:
+        model: The model.
+        gradients: Sums them.
+        collectives: The group of all ranks.
+        guard: A context around each exchange, which may find that a peer is lost.
+
+    Raises:
+        ConfigError: This version of torch has no such hooks.
+    """
+    world = collectives.world
+    device = next(model.parameters()).device
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    levels = None
+    if mesh is not None and mesh.ndim > 1 < world:
+        levels = TwoLevels(gradients, collectives, mesh)
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            name = path or "the root module"
+            unit = _ReduceScatter(name, levels or gradients, module, guard)
+            _attach(module, unit, world)
+            gradients.begins.append(unit.begin)
+            gradients.ends.append(unit.end_backward)
+            if device.type == "cpu":
+                gather: Any = _AllGather(name, collectives, guard, gradients.poll)
+                module.set_custom_all_gather(gather)
+            if levels is not None:
+                levels.replace_all_reduce(module)
+            module.set_requires_gradient_sync = _keep_sync  # type: ignore[method-assign]
+
+
+def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """In the place of FSDP2's own: what it leaves on a rank would be in no sum."""
+    del recurse
+    if not requires_gradient_sync:
+        raise ZeroError(NOT_REDUCED)
+
+
+def _attach(module: Any, unit: _ReduceScatter, world: int) -> None:
+    if absent := [hook for hook in _HOOKS if not hasattr(module, hook)]:
+        raise ConfigError(
+            f"torch {torch.__version__} has no FSDPModule.{absent[0]}, through which gradients are "
+            "summed in order; use torch 2.13 or newer, or DistributedDataParallel"
+        )
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    module.set_custom_reduce_scatter(unit)
+    module.register_forward_pre_hook(unit.see_call)
+    if world == 1:
+        module.set_all_reduce_hook(unit.alone)
+
+
+class _Memory:
+    """Allocates as `torch.distributed.fsdp`'s Comm."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent, and for what it comes to."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _AllGather(_Memory):
+    """The weights of one FSDP2 module in host memory: `torch.distributed.fsdp`'s AllGather."""
+
+    def __init__(
+        self, name: str, collectives: Collectives, guard: _Guard, poll: Callable[[], None]
+    ) -> None:
+        self._what = f"weights of {name}"
+        self._collectives = collectives
+        self._guard = guard
+        self._poll = poll
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` [world * n], in which `input_tensor` [n] is this rank's part."""
+        with self._guard(), transport_failures(self._what):
+            of_all = group.size() == self._collectives.world  # and not of one dimension of a mesh
+            if async_op or not of_all or not output_tensor.is_cpu:
+                return dist.all_gather_single(
+                    output_tensor, input_tensor, group=group, async_op=async_op
+                )
+            self._poll()
+            wait(self._collectives.all_gather(output_tensor, self._what))
+            self._poll()
+        return None
+
+
+class _ReduceScatter(_Memory):
+    """The gradients of one FSDP2 module: `torch.distributed.fsdp`'s ReduceScatter."""
+
+    def __init__(self, name: str, gradients: _Gradients, module: Any, guard: _Guard) -> None:
+        self._name = name
+        self._gradients = gradients
+        self._module = module
+        self._example: Tensor = next(module.parameters())
+        self._guard = guard
+        self._calls = 0
+        """Of the module in the forward of this micro-step."""
+        self._recomputed = 0
+        """How often the backward has called it, for activations that were not kept."""
+        self._kept: tuple[Tensor, Tensor] | None = None
+        """The gradients of its calls so far, and where their sum goes."""
+
+    def begin(self, _: object) -> None:
+        """Begin a micro-step."""
+        self._calls, self._recomputed, self._kept = 0, 0, None
+
+    def see_call(self, *_: object) -> None:
+        """The module is called."""
+        if torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() < 0:
+            self._calls += 1
+        else:
+            self._recomputed += 1
+
+    def end_backward(self) -> None:
+        """All gradients of this micro-step have come.
+
+        Raises:
+            ZeroError: FSDP2 has lost one.
+        """
+        if self._recomputed and self._calls > 1 and _left_over(self._module):
+            raise ZeroError(
+                f"FSDP2 has not reduced all gradients of {self._name}: it loses those of a module "
+                "that is called several times in activation checkpointing with use_reentrant=True; "
+                "set use_reentrant=False"
+            )
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            self._gradients.reduce(self._name, *kept)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Reduce `input_tensor` [world * n] into `output_tensor` [n]."""
+        del group, op, async_op
+        now = self._gradients.now
+        if now is None or not now.last:
+            output_tensor.zero_()
+        with self._guard():
+            self._reduce(as_real(input_tensor), as_real(output_tensor))
+
+    def alone(self, reduced: Tensor) -> None:
+        """The same at world 1, in place."""
+        self._reduce(as_real(reduced), as_real(reduced))
+
+    def _reduce(self, gradient: Tensor, out: Tensor) -> None:
+        example = self._example
+        copied = (out.dtype, out.device) != (example.dtype.to_real(), example.device)
+        if self._calls <= 1:
+            self._gradients.reduce(self._name, gradient, out, now=copied)
+        elif copied:
+            raise ZeroError(
+                f"{self._name} is called {self._calls} times in a micro-batch, and FSDP2 copies "
+                "its gradients to another dtype or device after each: set reduce_dtype to the "
+                "dtype of its parameters, without CPU offload, or call it once"
+            )
+        elif self._kept is None:
+            self._gradients.arrive(self._name)
+            self._kept = gradient.clone(), out
+        else:  # FSDP2 adds `out` to the first one
+            self._kept[0].add_(gradient)
+            out.zero_()
+
+
+def _left_over(module: Any) -> bool:
+    """Whether an FSDP2 module has gradients of gathered parameters, which it did not reduce."""
+    return any(
+        each._unsharded_param.grad is not None
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for each in group.fsdp_params
+        if hasattr(each, "_unsharded_param")
+    )
