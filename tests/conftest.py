@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -17,19 +18,10 @@ from tests.support.cluster import run_alone
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.memory_store import MemoryStore
 from tests.support.s3_server import S3Server, s3_server
+from zero_engine.observe.reporting import LOGGERS
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Delete, KeyValueStore
 
-_LOGGERS = (
-    "zero",
-    "zero_orchestrator",
-    "zero_comm",
-    "zero_checkpoint",
-    "zero_data",
-    "zero_step",
-    "zero_engine",
-    "zero_deepspeed",
-)
 _namespaces = itertools.count()
 
 
@@ -41,6 +33,12 @@ def pytest_configure() -> None:
     settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
     settings.register_profile("searching", deadline=None, max_examples=1000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+    gc.disable()  # until all tests are collected: half of the time would go into looking at them
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by markers
@@ -65,7 +63,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _loggers_as_before() -> Iterator[None]:
     """A command that runs in this process sets up its log; the next test's is its own."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers = [logging.getLogger(name) for name in ("zero", "zero_orchestrator", *LOGGERS)]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):

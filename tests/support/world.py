@@ -51,7 +51,7 @@ class WorldPool:
         import torch.distributed as dist
 
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "zero_deepspeed"])
+        self._context.set_forkserver_preload(["tests.support.preloaded"])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers = [self._start() for _ in range(size)]
         self._calls = 0
@@ -134,12 +134,12 @@ def _serve(pipe: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import zero_deepspeed  # noqa: F401 - so that all imports are frozen
     from tests.support import queued
 
     # Loaders' processes start as those of a script do, and import nothing again.
     multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # a collection then looks at what calls have left, and at nothing else
+    gc.enable()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

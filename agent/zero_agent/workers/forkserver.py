@@ -262,6 +262,7 @@ def preload(modules: list[str], agent: socket.socket) -> None:
     Raises:
         SystemExit: An import fails.
     """
+    gc.disable()  # collections would be a fifth of the time of these imports
     for module in modules:
         before = Native.here()
         try:
@@ -278,6 +279,7 @@ def preload(modules: list[str], agent: socket.socket) -> None:
             agent.send(json.dumps({"left_out": module, "why": why}).encode())
             os.execv(sys.executable, [word for word in sys.orig_argv if word != module])
     gc.freeze()  # no collection in a worker touches these pages: they stay shared (copy-on-write)
+    gc.enable()
 
 
 def main() -> None:
