@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,28 +263,18 @@ Every metric but `zero_etcd_up` has the label `{job}`, and every metric of a nod
 
 def metrics() -> str:
     """Every metric of a job and of a node."""
-    from zero_agent.loop.metrics import ETCD, NODE, NODE_METRICS, STEPS
-    from zero_orchestrator.observe.metrics import ETCD_UP, JOB, JOB_METRICS, RECOVERY_METRICS
+    from zero_agent.loop.metrics import NODE, NODE_METRICS
+    from zero_orchestrator.observe.metrics import ETCD_UP, JOB, JOB_METRICS, RECOVERY_METRICS, Row
 
     lines = [_METRICS.format(job=JOB, node=NODE).rstrip()]
-    of_job = (*(one for one, _ in (*JOB_METRICS, *RECOVERY_METRICS)), ETCD_UP)
-    of_node = (one for one, _ in NODE_METRICS)
-    histograms = [
-        (f"`{one.name}`", "histogram", ", ".join(f"`{label}`" for label in one.labels), one.help)
-        for one in (STEPS, ETCD)
-    ]
-    for title, listed, more in (("job", of_job, []), ("node", of_node, histograms)):
+    of_job: Iterable[Row[Any]] = (*JOB_METRICS, *RECOVERY_METRICS, ETCD_UP)
+    for title, listed in (("job", of_job), ("node", NODE_METRICS)):
         rows = (
-            (
-                f"`{one.name}`",
-                "counter" if one.counts else "gauge",
-                ", ".join(f"`{label}`" for label in one.labels),
-                one.help,
-            )
-            for one in listed
+            (f"`{row.name}`", row.type, ", ".join(f"`{label}`" for label in row.labels), row.help)
+            for row in listed
         )
         lines += [f"\n## Metrics of a {title}\n"]
-        lines += table(("metric", "type", "further labels", "meaning"), iter((*rows, *more)))
+        lines += table(("metric", "type", "further labels", "meaning"), rows)
     return page(*lines)
 
 

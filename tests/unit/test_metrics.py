@@ -8,14 +8,14 @@ from tests.support.manual_clock import ManualClock
 from zero_agent.loop.metrics import NODE_METRICS, Readings, of_node
 from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers
-from zero_agent.workers.step_times import Histogram, Spent, StepTimes
+from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.worker import Progress, Restored, Saved
 from zero_orchestrator.observe.events import MemoryUse
 from zero_orchestrator.observe.goodput import Use
 from zero_orchestrator.observe.history import Saved as Checkpoint
 from zero_orchestrator.observe.metrics import JOB as JOB_LABEL
 from zero_orchestrator.observe.metrics import JOB_METRICS, exposition, of_jobs
-from zero_orchestrator.observe.pace import Quantiles, Speed
+from zero_orchestrator.observe.pace import Histogram, Quantiles, Speed
 from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow
 from zero_orchestrator.observe.verdicts import Kind, Verdict
 
@@ -132,12 +132,12 @@ def test_several_jobs_share_each_metric():
 
 def test_the_names_follow_the_conventions_of_prometheus():
     units = ("_seconds", "_bytes", "_ratio")
-    for definition, _ in (*JOB_METRICS, *NODE_METRICS):
-        assert definition.name.startswith("zero_")
-        assert not definition.name.endswith("_total")  # the library adds it to a counter
-        assert definition.help.endswith(".")
-        named = [unit for unit in units if unit in definition.name]
-        assert all(definition.name.endswith(unit) for unit in named)
+    for row in (*JOB_METRICS, *NODE_METRICS):
+        assert row.name.startswith("zero_")
+        assert not row.name.endswith("_total")  # the library adds it to a counter
+        assert row.help.endswith(".")
+        named = [unit for unit in units if unit in row.name]
+        assert all(row.name.endswith(unit) for unit in named)
 
 
 def readings(**facts) -> Readings:

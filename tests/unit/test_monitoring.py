@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero_agent.loop.metrics import NODE_METRICS, STEPS
-from zero_orchestrator.observe.metrics import ETCD_UP, JOB_METRICS
+from zero_agent.loop.metrics import NODE_METRICS
+from zero_orchestrator.observe.metrics import ETCD_UP, JOB_METRICS, Type
 
 MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
-DEFINED = [definition for definition, _ in (*JOB_METRICS, *NODE_METRICS)]
-SAMPLES = {one.name + ("_total" if one.counts else "") for one in DEFINED}
-SAMPLES |= {ETCD_UP.name, *(f"{STEPS.name}_{part}" for part in ("bucket", "count", "sum"))}
+ENDS = {
+    Type.GAUGE: ("",),
+    Type.COUNTER: ("_total",),
+    Type.HISTOGRAM: ("_bucket", "_count", "_sum"),
+}
+SAMPLES = {
+    row.name + end for row in (*JOB_METRICS, *NODE_METRICS, ETCD_UP) for end in ENDS[row.type]
+}
 
 
 def expressions(file: str) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from zero_agent.workers.step_times import Histogram
+from zero_orchestrator.observe.pace import Histogram
 from zero_orchestrator.store.kv import (
     NO_LEASE,
     Change,

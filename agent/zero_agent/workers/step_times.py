@@ -8,48 +8,12 @@ step of a round is left out: it contains imports, the load of a checkpoint and c
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from zero_contract.worker import Progress, Restored, Saved
-from zero_orchestrator.observe.pace import Speed, add_up, bucket
-
-BOUNDS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-)
-"""Upper bounds of the buckets; one more bucket has the longer steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Histogram:
-    """The steps of one rank."""
-
-    counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
-    """Steps in each bucket, not cumulative."""
-    sum_s: float = 0.0
-
-    def add(self, duration_s: float) -> Histogram:
-        """The histogram with one more step."""
-        bucket = bisect_left(BOUNDS_S, duration_s)
-        counts = (*self.counts[:bucket], self.counts[bucket] + 1, *self.counts[bucket + 1 :])
-        return Histogram(counts=counts, sum_s=self.sum_s + duration_s)
+from zero_orchestrator.observe.pace import Histogram, Speed, add_up, bucket
 
 
 @dataclass(frozen=True, kw_only=True)

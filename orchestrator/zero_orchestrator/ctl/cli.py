@@ -381,12 +381,13 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     list(now())  # what cannot be read at the start is an error of this command
 
     def scraped() -> Iterator[Metric]:
+        found, up = [], False
         try:
-            found = [*now(), metrics.etcd_up(True)]
+            found, up = [*now()], True
         except (StoreError, status.NoSuchJob) as error:
             view.report(f"no metrics: {error}")
-            found = [metrics.etcd_up(False)]
         yield from found
+        yield from metrics.collected([metrics.ETCD_UP], [], [((), up)])
 
     registry = metrics.Metrics(scraped).registry
     try:

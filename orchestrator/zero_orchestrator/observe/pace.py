@@ -8,6 +8,7 @@ the steps of a round fill a few dozen.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,28 @@ STALL_FACTOR = 5.0
 
 Counts = Mapping[int, int]
 """Bucket -> the number of durations in it."""
+
+
+HISTOGRAM_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
+"""Upper bounds of the buckets of a `Histogram`; one more bucket has what is longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Histogram:
+    """Durations in few buckets, which only grow: for Prometheus."""
+
+    counts: tuple[int, ...] = (0,) * (len(HISTOGRAM_S) + 1)
+    """The number in each bucket, not cumulative."""
+    sum_s: float = 0.0
+
+    def add(self, duration_s: float) -> Histogram:
+        """The histogram with one more duration."""
+        place = bisect_left(HISTOGRAM_S, duration_s)
+        counts = (*self.counts[:place], self.counts[place] + 1, *self.counts[place + 1 :])
+        return Histogram(counts=counts, sum_s=self.sum_s + duration_s)
 
 
 @dataclass(frozen=True, kw_only=True)
