@@ -38,9 +38,6 @@ TIERS: dict[str, dict[str, Any]] = {
     NONE: {},
     "cpu": {"offload_optimizer": {"device": "cpu"}},
     "nvme": {"offload_optimizer": {"device": "nvme"}},
-    "nvme, one at a time": {
-        "offload_optimizer": {"device": "nvme", "pipeline_read": False, "pipeline_write": False}
-    },
     "nvme, parameters too": {
         "offload_optimizer": {"device": "nvme"},
         "offload_param": {"device": "nvme", "max_in_cpu": 0},

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
-from tests.support.models import Tokens, make_model
-from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.models import make_model
+from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_deepspeed.utils import safe_get_full_optimizer_state
 from zero_engine.optim.muon import QUINTIC, Muon, orthogonalized
@@ -139,21 +139,21 @@ def train_torchs(path: str) -> tuple[list[str], list[float]]:
     hashes, rates = [], []
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": path}
     for stage, offload in [*((s, {}) for s in STAGES), (2, cpu), (3, nvme)]:
-        settings = config(stage) | {"zero_optimization": {"stage": stage, "sub_group_size": 4096}}
+        settings = config(stage) | {"zero_optimization": {"stage": stage}}
         if offload:
             settings["zero_optimization"]["offload_optimizer"] = offload
         del settings["optimizer"]
         model = make_model()
         optimizer = make_torchs(model)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        engine, own, *_ = zero_deepspeed.initialize(
+        engine = make_engine(
+            settings,
             model=model,
             optimizer=optimizer,
-            config=settings,
-            training_data=Tokens(DATASET_SIZE),
+            model_parameters=None,
             lr_scheduler=schedule,
         )
-        assert own is optimizer
+        assert engine.optimizer is optimizer
         train(engine, 3)
         hashes.append(engine.weight_hash())
         rates.append(float(engine.get_lr()[0]))

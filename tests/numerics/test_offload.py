@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.training import config, fingerprint, make_engine, train
+from tests.support.training import SUB_GROUP, config, fingerprint, make_engine, train
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
 from zero_deepspeed.utils import (
@@ -20,16 +20,15 @@ from zero_deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
+from zero_engine.optim.sub_groups import UNDER_WAY
 from zero_engine.tiers.nvme import Nvme
 
 STEPS = 4
-SUB_GROUP = 4096
-"""Elements: the shards of the tiny model are 3 to 20 thousand, so they are cut into several."""
 
 
 def offloading(stage: int, where: str, path: str, **more: Any) -> dict[str, Any]:
     """A config by the name of a tier."""
-    zero: dict[str, Any] = {"stage": stage, "sub_group_size": SUB_GROUP}
+    zero: dict[str, Any] = {"stage": stage}
     optimizer, _, param = where.partition("+")
     if optimizer != "none":
         zero["offload_optimizer"] = {"device": optimizer, "nvme_path": path}
@@ -290,26 +289,16 @@ def test_single_parameters_are_seen_and_changed_alike_in_every_tier(
 # ---- the working set ----
 
 
-def buffers_of(path: str, sub_group: int, pipelined: bool) -> tuple[int, int]:
+def buffers_of(path: str) -> tuple[int, int]:
     """The most that the disk's buffers took, and what rests on the disk."""
-    settings = offloading(3, "nvme", path, bf16=True)
-    zero = settings["zero_optimization"]
-    zero["sub_group_size"] = sub_group
-    zero["offload_optimizer"] |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
-    engine = make_engine(settings)
+    engine = make_engine(offloading(3, "nvme", path, bf16=True))
     train(engine, 3)
     (tier,) = {unit.tiers.state for unit in engine._core.units if unit.trained}
     assert isinstance(tier, Nvme)
     return tier.buffers.peak_bytes, tier.file.size_bytes
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_a_step_has_as_many_sub_groups_in_memory_as_asked_for(
-    worlds: WorldPool, tmp_path: Path, pipelined: bool
-) -> None:
-    peak, on_disk = worlds.run(1, buffers_of, str(tmp_path), SUB_GROUP, pipelined)[0]
-    sub_groups = 3 if pipelined else 1
-    assert peak <= sub_groups * 3 * 4 * SUB_GROUP  # weights and two moments, fp32
+def test_a_step_has_three_sub_groups_in_memory(worlds: WorldPool, tmp_path: Path) -> None:
+    peak, on_disk = worlds.run(1, buffers_of, str(tmp_path))[0]
+    assert peak == UNDER_WAY * 3 * 4 * SUB_GROUP  # weights and two moments, fp32
     assert on_disk > 3 * peak
-    whole, _ = worlds.run(1, buffers_of, str(tmp_path), 10**9, pipelined)[0]
-    assert whole > peak  # the claim above is about sub-groups

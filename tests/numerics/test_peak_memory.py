@@ -41,7 +41,6 @@ def settings_of(stage: int, where: str, bf16: bool | str, path: str) -> dict[str
     settings = offloading(stage, where, path, bf16=bool(bf16))
     settings["bf16"]["bf16_master_weights_and_grads"] = bf16 in (MASTERS, LOW_PRECISION)
     settings["bf16"]["bf16_optimizer_states"] = bf16 == LOW_PRECISION
-    settings["zero_optimization"]["sub_group_size"] = 10**9
     settings["optimizer"]["type"] = "Adafactor" if bf16 == ADAFACTOR else "AdamW"
     return settings | {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
 

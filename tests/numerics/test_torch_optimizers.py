@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import zero_deepspeed
-from tests.support.models import Tokens, make_model, param_groups
+from tests.support.models import make_model, param_groups
 from tests.support.plain import plain_torch
 from tests.support.torch_optimizers import OPTIONS, classes
-from tests.support.training import DATASET_SIZE, config, make_engine, train
+from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_engine.core.engine import Engine
 
@@ -50,10 +50,8 @@ def with_object(
     model = make_model(seed)
     made = getattr(torch.optim, name)(param_groups(model), **options)
     made.needs_whole_parameters = whole
-    engine, own, *_ = zero_deepspeed.initialize(
-        model=model, optimizer=made, config=settings, training_data=Tokens(DATASET_SIZE)
-    )
-    assert own is made
+    engine = make_engine(settings, model=model, optimizer=made, model_parameters=None)
+    assert engine.optimizer is made
     return engine
 
 
@@ -146,10 +144,8 @@ def save_and_offload(name: str, root: str, scratch: str) -> list[str]:
     hashes = [train_to(SAVED_AT, 2, name, None, root)]
     if name == "Adafactor":
         return hashes
-    for tier in ({"device": "cpu"}, {"device": "nvme", "nvme_path": scratch}):
-        zero = {"offload_optimizer": tier, "sub_group_size": 4096}
-        hashes.append(train_to(STEPS, 3, name, None, None, **zero))
-    return hashes
+    tiers = {"device": "cpu"}, {"device": "nvme", "nvme_path": scratch}
+    return hashes + [train_to(STEPS, 3, name, None, None, offload_optimizer=t) for t in tiers]
 
 
 def load(name: str, root: str, stages: tuple[int, ...]) -> list[str]:

@@ -143,14 +143,10 @@ def train_signs(path: str) -> dict[str, Any]:
     settings = config(3, gradient_clipping=0)
     del settings["optimizer"]
     nvme = {"device": "nvme", "nvme_path": path}
-    settings["zero_optimization"] |= {"offload_optimizer": nvme, "sub_group_size": 4096}
+    settings["zero_optimization"]["offload_optimizer"] = nvme
     model = make_model()
-    engine, *_ = zero_deepspeed.initialize(
-        model=model,
-        optimizer=Signs(param_groups(model)),
-        config=settings,
-        training_data=Tokens(DATASET_SIZE),
-    )
+    signs = Signs(param_groups(model))
+    engine = make_engine(settings, model=model, optimizer=signs, model_parameters=None)
     train(engine, STEPS)
     return {key: value.numpy() for key, value in engine.module_state_dict().items()}
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from torch import nn
 
 import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
 from zero_engine.core.engine import Engine
+from zero_engine.optim import sub_groups
 
 DATASET_SIZE = 23
 """Odd on purpose: steps of 10 samples leave a last step of 3, in micro-batches of 2 and 1."""
+SUB_GROUP = 4096
+"""Elements: the shards of the tiny model are 3 to 20 thousand, so they are cut into several."""
 
 
 def divided(stage: int) -> dict[str, Any]:
@@ -41,7 +45,9 @@ def make_engine(
     """An engine for the tiny model, or this one, with two param groups and its own data."""
     model = model or make_model(seed)
     more = {"model_parameters": param_groups(model), "training_data": Tokens(DATASET_SIZE)} | more
-    engine, _, _, _ = zero_deepspeed.initialize(model=model, config=settings, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sub_groups, "SUB_GROUP", SUB_GROUP)
+        engine, _, _, _ = zero_deepspeed.initialize(model=model, config=settings, **more)
     return engine
 
 

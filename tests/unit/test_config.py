@@ -232,7 +232,6 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"gradient_clipping": float("nan")}, "gradient_clipping: nan is not a number"),
         ({"fp16": {"initial_scale_power": -1}}, "fp16.initial_scale_power: -1 is not in [0, 127]"),
         ({"flops_profiler": {"profile_step": -1}}, "flops_profiler.profile_step: -1 is less than"),
-        ({"elasticity": {"min_time": -1}}, "elasticity.min_time: -1 is less than 0"),
         ({"gradient_allreduce_op": "max"}, '\'max\' is neither "mean" nor "sum"'),
         ({"bf16": True}, 'bf16: True is not an object; write {"enabled": true}'),
         ({"optimizer": "Lion"}, 'optimizer: \'Lion\' is not an object; write {"type": "Lion"}'),
@@ -339,7 +338,7 @@ def whole_numbers(section: type[Any], path: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("value", [1 << 70, -(1 << 70), 1e30])
 def test_an_integer_that_64_bits_do_not_hold_is_refused_by_name(value: float) -> None:
     paths = list(whole_numbers(Config))
-    assert {"seed", "train_batch_size", "zero_optimization.sub_group_size"} < set(paths)
+    assert {"seed", "train_batch_size", "zero_optimization.offload_param.max_in_cpu"} < set(paths)
     for path in paths:
         written = [value] if path.endswith("sizes") else value
         with pytest.raises(ConfigError, match=re.escape(f"{path}: {int(value)} is not from ")):

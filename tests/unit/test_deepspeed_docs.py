@@ -32,6 +32,7 @@ def test_the_missing_features_are_in_the_docs_with_what_to_do_instead() -> None:
 
 ASKING: dict[str, object] = {
     "compile": {"deepcompile": True},
+    "elasticity.model_parallel_size": 2,
     "sequence_parallel_size": 2,
     "tensor_parallel": {"autotp_size": 2},
     "zero_optimization.mics_shard_size": 2,

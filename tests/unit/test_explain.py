@@ -72,9 +72,10 @@ def test_what_is_offloaded_is_in_the_columns_of_host_and_disk() -> None:
     zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": {"device": "cpu"}}
     data = {"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
     rows = [line.split() for line in lines(data, 2**30) if line.strip()[:1].isdigit()]
-    # Gradient sums stay. On the host: weights in bf16, and three sub-groups of 12 bytes for each
-    # parameter of the largest module, a 32nd. On the disk: master weights and moments.
-    assert rows[0][1:8] == ["0.00", "0.00", "0.00", "4.00", "4.00", "3.12", "12.00"]
+    # Gradient sums stay. On the host: weights in bf16, and three sub-groups of 12 bytes for each of
+    # 16 Mi elements, or of a shard of the largest module, a 32nd of all. On the disk: masters
+    # and moments.
+    assert rows[0][1:8] == ["0.00", "0.00", "0.00", "4.00", "4.00", "2.56", "12.00"]
     assert rows[2][1:8] == ["0.00", "0.00", "0.00", "1.00", "1.00", "0.78", "3.00"]
 
 

@@ -19,7 +19,6 @@ from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
 from zero_engine.core.choose_tiers import UnitSize, kept_in_cpu, offloaded
 from zero_engine.optim.rows import GRAIN
-from zero_engine.optim.sub_groups import Pace
 from zero_engine.tiers.nvme import Buffers, Nvme, ReadAhead
 from zero_engine.tiers.places import TierError, done, wait
 from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile, aligned
@@ -253,21 +252,6 @@ def test_a_lease_is_the_working_set_and_goes_back_whole(tmp_path: Path) -> None:
 # ---- what is decided ----
 
 
-@pytest.mark.parametrize(
-    ("numel", "size", "starts"),
-    [
-        (10, 10**9, [0]),
-        (3 * GRAIN, 1, [0, GRAIN, 2 * GRAIN]),
-        (2 * GRAIN + 1, 2 * GRAIN + 5, [0, 2 * GRAIN]),
-    ],
-)
-def test_sub_groups_begin_on_pages_and_leave_nothing_out(
-    numel: int, size: int, starts: list[int]
-) -> None:
-    pace = Pace(sub_group_size=size, reads_ahead=True, writes_behind=True)
-    assert list(pace.starts(numel)) == starts
-
-
 def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
     sizes = [UnitSize(40, True), UnitSize(50, False), UnitSize(40, True), UnitSize(20, True)]
     assert offloaded(sizes, 1.0) == [True, False, True, True]
@@ -292,8 +276,6 @@ def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
             {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "here"}},
             "'here' is not an absolute path",
         ),
-        ({"stage": 3, "offload_param": {"buffer_size": -1}}, "buffer_size: -1 is less than 0"),
-        ({"stage": 3, "sub_group_size": 0}, "sub_group_size: 0 is less than 1"),
         ({"stage": 3, "zero_hpz_partition_size": 0}, "0 is less than 1"),
         ({"stage": 1, "zero_hpz_partition_size": 8}, "only stage 3 divides the weights"),
         ({"stage": 2, "zero_quantized_weights": True}, "set stage to 3, or remove it"),

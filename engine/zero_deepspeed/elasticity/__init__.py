@@ -59,9 +59,10 @@ def compute_elastic_config(
             f"elasticity: DeepSpeed {target_deepspeed_version} has none; use 0.3.8 or newer"
         )
     wanted = load_config({"elasticity": section}).elasticity
-    if wanted.version > _NEWEST_VERSION:
+    version = float(section.get("version", _NEWEST_VERSION))
+    if version > _NEWEST_VERSION:
         raise ElasticityConfigError(
-            f"elasticity.version: {wanted.version} is not known; the newest is {_NEWEST_VERSION}"
+            f"elasticity.version: {version} is not known; the newest is {_NEWEST_VERSION}"
         )
     chosen = choose_batch(wanted)
     world = world_size or (int(os.environ.get("WORLD_SIZE", "1")) if return_microbatch else 0)

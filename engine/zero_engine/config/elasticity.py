@@ -41,17 +41,9 @@ class Elasticity:
     """Of batches that equally many worlds divide, choose the larger one."""
     ignore_non_elastic_batch_info: bool = False
     """Ignore the other batch sizes of the config. Otherwise it is an error to give them."""
-    min_time: int = 0
-    """Accepted, without effect."""
-    version: float = 0.2
-    """Accepted, without effect."""
-    model_parallel_size: int = 1
-    """Only 1: there is no model parallelism."""
-    num_gpus_per_node: int = 1
-    """Accepted, without effect."""
 
     def __post_init__(self) -> None:
-        check_least("elasticity", self, _AT_LEAST)
+        check_least("elasticity", self, {"max_train_batch_size": 0})
         if not self.enabled:
             return
         if not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
@@ -65,11 +57,6 @@ class Elasticity:
             raise ConfigError(
                 f"elasticity: min_gpus {self.min_gpus} and max_gpus {self.max_gpus} are no range"
             )
-        if self.model_parallel_size != 1:
-            raise ConfigError("elasticity.model_parallel_size: there is no model parallelism")
-
-
-_AT_LEAST = {"max_train_batch_size": 0, "min_time": 0, "num_gpus_per_node": 1, "version": 0}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ _WHOLE = "disks are read and written a sub-group at a time, past the page cache"
 _TORCH = "torch's optimizers step on every device"
 _CHECKED = "the result is checked by other means"
 _ALWAYS = "always so here"
+_STREAMS = "while a part is stepped, the next is read and the one before is written"
+_READS = "up to four tensors are read ahead from the disk, in the order of the last pass"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "activation_checkpointing.contiguous_memory_optimization": (
@@ -39,6 +41,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "cuda_visible_devices": "which devices a worker sees is decided before it starts",
     "data_types.grad_accum_dtype": "gradients are summed in fp32",
     "disable_allgather": _FIXED_ORDER,
+    "elasticity.min_time": "a worker resumes in about a second",
+    "elasticity.num_gpus_per_node": "there is no model parallelism",
+    "elasticity.version": "the batch is that of version 0.2",
+    "flops_profiler.recompute_fwd_factor": "what is recomputed in backward is counted there",
+    "flops_profiler.top_modules": "all modules are shown, the largest first",
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
     "graph_harvesting": "torch.cuda.graph works on a module",
     "memory_breakdown": "python -m zero_engine estimates the memory",
@@ -66,10 +73,14 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.max_reuse_distance": _UNIT,
     "zero_optimization.memory_efficient_linear": "torch's own linear is used",
     "zero_optimization.module_granularity_threshold": _UNIT,
-    "zero_optimization.offload_optimizer.buffer_count": "see pipeline_read and pipeline_write",
+    "zero_optimization.offload_optimizer.buffer_count": _STREAMS,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _TORCH,
     "zero_optimization.offload_optimizer.fast_init": _ALWAYS,
-    "zero_optimization.offload_optimizer.pipeline": "see pipeline_read and pipeline_write",
+    "zero_optimization.offload_optimizer.pipeline": _STREAMS,
+    "zero_optimization.offload_optimizer.pipeline_read": _STREAMS,
+    "zero_optimization.offload_optimizer.pipeline_write": _STREAMS,
+    "zero_optimization.offload_param.buffer_count": _READS,
+    "zero_optimization.offload_param.buffer_size": _READS,
     "zero_optimization.overlap_comm": _FIXED_ORDER,
     "zero_optimization.override_module_apply": _UNIT,
     "zero_optimization.pipeline_loading_checkpoint": "checkpoints are read by ranges",
@@ -79,9 +90,11 @@ WITHOUT_EFFECT: dict[str, str] = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": "it rests with the other state",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "save_16bit_model always does",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "save_16bit_model always does",
+    "zero_optimization.stage3_max_live_parameters": _UNIT,
     "zero_optimization.stage3_max_reuse_distance": _UNIT,
     "zero_optimization.stage3_module_granularity_threshold": _UNIT,
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _UNIT,
+    "zero_optimization.sub_group_size": "offloaded state is stepped in parts of 16 Mi elements",
     "zero_optimization.use_all_reduce_for_fetch_params": _UNIT,
     "zero_optimization.use_multi_rank_bucket_allreduce": _FIXED_ORDER,
 }
@@ -155,6 +168,9 @@ MISSING: dict[str, Missing] = {
         "what a step trains on follows from seed and position alone; select and order samples in "
         "the dataset, and set elastic.shuffle to false",
     ),
+    "elasticity.model_parallel_size": Missing(
+        lambda value: value != 1, "there is no model parallelism; remove it"
+    ),
     "eigenvalue": Missing(_enabled, "it steers compression, of which there is none; remove it"),
     "hybrid_engine": Missing(
         _enabled, "there are no kernels for inference; generate with the trained module itself"
@@ -227,6 +243,11 @@ INERT_NUMBERS: Mapping[str, Range] = {
         for name in ("block_size", "intra_op_parallelism", "queue_depth", "thread_count")
     },
     "comet.samples_log_interval": _COUNT,
+    "elasticity.min_time": _SIZE,
+    "elasticity.num_gpus_per_node": _COUNT,
+    "elasticity.version": Range(whole=False),
+    "flops_profiler.recompute_fwd_factor": Range(whole=False),
+    "flops_profiler.top_modules": _COUNT,
     # A divisor: at 0 it would divide by zero, and so would what rounds to it in fp32.
     "gradient_predivide_factor": Range(least=1e-30, whole=False),
     **{
@@ -234,11 +255,15 @@ INERT_NUMBERS: Mapping[str, Range] = {
         for name in (
             "allgather_bucket_size",
             "offload_optimizer.buffer_count",
+            "offload_param.buffer_count",
+            "offload_param.buffer_size",
             "reduce_bucket_size",
+            "stage3_max_live_parameters",
             "stage3_max_reuse_distance",
             "stage3_module_granularity_threshold",
         )
     },
+    "zero_optimization.sub_group_size": _COUNT,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Range(most=1, whole=False),
 }
 """Path of a key without effect -> the range of its value, beside null and "auto".

@@ -16,8 +16,6 @@ _log = logging.getLogger(__name__)
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)
-MOST_WIDENED = 1 << 24
-"""The largest number of elements that rest in 16 bits and are stepped in fp32 at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +28,6 @@ class OffloadOptimizer:
     """With device "nvme": a directory on a local disk, the same path on every node."""
     pin_memory: bool = True
     """Allocate page-locked host memory, which makes copies from and to a GPU fast."""
-    pipeline_read: bool = True
-    """Read a sub-group while the one before it is stepped."""
-    pipeline_write: bool = True
-    """Write a sub-group while the one after it is stepped."""
     ratio: float = 1.0
     """At stage 3: the part of the state, from 0 to 1, that does not stay on the device."""
 
@@ -55,19 +49,12 @@ class OffloadParam:
     """With device "nvme": a directory on a local disk, the same path on every node."""
     pin_memory: bool = True
     """Allocate page-locked host memory, which makes copies from and to a GPU fast."""
-    buffer_count: int = 5
-    """The largest number of buffers that are read ahead from the disk."""
-    buffer_size: int = 100_000_000
-    """Elements of one buffer that is read ahead from the disk."""
     max_in_cpu: int = 1_000_000_000
     """With device "nvme": elements of each rank that stay in the host's memory."""
 
     def __post_init__(self) -> None:
         _check_device("offload_param", self.device, self.nvme_path)
-        check_least("zero_optimization.offload_param", self, _AT_LEAST)
-
-
-_AT_LEAST = {"buffer_count": 0, "buffer_size": 0, "max_in_cpu": 0}
+        check_least("zero_optimization.offload_param", self, {"max_in_cpu": 0})
 
 
 def _check_device(section: str, device: str, nvme_path: str | None) -> None:

@@ -170,12 +170,8 @@ class ZeroOptimization:
     """ZeRO++: round the sum of each block of `elastic.reduction_block` micro-batches to int8, and
     send it as int8 between nodes if one node has all of them. The bits differ from those without
     it."""
-    sub_group_size: int = 1_000_000_000
-    """The number of elements of offloaded state that the optimizer steps at a time."""
     stage3_prefetch_bucket_size: int | None = None
     """The number of elements that stage 3 prefetches. Null is one module, 0 is nothing."""
-    stage3_max_live_parameters: int = 1_000_000_000
-    """Stage 3 prefetches only while fewer elements than this are gathered."""
     stage3_param_persistence_threshold: int = 100_000
     """Parameters of at most this number of elements stay whole at stage 3. At every stage scripts
     may write to them between steps."""
@@ -201,9 +197,7 @@ class ZeroOptimization:
 
 
 _ZERO_AT_LEAST = {
-    "sub_group_size": 1,
     "stage3_prefetch_bucket_size": 0,
-    "stage3_max_live_parameters": 0,
     "stage3_param_persistence_threshold": 0,
     "stage3_model_persistence_threshold": 0,
     "zero_hpz_partition_size": 1,
@@ -315,21 +309,9 @@ class FlopsProfiler:
     """Whether each module is shown."""
     output_file: str | None = None
     """A file to write the profile into, besides the log."""
-    recompute_fwd_factor: float = 0.0
-    """Accepted, without effect: what is recomputed in backward is counted there."""
-    top_modules: int = 1
-    """Accepted, without effect: all modules are shown, the largest first."""
 
     def __post_init__(self) -> None:
-        check_least("flops_profiler", self, _PROFILE_AT_LEAST)
-
-
-_PROFILE_AT_LEAST = {
-    "profile_step": 0,
-    "module_depth": -1,
-    "recompute_fwd_factor": 0,
-    "top_modules": 1,
-}
+        check_least("flops_profiler", self, {"profile_step": 0, "module_depth": -1})
 
 
 @dataclass(frozen=True, kw_only=True)

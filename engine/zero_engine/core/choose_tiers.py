@@ -15,22 +15,17 @@ import torch
 
 from zero_engine.config.offload import (
     CPU,
-    MOST_WIDENED,
     NONE,
     NVME,
     OffloadOptimizer,
     OffloadParam,
 )
 from zero_engine.config.schema import ZeroOptimization
-from zero_engine.optim.sub_groups import Pace
 from zero_engine.sharding.flat_unit import UnitTiers, plan_layout
 from zero_engine.sharding.partition import UnitSpec
-from zero_engine.tiers.nvme import Nvme, ReadAhead
+from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
-
-_WIDEST_BYTES = 4
-"""The largest element: the config counts buffers in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +57,6 @@ def unit_sizes(specs: Sequence[UnitSpec], world: int) -> list[UnitSize]:
         UnitSize(layout.padded(world) // world, spec.trained)
         for spec, layout in zip(specs, layouts, strict=True)
     ]
-
-
-def pace_of(config: ZeroOptimization, *, low_precision: bool = False) -> Pace:
-    """The size and the overlap of sub-groups; `low_precision`: their state rests in 16 bits."""
-    optimizer = config.offload_optimizer
-    size = config.sub_group_size
-    return Pace(
-        sub_group_size=min(size, MOST_WIDENED) if low_precision else size,
-        reads_ahead=optimizer.pipeline_read,
-        writes_behind=optimizer.pipeline_write,
-    )
 
 
 @dataclass(slots=True)
@@ -111,10 +95,7 @@ class Tiers:
         tier: Tier
         if device == NVME:
             assert section.nvme_path is not None
-            param = self.config.offload_param
-            reads = max(param.buffer_count - 1, 0)  # one of the buffers is for the current tensor
-            ahead = ReadAhead(reads, reads * param.buffer_size * _WIDEST_BYTES)
-            tier = Nvme(ScratchFile(Path(section.nvme_path)), ahead, pin=pin)
+            tier = Nvme(ScratchFile(Path(section.nvme_path)), pin=pin)
         else:
             rests_on = torch.device("cpu") if device == CPU else self.device
             tier = Memory(rests_on, used_on=self.device, pin=pin)

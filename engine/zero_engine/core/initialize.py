@@ -43,7 +43,7 @@ from zero_data.ledger import Ledger, round_of_start
 from zero_engine.accumulation import Accumulation, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.core import activations
-from zero_engine.core.choose_tiers import Tiers, pace_of, unit_sizes
+from zero_engine.core.choose_tiers import Tiers, unit_sizes
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
 from zero_engine.core.precision import DTYPES, check_dtypes, of_the_model, prepare_buffers
@@ -69,7 +69,7 @@ from zero_engine.sharding.flat_unit import FlatUnit, Write
 from zero_engine.sharding.grad_reducer import GradReducer, skip
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
 from zero_engine.sharding.overlapped_gather import OverlappedGather
-from zero_engine.sharding.param_coordinator import ParamCoordinator, Prefetch
+from zero_engine.sharding.param_coordinator import ParamCoordinator
 from zero_engine.sharding.partition import Small, UnitSpec, aliases, partition
 from zero_engine.stages import STAGES, Stage
 from zero_step.gradients import own_groups, reduction_over
@@ -190,10 +190,7 @@ def _make_core(
         model,
         units if shared.stage.shards_parameters else (),
         shared.collectives,
-        Prefetch(
-            budget=settings.stage3_prefetch_bucket_size,
-            max_live=settings.stage3_max_live_parameters,
-        ),
+        settings.stage3_prefetch_bucket_size,
         shared.guard,
     )
     zero, reducer = _make_stepper(shared, optimizer, units, coordinator)
@@ -319,7 +316,6 @@ def _make_stepper(
         shared.collectives,
         config.gradient_clipping,
         LossScaling.of(config.loss_scaling),
-        pace_of(config.zero_optimization, low_precision=config.master != "fp32"),
         DTYPES[config.moments],
         whole=needs_whole(optimizer),
         block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,

@@ -13,8 +13,9 @@ from typing import Any
 
 from zero_comm.topology import Topology, alone, described
 from zero_engine.accumulation import Accumulation, choose
-from zero_engine.config.offload import CPU, MOST_WIDENED, NONE, NVME, OffloadOptimizer
+from zero_engine.config.offload import CPU, NONE, NVME, OffloadOptimizer
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
+from zero_engine.optim.sub_groups import SUB_GROUP, UNDER_WAY
 from zero_engine.stages import STAGES
 
 _FP32_BYTES = 4
@@ -53,6 +54,8 @@ _REDUCED = 3
 """Gradients of units at a time: being filled, being sent, being received."""
 _FILLED = 1
 """Of those, the ones that are being filled."""
+_BROUGHT = 5
+"""Weights of units in memory: those that are gathered, and four that are read ahead."""
 _PUTS = 2
 """Writes of stepped weights that may be under way; see `tiers.nvme`."""
 
@@ -200,7 +203,7 @@ class _Resting:
         """The fp32 copies, during its step, of a sub-group that rests in 16 bits."""
         if self.master_in == "fp32":
             return []
-        count = min(self.zero.sub_group_size, unit_shard, MOST_WIDENED)
+        count = min(unit_shard, SUB_GROUP)
         rows = 1 + (states if self.moments_in != "fp32" else 0)
         on_host = self._device != NONE and self.gpu
         return [(CPU if on_host else NONE, float(_FP32_BYTES * rows * count))]
@@ -225,17 +228,13 @@ class _Resting:
 
     def buffers(self, states: int, unit_shard: int) -> int:
         """Host memory for transfers from and to the disk."""
-        optimizer, param = self.zero.offload_optimizer, self.zero.offload_param
         size, total = _BYTES[self.compute], 0
-        sub_group = min(self.zero.sub_group_size, unit_shard)
-        if self.master_in != "fp32":
-            sub_group = min(sub_group, MOST_WIDENED)
-        if optimizer.device == NVME:
-            count = 1 + optimizer.pipeline_read + optimizer.pipeline_write
+        sub_group = min(unit_shard, SUB_GROUP)
+        if self._device == NVME:
             row = _BYTES[self.master_in] + _BYTES[self.moments_in] * states
-            total += count * row * sub_group
+            total += UNDER_WAY * row * sub_group
         if self.at(NVME, self._gathered()):
-            total += max(param.buffer_count, 1) * size * unit_shard + _PUTS * size * sub_group
+            total += _BROUGHT * size * unit_shard + _PUTS * size * sub_group
         return total
 
     @property

@@ -34,7 +34,7 @@ from zero_engine.optim.muon import stepped
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.optim.sharded_whole import ShardedWhole
 from zero_engine.optim.steps import StepAtOnce, Steps
-from zero_engine.optim.sub_groups import Pace, StepBySubGroups
+from zero_engine.optim.sub_groups import StepBySubGroups
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.segments import Segment
@@ -70,7 +70,6 @@ class ZeroOptimizer:
         collectives: Collectives,
         clip: float,
         scaling: LossScaling | None = None,
-        pace: Pace | None = None,
         moments: torch.dtype = torch.float32,
         *,
         whole: bool = False,
@@ -85,7 +84,6 @@ class ZeroOptimizer:
             collectives: The ranks that share the units.
             clip: The largest global gradient norm; 0: no clipping.
             scaling: The rules of the loss scale.
-            pace: The sub-groups of state that is offloaded, or rests in 16 bits.
             moments: The dtype in which the optimizer's state rests.
             whole: Give the optimizer whole parameters, each on the rank that owns it.
             block: Micro-batches that are summed in a tree; see `zero_comm.sums.plan`. None: the
@@ -126,7 +124,7 @@ class ZeroOptimizer:
         if whole:
             self.steps = StepByOwners(optimizer, units, self._gradients, collectives)
         else:
-            self.steps = self._make_steps(pace, moments)
+            self.steps = self._make_steps(moments)
         self._show_scale(overflow=False)
 
     @property
@@ -199,16 +197,15 @@ class ZeroOptimizer:
         # state (the step count) is then known everywhere.
         return filled or found[:1]
 
-    def _make_steps(self, pace: Pace | None, moments: torch.dtype) -> Steps:
+    def _make_steps(self, moments: torch.dtype) -> Steps:
         """The way to step the segments: at once, or by sub-groups if state rests elsewhere."""
         optimizer = stepped(self.optimizer)
         low_precision = self.units[0].shard.dtype != torch.float32
         tiers = {u: u.tiers.state for u in self.units if low_precision or u.tiers.offloaded}
         steps: Steps
         if tiers:
-            assert pace is not None
             totals = dict(zip(self.units, self.totals, strict=True))
-            steps = StepBySubGroups(optimizer, self.segments, totals, tiers, pace, moments)
+            steps = StepBySubGroups(optimizer, self.segments, totals, tiers, moments)
         else:
             steps = StepAtOnce(optimizer, self.segments)
         if isinstance(optimizer, LooksAtWhole):

@@ -11,6 +11,7 @@ Source of the idea: DeepSpeed's trace of the first step, which a different branc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 
 class Pass:
@@ -57,20 +58,20 @@ def complete(trace: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def ahead(coming: Iterator[int], sizes: Sequence[int], budget: int | None, room: int) -> list[int]:
+def ahead(coming: Iterator[int], sizes: Sequence[int], budget: int | None) -> list[int]:
     """Prefetch: the coming units to begin to gather before they are needed.
 
     Args:
         coming: The units that come next.
         sizes: The size of every unit, in elements.
         budget: The largest sum of their sizes, in elements; None: one unit of any size.
-        room: The number of elements that may become live.
     """
+    if budget is None:
+        return list(islice(coming, 1))
     found: list[int] = []
-    left = room if budget is None else min(budget, room)
     for unit in coming:
-        left -= sizes[unit]
-        if left < 0 or (budget is None and found):
+        budget -= sizes[unit]
+        if budget < 0:
             break
         found.append(unit)
     return found

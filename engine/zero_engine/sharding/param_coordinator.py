@@ -27,7 +27,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,16 +48,6 @@ from zero_engine.sharding.module_hooks import (
 from zero_engine.sharding.module_state import ModuleState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefetch:
-    """The bounds of the prefetch, in elements."""
-
-    budget: int | None = None
-    """The largest sum of the units under way; None: one unit."""
-    max_live: int = 10**9
-    """The largest sum of all gathered units."""
-
-
 class ParamCoordinator:
     """Gathers and releases the units of one model."""
 
@@ -67,13 +56,14 @@ class ParamCoordinator:
         root: nn.Module,
         units: Sequence[FlatUnit],
         collectives: Collectives,
-        prefetch: Prefetch | None = None,
+        prefetch: int | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """Hook the modules; `prefetch`: the elements that are gathered ahead, None: one unit."""
         self._guard = guard
         self._units = tuple(units)
         self._collectives = collectives
-        self._prefetch = prefetch or Prefetch()
+        self._prefetch = prefetch
         self._in_backward = False
         self._ran: set[FlatUnit] = set()
         """The units whose modules have run in forward since the last backward but one has ended."""
@@ -272,9 +262,7 @@ class ParamCoordinator:
                     self.on_skipped(unit)
 
     def _look_ahead(self) -> None:
-        live = sum(unit.padded for unit in self._units if unit.gathered)
-        room = self._prefetch.max_live - live
-        for number in ahead(self._pass.coming(), self._sizes, self._prefetch.budget, room):
+        for number in ahead(self._pass.coming(), self._sizes, self._prefetch):
             self._blocks[number].begin_gather()
 
     def _release(self, units: Sequence[FlatUnit]) -> None:

@@ -34,7 +34,7 @@ _THREADS = 2
 class ReadAhead:
     """The reads ahead, by the tensor that they read: at most `reads`, and at most `room_bytes`."""
 
-    def __init__(self, reads: int, room_bytes: int) -> None:
+    def __init__(self, reads: int = 4, room_bytes: int = 1600 << 20) -> None:
         self._reads = reads
         self._room_bytes = room_bytes
         self._next: dict[int, Tensor] = {}
@@ -114,7 +114,9 @@ class Nvme:
 
     far = True
 
-    def __init__(self, file: ScratchFile, ahead: ReadAhead, *, pin: bool = False) -> None:
+    def __init__(
+        self, file: ScratchFile, ahead: ReadAhead | None = None, *, pin: bool = False
+    ) -> None:
         """A tier on a scratch file.
 
         Args:
@@ -126,7 +128,7 @@ class Nvme:
         self.buffers = Buffers(pin=pin)
         self._threads = ThreadPoolExecutor(_THREADS, "zero-nvme")
         self._puts: deque[tuple[Future[None], Tensor]] = deque()
-        self._ahead = ahead
+        self._ahead = ahead or ReadAhead()
 
     # ---- whole tensors ----
 
