@@ -16,13 +16,15 @@ are neither signed nor encrypted; readers verify their checksums against a manif
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import socket
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, Struct, to_builtins
 
 from zero_contract import handshake
+from zero_contract.decoding import decode
 from zero_contract.handshake import WireError
 from zero_contract.signing import PROOF_BYTES, Key, sign, verify
 
@@ -38,38 +40,40 @@ FILE = re.compile(
 
 _LENGTH_BYTES = 4
 
+_Size = Annotated[int, Meta(ge=0)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Put:
+
+class _Record(Struct, frozen=True, tag_field="kind", tag=True):
+    """A JSON object, whose "kind" is the name of the class."""
+
+
+class Put(_Record, frozen=True, kw_only=True):
     """Request: store the file whose bytes follow."""
 
     path: str
-    size_bytes: int
-    block_bytes: int
+    size_bytes: _Size
+    block_bytes: _Size
     digests: str
     """XXH3-64 of each block, 16 hex digits each."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Get:
+class Get(_Record, frozen=True, kw_only=True):
     """Request: send `length` bytes of a file from `offset`."""
 
     path: str
-    offset: int
-    length: int
+    offset: _Size
+    length: _Size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(_Record, frozen=True, kw_only=True):
     """The answer to a request; after a Get, `length` bytes of the file follow."""
 
     ok: bool
     reason: str = ""
-    length: int = 0
+    length: _Size = 0
 
 
 Record = Put | Get | Reply
-_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Put, Get, Reply)}
 
 
 # ---- authentication ----
@@ -130,7 +134,7 @@ class Session:
 
     def send(self, record: Record) -> None:
         """Send a record. Raises OSError."""
-        text = json.dumps({"kind": type(record).__name__, **dataclasses.asdict(record)}).encode()
+        text = json.dumps(to_builtins(record)).encode()
         proof = sign(self._key, self._role, b"%d" % self._sent, text)
         self._sent += 1
         self.connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text + proof)
@@ -155,7 +159,7 @@ class Session:
         if not verify(self._key, proof, self._peer, b"%d" % self._received, text):
             raise WireError("a record that the other end has not signed")
         self._received += 1
-        return _record(text)
+        return decode(Record, text, "not a record of this protocol", WireError)
 
     def receive_reply(self) -> Reply:
         """The next record, which must be a Reply. Raises WireError, OSError."""
@@ -166,20 +170,3 @@ class Session:
         if not isinstance(record, Reply):
             raise WireError(f"received a {type(record).__name__} instead of a Reply")
         return record
-
-
-def _record(text: bytes) -> Record:
-    try:
-        values = json.loads(text)
-        kind = _KINDS[values.pop("kind")]
-        record = kind(**values)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WireError(f"not a record of this protocol: {text[:100]!r}") from error
-    for field in dataclasses.fields(record):
-        # A peer may run another version: each field must have its type, and no number is negative.
-        value = getattr(record, field.name)
-        if type(value).__name__ != str(field.type):
-            raise WireError(f"{field.name} is not a {field.type}")
-        if isinstance(value, int) and value < 0:
-            raise WireError(f"{field.name} is negative")
-    return record

@@ -13,10 +13,14 @@ are ignored) and refused by name when its kind is unknown. No pickle crosses the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from enum import IntEnum, StrEnum
-from typing import Any, get_args
+from typing import Any
+
+from msgspec import Struct, to_builtins
+
+from zero_contract import decoding
+from zero_contract.errors import ZeroError
 
 # Environment of a worker under zero-agent, beside torchrun's.
 ENV_JOB = "ZERO_JOB"
@@ -58,15 +62,18 @@ class When(StrEnum):
     BOUNDARY = "boundary"
 
 
-class ContractError(Exception):
+class ContractError(ZeroError):
     """A line on the socket that is not a message of this contract."""
+
+
+class _Message(Struct, frozen=True, tag_field="kind", tag=str.lower):
+    """One line of JSON, whose "kind" is the name of the class in small letters."""
 
 
 # ---- agent -> worker ----
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Leave:
+class Leave(_Message, frozen=True, kw_only=True):
     """Stop using the process group of `round`."""
 
     round: int
@@ -76,16 +83,14 @@ class Leave:
     """Seconds until the agent stops the worker, a last save included. 0: unknown."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Join:
+class Join(_Message, frozen=True, kw_only=True):
     """Form the process group of `round` with this environment."""
 
     round: int
     env: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommitReply:
+class CommitReply(_Message, frozen=True, kw_only=True):
     """The answer to `CommitRequest` number `request`; `reason` is why it was not granted."""
 
     request: int
@@ -95,8 +100,7 @@ class CommitReply:
     """The refusal is temporary: etcd does not accept writes, and the agent retries."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerMemoryReply:
+class PeerMemoryReply(_Message, frozen=True, kw_only=True):
     """The answer to `PeerMemoryRequest` number `request`; `reason`: why there is no directory."""
 
     request: int
@@ -111,8 +115,7 @@ class PeerMemoryReply:
     reason: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WaitRequest:
+class WaitRequest(_Message, frozen=True, kw_only=True):
     """Asks what the worker waits for; the answer is a `WaitReply` with the same number."""
 
     request: int
@@ -121,8 +124,7 @@ class WaitRequest:
 # ---- worker -> agent ----
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hello:
+class Hello(_Message, frozen=True, kw_only=True):
     """The first message of a worker."""
 
     rank: int
@@ -132,8 +134,7 @@ class Hello:
     """The round for which the worker was started."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Progress:
+class Progress(_Message, frozen=True, kw_only=True):
     """An optimizer step has ended: the worker's heartbeat, and what a status page shows.
 
     In a process with several engines, `step` is the step of the engine that is furthest.
@@ -165,8 +166,7 @@ SLOW_FACTOR = 1.25
 """A rank is slow in a step that it computes at least so many times as long as half of the ranks."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RankTimes:
+class RankTimes(_Message, frozen=True, kw_only=True):
     """Of rank 0: how long each rank has computed and waited since the round's first step."""
 
     step: int
@@ -185,8 +185,7 @@ class RankTimes:
     """By rank: the seconds of that write."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Saved:
+class Saved(_Message, frozen=True, kw_only=True):
     """A save of this worker has ended."""
 
     step: int
@@ -215,8 +214,7 @@ class Saved:
     """Why it was not committed."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveWaits:
+class SaveWaits(_Message, frozen=True, kw_only=True):
     """A save that a script must not end without has failed, and this worker waits to repeat it."""
 
     step: int
@@ -226,8 +224,7 @@ class SaveWaits:
     """For how long at most."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommitRequest:
+class CommitRequest(_Message, frozen=True, kw_only=True):
     """Asks whether the checkpoint of `step` may be published, before its manifest is renamed."""
 
     request: int
@@ -245,8 +242,7 @@ class CommitRequest:
     """Where its files are, if the script ends with it and waits for etcd."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerMemoryRequest:
+class PeerMemoryRequest(_Message, frozen=True, kw_only=True):
     """Asks for a directory for in-memory checkpoints."""
 
     request: int
@@ -254,8 +250,7 @@ class PeerMemoryRequest:
     """Most bytes that the node may give; None: the agent chooses."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WaitReply:
+class WaitReply(_Message, frozen=True, kw_only=True):
     """What the worker waits for, in answer to `WaitRequest` number `request`."""
 
     request: int
@@ -272,16 +267,14 @@ class WaitReply:
     """The last collectives that torch has recorded, as `zero_comm.worker.flight.recorded`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Left:
+class Left(_Message, frozen=True, kw_only=True):
     """The worker no longer uses the process group of `round`; `step` is saved."""
 
     round: int
     step: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restored:
+class Restored(_Message, frozen=True, kw_only=True):
     """All ranks have loaded the checkpoint of `step`, and what they read has its digests."""
 
     step: int
@@ -294,8 +287,7 @@ class Restored:
     """Bytes that rank 0 has read, and verified."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Preparing:
+class Preparing(_Message, frozen=True, kw_only=True):
     """What the worker does before its first step of a round."""
 
     what: str
@@ -322,29 +314,17 @@ Message = (
     | SaveWaits
 )
 
-_KINDS: dict[str, type[Message]] = {kind.__name__.lower(): kind for kind in get_args(Message)}
-
 
 def encode(message: Message) -> bytes:
     """One line of JSON, ending in a newline."""
-    record = {"kind": type(message).__name__.lower(), **dataclasses.asdict(message)}
-    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+    return json.dumps(to_builtins(message), separators=(",", ":")).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
     """The message that one line of JSON encodes.
 
     Raises:
-        ContractError: The line is not JSON, its kind is unknown, or a field is missing.
+        ContractError: The line is not JSON, its kind is unknown, or a field is missing or of
+            another type.
     """
-    try:
-        record = json.loads(line)
-        kind = _KINDS[record.pop("kind")]
-        known = {f.name for f in dataclasses.fields(kind)}
-        values = {name: value for name, value in record.items() if name in known}
-        if kind is Leave:
-            values["when"] = When(values["when"])
-        values |= {name: tuple(given) for name, given in values.items() if type(given) is list}
-        return kind(**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ContractError(f"not a message of the worker contract: {line[:200]!r}") from error
+    return decoding.decode(Message, line, "not a message of the worker contract", ContractError)

@@ -2,9 +2,9 @@
 
 import contextlib
 import socket
-from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from zero_comm.worker.agent_link import AgentLink
 from zero_contract.worker import Hello, Preparing, Progress, Saved, decode
@@ -61,5 +61,5 @@ def test_a_save_in_memory_says_nothing_of_the_rate_of_the_storage():
     link = AgentLink(rank=3)
     on_disk = Saved(step=1, committed=True, size_bytes=100, write_s=2.0)
     link.saved_file(on_disk)
-    link.saved_file(replace(on_disk, in_memory=True, write_s=0.5))
+    link.saved_file(structs.replace(on_disk, in_memory=True, write_s=0.5))
     assert link.step_times()[2:] == (50.0, 2.0)

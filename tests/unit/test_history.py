@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -123,9 +124,9 @@ def test_what_is_new_about_saves_that_fail_is_told_once():
     failed = worker.Saved(step=4, committed=False, problem="no space left")
     told = []
     for what in (
-        replace(failed, in_memory=True),
+        structs.replace(failed, in_memory=True),
         failed,
-        replace(failed, step=8),
+        structs.replace(failed, step=8),
         worker.SaveWaits(step=8, what="room", left_s=3600.0),
         worker.SaveWaits(step=8, what="room", left_s=3595.0),
     ):
@@ -150,16 +151,16 @@ def test_a_checkpoint_has_the_times_and_the_size_of_its_save_on_disk_and_in_memo
     mine.report(0, Progress(step=2, tokens=900))
     for number in range(3):
         request = CommitRequest(request=number, step=2, tag=f"m{number}", digest="d", samples=1)
-        mine.saved(replace(request, in_memory=number > 0))
+        mine.saved(structs.replace(request, in_memory=number > 0))
     ended = worker.Saved(
         step=2, committed=True, whole_bytes=64, stall_s=0.5, write_s=2, publish_s=1
     )
-    mine.written(replace(ended, step=1))  # of a round before
-    mine.written(replace(ended, step=1, in_memory=True))
-    mine.written(replace(ended, committed=False, in_memory=True))
+    mine.written(structs.replace(ended, step=1))  # of a round before
+    mine.written(structs.replace(ended, step=1, in_memory=True))
+    mine.written(structs.replace(ended, committed=False, in_memory=True))
     assert (mine.history.written, mine.history.in_memory) == (None, None)
     mine.written(ended)
-    mine.written(replace(ended, in_memory=True, stall_s=0.125))
+    mine.written(structs.replace(ended, in_memory=True, stall_s=0.125))
     (saved,) = mine.history.checkpoints
     assert (saved.size_bytes, saved.stall_s, saved.write_s, saved.publish_s) == (64, 0.5, 2, 1)
     assert mine.history.in_memory == replace(

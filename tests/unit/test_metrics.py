@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.manual_clock import ManualClock
@@ -164,8 +165,8 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
             .with_progress(Progress(step=1, compute_s=2.0, wait_s=1.0))
             .with_progress(Progress(step=2, compute_s=1.0, saving_s=0.5))
             .with_save(SAVED)
-            .with_save(replace(SAVED, in_memory=True, stall_s=0.03125))
-            .with_save(replace(SAVED, in_memory=True, stall_s=0.03125))
+            .with_save(structs.replace(SAVED, in_memory=True, stall_s=0.03125))
+            .with_save(structs.replace(SAVED, in_memory=True, stall_s=0.03125))
             .with_restore(Restored(step=2, tag="t", load_s=0.75, read_bytes=16))
             .with_save(Saved(step=3, committed=False))
         },

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import structs
 
 from zero_agent.node.heartbeat import Beat, Heartbeats
 from zero_agent.workers.step_times import SpeedMeter, Spent, StepTimes
@@ -265,7 +267,7 @@ class Steps:
         took_s = self.times.add(rank, self._clock.now(), progress)
         if progress is not None:
             total_steps = progress.total_steps or self._total_steps
-            progress = replace(progress, total_steps=total_steps)
+            progress = structs.replace(progress, total_steps=total_steps)
             self.last = progress
             self._meter.add(progress, self._clock.now())
             self.speed = self._meter.speed

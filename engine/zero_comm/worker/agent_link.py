@@ -28,11 +28,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from zero_comm.errors import LeavingNow
 from zero_comm.waiting import Interrupt

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import structs
+
 from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
@@ -270,7 +272,7 @@ class Publisher:
         self._due_s = self._clock.now() + max(PROGRESS_S, nodes * PROGRESS_PER_NODE_S)
         self._shown = shown
         use = ram()
-        record = dataclasses.asdict(progress) if progress is not None else {}
+        record = structs.asdict(progress) if progress is not None else {}
         record |= {"ram": dataclasses.asdict(use)} if use is not None else {}
         record |= {"strain": dict(strain()), "pace": paces.to_record(pace())}
         record |= {"preparing": preparing, "pids": dict(pids), "devices": devices}

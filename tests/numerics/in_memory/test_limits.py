@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from tests.numerics.in_memory.nodes import (
     checkpoints,

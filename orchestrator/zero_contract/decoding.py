@@ -1,0 +1,165 @@
+"""The one decoder of what comes from outside: messages, records of a store, manifests, configs.
+
+A text is JSON as Python writes it, NaN and infinities included. The type of the value is anything
+that msgspec knows: a dataclass, a Struct, a union of tagged Structs, a container.
+
+Must always hold: whatever the text, the outcome is a value of the type or the caller's error, in
+time and memory proportional to the text; a field that the type does not know is ignored, so that
+a format can grow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import UnionType
+from typing import Any, TypeVar
+
+import msgspec
+
+from zero_contract.errors import ZeroError
+
+T = TypeVar("T")
+
+_KINDS: Mapping[str, tuple[str, type[Any]]] = {
+    "int": ("an integer", int),
+    "float": ("a number", float),
+    "str": ("a string", str),
+    "bool": ("true or false", bool),
+    "null": ("null", type(None)),
+    "array": ("a list", list),
+    "object": ("an object", dict),
+}
+"""msgspec's name of a type -> the words for it, and the type of such a value."""
+_EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`")
+_LACKS = re.compile(r"Object missing required field `(.*)`")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[(\.\.\.)\]")
+"""Of a path in an error of msgspec: a field, a position in a list, any key of an object."""
+
+
+class MalformedError(ZeroError, ValueError):
+    """What came from outside is not what it has to be."""
+
+
+def decode(
+    kind: type[T] | UnionType,
+    data: bytes | str | object,
+    what: str,
+    error: type[Exception] = MalformedError,
+    remedy: str = "",
+) -> T:
+    """The value of a type in a JSON text, or in the objects of one that has been read.
+
+    Args:
+        kind: The type.
+        data: The text, or the objects.
+        what: What it is, for the error: "a message of a worker".
+        error: The class of the error.
+        remedy: The end of its message.
+
+    Raises:
+        Exception: An `error`: the data is not of this type. Its message has the path of the value
+            that is wrong (`records[3].kind`), the value and the remedy.
+    """
+    try:
+        found = parse(data) if isinstance(data, bytes | str) else data
+        if isinstance(kind, type):
+            return msgspec.convert(found, kind)
+        value: T = msgspec.convert({"": found}, _holder(kind)).value
+        return value
+    except msgspec.ValidationError as wrong:
+        problem = _located(wrong, found)
+    except RecursionError:
+        problem = "is nested too deeply"
+    except ValueError as wrong:
+        problem = f"is not JSON: {wrong}"
+    raise error("; ".join([f"{what}: {problem}", *([remedy] if remedy else [])]))
+
+
+@lru_cache(maxsize=64)
+def _holder(kind: UnionType) -> type[Any]:
+    """A class with one field of a type; msgspec keeps what it knows of classes, and of no union."""
+    return msgspec.defstruct("Holder", [("value", kind)], rename={"value": ""})
+
+
+def parse(text: bytes | str) -> Any:
+    """The objects in a JSON text, in which no key is there twice, and integers have 64 bits.
+
+    Raises:
+        ValueError: It is not such a text.
+        RecursionError: It is nested deeper than Python can follow.
+    """
+    return _JSON.decode(text.decode() if isinstance(text, bytes) else text)
+
+
+def encode(record: Any) -> str:
+    """The JSON text of a record, from which `decode` makes an equal one."""
+    return json.dumps(msgspec.to_builtins(record))
+
+
+def inflate(packed: bytes, limit_bytes: int) -> bytes:
+    """What `zlib.compress` has packed. Raises ValueError if it is not, or is larger than that."""
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(packed, limit_bytes)
+    except zlib.error as wrong:
+        raise ValueError(str(wrong)) from wrong
+    if not stream.eof:
+        raise ValueError(f"it ends too early, or has more than {limit_bytes} bytes")
+    return text
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {twice!r} is there twice")
+    return record
+
+
+def _int(digits: str) -> int:
+    number = int(digits)
+    if not -(1 << 63) <= number < 1 << 64:  # whoever makes a float or a field of it would fail
+        raise ValueError(f"{reprlib.repr(number)} has more than 64 bits")
+    return number
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_once, parse_int=_int)
+
+
+def _located(wrong: msgspec.ValidationError, data: object) -> str:
+    """An error of msgspec in words, with the whole path of the value, and the value."""
+    problem, _, at = str(wrong).partition(" - at ")
+    steps = [next(filter(None, step)) for step in _STEP.findall(at)]
+    expected, lacks = _EXPECTED.fullmatch(problem), _LACKS.fullmatch(problem)
+    _, got = _KINDS.get(expected[2] if expected else "", ("", object))
+    places = [("", data)] if at.startswith("`key`") else _places(data, steps)
+    where, value = next(
+        (place, value)
+        for place, value in places
+        if isinstance(value, got) and not (lacks and isinstance(value, dict) and lacks[1] in value)
+    )
+    if lacks:
+        return f"{where}.{lacks[1]}: is missing".removeprefix(".")
+    shown = f"{where}: {reprlib.repr(value)}".removeprefix(".").removeprefix(": ")
+    if expected is None:
+        return f"{shown}: {problem}"
+    kinds = [_KINDS[one][0] if one in _KINDS else one for one in expected[1].split(" | ")]
+    return f"{shown} is not {' or '.join(kinds)}"
+
+
+def _places(value: Any, steps: Sequence[str], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The paths and values to which some steps may lead; "..." is any key of an object."""
+    if not steps:
+        yield path, value
+    elif isinstance(value, list):
+        for one in value[int(steps[0]) :][:1]:
+            yield from _places(one, steps[1:], f"{path}[{steps[0]}]")
+    elif isinstance(value, dict):
+        for key in value if steps[0] == "..." else value.keys() & {steps[0]}:
+            yield from _places(value[key], steps[1:], f"{path}.{key}")
