@@ -6,7 +6,7 @@ takes the state. Must always hold: a checkpoint is taken between steps; after a 
 counters and batch are those of the checkpoint; what all ranks must do alike (save, skip a save) is
 decided from the notes of a step, so that they do it at the same boundary.
 
-`saver` and `memory.tier` do the work, `last_save` knows what becomes of it.
+`saving.saver` and `saving.in_memory` do the work, `last_save` knows what becomes of it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,6 @@ from zero_checkpoint.format.pieces import State
 from zero_checkpoint.last_save import Beginning, LastSave
 from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.options import SKIP, Checkpoint
-from zero_checkpoint.other_engines import BESIDE, Moment, inconsistent
 from zero_checkpoint.saving.commit import Lineage
 from zero_checkpoint.saving.departure import Script
 from zero_checkpoint.saving.in_memory import InMemoryCheckpoints
@@ -342,3 +342,45 @@ class Persistence:
 def _check_group(link: AgentLink, doing: str) -> None:
     if link.group_lost.is_set():
         raise PeerLost(f"the group broke while its checkpoint was being {doing}")
+
+
+# ---- several engines in one process ----
+# A script with several (a GAN, actor and critic) saves them one after the other at one point of its
+# loop. If a node is lost in between, some checkpoints are newer than others. Each checkpoint
+# therefore records the steps of the other engines.
+
+BESIDE = "beside"
+"""The key of `Moment.beside` in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The steps of a process's engines when a checkpoint of one of them was made."""
+
+    number: int
+    """The engine's number, in the order in which the script makes them."""
+    step: int
+    beside: Mapping[str, int]
+    """Number of each other engine that trains -> its step then. Text, because JSON has no other
+    keys."""
+
+
+def inconsistent(mine: Moment, others: list[Moment]) -> str:
+    """Why the checkpoints that engines resume from are inconsistent, or "".
+
+    Two are consistent if the later one was made while the other engine was at the step from which
+    it resumes. Which one was later is unknown, so it is enough if either of them records it.
+    """
+    for other in others:
+        seen, was_seen = mine.beside.get(str(other.number)), other.beside.get(str(mine.number))
+        unknown = seen is None and was_seen is None
+        if not unknown and seen != other.step and was_seen != mine.step:
+            return (
+                f"engine {other.number} of this process resumes from step {other.step} and engine "
+                f"{mine.number} from step {mine.step}, but engine {other.number} was at step "
+                f"{seen if seen is not None else 'unknown'} when the latter was saved: if one is "
+                "trained on the output of the other, the results are from here on not those of "
+                "the uninterrupted run; to resume from a common point, load checkpoints of one "
+                "point of your loop by their tags, and leave out checkpoint.ram"
+            )
+    return ""

@@ -264,7 +264,7 @@ class WaitReply(_Message, frozen=True, kw_only=True):
     last: str = ""
     """The name of the exchange that it has begun last."""
     collectives: tuple[dict[str, Any], ...] = ()
-    """The last collectives that torch has recorded, as `zero_comm.worker.flight.recorded`."""
+    """The last collectives that torch has recorded, as `zero_comm.worker.agent_link.recorded`."""
 
 
 class Left(_Message, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool, pids
 from zero_comm.errors import Diverged, LeavingNow
 from zero_comm.exchange.collectives import Collectives, wait
-from zero_comm.exchange.staged import StagedTransport
+from zero_comm.exchange.transports import StagedTransport
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_comm.waiting import Interrupt
 from zero_comm.worker.distributed import leave_group

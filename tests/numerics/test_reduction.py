@@ -16,7 +16,7 @@ from tests.support.world import WorldPool
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.additions import ROUNDED
 from zero_comm.sums.buffer_pool import BufferPool
-from zero_comm.sums.held_pieces import HeldPieces
+from zero_comm.sums.node import HeldPieces
 from zero_comm.sums.ordered_sum import OrderedSum, Progress, form_pieces, next_sums
 from zero_comm.sums.plan import Expression, Piece, Where, plan_reduction
 from zero_comm.sums.reduction import OrderedReduction, Turn

@@ -14,7 +14,7 @@ from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
-from zero_checkpoint.other_engines import Moment, inconsistent
+from zero_checkpoint.persistence import Moment, inconsistent
 from zero_contract.worker import CommitRequest, ExitCode, Hello, Left, Progress
 from zero_engine.core.engine import Engine
 

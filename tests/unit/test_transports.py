@@ -10,9 +10,8 @@ import torch
 
 from zero_comm.exchange.cpu.transport import CpuTransport, HostTransport
 from zero_comm.exchange.issue_order import IssueOrder, difference
-from zero_comm.exchange.staged import StagedTransport
 from zero_comm.exchange.transport import Transport
-from zero_comm.exchange.transports import way
+from zero_comm.exchange.transports import StagedTransport, way
 from zero_comm.worker.distributed import backend_for, device_index
 from zero_contract.errors import ConfigError
 

@@ -1,11 +1,16 @@
 """A file of this machine as a `Source`.
 
-Must always hold: a read that fails is retried before the error is raised.
+Must always hold: a read that fails is retried before the error is raised; nothing but reading is
+repeated. A disk that has lost a sector returns EIO for good. A network file system returns EIO,
+ESTALE or ETIMEDOUT while its server fails over or admits a client again, and works a second later.
+Only an error that stays is evidence against a checkpoint. An object store's client retries by
+itself, and a node whose memory holds a checkpoint is not waited for.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import stat
@@ -14,13 +19,19 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import tenacity
+
 from zero_checkpoint.files.fetches import Fetches
-from zero_checkpoint.files.read_retry import may_pass, patiently
 from zero_checkpoint.files.source import Source, Span
 from zero_checkpoint.format.layout import PAGE_BYTES
 
+_log = logging.getLogger(__name__)
+
 _IOV_MAX = 1024
 """Buffers that one preadv takes (Linux UIO_MAXIOV)."""
+MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
+"""Errors that a file system also returns for a condition that is over soon."""
+TRIES = 5
 
 
 @contextmanager
@@ -148,3 +159,27 @@ class _File:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         finally:
             os.close(descriptor)
+
+
+# ---- retries ----
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a retry may succeed."""
+    return isinstance(error, OSError) and error.errno in MAY_PASS
+
+
+def _log_retry(state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    _log.warning("reading again, try %d of %d: %s", state.attempt_number + 1, TRIES, error)
+
+
+patiently = tenacity.Retrying(
+    retry=tenacity.retry_if_exception(may_pass),
+    stop=tenacity.stop_after_attempt(TRIES),
+    # Random, so that a thousand ranks do not return to their server at the same time.
+    wait=tenacity.wait_exponential(multiplier=0.05) + tenacity.wait_random(0, 0.05),
+    before_sleep=_log_retry,
+    reraise=True,
+)
+"""`patiently(read, ...)` calls `read` until it succeeds; raises the error of the last try."""

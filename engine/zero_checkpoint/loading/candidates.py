@@ -18,9 +18,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.files.local_file import patiently
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.files.read_retry import patiently
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
 from zero_checkpoint.format.parse import (

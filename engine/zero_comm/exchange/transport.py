@@ -5,7 +5,7 @@ caller waits for it, and no call waits by itself. Ranks of `near` are left out: 
 that a subclass reaches in another way.
 
 Devices with streams use this class over NCCL. `cpu.transport` has the subclasses for CPUs, and
-`staged` the one for devices that only gloo connects. `transports` chooses.
+`transports` chooses, and has the one for devices that only gloo connects.
 """
 
 from __future__ import annotations

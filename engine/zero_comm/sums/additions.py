@@ -5,7 +5,7 @@ memory, while that is in its cache. Must always hold: each is one addition in fp
 which are widened first, in the order of the list, or in fp64 of fp64 numbers; or the rounding of
 one number.
 
-`ordered_sum` and `held_pieces` decide what is added; `fold` runs it, on a GPU in one pass.
+`ordered_sum` and `node.HeldPieces` decide what is added; `fold` runs it, on a GPU in one pass.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ taken has the bits of what was kept; a copy runs on the current stream, after wh
 and before what reads it, so the host waits for none; more than the budget is on the device only
 while the pieces of one gradient are added.
 
-`ordered_sum` keeps what is pending or early at its owner, `held_pieces` what a sender holds.
+`ordered_sum` keeps what is pending or early at its owner, `node.HeldPieces` what a sender holds.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.unit.checkpoint.support import (
 )
 from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
-from zero_checkpoint.files.read_retry import MAY_PASS, TRIES
+from zero_checkpoint.files.local_file import MAY_PASS, TRIES
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.loading.candidates import Why, quarantine
 from zero_checkpoint.loading.restore import load

@@ -24,8 +24,8 @@ from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_checkpoint.tools import cli, locate
 from zero_checkpoint.tools.conversion import export
 from zero_checkpoint.tools.conversion.adopt import Dtypes, adopt
+from zero_checkpoint.tools.conversion.export import workplace
 from zero_checkpoint.tools.conversion.foreign import read_hf, read_torch
-from zero_checkpoint.tools.conversion.workplace import workplace
 
 WEIGHT, BIAS = TensorId(PARAM, "net.embed.weight"), TensorId(PARAM, "net.bias")
 COUNT = TensorId(BUFFER, "net.count")

@@ -8,8 +8,7 @@ import math
 import pytest
 
 from tests.support.training import config
-from zero_checkpoint.saving.interval import Costs, Failures, best_interval_s, daly_s
-from zero_checkpoint.saving.schedule import Schedule
+from zero_checkpoint.saving.schedule import Costs, Failures, Schedule, best_interval_s, daly_s
 from zero_contract.errors import ConfigError, ZeroError
 from zero_engine.config import load_config
 

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from zero_checkpoint.files.storage import DISK
 from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId, TensorInfo
 from zero_checkpoint.format.table import numel
 from zero_checkpoint.loading.candidates import Candidate
-from zero_checkpoint.tools.conversion.workplace import workplace
 from zero_checkpoint.tools.tensors import read_tensors
 from zero_checkpoint.tools.verify import Progress
+from zero_contract.owned_dir import DirectoryTaken, Taken, claim, clear
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -271,3 +272,42 @@ def _set_dtype(path: Path, checkpoint: Candidate, selection: Selection) -> None:
     for key in present if dtype is not None else ():
         record[key] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+_SUFFIX = ".partial"
+_WHY = {
+    Taken.OWNER_LIVES: ": another export is writing here; wait for it, or write somewhere else",
+    Taken.NO_LOCKS: " is there already, and this file system has no locks; if no export is "
+    "writing there, remove it",
+    Taken.OTHER_KERNEL: ": left by an export on another machine, or before this machine was "
+    "restarted; if no export is writing there, remove it",
+    Taken.NEVER_OWNED: " is there already, and not left by an export; remove it, or write "
+    "elsewhere",
+}
+
+
+@contextmanager
+def workplace(out: Path) -> Iterator[Path]:
+    """An empty directory on the file system of `out`, for this process alone; removed at the end.
+
+    Files that a dead export has left there are removed first.
+
+    Raises:
+        CheckpointError: Another export writes there, the directory there was not made by an
+            export, or the path goes through a file.
+        OSError: The directory could not be made.
+    """
+    directory = out.with_name(out.name + _SUFFIX)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(f"{out}: one of the directories in this path is a file") from None
+    try:
+        owned = claim(directory)
+    except DirectoryTaken as taken:
+        raise CheckpointError(f"{directory}{_WHY[taken.why]}") from None
+    try:
+        clear(directory)
+        yield directory
+    finally:
+        owned.remove()

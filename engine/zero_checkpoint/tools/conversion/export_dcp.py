@@ -16,8 +16,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from zero_checkpoint.dcp.names import Stored, keys_of
 from zero_checkpoint.loading.candidates import Candidate
-from zero_checkpoint.tools.conversion.export import errors_of_libraries, must_be_new, publish
-from zero_checkpoint.tools.conversion.workplace import workplace
+from zero_checkpoint.tools.conversion.export import (
+    errors_of_libraries,
+    must_be_new,
+    publish,
+    workplace,
+)
 from zero_checkpoint.tools.tensors import read_tensor
 from zero_checkpoint.tools.verify import Progress
 
