@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import (
     DataLoader,
@@ -50,34 +50,6 @@ _AUGMENTATION = 1
 """Separates the seeds of data from those of dropout, which mix (seed, step, micro-batch)."""
 _LOOP = 3
 """Separates those of what a script does between a batch and the engine's forward."""
-
-
-class Feed(Protocol):
-    """The source of a run's batches: the interface that the engine needs of any loader."""
-
-    @property
-    def last(self) -> Ticket | None:
-        """The ticket of the last batch that was drawn."""
-
-    def run(self) -> Ticket | None:
-        """The ticket of the batch that a micro-step runs now, if it is known."""
-
-    @property
-    def epoch_size(self) -> int | None:
-        """The samples used per epoch; None while unknown."""
-
-    @property
-    def dataset_size(self) -> int | None:
-        """The samples in the dataset; None while unknown."""
-
-    def expect(self, dataset_size: int) -> None:
-        """Take the number of samples from a checkpoint."""
-
-    def adopt_batch(self, batch: BatchShape) -> None:
-        """Continue with another global batch."""
-
-    def leave_steps_to_script(self) -> bool:
-        """Let the script decide where steps end; returns False if that is impossible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +101,7 @@ def make_source(
 
 @dataclass(kw_only=True)
 class MicroBatchSampler:
-    """The micro-batches of one rank, as tickets; the loader's batch sampler."""
+    """The micro-batches of one rank, as tickets: an `Order`, and the loader's batch sampler."""
 
     source: DataSource
     batch: BatchShape
@@ -147,12 +119,30 @@ class MicroBatchSampler:
     """The epoch with whose end an iteration ends; None: the one in which it begins."""
 
     @property
+    def dataset(self) -> Dataset[Any]:
+        """As in `Order`, like what follows."""
+        return self.source.dataset
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next step belongs to; counts from 0."""
-        return self.cursor.samples // self.source.epoch_size
+        return self.cursor.samples // self.epoch_size
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples used per epoch."""
+        return self.source.epoch_size
+
+    @property
+    def dataset_size(self) -> int:
+        """Samples in the dataset."""
+        return self.source.size
+
+    def expect(self, dataset_size: int) -> None:
+        """Do nothing: the dataset has a length."""
 
     def leave_steps_to_script(self) -> bool:
-        """As in `Feed`: possible if there is no padding, so that samples come in one order."""
+        """Possible if there is no padding, so that samples come in one order."""
         if self.batch.microbatches % self.world == 0:
             self.managed = False
         return not self.managed
@@ -232,44 +222,7 @@ def sampler_of(
     )
 
 
-class Sampled:
-    """The part of a `Feed` that its sampler answers."""
-
-    def __init__(self, sampler: MicroBatchSampler) -> None:
-        self.sampler = sampler
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
-        return self.sampler.epoch
-
-    @property
-    def epoch_size(self) -> int:
-        """Samples used per epoch."""
-        return self.sampler.source.epoch_size
-
-    @property
-    def dataset_size(self) -> int:
-        """Samples in the dataset."""
-        return self.sampler.source.size
-
-    def expect(self, dataset_size: int) -> None:
-        """Do nothing: the dataset has a length."""
-
-    def adopt_batch(self, batch: BatchShape) -> None:
-        """Continue with another global batch; a DataLoader of the script in its next iteration."""
-        self.sampler.batch = batch
-
-    def leave_steps_to_script(self) -> bool:
-        """Let the script decide where steps end; returns False if that is impossible."""
-        return self.sampler.leave_steps_to_script()
-
-    def __len__(self) -> int:
-        """The number of micro-batches that an iteration begun now yields."""
-        return len(self.sampler)
-
-
-class ElasticLoader(Sampled, PositionLoader):
+class ElasticLoader(PositionLoader[MicroBatchSampler]):
     """Iterates over the rest of the current epoch in this rank's micro-batches.
 
     Padding micro-batches are included: every rank gets equally many.
@@ -299,8 +252,7 @@ class ElasticLoader(Sampled, PositionLoader):
             **of_workers: How those processes are started, and for how long they live; they stay
                 from one iteration to the next, unless `persistent_workers` is False.
         """
-        Sampled.__init__(self, sampler)
-        PositionLoader.__init__(self, sampler.cursor)
+        super().__init__(sampler, sampler.cursor)
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(sampler.source.dataset),
             batch_sampler=sampler,  # type: ignore[arg-type]
@@ -311,19 +263,13 @@ class ElasticLoader(Sampled, PositionLoader):
             **{"persistent_workers": num_workers > 0, **of_workers},
         )
 
-    @property
-    def dataset(self) -> Dataset[Any]:
-        """The user's dataset."""
-        return self.sampler.source.dataset
-
-    @property
-    def batch(self) -> BatchShape:
-        """The global batch of the coming steps."""
-        return self.sampler.batch
+    def __len__(self) -> int:
+        """The number of micro-batches that an iteration begun now yields."""
+        return len(self.order)
 
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
         """The batches from the position to the end of an epoch."""
-        self.sampler.until = until
+        self.order.until = until
         return iter(self._loader)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from zero_contract.errors import ZeroError
 from zero_data.draws import Ticket
-from zero_data.elastic_loader import MicroBatchSampler, Sampled
+from zero_data.elastic_loader import MicroBatchSampler
 
 _MOVED = (
     "the position of the run has changed, by a load, while your DataLoader is iterated, which has "
@@ -25,22 +25,31 @@ _MOVED = (
 )
 
 
-class MicroBatches(Sampled, Sampler[list[int]]):
+class MicroBatches(Sampler[list[int]]):
     """This rank's micro-batches as lists of indices: `DataLoader(batch_sampler=...)`."""
 
     def __init__(self, sampler: MicroBatchSampler) -> None:
-        super().__init__(sampler)
+        self.order = sampler
         self._moves: int | None = None
         """Those of the position when the newest iteration began."""
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to; counts from 0."""
+        return self.order.epoch
+
+    def __len__(self) -> int:
+        """The number of micro-batches that an iteration begun now yields."""
+        return len(self.order)
+
     def __iter__(self) -> Iterator[list[int]]:
-        self._moves = self.sampler.cursor.moves
-        for ticket in self.sampler:
+        self._moves = self.order.cursor.moves
+        for ticket in self.order:
             self._check()
             yield list(ticket.ids)
 
     def _check(self) -> None:
-        if self._moves not in (None, self.sampler.cursor.moves):
+        if self._moves not in (None, self.order.cursor.moves):
             raise ZeroError(_MOVED)
 
     def run(self) -> Ticket | None:
@@ -55,4 +64,4 @@ class MicroBatches(Sampled, Sampler[list[int]]):
     @property
     def last(self) -> Ticket | None:
         """The ticket of the micro-batch that is to be run now."""
-        return next(iter(self.sampler), None)
+        return next(iter(self.order), None)

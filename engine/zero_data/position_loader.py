@@ -15,7 +15,7 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -43,27 +43,75 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-class PositionLoader(ABC):
-    """A loader of one run."""
+class Order(Protocol):
+    """The samples of a run, in micro-batches: what the engine asks of any kind of dataset."""
 
-    def __init__(self, cursor: Cursor) -> None:
+    batch: BatchShape
+    """The global batch of the coming steps; a DataLoader of the script sees a change in its next
+    iteration."""
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next step belongs to; counts from 0."""
+
+    @property
+    def epoch_size(self) -> int | None:
+        """The samples used per epoch; None while unknown."""
+
+    @property
+    def dataset_size(self) -> int | None:
+        """The samples in the dataset; None while unknown."""
+
+    def expect(self, dataset_size: int) -> None:
+        """Take the number of samples from a checkpoint."""
+
+    def leave_steps_to_script(self) -> bool:
+        """Let the script decide where steps end; returns False if that is impossible."""
+
+
+class Feed(Protocol):
+    """The source of a run's batches: the interface that the engine needs of any loader."""
+
+    @property
+    def order(self) -> Order:
+        """Which samples its batches have."""
+
+    @property
+    def last(self) -> Ticket | None:
+        """The ticket of the last batch that was drawn."""
+
+    def run(self) -> Ticket | None:
+        """The ticket of the batch that a micro-step runs now, if it is known."""
+
+
+Ordered = TypeVar("Ordered", bound=Order)
+
+
+class PositionLoader(ABC, Generic[Ordered]):
+    """A loader of one run: a `Feed` whose batches are in `order`."""
+
+    def __init__(self, order: Ordered, cursor: Cursor) -> None:
+        self.order = order
         self._cursor = cursor
         self._newest = object()
         """Of the newest iteration."""
         self._thread = threading.get_ident()
         self.draws = Draws(cursor)
         self.last: Ticket | None = None
-        """The ticket of the last batch that was drawn."""
 
     @property
-    @abstractmethod
     def epoch(self) -> int:
         """The epoch that the next step belongs to; counts from 0."""
+        return self.order.epoch
 
     @property
-    @abstractmethod
-    def batch(self) -> BatchShape:
-        """The global batch of the coming steps."""
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.order.dataset
 
     @abstractmethod
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
@@ -91,13 +139,13 @@ class PositionLoader(ABC):
         iteration = self._newest = object()
         until = self.epoch
         while True:
-            plan = self._cursor.moves, self.batch
+            plan = self._cursor.moves, self.order.batch
             for ticket, batch in self.read(until):
                 self._hand_out(ticket)
                 yield batch
                 if self._newest is not iteration:
                     raise ZeroError(TWO_ITERATIONS)
-                if (self._cursor.moves, self.batch) != plan:
+                if (self._cursor.moves, self.order.batch) != plan:
                     break
             else:
                 self.draws.end()

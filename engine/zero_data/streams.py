@@ -13,7 +13,7 @@ the dataset has it, is called before. `shards` is for data that is too large for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -32,63 +32,26 @@ Item = tuple[Ticket | None, Any, int | None]
 """A ticket and its batch, or neither at the end; and the length of the stream if it is known."""
 
 
-class StreamLoader(PositionLoader):
+class StreamLoader(PositionLoader["StreamSteps"]):
     """Iterates over the rest of the stream's current epoch in this rank's micro-batches."""
 
-    def __init__(self, steps: StreamSteps, cursor: Cursor, *, workers: int, pin: bool) -> None:
-        super().__init__(cursor)
-        self._steps = steps
+    def __init__(self, steps: StreamSteps, *, workers: int, pin: bool) -> None:
+        super().__init__(steps, steps.cursor)
         # One process reads ahead; more would each read the whole stream.
         self._workers, self._pin = min(workers, 1), pin
 
-    @property
-    def dataset(self) -> Iterable[Any]:
-        """The user's dataset."""
-        return self._steps.dataset
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
-        size = self._steps.size
-        return self._cursor.samples // size if size else 0
-
-    @property
-    def epoch_size(self) -> int | None:
-        """Samples per epoch; None until the stream has ended once."""
-        return self._steps.size
-
-    dataset_size = epoch_size
-
-    def expect(self, dataset_size: int) -> None:
-        """Take the length of the stream from a checkpoint."""
-        self._steps.size = dataset_size
-
-    def adopt_batch(self, batch: BatchShape) -> None:
-        """Continue with another global batch."""
-        self._steps.batch = batch
-
-    def leave_steps_to_script(self) -> bool:
-        """Impossible: a stream is read one global batch at a time."""
-        return False
-
-    @property
-    def batch(self) -> BatchShape:
-        """The global batch of the coming steps."""
-        return self._steps.batch
-
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
         """The batches from the position to the end of an epoch."""
-        cursor = self._cursor
-        self._steps.begin, self._steps.until = (cursor.step, cursor.samples, cursor.micro), until
+        self.order.until = until
         items: Iterable[Item] = DataLoader(
-            self._steps,
+            self.order,
             batch_size=None,
             collate_fn=_unchanged,  # type: ignore[arg-type] # typed for batches
             num_workers=self._workers,
             pin_memory=self._pin,
         )
         for ticket, batch, size in items:
-            self._steps.size = size or self._steps.size
+            self.order.size = size or self.order.size
             if ticket is not None:
                 yield ticket, batch
 
@@ -99,7 +62,7 @@ def _unchanged(item: Item) -> Item:
 
 @dataclass(kw_only=True)
 class StreamSteps(IterableDataset[Item]):
-    """The micro-batches of one rank from `begin` to the end of the epoch."""
+    """The micro-batches of one rank from the position to the end of the epoch: an `Order`."""
 
     dataset: Iterable[Any]
     batch: BatchShape
@@ -110,15 +73,34 @@ class StreamSteps(IterableDataset[Item]):
     collate: Callable[[list[Any]], Any] = default_collate
     size: int | None = None
     """Samples per epoch, once it is known."""
-    begin: tuple[int, int, int] = (0, 0, 0)
-    """Step, position and micro-step of the next batch."""
+    cursor: Cursor = field(default_factory=Cursor)
     assignment: Assignment | None = None
     """Who runs which micro-batch; None: the default."""
     until: int = 0
     """The epoch with whose end an iteration ends."""
 
+    @property
+    def epoch(self) -> int:
+        """As in `Order`, like what follows."""
+        return self.cursor.samples // self.size if self.size else 0
+
+    @property
+    def epoch_size(self) -> int | None:
+        """Samples per epoch; None until the stream has ended once."""
+        return self.size
+
+    dataset_size = epoch_size
+
+    def expect(self, dataset_size: int) -> None:
+        """Take the length of the stream from a checkpoint."""
+        self.size = dataset_size
+
+    def leave_steps_to_script(self) -> bool:
+        """Impossible: a stream is read one global batch at a time."""
+        return False
+
     def __iter__(self) -> Iterator[Item]:
-        step, position, micro = self.begin
+        step, position, micro = self.cursor.step, self.cursor.samples, self.cursor.micro
         epoch, read, samples = self._find(position)
         assignment = self.assignment or strided(self.world)
         while True:

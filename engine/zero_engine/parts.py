@@ -12,7 +12,6 @@ from torch import nn
 from zero_comm.determinism import Hardware
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.plan import Plan, Where
-from zero_data.elastic_loader import Feed
 from zero_data.global_batch import (
     Assignment,
     BatchShape,
@@ -24,6 +23,7 @@ from zero_data.global_batch import (
     strided,
 )
 from zero_data.ledger import Ledger
+from zero_data.position_loader import Feed
 from zero_engine.accumulation import Accumulation
 from zero_engine.offload_states import MovedStates
 from zero_engine.optim.as_given import AsGiven
@@ -91,7 +91,7 @@ class Run:
 
     def plan(self) -> StepPlan:
         """The current or next step; the largest that it can be, if the script ends it."""
-        epoch_size = self.loader.epoch_size if self.loader is not None else None
+        epoch_size = self.loader.order.epoch_size if self.loader is not None else None
         plan = plan_step if self.managed else plan_rest
         return plan(self.cursor.samples, self.batch, epoch_size)
 
@@ -129,4 +129,4 @@ class Run:
         """Continue with the batch of a checkpoint."""
         self.batch = batch
         if self.loader is not None:
-            self.loader.adopt_batch(batch)
+            self.loader.order.batch = batch

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from zero_contract.errors import ConfigError
-from zero_data.elastic_loader import ElasticLoader, sampler_of
+from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
 
 _OF_WORKERS = (
@@ -144,14 +144,14 @@ def without_effect(loader: DataLoader[Any], seed: int, torch_seed: int) -> list[
 
 def in_order(
     loader: DataLoader[Any], batch: BatchShape, cursor: Cursor, rank: int, world: int, seed: int
-) -> ElasticLoader:
-    """This rank's part of a DataLoader, from the position of `cursor` on.
+) -> MicroBatchSampler:
+    """This rank's micro-batches of a DataLoader, from the position of `cursor` on.
 
     Raises:
         ConfigError: See `shuffles`; or the dataset is too small.
     """
     check_loader(loader)
-    sampler = sampler_of(
+    return sampler_of(
         loader.dataset,
         batch=batch,
         cursor=cursor,
@@ -162,51 +162,36 @@ def in_order(
         drop_last=loader.drop_last,
         seeds_forward=True,
     )
-    return ElasticLoader(
-        sampler,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        **{name: getattr(loader, name) for name in _OF_WORKERS},
-    )
 
 
-class RunLoader:
+class RunLoader(ElasticLoader):
     """`run.loader`: an iteration is the rest of an epoch, and each of its batches a micro-batch."""
 
     def __init__(
         self,
-        batches: ElasticLoader,
+        loader: DataLoader[Any],
+        sampler: MicroBatchSampler,
         begin: Callable[[], None],
         draw: Callable[[], None],
         end: Callable[[], object],
     ) -> None:
-        """Iterate.
+        """Load the batches of `sampler` as the script's `loader` would.
 
         Args:
-            batches: The batches of this rank.
+            loader: How samples become batches.
+            sampler: The batches.
             begin: Called before each iteration.
             draw: Called for each batch.
             end: Called at the end of an epoch.
         """
-        self.batches = batches
-        self._begin = begin
-        self._draw = draw
-        self._end = end
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
-        return self.batches.epoch
-
-    @property
-    def dataset(self) -> Any:
-        """The script's dataset."""
-        return self.batches.dataset
-
-    def __len__(self) -> int:
-        """The micro-batches of this rank from the position to the end of the epoch."""
-        return len(self.batches)
+        super().__init__(
+            sampler,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            **{name: getattr(loader, name) for name in _OF_WORKERS},
+        )
+        self._calls = begin, draw, end
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches.
@@ -214,8 +199,9 @@ class RunLoader:
         Raises:
             ZeroError: The step of the micro-batches before was not taken.
         """
-        self._begin()
-        for batch in self.batches:
-            self._draw()
+        begin, draw, end = self._calls
+        begin()
+        for batch in super().__iter__():
+            draw()
             yield batch
-        self._end()
+        end()

@@ -91,8 +91,9 @@ class Run(Checkpoints):
         options = chosen.elastic
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
         place = self._rank, self._world, options.seed
-        batches = in_order(loader, self._batch, self._cursor, *place)
-        self.loader = RunLoader(batches, self._begin_iteration, self._draw, self._between_steps)
+        sampler = in_order(loader, self._batch, self._cursor, *place)
+        calls = self._begin_iteration, self._draw, self._between_steps
+        self.loader = RunLoader(loader, sampler, *calls)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,
@@ -132,7 +133,7 @@ class Run(Checkpoints):
         self._training.ordered = Ordered(
             gradients=self._gradients,
             batch=self._batch,
-            dataset_size=self.loader.batches.dataset_size,
+            dataset_size=self.loader.order.dataset_size,
             seed=options.seed,
             chosen=options,
         )
@@ -420,7 +421,7 @@ class Run(Checkpoints):
         return False
 
     def _plan(self) -> StepPlan:
-        return plan_step(self._cursor.samples, self._batch, self.loader.batches.epoch_size)
+        return plan_step(self._cursor.samples, self._batch, self.loader.order.epoch_size)
 
     def _begin_iteration(self) -> None:
         """Begin an iteration of the loader: what the one before has drawn and not run comes again.
@@ -435,7 +436,7 @@ class Run(Checkpoints):
 
     def _draw(self) -> None:
         """A batch was drawn: the micro-step before has ended, or the batch waits for its end."""
-        gradients, batches = self._gradients, self.loader.batches
+        gradients, batches = self._gradients, self.loader
         if batches.elsewhere:
             raise ZeroError(
                 "run.loader is iterated in another thread than the one that trains, which begins "
@@ -469,7 +470,7 @@ class Run(Checkpoints):
     def _advance(self) -> None:
         """Begin the micro-step of a batch that was drawn ahead, if the one before has run."""
         gradients = self._gradients
-        if not self.loader.batches.draws.waiting:
+        if not self.loader.draws.waiting:
             return
         if self._phase.begun:
             self._end_micro_step()
@@ -505,7 +506,7 @@ class Run(Checkpoints):
             raise ZeroError(NOT_REDUCED)
         self._owed = False
         self._tokens.append(self._count)
-        ticket, microbatch = self.loader.batches.run(), self._microbatch()
+        ticket, microbatch = self.loader.run(), self._microbatch()
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
             raise ZeroError(
                 "this is not the batch whose turn it is: run the batches of run.loader in the "

@@ -80,7 +80,7 @@ def train(weights, ranks, most=None):
     world, steps = len(ranks), 0
     for batches in zip(*(loader for _, loader, _ in ranks), strict=True):
         for rank, ((inputs,), (cursor, loader, record)) in enumerate(zip(batches, ranks)):
-            plan = plan_step(cursor.samples, BATCH, loader.epoch_size)
+            plan = plan_step(cursor.samples, BATCH, loader.order.epoch_size)
             microbatch, ticket = plan.microbatch(cursor.micro, rank, world), loader.run()
             cursor.micro += 1
             if not microbatch.padding:

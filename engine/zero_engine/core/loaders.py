@@ -88,12 +88,13 @@ def _stream_loader(
         batch=run.batch,
         rank=run.rank,
         world=run.world,
+        cursor=run.cursor,
         seed=config.seed,
         drop_last=config.dataloader_drop_last,
         collate=collate_fn or default_collate,
         assignment=run.accumulation.assignment,
     )
-    return StreamLoader(steps, run.cursor, workers=num_workers, pin=pins_memory())
+    return StreamLoader(steps, workers=num_workers, pin=pins_memory())
 
 
 def pins_memory() -> bool:

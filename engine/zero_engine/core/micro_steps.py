@@ -502,7 +502,7 @@ class MicroSteps:
                 "gradient_accumulation_steps (or train_batch_size) to what you accumulate, or use "
                 '"owner"'
             )
-        if run.loader is not None and not run.loader.leave_steps_to_script():
+        if run.loader is not None and not run.loader.order.leave_steps_to_script():
             raise ZeroError(
                 f"no_sync() around micro-step {micro_steps} of {micro_steps}, which ends the step, "
                 f"and these {type(run.loader).__name__} batches are handed out a step at a time; "

@@ -95,7 +95,7 @@ class EngineTraining:
             micro_batch=run.batch.micro_batch,
             summed_over=run.summed_over,
             reduction=self._reduction(),
-            dataset_size=run.loader.dataset_size if run.loader is not None else None,
+            dataset_size=run.loader.order.dataset_size if run.loader is not None else None,
             seed=config.seed,
             stage=core.stage.number,
             dtype=str(core.dtype),
@@ -124,7 +124,7 @@ class EngineTraining:
         if run.batch_from_world and count:
             run.adopt_batch(BatchShape(microbatches=count, micro_batch=size))
         if run.loader is not None and saved["dataset_size"]:
-            run.loader.expect(saved["dataset_size"])
+            run.loader.order.expect(saved["dataset_size"])
         self._adopt_order(saved)
         if run.summed_over is not None and saved.get("summed_over") is not None:
             run.summed_over = saved["summed_over"]
