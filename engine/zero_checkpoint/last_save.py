@@ -61,16 +61,7 @@ class LastSave:
         consensus: StoreConsensus,
         owner: object,
     ) -> None:
-        """Nothing is owed.
-
-        Args:
-            training: The training that is saved.
-            link: The link to the agent.
-            saver: Makes the saves.
-            schedule: Is told how they end.
-            consensus: The votes of all ranks on whether to wait.
-            owner: An object that has this one; while a save is owed, it lives.
-        """
+        """Nothing is owed. While a save is owed, `owner`, an object that has this one, lives."""
         self.began = self.began_in_memory = Beginning()
         self._training = training
         self._link = link
@@ -213,9 +204,7 @@ class LastSave:
         A script that calls `checkpoint_due()` continues, and is asked to save again. Any other one
         relies on a save that returns (and may delete the checkpoint before): it waits for room.
 
-        Args:
-            request: The save.
-            may_continue: Whether the script continues without it.
+        `may_continue`: the script continues without it.
         """
         try:
             return self.wait()

@@ -293,9 +293,7 @@ def _whole(tensor: Tensor) -> Part:
 def group_consensus(part: str, group: dist.ProcessGroup | None = None) -> StoreConsensus:
     """The votes of a process group, of which `part` is one use; or of this process.
 
-    Args:
-        part: What is voted on.
-        group: None: the default process group.
+    None: the default group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return StoreConsensus.alone()

@@ -85,11 +85,9 @@ def check(value: str | None) -> None:
 
 
 def mode_of(value: str | None, *, ordered: bool) -> Deterministic:
-    """What a config comes to.
+    """The mode that `elastic.deterministic` comes to.
 
-    Args:
-        value: elastic.deterministic.
-        ordered: Whether gradients are summed in a fixed order: else the bits vary in any case.
+    Without an ordered sum the bits vary in any case.
     """
     if value is not None:
         return Deterministic(value)
@@ -190,9 +188,6 @@ class Hardware:
     def resume(self, saved: Mapping[str, Any]) -> list[str]:
         """How a checkpoint was made on something else: the beginning of a sentence for each.
 
-        Args:
-            saved: The checkpoint's record of its run; what it does not have is unknown.
-
         Raises:
             ConfigError: There is one, and elastic.deterministic is "error".
         """
@@ -219,13 +214,9 @@ def meet(
     everybodys: Callable[[Tensor, str], Tensor],
     rank: int,
 ) -> Hardware:
-    """Choose kernels, and compare what the ranks compute on. Collective, unless "off".
+    """Choose kernels, and compare what the ranks compute on; rank 0 logs what differs.
 
-    Args:
-        mode: elastic.deterministic.
-        device: What this rank computes on.
-        everybodys: `Collectives.everybodys`.
-        rank: This rank; rank 0 logs what differs.
+    Collective, unless "off".
 
     Raises:
         ConfigError: It is not the same on all ranks, and elastic.deterministic is "error".

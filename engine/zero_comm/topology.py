@@ -150,15 +150,10 @@ class Relay:
 
 
 def relay(topology: Topology, owners: Sequence[int], rank: int) -> Relay:
-    """How a rank takes part in such an all-gather.
+    """How a rank takes part in such an all-gather; `owners`: by shard, the rank that has it.
 
     The rank whose slice has the middle of a shard receives it for its node: so what it passes on
     is as long as what others do, and mostly in one run.
-
-    Args:
-        topology: The nodes.
-        owners: By shard, the rank that has it.
-        rank: The rank.
     """
     own_node, _ = topology.place(rank)
 

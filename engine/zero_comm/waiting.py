@@ -84,10 +84,8 @@ _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*"
 def cause_of(error: RuntimeError, *, of_script: bool) -> Cause:
     """What an error means that came out of a call of the transport.
 
-    Args:
-        error: The error.
-        of_script: Whether code of the script ran in that call as well. Its errors may have any
-            text, so there only torch's own classes and gloo's own form count.
+    If code of the script ran in that call as well, its errors may have any text: only torch's own
+    classes and gloo's own form count then.
     """
     text = str(error).lower()
     if of_script and not (isinstance(error, dist.DistError) or _GLOO in text):
@@ -100,9 +98,7 @@ def cause_of(error: RuntimeError, *, of_script: bool) -> Cause:
 def transport_failures(what: str, *, of_script: bool = False) -> Iterator[None]:
     """Turn the error of a broken connection into PeerLost, which names the exchange.
 
-    Args:
-        what: The exchange.
-        of_script: See `cause_of`.
+    See `cause_of`.
 
     Raises:
         PeerLost: The connection is broken.
@@ -290,11 +286,9 @@ class Waiter:
         return job
 
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
-        """Block until all have ended, or until there is an interrupt.
+        """Block until exchanges on the CPU have ended, or an interrupt.
 
-        Args:
-            works: The exchanges; on the CPU.
-            look: Called every LOOK_S of the wait; an exception of it ends the wait.
+        `look` is called every LOOK_S, and what it raises ends the wait.
 
         Returns:
             False if the wait was interrupted. Raises what the transport raises.
@@ -320,11 +314,9 @@ class Waiter:
         return _ended(watched)
 
     def poll(self, reached: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """Block until a device has reached something, or until there is an interrupt.
+        """Block until a device has reached something, or an interrupt.
 
-        Args:
-            reached: Whether it has; asked again and again, so it must not block.
-            look: As for `wait`.
+        `reached` is asked again and again, so it must not block; `look` is as for `wait`.
 
         Returns:
             False if the wait was interrupted. Raises RuntimeError after the timeout.

@@ -63,11 +63,7 @@ class Ledger:
     def __init__(self, directory: str | Path, *, round: int, rank: int, world: int) -> None:
         """Open the file of one rank.
 
-        Args:
-            directory: The directory of all rounds and ranks.
-            round: The number of this start of the job; of repeated steps the latest round counts.
-            rank: This rank.
-            world: The number of ranks.
+        Of repeated steps the latest round, the number of a start of the job, counts.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,7 @@ class BlockNorms:
     def __init__(
         self, divisions: Sequence[Division], collectives: Collectives, device: torch.device
     ) -> None:
-        """Plan who norms what.
-
-        Args:
-            divisions: Of each tensor into shards; `collectives` says which rank has which shard.
-            collectives: The exchanges of the ranks.
-            device: Of the shards.
-        """
+        """Plan who norms what; `collectives` says which rank has which shard."""
         self._divisions = tuple(divisions)
         self._device = device
         self._collectives = collectives
@@ -44,8 +38,7 @@ class BlockNorms:
     def of(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The norms of the blocks that this rank norms: for each tensor, then of assembled ones.
 
-        Args:
-            shards: What this rank has of each tensor, flat and contiguous, also if that is nothing.
+        Shards are flat and contiguous, also if they are empty.
 
         Raises:
             PeerLost: A peer is lost.
@@ -77,8 +70,7 @@ class BlockNorms:
     def first_not_finite(self, norms: Sequence[Tensor]) -> tuple[int, int] | None:
         """The first block of this rank's that is not finite: its tensor, and its first element.
 
-        Args:
-            norms: What `of` has returned.
+        `norms` is what `of` has returned.
         """
         *whole, assembled = (each.isfinite().logical_not().nonzero().flatten() for each in norms)
         found = []

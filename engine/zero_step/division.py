@@ -66,11 +66,7 @@ class Division:
 def chunks(shape: Sequence[int], dim: int, shards: int, *, reals: int = 1) -> Division:
     """A dimension divided as torch.chunk, and so FSDP2, divides it.
 
-    Args:
-        shape: Of the tensor.
-        dim: The dimension.
-        shards: Their number.
-        reals: The real numbers in an element.
+    `reals`: the real numbers in an element.
     """
     width = prod(shape[dim + 1 :]) * reals
     chunk = -(-shape[dim] // shards)
@@ -115,13 +111,7 @@ class Plan:
 
 
 def plan_norm(divisions: Sequence[Division], owners: Sequence[int], rank: int) -> Plan:
-    """Plan what a rank norms.
-
-    Args:
-        divisions: Of each tensor.
-        owners: By shard, the rank that has it.
-        rank: The rank.
-    """
+    """Plan what a rank norms; `owners`: by shard, the rank that has it."""
     plan, shard = Plan(), owners.index(rank)
     ranks = torch.tensor(owners, device="cpu")
     for number, division in enumerate(divisions):

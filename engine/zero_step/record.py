@@ -194,12 +194,7 @@ def _shape(count: int, samples: int) -> str:
 
 
 def resume(cursor: Cursor, saved: Mapping[str, Any]) -> None:
-    """Go to the position of a checkpoint.
-
-    Args:
-        cursor: Moved there.
-        saved: `describe` of the checkpoint.
-    """
+    """Go to the position of a checkpoint, which `describe` has written."""
     cursor.move(step=saved["step"], samples=saved["samples"])
     cursor.skipped = saved["skipped"]
     cursor.tokens = saved.get("tokens") or 0

@@ -281,10 +281,7 @@ def notes_of(session: Session) -> list[float]:
 def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progress) -> None:
     """Act on the notes of all ranks; the process may exit here with a fresh checkpoint.
 
-    Args:
-        session: That of the training whose step has ended.
-        notes: [world][NOTES].
-        progress: What the agent is told.
+    They are [world][NOTES]; the agent is told `progress`.
     """
     persistence, link = session._persistence, session._link
     with exit_on_peer_loss(link):

@@ -177,12 +177,8 @@ class RunLoader(ElasticLoader):
     ) -> None:
         """Load the batches of `sampler` as the script's `loader` would.
 
-        Args:
-            loader: How samples become batches.
-            sampler: The batches.
-            begin: Called before each iteration.
-            draw: Called for each batch.
-            end: Called at the end of an epoch.
+        `begin` is called before each iteration, `draw` for each batch, `end` at the end of an
+        epoch.
         """
         super().__init__(
             sampler,

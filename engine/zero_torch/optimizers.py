@@ -100,9 +100,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def check_step(optimizer: torch.optim.Optimizer, *, sharded: bool) -> None:
     """Check that the bits of a step do not depend on the world size.
 
-    Args:
-        optimizer: The optimizer.
-        sharded: Whether a rank has a part of each parameter.
+    `sharded`: a rank has a part of each parameter.
 
     Raises:
         ConfigError: They would, or it cannot be known; or the optimizer cannot step at all.

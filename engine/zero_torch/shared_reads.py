@@ -111,9 +111,7 @@ class SharedReads:
 def divide(tensors: Sequence[tuple[int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
     """Divide tensors into parts of consecutive elements, of nearly as many bytes each.
 
-    Args:
-        tensors: The elements of each, and the bytes of one element.
-        parts: How many.
+    A tensor is its elements, and the bytes of one of them.
 
     Returns:
         By part: (tensor, start, stop) of each interval; none is empty.

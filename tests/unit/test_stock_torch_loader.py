@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from zero_data.global_batch import BatchShape, Cursor
-from zero_torch.loader import in_order
+from zero_torch.loader import RunLoader, in_order
 
 SIZE = 6
 
@@ -40,8 +41,13 @@ def test_worker_processes_begin_and_live_as_the_scripts_loader_says() -> None:
         timeout=60,
     )
     shape = BatchShape(microbatches=1, micro_batch=2)
-    batches = in_order(loader, shape, Cursor(), 0, 1, 1)
+    sampler = in_order(loader, shape, Cursor(), 0, 1, 1)
+    told: list[str] = []
+    batches = RunLoader(
+        loader, sampler, *(partial(told.append, at) for at in ("begin", "-", "end"))
+    )
     assert [batch.tolist() for batch in batches] == [[100, 101], [102, 103], [104, 105]]
+    assert told == ["begin", "-", "-", "-", "end"]
     own = batches._loader
     for name in ("multiprocessing_context", "prefetch_factor", "timeout", "persistent_workers"):
         assert getattr(own, name) == getattr(loader, name)

@@ -53,12 +53,8 @@ def find_layout(
 ) -> Layout:
     """Which keys of a DCP checkpoint are the model, the optimizer and the step.
 
-    Args:
-        keys: All keys.
-        tensors: The keys that hold tensors.
-        weights: The keys that hold tensors of floating-point or complex numbers.
-        model_key: Key of the model's state_dict; "": the whole table; None: to be found.
-        optimizer_key: Key of the optimizer's state_dict; None: to be found.
+    `weights`: the keys that hold floating-point or complex tensors. A given key is None: to be
+    found; model "": the whole table.
 
     Raises:
         CheckpointError: A given key does not exist, there is no model, or several models or

@@ -51,9 +51,7 @@ class Saved:
 def name_all(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> Saved:
     """Decide how a state is saved.
 
-    Args:
-        tensors: All keys of tensors.
-        values: The values of all other keys, and of tensors without dimensions.
+    `values` are those of all keys but tensors, and of tensors without dimensions.
     """
     reals = {k for k, i in tensors.items() if i.dtype.is_floating_point or i.dtype.is_complex}
     keys = [*tensors, *(key for key in values if key not in tensors)]

@@ -229,11 +229,10 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
 
 
 def agree(votes: Sequence[Record | None]) -> Record:
-    """The tensors and values of all ranks; a pure function.
+    """The tensors and values of all ranks; a pure function of their votes.
 
-    Args:
-        votes: By rank: "tensors", key -> dtype and shape, and "values", key -> packed value; or
-            "problem". None for a rank that did not answer.
+    A vote has "tensors", key -> dtype and shape, and "values", key -> packed value; or "problem".
+    It is None for a rank that did not answer.
 
     Returns:
         "tensors" and "values"; or "problem".

@@ -38,9 +38,7 @@ TRIES = 5
 def open_file(path: Path, ahead: Fetches | None = None) -> Iterator[Source]:
     """Open a file to read ranges of it; raises OSError, like every operation on it.
 
-    Args:
-        path: The file.
-        ahead: Fetches that expect the ranges of this file, and of others, already.
+    `ahead` expects the ranges of this file, and of others, already.
     """
     with ExitStack() as opened:
         descriptor = patiently(_descriptor, path)

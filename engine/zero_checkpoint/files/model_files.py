@@ -74,13 +74,9 @@ class TorchFile:
     """
 
     def __init__(self, file: BinaryIO, directory: Path, table: Table, ties: Mapping[str, str]):
-        """Reserve the space.
+        """Reserve the space for a file of tensors, on the disk of `directory`.
 
-        Args:
-            file: The file.
-            directory: A directory on its disk.
-            table: The tensors.
-            ties: By further name, the name in the table.
+        `ties`: by further name, the name in the table.
 
         Raises:
             OSError: The disk is full, for example.

@@ -77,12 +77,7 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
 
 
 def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextManager[Source]:
-    """Open a file to read ranges of it; raises OSError, like every operation on it.
-
-    Args:
-        path: The file.
-        ahead: See `open_file`; unused for an object store.
-    """
+    """Open a file to read ranges of it, as `open_file`; an object store needs no `ahead`."""
     return open_file(path, ahead) if isinstance(path, Path) else path.source()
 
 

@@ -66,12 +66,9 @@ class Disk:
             os.close(descriptor)
 
     def publish(self, temporary: Place, final: Place, *, replace: bool = False) -> None:
-        """Give a finished file its final name, atomically.
+        """Give a finished, synced file its final name, atomically.
 
-        Args:
-            temporary: The file; it is synced.
-            final: Its new name, which no other file has, unless `replace` is true.
-            replace: Whether a file of the final name is replaced.
+        Another file has that name only if `replace` is true.
         """
         _local(temporary).replace(_local(final))
 

@@ -100,12 +100,7 @@ def write_file(
 ) -> FileRecord:
     """Write an image to a new file; it and its directory entry are durable on return.
 
-    Args:
-        path: The file.
-        image: Its bytes.
-        block_bytes: Size of a block, each of which gets a digest.
-        disk: File operations.
-        log_progress: Whether to log how far it has come, if it lasts.
+    Each block of `block_bytes` gets a digest.
 
     Raises:
         OSError: Any operation failed; a partial file may be left.

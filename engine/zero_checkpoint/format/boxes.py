@@ -19,10 +19,7 @@ from zero_checkpoint.format.pieces import Piece, TensorId
 def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Ints, int]:
     """The first element of each run, in order, and the length of all of them.
 
-    Args:
-        shape: The whole tensor.
-        offsets: Where the box begins in each dimension.
-        sizes: The size of the box; none is 0.
+    The box has an offset and a size, not 0, in each dimension.
     """
     inner = len(shape)  # the dimensions from here on are whole
     while inner and sizes[inner - 1] == shape[inner - 1]:

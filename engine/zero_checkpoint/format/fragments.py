@@ -71,9 +71,8 @@ def from_lists(columns: Mapping[str, Sequence[int] | Ints]) -> Fragments:
 def run_lengths(follows: npt.NDArray[np.bool_], length: Ints) -> tuple[Ints, Ints]:
     """The first row of each run of rows, and the total length of each run.
 
-    Args:
-        follows: [rows - 1], whether each row after the first begins where the row before it ends.
-        length: [rows], the length of each row; none is 0.
+    `follows` [rows - 1]: whether each row after the first begins where the row before it ends; no
+    `length` [rows] is 0.
     """
     heads = np.flatnonzero(np.append(True, ~follows)[: len(length)])
     return heads, np.add.reduceat(length, heads) if len(heads) else length
@@ -106,10 +105,7 @@ def check_cover(
 ) -> str | None:
     """Why the fragments do not cover every tensor exactly once, or None if they do.
 
-    Args:
-        fragments: Sorted by (tensor, start).
-        numels: Elements of each tensor, by index.
-        name: From a tensor's index to its name in the sentence.
+    They are sorted by (tensor, start); `name` is what the sentence calls a tensor.
     """
     high = np.asarray(numels, dtype=np.int64)
     found = first_break(fragments.tensor, fragments.start, fragments.end, np.zeros_like(high), high)

@@ -61,10 +61,8 @@ def _drawn(pid: int) -> str:
 def loaded(root: Place, present: Iterable[str], of_runs: Iterable[str]) -> None:
     """A load has ended.
 
-    Args:
-        root: The directory.
-        present: The names of the checkpoints that were there when it began.
-        of_runs: `Manifest.runs` of the checkpoint that was loaded; nothing without one.
+    `present` are the checkpoints that were there when it began, `of_runs` is `Manifest.runs` of the
+    one that was loaded, nothing without one.
     """
     _seen.names[_key(root)] = set(present)
     _seen.continued += [run for run in of_runs if run not in _seen.continued]

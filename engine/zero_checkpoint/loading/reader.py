@@ -62,13 +62,8 @@ def fill(
 ) -> int:
     """Read `state.pieces` in place; returns how many bytes were read from files.
 
-    Args:
-        directory: The checkpoint's directory, for messages, and by default to read from.
-        manifest: The checkpoint's manifest.
-        state: The pieces to fill.
-        copies: The copies of each file; None: the one in `directory`.
-        weights_filled: Called when all weights are filled and verified, before the rest is read.
-        log_progress: Whether to log how far it has come, if it lasts.
+    `copies` of each file; None: the one in `directory`. `weights_filled` is called when all weights
+    are filled and verified, before the rest is read.
 
     Raises:
         ModelMismatch: See `match.resolve`; nothing was read.

@@ -371,9 +371,7 @@ def _newest_first(root: Place, ram: MemorySearch | None) -> Iterator[_Entry]:
 def worst(path: Place, votes: list[Record | None]) -> Record:
     """The verdict on a load, a pure function: the first of the most severe votes.
 
-    Args:
-        path: The checkpoint.
-        votes: By rank; None for a rank that did not answer.
+    They are by rank, None for one that did not answer.
     """
     for rank, vote in enumerate(votes):
         if vote is None:

@@ -35,10 +35,7 @@ _AHEAD = 16
 def replica_peers(roster: Sequence[str], own: str, replicas: int) -> list[str]:
     """The nodes that keep copies of a node's images: the next ones in rank order.
 
-    Args:
-        roster: The address of each rank's node, by rank.
-        own: This node's address.
-        replicas: The number of copies; fewer if there are fewer other nodes.
+    `roster` has the address of each rank's node; there are fewer if there are fewer other nodes.
     """
     nodes = list(dict.fromkeys(roster))
     at = nodes.index(own)
@@ -60,12 +57,8 @@ class ReplicaPeers:
     def send(self, address: str, path: str, image: Image, file: FileRecord, block: int) -> str:
         """Send a copy of an image to a replica peer.
 
-        Args:
-            address: The address of the peer's memory.
-            path: The path of the copy there, see `peer_memory.FILE`.
-            image: The bytes.
-            file: Their size and digests.
-            block: Bytes that each digest covers.
+        `path` is the copy's there, see `peer_memory.FILE`; each digest of `file` covers `block`
+        bytes.
 
         Returns:
             Why the peer has no copy, or "".

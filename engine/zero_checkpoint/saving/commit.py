@@ -161,10 +161,7 @@ def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
     and a user may go back to an earlier tag: the work done from there would rank below what is
     there already, and the next restart would silently resume from the wrong checkpoint.
 
-    Args:
-        round: The caller's round.
-        step: The step to be saved.
-        newest: (round, step) of the newest checkpoint in the root.
+    `newest` is (round, step) of the newest one in the root.
     """
     if newest is None or (round, step) >= newest:
         return round
@@ -220,10 +217,7 @@ def _as_opened(own: Place, first: str, name: str) -> Place:
 
     Scripts name directories after the time, which ranks read at different moments.
 
-    Args:
-        own: The root that the script has named on this rank.
-        first: The root on rank 0, which has made the directory `name` in it.
-        name: The name of the checkpoint's directory.
+    Its own, or that of rank 0, which has made the directory `name` in it.
     """
     if not isinstance(own, Path) or (own / name).is_dir() or not Path(first, name).is_dir():
         return own
@@ -253,12 +247,7 @@ def vote(
 
     A rank that failed votes as well: without its vote all ranks would wait for the whole timeout.
 
-    Args:
-        consensus: The votes of this group.
-        write: Writes this rank's file; returns its `vote_for`.
-        judge: On rank 0, from all votes to the verdict. Must not raise.
-        where: The path of the file, for errors.
-        on_part: See `save`.
+    `judge` must not raise; `where` is the file's path, for errors.
     """
     begin_s = time.monotonic()
     try:

@@ -61,9 +61,7 @@ class Copier(Protocol):
     def prepare(self, copy: Copy, changing: Container[int]) -> Callable[[], Begun]:
         """Returns what begins the copy, as often as it is called.
 
-        Args:
-            copy: The copy.
-            changing: See `FileLayout.changing`: what lies there is not copied beside training.
+        What lies where `FileLayout.changing` says is not copied beside training.
         """
 
     def hold(self) -> None:
@@ -98,11 +96,7 @@ def device_of(layout: FileLayout) -> torch.device:
 
 
 def await_copy(copy: Begun, on_wait: Callable[[], object]) -> memoryview:
-    """The target of a copy, once it is made.
-
-    Args:
-        copy: The copy.
-        on_wait: Called meanwhile; may raise.
+    """The target of a copy, once it is made; `on_wait` is called meanwhile, and may raise.
 
     Raises:
         CheckpointError: The copy has failed, or has not ended in time.

@@ -35,13 +35,9 @@ class Keep:
 
 
 def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove expired checkpoints and abandoned attempts; never raises.
+    """Remove expired checkpoints, and attempts that were idle for `dead_after_s`; never raises.
 
-    Args:
-        root: The directory of checkpoints.
-        committed: The newest checkpoint; its time is the storage's current time.
-        keep: The checkpoints that stay.
-        dead_after_s: The time for which an attempt must have been idle to count as dead.
+    The time of `committed`, the newest checkpoint, is the storage's current time.
     """
     try:
         if problem := refusal(root):

@@ -134,10 +134,7 @@ class InMemoryCheckpoints:
     def loaded(self, root: Place, chosen: str | None, step: int) -> None:
         """Continue from the checkpoint that a load has chosen; free all others.
 
-        Args:
-            root: The directory of the run's checkpoints on disk.
-            chosen: The name of the in-memory checkpoint that was loaded; None: it was on disk.
-            step: The step of the loaded checkpoint; 0 without one.
+        `chosen` is None if it was on disk; `step` is 0 without one.
         """
         self._settle(root)
         self._last_step = step
@@ -160,10 +157,7 @@ class InMemoryCheckpoints:
     def due(self, step: int, *, some_rank_busy: bool) -> bool:
         """Whether to save after this step; equal on all ranks.
 
-        Args:
-            step: The step that is done.
-            some_rank_busy: Whether a save was in flight on any rank, by the consensus of this step.
-                If not, every rank knows how the last save has ended.
+        If no rank was busy, every rank knows how the last save has ended.
         """
         if self._off or some_rank_busy:
             return False
@@ -301,10 +295,7 @@ class InMemoryCheckpoints:
 def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:
     """The bytes of a node's memory that in-memory checkpoints need.
 
-    Args:
-        image_bytes: The image of one worker; images of other nodes are assumed to be as large.
-        workers: The workers of this node.
-        replicas: The number of nodes whose copies this node keeps.
+    Images of other nodes are assumed to be as large as one of its own workers'.
     """
     return STAGINGS * image_bytes * workers * (1 + replicas)
 

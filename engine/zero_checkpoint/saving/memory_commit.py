@@ -92,12 +92,7 @@ def commit_in_memory(
 ) -> Kept:
     """Commit on all ranks or on none; every rank calls it.
 
-    Args:
-        save: What is committed.
-        consensus: The votes of this group.
-        node: This node's memory; None if it has none.
-        peers: Those that copies are sent to.
-        on_part: See `commit.save`; a rank's write is its seal, the hashes, and the copies.
+    A rank's write, see `commit.save`, is its seal, the hashes, and the copies.
 
     Raises:
         MemoryOff: A rank cannot take part, now or later. On every rank.

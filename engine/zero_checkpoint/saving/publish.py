@@ -221,10 +221,7 @@ def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:
     The manifest is removed first, durably: it may have got its final name before a later fsync
     failed, and a manifest must never outlive a file that it names.
 
-    Args:
-        directory: The directory of the attempt.
-        disk: File operations.
-        committing: Whether the rename of the manifest had begun.
+    `committing`: the rename of the manifest had begun.
 
     Returns:
         Whether it surely has no manifest, and will have none; if not, all files are left.

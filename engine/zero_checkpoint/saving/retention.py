@@ -115,10 +115,7 @@ def abandoned(
     A running save writes its files; a save whose files have not changed for longer than any rank
     waits for another is dead.
 
-    Args:
-        entries: The directories that are no candidates, as `candidates.find` lists them.
-        now_s: Seconds since the epoch, by the clock of the storage.
-        older_than_s: The time for which nothing in a directory must have changed.
+    In leftovers nothing has changed for `older_than_s`, by the clock of the storage.
     """
     leftovers: list[Leftover] = []
     kept: list[str] = []

@@ -76,11 +76,8 @@ class Saver:
     ) -> None:
         """Nothing is saved yet.
 
-        Args:
-            config: Which of the earlier checkpoints to keep.
-            consensus: The votes of these saves alone; its `on_wait` raises when the group is lost.
-            lineage: Shared by all savers of this run.
-            before_change: See `StagingBuffer`.
+        `on_wait` of the consensus raises when the group is lost; `lineage` is shared by all savers
+        of this run.
         """
         self.disk: Disk = DirectDisk()
         self.staging = StagingBuffer(
@@ -122,11 +119,7 @@ class Saver:
         return self._background.busy
 
     def begin(self, request: Request, *, copy: bool) -> bool:
-        """Begin a save; none may be in flight.
-
-        Args:
-            request: The save.
-            copy: Copy the state, if there is memory for it.
+        """Begin a save, with a copy if there is memory for it; none may be in flight.
 
         Returns:
             Whether it was copied; if not, the state must not change before `wait`.
@@ -192,11 +185,7 @@ class Saver:
                 )
 
     def log_lost_steps(self, *, in_memory: bool) -> None:
-        """When leaving: log which steps are lost, if the last save has failed.
-
-        Args:
-            in_memory: Whether there are in-memory checkpoints as well.
-        """
+        """When leaving: log which steps are lost, if the last save has failed."""
         if self._failed is None or self._rank != 0:
             return
         try:

@@ -109,9 +109,7 @@ class StagingBuffer:
     ) -> FrozenImage:
         """Copy the tensors of a layout; when this returns, they may change after a `hold`.
 
-        Args:
-            layout: The tensors and their places in the image.
-            begin: Called with the image before anything is copied, to begin reading it elsewhere.
+        `begin` is called with the image before anything is copied, to begin reading it elsewhere.
 
         Raises:
             NoStagingMemory: There is too little memory; `begin` was not called.
@@ -224,9 +222,7 @@ class Background:
     def start(self, step: int, save: Callable[[OnPart], Place]) -> None:
         """Begin a save; the outcome of the one before must have been taken.
 
-        Args:
-            step: The step that is saved.
-            save: Called on the thread, with a function to call with each part that has ended.
+        The thread calls `save` with what is to be called with each part that has ended.
         """
         assert self._running is None, "take the outcome of the save before"
         self._running = self._threads.submit(_outcome_of, step, save)

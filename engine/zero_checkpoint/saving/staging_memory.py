@@ -74,10 +74,7 @@ class SharedStaging:
     def __init__(self, job: str, rank: int, directory: Path) -> None:
         """No memory is allocated yet.
 
-        Args:
-            job: The name of the job; the name of the file contains it, for people.
-            rank: The rank of this worker; it is in the name of the file as well.
-            directory: A tmpfs.
+        The name of the file, in a tmpfs, contains job and rank, for people.
         """
         self._name = f"{_PREFIX}{re.sub(r'[^0-9A-Za-z_-]', '-', job)[:64]}.r{rank:05d}"
         self._directory = directory

@@ -53,9 +53,7 @@ _LOW = (1 << 32) - 1
 def block_digests(flat: Tensor) -> bytes:
     """The digest of each block, eight bytes each, with the most significant byte first.
 
-    Args:
-        flat: Contiguous, of one dimension, on any device. It is divided into blocks of
-            `BLOCK_BYTES`; the last one may be shorter.
+    `flat` is contiguous, of one dimension, on any device; its last block may be shorter.
     """
     data = byte_view(flat)
     return b"".join(_on_host(data) if data.is_cpu else in_place(data))
@@ -68,11 +66,9 @@ def _on_host(data: Tensor) -> Iterator[bytes]:
 
 
 def in_place(data: Tensor, at_once_bytes: int = AT_ONCE_BYTES) -> Iterator[bytes]:
-    """The same digests, computed on the tensor's device.
+    """The same digests of uint8, computed on the tensor's device.
 
-    Args:
-        data: uint8.
-        at_once_bytes: A multiple of `BLOCK_BYTES`.
+    `at_once_bytes` is a multiple of `BLOCK_BYTES`.
     """
     whole = data.numel() - data.numel() % BLOCK_BYTES
     if data.storage_offset() % 8:  # words are read at multiples of their size

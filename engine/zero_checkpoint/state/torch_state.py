@@ -36,9 +36,7 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 def plain(value: Any, what: str | None) -> Any:
     """A value of an optimizer as JSON.
 
-    Args:
-        value: The value.
-        what: Its name, for the error; None: what JSON cannot hold becomes its text.
+    What JSON cannot hold is refused by the name `what`; without one it becomes its text.
 
     Raises:
         CheckpointError: JSON cannot hold it.
@@ -106,9 +104,7 @@ def matched(
     Those with the same parameters in all belong together; after them, those that train the same: an
     optimizer may have frozen parameters or not, and imported records do not name them.
 
-    Args:
-        records: As `group_record`, with "frozen".
-        groups: The names of the trained and of the frozen parameters of each group.
+    A group is the names of its trained and of its frozen parameters.
     """
     left = list(records)
 
@@ -137,11 +133,8 @@ def group_record(
 ) -> dict[str, Any]:
     """One param group in the engine's form.
 
-    Args:
-        names: Its parameters.
-        options: The group as the optimizer had it.
-        state: The state of any of its parameters; what holds one value per element is left out.
-            Some optimizers count their steps in the group instead.
+    What holds one value per element of a parameter is left out of its state; some optimizers count
+    their steps in the group instead.
     """
     counters = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim() > 0)}
     if "step" in options:

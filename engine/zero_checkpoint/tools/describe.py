@@ -69,10 +69,7 @@ def describe(
 ) -> Description:
     """Everything worth knowing about a checkpoint.
 
-    Args:
-        checkpoint: The checkpoint to describe.
-        norms: Read every tensor and add its L2 norm.
-        progress: Called with the bytes of each tensor that was read.
+    With `norms` every tensor is read, and `progress` called with its bytes.
 
     Raises:
         DamagedCheckpoint: A tensor that was read is not what was saved.

@@ -73,10 +73,7 @@ def list_roots(
 def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[Row]:
     """All checkpoints of a root, newest first; other directories are left out.
 
-    Args:
-        root: The directory of checkpoints.
-        now_s: Seconds since the epoch.
-        check: Reads every block, to tell verified from committed; None trusts the sizes.
+    `check` reads every block, to tell verified from committed; None trusts the sizes.
 
     Raises:
         OSError: Something could not be read.

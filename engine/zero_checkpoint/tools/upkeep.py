@@ -47,14 +47,9 @@ def plan_prune(
     keep_best: Best | None = None,
     check: Check,
 ) -> Plan:
-    """Which checkpoints to delete.
+    """Which checkpoints to delete, as `retention.expired` says.
 
-    Args:
-        root: The directory of checkpoints.
-        keep_last: See `retention.expired`.
-        keep_every: See `retention.expired`.
-        keep_best: See `retention.expired`.
-        check: Finds the damage of a checkpoint; called newest first, until one is whole.
+    `check` finds the damage of a checkpoint; called newest first, until one is whole.
 
     Raises:
         CheckpointError: The policy is out of bounds, no checkpoint has the metric, or none is
@@ -117,10 +112,7 @@ def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate
 def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
     """Delete what dead saves and dead deletions have left; make `latest` name the newest.
 
-    Args:
-        root: The directory of checkpoints.
-        now_s: Seconds since the epoch.
-        older_than_s: Unfinished saves that changed later may be alive, and stay.
+    Unfinished saves that changed within `older_than_s` may be alive, and stay.
 
     Raises:
         OSError: A directory or a file could not be read.

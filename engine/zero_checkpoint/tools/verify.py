@@ -47,10 +47,7 @@ def verify(
 ) -> list[Damage]:
     """All damage of a checkpoint, in the order of files and bytes; empty if it is whole.
 
-    Args:
-        checkpoint: The checkpoint; its manifest is verified already.
-        threads: Threads that read; by default one per core, at most 8.
-        progress: Called from this thread.
+    `progress` is called from this thread; by default one thread per core reads, at most 8.
 
     Raises:
         OSError: A file could not be read for a reason of this machine's, such as permissions.

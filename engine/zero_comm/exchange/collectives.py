@@ -193,9 +193,7 @@ class Collectives:
     def to_host(self, tensor: Tensor, what: str) -> Tensor:
         """A small tensor in host memory: the one wait of a step in which the host waits.
 
-        Args:
-            tensor: The result of an exchange, or what was computed from it.
-            what: Names it in messages.
+        It is the result of an exchange, or computed from one.
 
         Raises:
             PeerLost: A peer is lost, or has not answered within the group's timeout.

@@ -64,8 +64,7 @@ class IssueOrder:
 def difference(by_rank: Sequence[Sequence[Sequence[str]]]) -> str:
     """Where the orders of the ranks first differ, in words.
 
-    Args:
-        by_rank: For each rank the names of `IssueOrder.names`.
+    `by_rank` has `IssueOrder.names` of each.
     """
     first = by_rank[0]
     for rank, lanes in enumerate(by_rank):

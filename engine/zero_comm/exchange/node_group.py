@@ -21,12 +21,9 @@ _log = logging.getLogger(__name__)
 def node_exchanges(
     size: int, interrupt: Interrupt | None = None, order: IssueOrder | None = None
 ) -> Collectives | None:
-    """The exchanges within this rank's group of consecutive ranks. Collective.
+    """The exchanges within this rank's group of `size` consecutive ranks.
 
-    Args:
-        size: Ranks of a group.
-        interrupt: Ends every wait.
-        order: Of all ranks, which compare it. All groups do the same, each with its own ranks.
+    Collective. `order` is compared by all ranks: all groups do the same, each with its own ranks.
 
     Returns:
         None if the world does not divide into several such groups: weights are then gathered from

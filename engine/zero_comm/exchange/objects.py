@@ -15,12 +15,9 @@ from torch import Tensor
 
 
 def gather_objects(own: Any, what: str, everybodys: Callable[[Tensor, str], Tensor]) -> list[Any]:
-    """The objects of all ranks, by rank.
+    """The objects of all ranks, by rank; what JSON can hold.
 
-    Args:
-        own: The object of this rank; JSON can hold it.
-        what: Names the exchange in messages.
-        everybodys: `Collectives.everybodys`; the exchange is one of the CPUs.
+    An exchange of the CPUs, named `what`.
     """
     return _exchange(own, what, everybodys, torch.device("cpu"))
 

@@ -108,15 +108,13 @@ class Transport:
         return True
 
     def to_host(self, tensor: Tensor, waiter: Waiter, look: Callable[[], None]) -> Tensor | None:
-        """A copy in host memory; None if the wait for it was interrupted.
+        """A copy in host memory.
 
         The host asks for the end of the copy instead of blocking inside the driver: exchanges of a
         lost peer never end, and nothing reaches a thread that blocks there.
 
-        Args:
-            tensor: On the device.
-            waiter: Waits.
-            look: Called now and then; what it raises ends the wait.
+        None if the wait for it was interrupted. `look` is called now and then; what it raises ends
+        the wait.
         """
         copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with torch.cuda.device(tensor.device):  # the script's current device may be another one
@@ -139,10 +137,7 @@ class Transport:
 
         A device's stream is what waits, so it can be neither interrupted nor looked at.
 
-        Args:
-            works: Under way.
-            waiter: For exchanges that this process has to wait for.
-            look: Called now and then by such a wait; what it raises ends the wait.
+        `look` is called now and then; what it raises ends the wait.
 
         Returns:
             False if the wait was interrupted.
@@ -191,11 +186,8 @@ class Transport:
     def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
         """Fill the rows of all ranks, of which this rank's own is there already.
 
-        Args:
-            full: [world * n], contiguous.
-            rows: By rank, views [n] that divide `full`.
-            what: The exchange's name.
-            turn: Earlier ones of that name.
+        The rows are views [n] that divide `full` [world * n]; `turn` counts earlier exchanges of
+        that name.
         """
         del what, turn
         own = rows[self._rank]

@@ -34,12 +34,7 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
 
 
 def way(kind: str, backends: Mapping[str, str]) -> tuple[type[Transport], str]:
-    """The transport of a kind of device, and why.
-
-    Args:
-        kind: Of the device: cpu, cuda, ...
-        backends: See `backends_of`.
-    """
+    """The transport of a kind of device (cpu, cuda, ...), and why; `backends` as `backends_of`."""
     backend = backends.get(kind)
     if kind == "cpu":
         if backend in (None, "gloo"):
@@ -126,14 +121,11 @@ class Transports:
         return self._by_kind[device.type]
 
     def divide(self, device: torch.device, nodes: Sequence[range], *, equal: bool) -> None:
-        """Let tensors on `device` travel between nodes first and then inside of them. Collective.
+        """Let tensors on `device` travel between nodes first and then inside of them.
 
         What has names needs no groups of its own for that.
 
-        Args:
-            device: Where they are.
-            nodes: The ranks of each.
-            equal: Connect the ranks of the same number on all nodes, too.
+        Collective. `equal`: connect the ranks of the same number on all nodes, too.
         """
         transport = self.of(device)
         if transport.any_order:

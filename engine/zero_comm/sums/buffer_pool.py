@@ -29,12 +29,9 @@ class BufferPool:
         pin: bool = False,
         stream: Callable[[], Hashable] = current_stream,
     ) -> None:
-        """An empty pool.
+        """An empty pool, of pinned host memory if `pin`.
 
-        Args:
-            device: Where buffers are.
-            pin: Whether they are in pinned host memory.
-            stream: What orders their uses: those on one stream follow each other.
+        Uses of a buffer on one `stream` follow each other.
         """
         self.device = device
         self._pin = pin

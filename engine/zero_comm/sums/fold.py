@@ -41,13 +41,9 @@ def run_additions(
     dtype: torch.dtype,
     pool: BufferPool,
 ) -> None:
-    """Do some additions, at least one.
+    """Do some additions in their order, at least one.
 
-    Args:
-        additions: In their order.
-        memory: Where the numbers lie that they name; flat, all of one length.
-        dtype: Of sums.
-        pool: Of memory for copies in that dtype.
+    `memory` is what they name, flat and of one length, `dtype` that of sums.
     """
     device = next(iter(memory.values())).device.type
     # A kernel adds, and nothing else: a division could be compiled to another one.
@@ -154,10 +150,7 @@ def graph_of(
 ) -> fx.GraphModule:
     """Additions as a graph of places, which reads all that it reads before it writes.
 
-    Args:
-        additions: In their order.
-        places: The number of the place, and the dtype, of each memory that they name.
-        dtype: Of sums.
+    Each place has a number and a dtype.
     """
     graph = fx.Graph()
     inputs = [graph.placeholder(f"place_{number}") for number in range(_count(places))]

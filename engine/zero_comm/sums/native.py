@@ -27,13 +27,10 @@ class NativeReduction:
     def __init__(
         self, collectives: Collectives, pool: BufferPool, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Reduce over a group.
+        """Reduce over a group in which nothing else is exchanged.
 
-        Args:
-            collectives: The group; its shards are in the order of ranks, and nothing else is
-                exchanged in it.
-            pool: Of what is sent and received.
-            dtype: In which gradients travel and are added to those of other ranks.
+        Its shards are in the order of ranks. Gradients travel, and are added to those of other
+        ranks, in `dtype`.
         """
         self.collectives = collectives
         self.pool = pool
@@ -42,15 +39,11 @@ class NativeReduction:
         """What this rank has added up in the step so far, [world * n] in fp32."""
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
-        """As `OrderedReduction.start`; if `into` is as long as the gradient, every rank gets all.
+        """As `OrderedReduction.start`.
 
         Nothing is pending if nothing travels in this micro-step.
 
-        Args:
-            gradient: [world * n].
-            what: Names the exchange in messages.
-            into: The sum of the step, of n elements or of all.
-            turn: Which micro-step it is.
+        If `into` is as long as the gradient, every rank gets all.
         """
         if self.collectives.rank >= turn.live:
             gradient.zero_()

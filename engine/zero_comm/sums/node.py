@@ -56,12 +56,9 @@ class HeldPieces:
     def add(
         self, given: Sequence[Tensor], formed: Formed, pool: BufferPool
     ) -> list[tuple[Piece, Tensor]]:
-        """Add what comes to what is held.
+        """Add what comes to what is held, as the plan says of this micro-step.
 
-        Args:
-            given: What the plan takes, in its order; used up, and not held afterwards.
-            formed: What the plan says of this micro-step.
-            pool: Of the memory of sums, and of what is held.
+        What is given is used up.
 
         Returns:
             What is passed on: sums in memory of the pool, single gradients also where they were.
@@ -121,11 +118,6 @@ _OPEN = 1 << 62
 def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) -> Collectives:
     """A group of the same ranks, laid out alike, for nothing but these exchanges. Collective.
 
-    Args:
-        collectives: The group of all ranks.
-        device: Where gradients are.
-        interrupt: Ends every wait.
-
     Raises:
         PeerLost: A peer is lost.
     """
@@ -152,15 +144,10 @@ class NodeReduction:
     steps = 2
 
     def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
-        """Reduce over groups of the same ranks, laid out by nodes.
+        """Reduce over two groups of the same ranks, laid out by nodes: one for each exchange.
 
         Nothing else may exchange in them: a rank that waits here for a sum must not keep another
         exchange waiting. They may be one where ranks may begin exchanges in any order.
-
-        Args:
-            inside: The group of the first exchange.
-            between: That of the second.
-            pool: Of what is received, formed and held.
         """
         self.collectives = inside
         self.between = between
@@ -203,14 +190,7 @@ class _Schedule:
 
     @classmethod
     def of(cls, turn: Turn, begin: int, block: int, nodes: Sequence[range]) -> _Schedule:
-        """That of a micro-step.
-
-        Args:
-            turn: Which it is.
-            begin: Its first micro-batch, without a plan.
-            block: B, without a plan.
-            nodes: The ranks of each.
-        """
+        """That of a micro-step; without a plan, from its first micro-batch and B."""
         if turn.plan is not None:
             step = turn.plan.micro_steps[turn.micro_step]
             return cls(

@@ -74,12 +74,7 @@ def check_mode(mode: str | None, block: int | None) -> None:
 
 
 def record_of(block: int, *, rounds: bool = False) -> dict[str, Any]:
-    """The record of a run that sums in blocks of `block` micro-batches.
-
-    Args:
-        block: B.
-        rounds: The sum of each block is rounded to int8.
-    """
+    """The record of a run that sums in blocks of B micro-batches, and may round each to int8."""
     return {**(_ROUNDED if rounds else _TREE), "block": block}
 
 

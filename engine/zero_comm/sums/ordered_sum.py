@@ -139,12 +139,9 @@ def next_sums(
 def next_pieces(
     start: int, count: int, block: int
 ) -> tuple[tuple[Addition, ...], tuple[tuple[Piece, Memory], ...]]:
-    """How the gradients of consecutive micro-batches become as few pieces as possible.
+    """How the gradients of `count` consecutive micro-batches become as few pieces as possible.
 
-    Args:
-        start: The first micro-batch.
-        count: How many there are.
-        block: B, a power of two.
+    `block` is B.
 
     Returns:
         What is to be done, and where each piece lies then: a sum not where a gradient was, whose
@@ -170,11 +167,7 @@ def form_pieces(
 ) -> list[tuple[Piece, Tensor]]:
     """Add the gradients of consecutive micro-batches as far as a sender may.
 
-    Args:
-        gradients: Of [n], at least one; used up.
-        start: The first micro-batch.
-        block: B, a power of two.
-        pool: Of the memory of sums.
+    They are of [n], at least one, and used up; `block` is B.
 
     Returns:
         Sums in fp32, in memory of the pool, and single gradients where and as they are.

@@ -324,10 +324,7 @@ class Plan:
 def most_pending(block: int, world: int, micro_batches: int | None = None) -> int:
     """The most pieces that an owner keeps beside its sum, between strided micro-steps.
 
-    Args:
-        block: B, a power of two.
-        world: Ranks.
-        micro_batches: Of a step; None: any number.
+    `micro_batches` of a step, None: any number.
     """
     micro_steps = -(-micro_batches // world) if micro_batches is not None else 2 * block
     kept = 0

@@ -29,12 +29,7 @@ def packed_size(numel: int) -> int:
 
 
 def pack(values: Tensor, into: Tensor) -> None:
-    """Quantize rows.
-
-    Args:
-        values: [rows, n], floating point.
-        into: uint8 [rows, packed_size(n)].
-    """
+    """Quantize floating-point rows [rows, n] into uint8 [rows, packed_size(n)]."""
     codes, scales = _parts(into)
     for row, row_codes, row_scales in zip(values, codes, scales, strict=True):
         blocks = row.float().view(-1, QUANT_BLOCK)
@@ -50,12 +45,7 @@ def pack(values: Tensor, into: Tensor) -> None:
 
 
 def unpack(packed: Tensor, into: Tensor) -> Tensor:
-    """Dequantize rows, rounded to the dtype of `into`.
-
-    Args:
-        packed: uint8 [rows, packed_size(n)].
-        into: [rows, n].
-    """
+    """Dequantize uint8 [rows, packed_size(n)], rounded to the dtype of `into` [rows, n]."""
     codes, scales = _parts(packed)
     for row, row_codes, row_scales in zip(into, codes, scales, strict=True):
         blocks = row_codes.view(-1, QUANT_BLOCK).float()

@@ -89,12 +89,7 @@ class OrderedReduction:
     """Calls of `advance` until a sum is made."""
 
     def __init__(self, collectives: Collectives, pool: BufferPool) -> None:
-        """Reduce over a group.
-
-        Args:
-            collectives: The group; its shards are in the order of ranks.
-            pool: Of what is received.
-        """
+        """Reduce over a group, whose shards are in the order of ranks."""
         self.collectives = collectives
         self.pool = pool
 

@@ -39,12 +39,7 @@ class Spill:
     """
 
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
-        """Keep nothing yet.
-
-        Args:
-            device: Where pieces are added.
-            budget_bytes: What may stay there between micro-steps; None: all.
-        """
+        """Keep nothing yet; at most `budget_bytes` on the device between micro-steps, None: all."""
         self.budget_bytes = budget_bytes
         self._kept: set[Kept] = set()
         # Pinned for a GPU, which then copies while the host goes on. Without one these are copies
@@ -62,9 +57,7 @@ class Spill:
     def balance(self, kept: Iterable[Kept], pool: BufferPool) -> None:
         """Send away what is beyond the budget: the largest pieces, which are needed last.
 
-        Args:
-            kept: Of one gradient.
-            pool: Gets the memory of what is sent away.
+        `kept` is of one gradient; the pool gets the memory.
         """
         if self.budget_bytes is None or self.here_bytes <= self.budget_bytes:
             return

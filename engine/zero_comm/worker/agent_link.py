@@ -93,9 +93,7 @@ class AgentLink:
     def __init__(self, rank: int, path: str | None = None) -> None:
         """Connect to the agent's socket; without one every call does nothing.
 
-        Args:
-            rank: This worker's rank, sent to the agent.
-            path: The Unix socket; by default the one that the environment names, if any.
+        By default it is the one that the environment names.
         """
         self.round = current_round()
         self._leave = threading.Event()
@@ -216,9 +214,7 @@ class AgentLink:
     def preparing(self, what: str, part: float | None = None) -> None:
         """Say what this worker does before its first step, for `zero-ctl status`.
 
-        Args:
-            what: What it does, such as `loading step-000000040.g1.3fa9`.
-            part: The part of it that is done, 0 to 1; None: not known.
+        Such as `loading step-000000040.g1.3fa9`; the part that is done is 0 to 1, None: not known.
         """
         if self._shown is None:
             self._send(contract.Preparing(what=what, part=part))
@@ -484,8 +480,7 @@ def _on_sigterm(number: int, _frame: object) -> None:
 def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
     """Under an agent, exit when a peer is lost: the agent forms the next round.
 
-    Args:
-        link: The link to the agent; None before there is a group, and so no rank yet.
+    Without a link there is no group yet, and so no rank.
 
     Raises:
         SystemExit: A peer is lost, and there is an agent; with the exit code of a lost peer.

@@ -124,9 +124,6 @@ def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
 
     `destroy_process_group` would wait for them.
 
-    Args:
-        timeout_s: Of the abort.
-
     Returns:
         Whether everything has been aborted in time.
     """

@@ -145,9 +145,7 @@ class EveryonesTimes:
     def add(self, step: int, times: Sequence[Sequence[float]]) -> RankTimes | None:
         """Add what each rank has measured in a step; a message if one is due.
 
-        Args:
-            step: The step.
-            times: By rank, as `AgentLink.step_times`.
+        See `AgentLink.step_times`.
         """
         self._steps += 1
         if not self._steps:  # the first step of a round is not measured

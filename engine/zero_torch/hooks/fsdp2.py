@@ -125,11 +125,7 @@ def attach(
 ) -> None:
     """Let every FSDP2 module of a model reduce its gradients through `gradients`.
 
-    Args:
-        model: The model.
-        gradients: Sums them.
-        collectives: The group of all ranks.
-        guard: A context around each exchange, which may find that a peer is lost.
+    `guard` is a context around each exchange, which may find that a peer is lost.
 
     Raises:
         ConfigError: This version of torch has no such hooks.

@@ -43,13 +43,7 @@ def adopt(
 ) -> Place:
     """Save a foreign model under `root`, as its newest checkpoint.
 
-    Args:
-        root: The directory of checkpoints; created if need be.
-        foreign: The model, and perhaps the optimizer, that an import has read.
-        source: Where the model comes from, for people.
-        tag: The name of the checkpoint.
-        step: The step of the checkpoint; None: the step that the source names, or 0.
-        dtypes: The dtypes to convert to.
+    Without `step` it is at the step that the source names, or 0.
 
     Returns:
         The committed checkpoint.

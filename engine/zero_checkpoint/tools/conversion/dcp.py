@@ -60,12 +60,8 @@ def read_dcp(
 ) -> Foreign:
     """A DCP directory: parameters, buffers and, if it is there, optimizer state.
 
-    Args:
-        source: The directory.
-        allow_pickle: Whether values other than plain ones may be read, see `pickles.load_torch`.
-        model_key: Key of the model's state_dict; "": the whole table; None: to be found.
-        optimizer_key: Key of the optimizer's state_dict; None: to be found.
-        buffers: Patterns of further names that are buffers.
+    Keys of the state_dicts are None: to be found; model "": the whole table. `buffers` are patterns
+    of further names that are buffers.
 
     Raises:
         CheckpointError: The directory is no DCP checkpoint, is damaged, or has no model under that

@@ -256,8 +256,7 @@ class _Parts:
     def frozen(self, elsewhere: Collection[str]) -> dict[str, Tensor]:
         """Parameters that are not trained: whole in stages 1 and 2, in equal parts in stage 3.
 
-        Args:
-            elsewhere: Names that are no frozen parameters.
+        `elsewhere` are names that are no frozen parameters.
         """
         if not self.is_stage3:
             module = self.models[0]["module"]

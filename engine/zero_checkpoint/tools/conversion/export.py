@@ -80,10 +80,8 @@ def select(
 ) -> Selection:
     """All parameters and buffers of a model, tied names included.
 
-    Args:
-        checkpoint: The checkpoint to select from.
-        dtype: The dtype to convert to; integers, booleans and complex numbers stay.
-        strip_prefix: Taken off every name, for a model that was trained inside a wrapper.
+    Floats become `dtype`; `strip_prefix` is taken off every name, for a model that was trained
+    inside a wrapper.
 
     Raises:
         CheckpointError: A name does not begin with the prefix, or two names become one.

@@ -45,13 +45,9 @@ class Foreign:
 
 
 def read_torch(path: Path, *, allow_pickle: bool, key: str, buffers: Sequence[str]) -> Foreign:
-    """A state_dict in one file.
+    """A state_dict in one file, under a key such as `model`, "": the file is the state_dict.
 
-    Args:
-        path: The file.
-        allow_pickle: See `pickles.load_torch`.
-        key: Key of the state_dict in the file, such as `model`; empty: the file is the state_dict.
-        buffers: Patterns of further names that are buffers.
+    `buffers` are patterns of further names that are buffers.
 
     Raises:
         CheckpointError: The file holds no state_dict under this key.

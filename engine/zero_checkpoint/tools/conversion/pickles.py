@@ -35,11 +35,8 @@ def load_torch(
 ) -> Any:
     """The content of a file made by `torch.save`, on the CPU; tensors of a path are mapped.
 
-    Args:
-        source: A path or an open file.
-        what: The name of the file in messages.
-        allow_pickle: Run the pickle. Only for files from people whom the user trusts.
-        inert: Full names of classes to replace by `Inert`.
+    Classes of the full names `inert` become `Inert`. With `allow_pickle`
+    the pickle is run, so its authors must be trusted.
 
     Raises:
         CheckpointError: The file was not made by `torch.save`, or holds more than tensors and

@@ -131,11 +131,9 @@ class SameHostPeers:
     """This rank's exchanges with its same-host peers."""
 
     def __init__(self, members: Mapping[int, SameHostPeer], changed: threading.Condition) -> None:
-        """Start the thread that reads.
+        """Start the thread that reads from peers, by rank.
 
-        Args:
-            members: The peers, by rank.
-            changed: Notified when an exchange ends.
+        `changed` is notified when an exchange ends.
         """
         self._changed = changed
         self._exchanges = _Exchanges(members)
@@ -322,13 +320,9 @@ _CREDENTIALS = struct.Struct("=iII")
 def meet(
     rank: int, world: int, gather: Gather, changed: threading.Condition
 ) -> tuple[range, SameHostPeers | None]:
-    """This rank's run of ranks that read each other's memory, and its peers there. Collective.
+    """This rank's run of ranks that read each other's memory, and its peers there.
 
-    Args:
-        rank: This rank.
-        world: The number of ranks.
-        gather: All-gathers rows over sockets.
-        changed: Notified when an exchange with same-host peers ends.
+    Collective over sockets; `changed` is notified when an exchange with these peers ends.
 
     Raises:
         OSError: A peer is lost.
@@ -394,8 +388,7 @@ def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:
 def runs(mutual: Tensor) -> list[range]:
     """Divide the ranks into runs of consecutive ranks that all read each other.
 
-    Args:
-        mutual: [world, world] bool; whether two ranks read each other.
+    `mutual` is [world, world] bool.
     """
     found: list[range] = []
     for rank in range(len(mutual)):

@@ -62,11 +62,9 @@ class CpuTransport(HostTransport):
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
     ) -> None:
-        """Find the ranks whose memory can be read, and read it from now on. Collective.
+        """Find the ranks whose memory can be read, and read it from now on.
 
-        Args:
-            everybodys: A row [n] and a name -> the rows of all ranks, [world, n].
-            changed: Notified when an exchange by memory ends.
+        See `Transport.meet`.
 
         Raises:
             OSError: A rank of this host is lost.
