@@ -15,8 +15,17 @@ from tests.unit.test_rendezvous import Cluster
 from zero_agent.node.installed import Installed
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import SpecMismatch
+from zero_orchestrator.membership.dead_links import LinkReport, SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion
-from zero_orchestrator.membership.job_state import DrainOrder, Failure, Members, Node, State
+from zero_orchestrator.membership.job_state import (
+    DrainOrder,
+    Failure,
+    Head,
+    Members,
+    Node,
+    Published,
+    State,
+)
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.records import FIRST_PROTOCOL, PROTOCOL, read
@@ -31,6 +40,10 @@ OLD = {
     DrainOrder: {"node", "incarnation", "by"},
     Charge: {"n", "cause"},
     Exclusion: {"host", "why"},
+    Head: {"n", "state", "cause"},
+    Published: {"step", "tag", "digest", "samples"},
+    LinkReport: {"node", "dead"},
+    SetAside: {"node", "why", "others"},
 }
 """The fields of the first version that speaks this protocol: every reader may count on them."""
 
@@ -145,7 +158,7 @@ def test_the_fields_that_every_version_writes_are_those_without_a_default():
 
 @pytest.mark.parametrize("kind", OLD)
 def test_a_record_of_no_version_is_refused_in_one_sentence(kind):
-    with pytest.raises(SpecMismatch, match=r"Install the version of zero-elastic with which the"):
+    with pytest.raises(SpecMismatch, match=r"install the version of zero-elastic with which the"):
         read(kind, {"later": "new"})
 
 

@@ -52,7 +52,7 @@ def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
     keys = Keys(job)
     agent = store.get(keys.node(node))
     if agent is not None:
-        order = DrainOrder(node, json.loads(agent.value)["incarnation"], by)
+        order = DrainOrder(node, Node.from_json(agent.value).incarnation, by)
         same = unchanged(agent.key, agent.mod_revision)
         put = Put(keys.drain(node), order.to_json(), agent.lease)
         with contextlib.suppress(LeaseLost):

@@ -15,11 +15,11 @@ failing pairs have in common.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from zero_orchestrator.membership.records import Record
 
 Pair = frozenset[str]
 """The two nodes of a link."""
@@ -36,42 +36,21 @@ class DeadLink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkReport:
+class LinkReport(Record):
     """What the agent of one node has found when it looked at its links to the other members."""
 
     node: str
     dead: tuple[DeadLink, ...] = ()
 
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> LinkReport:
-        """The inverse of `to_json`."""
-        record = json.loads(text)
-        dead = (DeadLink(to=one["to"], why=one.get("why", "")) for one in record["dead"])
-        return cls(node=record["node"], dead=tuple(dead))
-
 
 @dataclass(frozen=True, kw_only=True)
-class SetAside:
+class SetAside(Record):
     """A live node that no round begins with until it reaches the others again."""
 
     node: str
     why: str
     others: tuple[str, ...]
     """The nodes that it has a dead link to."""
-
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SetAside:
-        """The inverse of `to_json`."""
-        record = json.loads(text)
-        return cls(node=record["node"], why=record["why"], others=tuple(record["others"]))
 
     def __str__(self) -> str:
         return f"{self.node} is set aside: {self.why}"

@@ -25,15 +25,15 @@ blacklist with its exponential cooldown; DLRover's exclusion.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from zero_orchestrator.membership.records import Record
+
 
 @dataclass(frozen=True, kw_only=True)
-class Charge:
+class Charge(Record):
     """One round that ended in a failure."""
 
     n: int
@@ -51,10 +51,6 @@ class Charge:
     """Host whose workers failed, or that was lost; empty if no single host is at fault."""
     excluded_s: int = 0
     """Seconds for which the host was excluded because of this failure; 0: it was not."""
-
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
 
 
 def in_force(charges: Sequence[Charge], committed: int, refill_after: int) -> int:
@@ -97,7 +93,7 @@ LONGEST_S = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exclusion:
+class Exclusion(Record):
     """A host that no round begins with."""
 
     host: str
@@ -106,10 +102,6 @@ class Exclusion:
     """Seconds until it ends by itself; 0: until a user ends it."""
     by_user: bool = False
     """Asked for by a user, not by the job itself: it holds even if too few nodes are left."""
-
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         length = f" for {self.for_s} s" if self.for_s else ""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
-import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, Self
 
+from zero_contract.decoding import encode
+from zero_orchestrator.errors import SpecMismatch
 from zero_orchestrator.membership.dead_links import LinkReport, Pair, SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion, in_force
-from zero_orchestrator.membership.records import FIRST_PROTOCOL
+from zero_orchestrator.membership.records import FIRST_PROTOCOL, Record, pack, read, unpack
 from zero_orchestrator.membership.spec import JobSpec
 
 
@@ -33,7 +34,36 @@ ENDED = frozenset({State.DONE, State.FAILED, State.STOPPED})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class Head(Record):
+    """The current round of a job: the value of its `round` key."""
+
+    n: int
+    state: State
+    cause: str
+    by: str = ""
+    """The move that led to the state."""
+    at: float | None = None
+    """When that was, by the writer's wall clock: for people; no decision depends on it."""
+    failed: str | None = None
+    """As in `Snapshot`."""
+    took_s: float = 0.0
+    """As in `Snapshot`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(Record):
+    """The newest checkpoint of a job."""
+
+    step: int
+    tag: str = ""
+    digest: str = ""
+    samples: int = 0
+    time: float = 0.0
+    """When it was published, by the writer's wall clock: for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node(Record):
     """An agent that is alive, as it describes itself."""
 
     id: str
@@ -68,13 +98,9 @@ class Node:
         """The host that an exclusion names."""
         return self.host or self.id
 
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
-
 
 @dataclass(frozen=True)
-class Members:
+class Members(Record):
     """The immutable membership of a round, in rank order."""
 
     nodes: tuple[Node, ...] = ()
@@ -109,10 +135,30 @@ class Members:
         rows = [[getattr(node, name) for name in fields] for node in self.nodes]
         record = {"restarts": self.restarts, "fields": fields, "nodes": rows}
         text = json.dumps(record, separators=(",", ":"))
-        if len(text) < _LONG:
-            return text
-        packed = base64.b85encode(zlib.compress(text.encode())).decode()
-        return json.dumps({"zlib": packed})
+        return text if len(text) < _LONG else encode(_Rows(zlib=pack(text)))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The inverse of `to_json`; raises as `read`."""
+        record = read(_Rows, text)
+        try:
+            if record.zlib:
+                return cls.from_json(unpack(record.zlib))
+            rows = [dict(zip(record.fields, row, strict=True)) for row in record.nodes]
+        except ValueError as error:
+            raise SpecMismatch(f"the members of a round in etcd are damaged: {error}") from error
+        return cls(tuple(read(Node, row) for row in rows), record.restarts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The value of the key of a membership."""
+
+    restarts: int = 0
+    fields: tuple[str, ...] = ()
+    nodes: tuple[tuple[Any, ...], ...] = ()
+    zlib: str = ""
+    """The packed value, in the place of all others."""
 
 
 NOBODY = Members()
@@ -139,7 +185,7 @@ _LONG = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(Record):
     """The report of one node about its failed workers."""
 
     node: str
@@ -165,23 +211,15 @@ class Failure:
     revision: int = 0
     """Store revision of the report: orders failures across nodes without comparing clocks."""
 
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
-
 
 @dataclass(frozen=True)
-class DrainOrder:
+class DrainOrder(Record):
     """A user's request that one agent process leaves the job."""
 
     node: str
     incarnation: str
     by: str
     """The user who asked."""
-
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion
-from zero_orchestrator.membership.job_state import NOBODY, Members, Snapshot, State
+from zero_orchestrator.membership.job_state import NOBODY, Head, Members, Snapshot, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.store.kv import NO_LEASE, Compare, Delete, Put, Write, absent, unchanged
 
@@ -123,13 +123,18 @@ def transaction(
         yielded = keys.of_round(job.n, "yield")
         return [*compares, absent(yielded)], [Put(yielded, json.dumps(transition.cause))]
     n = job.n + 1 if transition.move is Move.ACTIVATE else job.n
-    record = {"n": n, "state": target, "cause": transition.cause, "by": transition.move}
-    record |= {"at": at_s} if at_s else {}
-    if source is State.ACTIVE:  # all agents read this one report, and not those of all nodes
-        record["failed"] = next((f.node for f in job.failures if not f.symptom), "")
-    if transition.move is Move.ACTIVATE and took_s:
-        record["took_s"] = round(took_s, 3)
-    writes: list[Write] = [Put(keys.round, json.dumps(record))]
+    failed = next((f.node for f in job.failures if not f.symptom), "")
+    head = Head(
+        n=n,
+        state=target,
+        cause=transition.cause,
+        by=transition.move,
+        at=at_s or None,
+        # All agents read this one report, and not those of all nodes.
+        failed=failed if source is State.ACTIVE else None,
+        took_s=round(took_s, 3) if transition.move is Move.ACTIVATE else 0.0,
+    )
+    writes: list[Write] = [Put(keys.round, head.to_json())]
     if transition.charge is not None:
         writes.append(Put(keys.charged(job.n), transition.charge.to_json()))
         # A checkpoint published since the snapshot is progress, and may refill the budget.

@@ -7,11 +7,9 @@ Who calls it: `job_view`, `status`, `requests`, the model checker.
 
 from __future__ import annotations
 
-import base64
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 
@@ -21,10 +19,11 @@ from zero_orchestrator.membership.job_state import (
     NOBODY,
     DrainOrder,
     Failure,
+    Head,
     Members,
     Node,
+    Published,
     Snapshot,
-    State,
 )
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.records import read
@@ -36,11 +35,11 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     """The snapshot in a job's keys, all of them or some, as of one revision.
 
     Raises:
-        SpecMismatch: A record lacks a field that every version writes.
+        SpecMismatch: A record is damaged, or lacks a field that every version writes.
     """
     items = {item.key: item for item in found.items}
     head, stop = items.get(keys.round), items.get(keys.stop)
-    request = json.loads(stop.value) if stop else None
+    request = read(str, stop.value) if stop else None
     # By the first part of a key after the job's prefix: a large job has thousands, of few kinds.
     start = len(keys.prefix)
     kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
@@ -48,28 +47,28 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         kinds[item.key[start:].partition("/")[0]].append(item)
     live = sorted(kinds["nodes"], key=attrgetter("create_revision"))
     nodes = tuple(_node(item.value) for item in live)
-    excluded = tuple(read(Exclusion, json.loads(item.value)) for item in kinds["excluded"])
+    excluded = tuple(Exclusion.from_json(item.value) for item in kinds["excluded"])
     aside = tuple(_aside(i.value) for i in kinds["rounds"] if i.key.startswith(keys.aside("")))
     if head is None:
         return Snapshot(spec=spec, nodes=nodes, stop=request, exclusions=excluded)
-    charges = (read(Charge, json.loads(item.value)) for item in kinds["charged"])
+    charges = (Charge.from_json(item.value) for item in kinds["charged"])
     orders = (item for item in kinds["cmd"] if item.key.startswith(keys.drain("")))
     latest, reports = items.get(keys.latest), kinds["reports"]
-    record = json.loads(head.value)
-    n = record["n"]
+    current = Head.from_json(head.value)
+    n = current.n
     members, master, yielded = (
         items.get(keys.of_round(n, part)) for part in ("members", "master", "yield")
     )
     return Snapshot(
         spec=spec,
         n=n,
-        state=State(record["state"]),
-        cause=record["cause"],
+        state=current.state,
+        cause=current.cause,
         fence=head.mod_revision,
         nodes=nodes,
         members=_members(members.value) if members else NOBODY,
         master=master.value if master else None,
-        yielding=json.loads(yielded.value) if yielded else None,
+        yielding=read(str, yielded.value) if yielded else None,
         yield_revision=yielded.create_revision if yielded else 0,
         quiet=_names(reports, keys.report(n, "quiet/")),
         done=_names(reports, keys.report(n, "done/")),
@@ -77,13 +76,13 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
         links=tuple(_links(i.value) for i in reports if i.key.startswith(keys.report(n, "links/"))),
         charged=tuple(sorted(charges, key=attrgetter("n"))),
-        took_s=float(record.get("took_s", 0.0)),
-        by=record.get("by", ""),
-        failed=record.get("failed"),
-        committed=json.loads(latest.value)["step"] if latest else 0,
+        took_s=current.took_s,
+        by=current.by,
+        failed=current.failed,
+        committed=Published.from_json(latest.value).step if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,
         stop=request,
-        drains=tuple(read(DrainOrder, json.loads(item.value)) for item in orders),
+        drains=tuple(DrainOrder.from_json(item.value) for item in orders),
         exclusions=excluded,
         aside=aside,
     )
@@ -91,6 +90,8 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
 
 _aside = lru_cache(maxsize=64)(SetAside.from_json)
 _links = lru_cache(maxsize=1024)(LinkReport.from_json)
+_node = lru_cache(maxsize=8192)(Node.from_json)  # of a large job only a few change in a snapshot
+_members = lru_cache(maxsize=4)(Members.from_json)
 
 
 def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
@@ -98,24 +99,10 @@ def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
     return frozenset(item.key[start:] for item in items if item.key.startswith(prefix))
 
 
-@lru_cache(maxsize=8192)  # of the agents of a large job only a few change between two snapshots
-def _node(value: str) -> Node:
-    return read(Node, json.loads(value))
-
-
-@lru_cache(maxsize=4)
-def _members(value: str) -> Members:
-    record = json.loads(value)
-    if "zlib" in record:
-        record = json.loads(zlib.decompress(base64.b85decode(record["zlib"])).decode())
-    rows = (dict(zip(record["fields"], row, strict=True)) for row in record["nodes"])
-    nodes = (read(Node, row) for row in rows)
-    return Members(tuple(nodes), record["restarts"])
-
-
 def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:
     """The reports under these prefixes, in the order in which they were written."""
     reports = [item for item in items if item.key.startswith(prefixes)]
     reports.sort(key=lambda item: item.create_revision)
-    records = ({**json.loads(item.value), "revision": item.create_revision} for item in reports)
-    return tuple(read(Failure, record) for record in records)
+    return tuple(
+        replace(Failure.from_json(item.value), revision=item.create_revision) for item in reports
+    )

@@ -1,19 +1,20 @@
-"""Records of agents of other versions: what they must have in common, and what is dropped.
+"""Records of the store: what those of agents of all versions have in common, and what is dropped.
 
 A job outlives an upgrade: its agents are replaced one after the other, so for a while two versions
 read each other's records. Must always hold: a field that the reader does not know is dropped, and
 one that the writer did not know has its default; so a new field needs a default that means "as
 before", and whatever changes the meaning of what there is needs another `PROTOCOL`.
 
-Who calls it: whatever reads a record of the store.
+Who calls it: whatever reads or writes a record of the store.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import base64
+import zlib
+from typing import Self, TypeVar
 
+from zero_contract.decoding import decode, encode, inflate
 from zero_orchestrator.errors import SpecMismatch
 
 PROTOCOL = 2
@@ -21,27 +22,52 @@ PROTOCOL = 2
 FIRST_PROTOCOL = 1
 """That of records which do not say."""
 
+LARGEST_BYTES = 64 << 20
+"""The largest text that is packed in a value of the store."""
+
 T = TypeVar("T")
 
 
-def read(kind: type[T], record: Mapping[str, Any]) -> T:
+class Record:
+    """What the value of a key is: a dataclass, as JSON."""
+
+    def to_json(self) -> str:
+        """The value of its key."""
+        return encode(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The inverse of `to_json`; raises as `read`."""
+        return read(cls, text)
+
+
+def read(kind: type[T], data: object) -> T:
     """A record as this version understands it.
 
     Args:
-        kind: A dataclass.
-        record: What an agent of this or of another version has written.
+        kind: Its type.
+        data: What an agent of this or of another version has written: the text, or its objects.
 
     Raises:
-        SpecMismatch: A field is missing that every version writes.
+        SpecMismatch: It is no such record, or lacks a field that every version writes.
     """
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    try:
-        return kind(**{field.name: record[field.name] for field in fields if field.name in record})
-    except TypeError as error:
-        raise SpecMismatch(
-            f"a record in etcd is of no version that this one can read: {error}. Install the "
-            "version of zero-elastic with which the job was started"
-        ) from error
+    return decode(
+        kind,
+        data,
+        "a record in etcd is of no version that this one can read",
+        SpecMismatch,
+        "install the version of zero-elastic with which the job was started",
+    )
+
+
+def pack(text: str) -> str:
+    """A long text as a short one."""
+    return base64.b85encode(zlib.compress(text.encode())).decode()
+
+
+def unpack(text: str) -> bytes:
+    """The inverse of `pack`. Raises ValueError."""
+    return inflate(base64.b85decode(text), LARGEST_BYTES)
 
 
 def check_protocol(theirs: int, mine: int, job: str) -> None:

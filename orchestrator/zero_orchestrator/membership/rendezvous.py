@@ -13,7 +13,6 @@ called from another thread.
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -27,7 +26,15 @@ from zero_contract.signing import Secret
 from zero_orchestrator.errors import StoreFull, StoreReplaced, StoreUnavailable
 from zero_orchestrator.membership.dead_links import DeadLink, LinkReport
 from zero_orchestrator.membership.durations import Durations
-from zero_orchestrator.membership.job_state import ENDED, Failure, Node, Snapshot, State
+from zero_orchestrator.membership.job_state import (
+    ENDED,
+    Failure,
+    Head,
+    Node,
+    Published,
+    Snapshot,
+    State,
+)
 from zero_orchestrator.membership.job_view import RESTART, JobView, place
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.registration import Registration
@@ -178,8 +185,8 @@ class Rendezvous:
         held = self._store.get(self.keys.round)
         if held is None:
             return False
-        head = json.loads(held.value)
-        return head["n"] > 0 and head["state"] not in ENDED
+        head = Head.from_json(held.value)
+        return head.n > 0 and head.state not in ENDED
 
     def _agree(self, key: str, proposal: str) -> str:
         """The value of a key that the first agent of the job writes."""
@@ -226,14 +233,14 @@ class Rendezvous:
         key = self.keys.node(node.id)
         held = self._store.get(key)
         self._seeing.gone(node)
-        if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
+        if held is None or Node.from_json(held.value).incarnation != node.incarnation:
             return False
         return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
 
     def lease_left_s(self, node: Node) -> float | None:
         """The rest of another agent's lease; None if that very agent is not registered."""
         held = self._store.get(self.keys.node(node.id))
-        if held is None or json.loads(held.value)["incarnation"] != node.incarnation:
+        if held is None or Node.from_json(held.value).incarnation != node.incarnation:
             return None
         return self._store.time_left(held.lease)
 
@@ -311,9 +318,8 @@ class Rendezvous:
         Raises:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.
         """
-        record = {"step": step, "tag": tag, "digest": digest, "samples": samples}
-        record["time"] = time.time()  # for people: how old it is
-        put = Put(self.keys.in_memory if in_memory else self.keys.latest, json.dumps(record))
+        new = Published(step=step, tag=tag, digest=digest, samples=samples, time=time.time())
+        put = Put(self.keys.in_memory if in_memory else self.keys.latest, new.to_json())
         return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
 
     def close(self) -> None:

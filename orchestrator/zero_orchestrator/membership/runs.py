@@ -17,10 +17,11 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zero_orchestrator.errors import StoreUnavailable
-from zero_orchestrator.membership.job_state import ENDED, State
+from zero_orchestrator.membership.job_state import ENDED, Head, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Put, Write, unchanged
 
@@ -71,13 +72,10 @@ def current_run(store: KeyValueStore, name: str) -> str:
             cause = (
                 f"all its agents were gone, and the same command was started again as {following}"
             )
-            record = {
-                **json.loads(head.value),
-                "state": State.STOPPED,
-                "cause": cause,
-                "at": time.time(),
-            }
-            writes.append(Put(head.key, json.dumps(record)))
+            end = replace(
+                Head.from_json(head.value), state=State.STOPPED, cause=cause, at=time.time()
+            )
+            writes.append(Put(head.key, end.to_json()))
         if store.txn(compares, writes).succeeded:
             return following
     raise StoreUnavailable(f"{key} changed {ATTEMPTS} times while it was read; try again")
@@ -94,4 +92,4 @@ def standing_run(store: KeyValueStore, name: str) -> str | None:
 
 
 def _has_ended(head: KeyValue) -> bool:
-    return json.loads(head.value)["state"] in ENDED
+    return Head.from_json(head.value).state in ENDED

@@ -8,12 +8,18 @@ is not part of it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from zero_orchestrator.errors import SpecError, SpecMismatch
-from zero_orchestrator.membership.records import FIRST_PROTOCOL, PROTOCOL, check_protocol, read
+from zero_orchestrator.membership.records import (
+    FIRST_PROTOCOL,
+    PROTOCOL,
+    Record,
+    check_protocol,
+    read,
+)
 
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
 _COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
@@ -63,7 +69,7 @@ def check_name(flag: str, name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSpec:
+class JobSpec(Record):
     """The part of a job's description that all its agents must agree on."""
 
     min_nodes: int
@@ -117,18 +123,10 @@ class JobSpec:
         """The size of the smallest round there can be."""
         return -(-self.min_nodes // self.node_unit) * self.node_unit
 
-    def to_json(self) -> str:
-        """The value of the job's `spec` key."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
     @classmethod
-    def from_json(cls, text: str) -> JobSpec:
-        """The inverse of `to_json`."""
-        record = json.loads(text)
-        return read(
-            cls,
-            {"protocol": FIRST_PROTOCOL, **record, "command": tuple(record["command"])},
-        )
+    def from_json(cls, text: str | bytes) -> JobSpec:
+        """The inverse of `to_json`; raises as `read`."""
+        return read(cls, {"protocol": FIRST_PROTOCOL, **read(dict[str, Any], text)})
 
     def check_same(self, running: JobSpec, job: str) -> None:
         """Refuse to join a job that was started with another specification.

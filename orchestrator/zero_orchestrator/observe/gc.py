@@ -10,14 +10,13 @@ comes back cannot train while its keys are deleted; keys that cannot be parsed a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 from zero_contract.values import in_words
-from zero_orchestrator.membership.job_state import ENDED, State
+from zero_orchestrator.errors import SpecMismatch
+from zero_orchestrator.membership.job_state import ENDED, Head, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe import events
 from zero_orchestrator.observe.status import JOBS_PREFIX
@@ -85,6 +84,9 @@ def due(
     return doomed
 
 
+_NO_ROUND = Head(n=0, state=State.FORMING, cause="")
+
+
 def look(store: KeyValueStore) -> list[Remains]:
     """The jobs in which no agent is alive."""
 
@@ -98,10 +100,10 @@ def look(store: KeyValueStore) -> list[Remains]:
             continue
         head = next((item for item in items if item.key == keys.round), None)
         try:
-            record: dict[str, Any] = json.loads(head.value) if head is not None else {}
-            state, last_s = str(record.get("state", "")), float(record.get("at", 0.0))
-        except (ValueError, TypeError, AttributeError):
+            record = Head.from_json(head.value) if head is not None else None
+        except SpecMismatch:
             continue
+        state, last_s = (record.state, record.at or 0.0) if record is not None else ("", 0.0)
         if state not in ENDED or not last_s:  # a round may have begun long before its agents left
             seen_s = events.seen_s(store.get(events.seen_key(job))) or 0.0
             times = (float(event.record.get("time", 0.0)) for event in events.read(store, job))
@@ -122,9 +124,9 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
         return False
     if not remains.ended:
         head = store.get(keys.round)
-        record = json.loads(head.value) if head is not None else {"n": 0}
+        record = Head.from_json(head.value) if head is not None else _NO_ROUND
         cause = "all its agents were gone, and its keys were deleted (zero-ctl gc --lost)"
-        end = Put(keys.round, json.dumps({**record, "state": State.STOPPED, "cause": cause}))
+        end = Put(keys.round, replace(record, state=State.STOPPED, cause=cause).to_json())
         stopped = store.txn([unchanged(keys.round, revision)], [end])
         if not stopped.succeeded:
             return False

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from zero_contract.errors import ZeroError
 from zero_contract.schemas import line_of
-from zero_orchestrator.errors import StoreRefused
+from zero_orchestrator.errors import SpecError, StoreRefused
 from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Exclusion, fruitless
-from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot
+from zero_orchestrator.membership.job_state import ENDED, Head, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.rounds import Observation, Timing, decide
@@ -339,7 +339,7 @@ def _below_progress(key: str) -> str:
 def _understood(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | None:
     try:
         return _status(job, found, progress)
-    except (KeyError, TypeError, ValueError) as error:
+    except (SpecError, KeyError, TypeError, ValueError) as error:
         raise UnreadableJob(
             f"the keys of job {job} cannot be understood ({error}); use the zero-ctl of the same "
             f"version as its agents, or, if the job is over, delete {Keys(job).prefix}"
@@ -355,7 +355,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
     spec = JobSpec.from_json(items[keys.spec])
     view, latest = parse(keys, found, spec), items.get(keys.latest)
     checkpoint = json.loads(latest) if latest else None
-    moved_s = json.loads(items[keys.round]).get("at") if keys.round in items else None
+    moved_s = Head.from_json(items[keys.round]).at if keys.round in items else None
     seen = progress.get(_below_progress(seen_key(job)), {})
     saved_s = checkpoint.get("time") if checkpoint else None
     members, spares = rows(view, progress)
