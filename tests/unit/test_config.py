@@ -263,7 +263,6 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
         ({"elasticity": {"enabled": True}}, "elasticity.micro_batch_sizes: give numbers of"),
         ({"bfloat16": {}, "bf16": {}}, "bf16: bf16 is given twice; keep one"),
         ({"optimizer": {"params": {}}}, "optimizer.type: missing"),
-        ({"reduction": "ordered"}, "reduction: this key is elastic.reduction now; write it there"),
         ({"elastic": {"reduction": "any"}}, '\'any\' is neither "ordered" nor "native"'),
         (
             {"elastic": {"reduction": "native", "reduction_block": 4}},

@@ -5,14 +5,11 @@ Source: DeepSpeed 0.19.8, for names and defaults.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
-
-_log = logging.getLogger(__name__)
 
 NONE, CPU, NVME = "none", "cpu", "nvme"
 DEVICES = (NONE, CPU, NVME)
@@ -65,23 +62,3 @@ def _check_device(section: str, device: str, nvme_path: str | None) -> None:
         raise ConfigError(f'{where}.device "nvme" needs {where}.nvme_path, a directory on a disk')
     if device == NVME and nvme_path is not None and not Path(nvme_path).is_absolute():
         raise ConfigError(f"{where}.nvme_path: {nvme_path!r} is not an absolute path")
-
-
-def check_stage(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) -> None:
-    """Check that the stage supports the offload. Raises ConfigError."""
-    if optimizer.device != NONE and stage == 0:
-        raise ConfigError(
-            "zero_optimization.offload_optimizer: at stage 0 every rank holds all of the "
-            "optimizer's state; set stage to 1, 2 or 3"
-        )
-    if optimizer.device != NONE and optimizer.ratio < 1 and stage != 3:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.ratio: {optimizer.ratio} needs stage 3; "
-            "set stage to 3, or ratio to 1"
-        )
-    if param.device != NONE and stage != 3:
-        _log.warning(
-            "zero_optimization.offload_param has no effect at stage %d: only stage 3 divides the "
-            "parameters",
-            stage,
-        )

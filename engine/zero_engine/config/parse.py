@@ -18,6 +18,7 @@ from zero_contract.sections import AUTO, Parser, join, unknown_key
 from zero_engine.config import keys
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.reading import read_json
+from zero_engine.config.refusals import check
 from zero_engine.config.schema import SECTIONS, Config
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> Config:
             train_micro_batch_size_per_gpu=chosen.micro_batch,
             gradient_accumulation_steps=None,
         )
+    check(config)
     if inert := without_effect(data):
         _log.info(
             "config keys without effect here: %s; python -m zero_engine FILE shows why",

@@ -22,7 +22,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.ranges import check_least
 from zero_engine.config.activations import ActivationCheckpointing
 from zero_engine.config.elasticity import Elasticity
-from zero_engine.config.offload import OffloadOptimizer, OffloadParam, check_stage
+from zero_engine.config.offload import OffloadOptimizer, OffloadParam
 from zero_engine.stages import STAGES
 from zero_step import options
 
@@ -133,6 +133,11 @@ class DataTypes:
                 raise ConfigError(f'data_types.{name}: {value!r} is not "fp32", "bf16" or "fp16"')
 
     @property
+    def params(self) -> str | None:
+        """The dtype of the parameters by its short name, if it is given."""
+        return _DTYPE_NAMES.get(self.param_dtype or "")
+
+    @property
     def buffers(self) -> str | None:
         """The dtype of floating-point buffers by its short name, if it is given."""
         return _DTYPE_NAMES.get(self.buffer_dtype or "")
@@ -182,18 +187,6 @@ class ZeroOptimization:
         if self.stage not in STAGES:
             raise ConfigError(f"zero_optimization.stage: {self.stage} is not one of 0, 1, 2, 3")
         check_least("zero_optimization", self, _ZERO_AT_LEAST)
-        if self.zero_hpz_partition_size > 1 and not STAGES[self.stage].shards_parameters:
-            raise ConfigError(
-                "zero_optimization.zero_hpz_partition_size: only stage 3 divides the weights; set "
-                "stage to 3, or remove it"
-            )
-        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-            if getattr(self, name) and not STAGES[self.stage].shards_parameters:
-                raise ConfigError(
-                    f"zero_optimization.{name}: only stage 3 gathers weights for every use; set "
-                    "stage to 3, or remove it"
-                )
-        check_stage(self.stage, self.offload_optimizer, self.offload_param)
 
 
 _ZERO_AT_LEAST = {
@@ -374,24 +367,6 @@ class Config:
         if self.gradient_allreduce_op.lower() not in ("mean", "sum"):
             op = self.gradient_allreduce_op
             raise ConfigError(f'gradient_allreduce_op: {op!r} is neither "mean" nor "sum"')
-        if self.elastic.is_native and self.zero_optimization.zero_quantized_gradients:
-            raise ConfigError(
-                'zero_optimization.zero_quantized_gradients: not with elastic.reduction "native", '
-                "whose sums are made by the backend, which knows no int8; remove one of the two"
-            )
-        self._check_accumulation()
-        self._check_overlap()
-        self._check_precision()
-        if self.moments != "fp32" and self.master == "fp32":
-            raise ConfigError(
-                "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads; set that to "
-                "true as well"
-            )
-        if self.master != "fp32" and not STAGES[self.zero_optimization.stage].shards_optimizer:
-            raise ConfigError(
-                f"{self.master}.{self.master}_master_weights_and_grads: not at stage 0; set "
-                "zero_optimization.stage to 1, which costs nothing"
-            )
 
     @property
     def sums_gradients(self) -> bool:
@@ -418,7 +393,8 @@ class Config:
     @property
     def travelling(self) -> str:
         """The dtype in which the backend sums gradients, with elastic.reduction "native"."""
-        return _DTYPE_NAMES[self.communication_data_type or "fp32"]
+        name = self.communication_data_type or "fp32"
+        return _DTYPE_NAMES.get(name, name)
 
     @property
     def master(self) -> str:
@@ -433,60 +409,6 @@ class Config:
     def moments(self) -> str:
         """The dtype in which the optimizer's state rests: "fp32" or "bf16"."""
         return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
-
-    def _check_accumulation(self) -> None:
-        where, zero = Where(self.elastic.accumulate), self.zero_optimization
-        if where is Where.OWNER:
-            return
-        if self.elastic.is_native and where is Where.NODE:
-            raise ConfigError(
-                f'elastic.accumulate: "{where}" adds gradients before they are sent, which '
-                'elastic.reduction "native" leaves to others; remove one of the two'
-            )
-        if where is Where.LOCAL and STAGES[zero.stage].shards_gradients:
-            raise ConfigError(
-                f'elastic.accumulate: "local" keeps sums as large as the whole gradient on every '
-                f"rank, which stage {zero.stage} shards; use "
-                'stage 0 or 1, or "node", whose sums are as large as a node\'s share'
-            )
-
-    def _check_overlap(self) -> None:
-        stage = STAGES[self.zero_optimization.stage]
-        if not self.elastic.overlap_param_gather:
-            return
-        if stage.shards_parameters:
-            raise ConfigError(
-                "elastic.overlap_param_gather: stage 3 does so already: it gathers the weights of "
-                "each module while the module before it computes; remove the key"
-            )
-        if not stage.shards_optimizer:
-            raise ConfigError(
-                "elastic.overlap_param_gather: at stage 0 every rank steps all weights, and none "
-                "are gathered; set zero_optimization.stage to 1 or 2, or remove the key"
-            )
-
-    def _check_precision(self) -> None:
-        if self.fp16.enabled and self.bf16.enabled:
-            raise ConfigError("fp16 and bf16 are both enabled; keep one")
-        autocast = self.torch_autocast
-        if autocast.enabled and self.compute not in ("fp32", autocast.compute):
-            raise ConfigError(
-                f"{self.compute} and torch_autocast with {autocast.dtype} are both enabled; keep "
-                "one"
-            )
-        _ = self.loss_scaling  # its numbers are checked if they count
-        params = self.data_types.param_dtype
-        if params is not None and _DTYPE_NAMES[params] != self.compute:
-            raise ConfigError(
-                f"data_types.param_dtype: {params!r}, but the model computes in {self.compute}; "
-                "set bf16.enabled or fp16.enabled, or remove it"
-            )
-        wire = self.communication_data_type
-        if wire is not None and _DTYPE_NAMES.get(wire) not in ("fp32", self.compute):
-            raise ConfigError(
-                f"communication_data_type: {wire!r} would round the gradients, which are sent in "
-                f"{self.compute} here; remove it"
-            )
 
 
 _AT_LEAST_ONE = (
