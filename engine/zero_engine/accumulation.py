@@ -1,7 +1,7 @@
-"""Where sums are formed: inside of nodes or not, and `elastic.accumulate`, in one round of a run.
+"""Where sums are formed in one round of a run: inside of nodes or not, and `elastic.accumulate`.
 
-Owns the choice, and what follows from it: who runs which micro-batch, and the plan of each step.
-Must always hold: the choice changes no bit; all ranks choose the same.
+Owns what follows from it: who runs which micro-batch, the plan of each step, and what is kept.
+Must always hold: no bit depends on it. `layout` makes the choice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from functools import lru_cache
 from math import gcd
 
 from zero_comm.sums.plan import (
-    DEFAULT_BLOCK,
     SUM_BYTES,
     Plan,
     Where,
@@ -22,8 +21,6 @@ from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided
-from zero_engine.config import Config
-from zero_engine.stages import STAGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +31,6 @@ class Accumulation:
     topology: Topology
     block: int
     """B, by which nodes take turns."""
-    reason: str = ""
-    """Why it is not what the config asks for."""
     native_bytes: int | None = None
     """Of each element, what "local" keeps beside the sums if the backend makes them; None: they are
     made in order, of pieces."""
@@ -128,40 +123,6 @@ def _plan(accumulation: Accumulation, micro_batches: int) -> Plan:
         nodes=accumulation.topology.nodes,
         where=accumulation.where,
     )
-
-
-def choose(config: Config, topology: Topology) -> Accumulation:
-    """Where this round adds; "owner" where the other modes have nothing to save, or cannot know.
-
-    Args:
-        config: The run's.
-        topology: The nodes of this round.
-    """
-    where, reason = Where(config.elastic.accumulate), ""
-    if where is Where.OWNER:
-        pass
-    elif topology.world == 1:
-        reason = "there is one rank"
-    elif where is Where.NODE and len(topology.nodes) == 1:
-        reason = "all ranks are on one node"
-    elif not config.managed_gradient_accumulation:
-        reason = "the script decides where a step ends (managed_gradient_accumulation: false)"
-    return Accumulation(
-        where=Where.OWNER if reason else where,
-        topology=topology,
-        block=config.elastic.reduction_block or DEFAULT_BLOCK,
-        reason=reason,
-        native_bytes=_native_bytes(config),
-        device_bytes=config.elastic.accumulate_device_bytes,
-        rounds=config.zero_optimization.zero_quantized_gradients,
-    )
-
-
-def _native_bytes(config: Config) -> int | None:
-    """As `Accumulation.native_bytes`: at stage 0 every rank adds where the whole sum is made."""
-    if not config.elastic.is_native:
-        return None
-    return SUM_BYTES if STAGES[config.zero_optimization.stage].shards_optimizer else 0
 
 
 def check_block(accumulation: Accumulation, block: int) -> None:

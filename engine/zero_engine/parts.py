@@ -25,6 +25,7 @@ from zero_data.global_batch import (
 from zero_data.ledger import Ledger
 from zero_data.position_loader import Feed
 from zero_engine.accumulation import Accumulation
+from zero_engine.layout import Layout
 from zero_engine.offload_states import MovedStates
 from zero_engine.optim.as_given import AsGiven
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
@@ -39,11 +40,9 @@ from zero_engine.stages import Stage
 class Core:
     """The parts for parameters."""
 
+    layout: Layout
     module: nn.Module
     device: torch.device
-    dtype: torch.dtype
-    """The dtype that the model computes in."""
-    stage: Stage
     collectives: Collectives
     units: Sequence[FlatUnit]
     aliases: Mapping[str, str]
@@ -52,7 +51,6 @@ class Core:
     reducer: GradReducer | None
     coordinator: ParamCoordinator
     overlap: OverlappedGather
-    accumulation: Accumulation
     guard: Callable[[], AbstractContextManager[None]]
     """A context around collectives that the script calls, for a peer that is lost."""
     hardware: Hardware
@@ -60,6 +58,11 @@ class Core:
     moved: MovedStates
     """The states that the script has moved off the device."""
     as_given: AsGiven
+
+    @property
+    def stage(self) -> Stage:
+        """The ZeRO stage."""
+        return self.layout.stage
 
 
 @dataclass(kw_only=True)

@@ -111,7 +111,7 @@ def result(case: Case) -> Result:
     kept = kept_in_step(engine)
     weights = digest(train(engine))
     elements = sum(unit.padded for unit in engine._core.units)
-    return engine._core.accumulation.where.value, weights, engine.mean_loss, elements, kept
+    return engine._core.layout.sums.where.value, weights, engine.mean_loss, elements, kept
 
 
 # ---- what is right ----

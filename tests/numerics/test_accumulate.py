@@ -65,7 +65,7 @@ def hashes(nodes: str, reads: str, cases: Sequence[Case]) -> list[tuple[str, flo
     """The weights and the last mean loss of each case, on these nodes."""
     engines = on_nodes(nodes, lambda: [make_at(*case) for case in cases], reads)
     for engine, (where, *_) in zip(engines, cases, strict=True):
-        assert engine._core.accumulation.where == where
+        assert engine._core.layout.sums.where == where
     return [(digest(train(engine)), engine.mean_loss) for engine in engines]
 
 

@@ -344,14 +344,6 @@ def test_there_is_nothing_to_convert_to_a_universal_checkpoint() -> None:
     assert "loads at every world size and stage; give x to load_checkpoint()" in done.stdout
 
 
-def test_offload_param_below_stage_3_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    from zero_engine.config import load_config
-
-    with caplog.at_level(logging.WARNING):
-        load_config(config(0) | CONFIGS["offload_param below stage 3"])
-    assert "offload_param has no effect at stage 2: only stage 3 divides" in caplog.text
-
-
 def assertions(_: None) -> dict[str, str]:
     engine = make_engine(config(0))
     sharded = make_engine(config(2))

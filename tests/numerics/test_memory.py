@@ -20,10 +20,10 @@ from zero_comm.sums import additions
 from zero_comm.sums.buffer_pool import BufferPool
 from zero_comm.sums.plan import Where
 from zero_comm.topology import ENV_NODE_RANKS, Topology
-from zero_engine.accumulation import choose
 from zero_engine.config import load_config
 from zero_engine.config.offload import OffloadOptimizer
 from zero_engine.config.schema import Bf16, Config, ZeroOptimization
+from zero_engine.layout import Facts, resolve
 from zero_engine.observe.memory import estimate, estimate_for
 from zero_engine.tiers.nvme import Nvme
 
@@ -219,7 +219,7 @@ def test_the_estimate_counts_the_gradients_that_are_added_inside_of_nodes(
     """A rank of the worst place meets it. Between nodes, in fp32, what is held is counted, too."""
     micro_steps, size = 1 if where is Where.OWNER else 3, {"bf16": 2, "fp32": 4}[compute]
     config = load_config({"elastic": {"accumulate": where.value}})
-    chosen = choose(config, Topology(nodes=nodes))
+    chosen = resolve(config, Facts(topology=Topology(nodes=nodes))).sums
     found = worlds.run(
         4, most_under_way, ",".join(map(str, nodes)), where.value, compute, micro_steps
     )
@@ -255,7 +255,8 @@ def test_blocks_that_travel_as_int8_take_no_more_than_that(worlds: WorldPool) ->
         "zero_optimization": {"zero_quantized_gradients": True},
         "elastic": {"reduction_block": 2},
     }
-    travelling = choose(load_config(settings), Topology(nodes=(2, 2))).most_under_way(4, 2)
+    facts = Facts(topology=Topology(nodes=(2, 2)))
+    travelling = resolve(load_config(settings), facts).sums.most_under_way(4, 2)
     assert travelling is not None
     assert max(bytes_ for bytes_, _ in found) <= (2 + travelling) * found[0][1]
 

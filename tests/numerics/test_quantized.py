@@ -161,9 +161,7 @@ def test_gathering_within_a_node_changes_where_bytes_travel_and_no_bit(
 
 
 def patience_s() -> float:
-    node = node_exchanges(2)
-    assert node is not None
-    return node.timeout_s
+    return node_exchanges(2).timeout_s
 
 
 def test_the_ranks_of_a_node_wait_for_each_other_as_long_as_those_of_the_group(

@@ -18,9 +18,9 @@ from zero_comm.sums.plan import plan_reduction
 from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
 from zero_data.global_batch import strided
-from zero_engine.accumulation import choose
 from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
+from zero_engine.layout import Facts, resolve
 
 
 def make_rounded(where: str, stage: int, dtype: str, block: int | None, count: int = 13) -> Engine:
@@ -151,7 +151,7 @@ def test_a_block_that_is_spread_over_nodes_is_reported_with_the_key_to_set(
             "zero_optimization": {"zero_quantized_gradients": True},
         }
     )
-    told = choose(config, Topology(nodes=nodes)).spread
+    told = resolve(config, Facts(topology=Topology(nodes=nodes))).sums.spread
     assert said in told
     assert bool(told) == bool(said)
 

@@ -68,7 +68,7 @@ def started(stage: int, where: str, block: int, micro_batches: int) -> Engine:
     }
     data: Any = [torch.ones(WIDTH, dtype=torch.bfloat16)] * micro_batches
     engine, *_ = zero_deepspeed.initialize(model=Scaled(), training_data=data, config=settings)
-    assert engine._core.accumulation.where == where
+    assert engine._core.layout.sums.where == where
     return engine
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
-from zero_engine.core.choose_tiers import UnitSize, kept_in_cpu, offloaded
+from zero_engine.layout import UnitFacts, kept_in_cpu, offloaded
 from zero_engine.optim.rows import GRAIN
 from zero_engine.tiers.nvme import Buffers, Nvme, ReadAhead
 from zero_engine.tiers.places import TierError, done, wait
@@ -253,7 +253,10 @@ def test_a_lease_is_the_working_set_and_goes_back_whole(tmp_path: Path) -> None:
 
 
 def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
-    sizes = [UnitSize(40, True), UnitSize(50, False), UnitSize(40, True), UnitSize(20, True)]
+    sizes = [
+        UnitFacts(name="", shard=shard, trained=trained)
+        for shard, trained in [(40, True), (50, False), (40, True), (20, True)]
+    ]
     assert offloaded(sizes, 1.0) == [True, False, True, True]
     assert offloaded(sizes, 0.5) == [True, False, True, False]
     assert offloaded(sizes, 0.4) == [True, False, False, False]

@@ -33,7 +33,6 @@ from zero_contract.worker import Progress
 from zero_data.global_batch import mix
 from zero_data.own_loader import MicroBatches
 from zero_data.position_loader import seed_everything
-from zero_engine.config import Config
 from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import EndsBy, Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
@@ -69,7 +68,6 @@ class Engine(WholeWeights):
 
     def __init__(
         self,
-        config: Config,
         core: Core,
         run: Run,
         scheduler: Any,
@@ -77,12 +75,15 @@ class Engine(WholeWeights):
         keys: Mapping[str, Any],
     ) -> None:
         super().__init__(core.module)
+        config = core.layout.config
         self.config = keys
         """The config as it was given; libraries read it."""
         self.optimizer = core.zero.optimizer if core.zero is not None else None
         self.lr_scheduler = scheduler
         link.note_schedule(scheduler)
         self.training_dataloader = run.loader
+        self.layout = core.layout
+        """How the run is laid out; `print(engine.layout)` shows each choice with its reason."""
         self.device = core.device
         self.local_rank = local_rank()
         self.global_rank = run.rank
@@ -112,7 +113,7 @@ class Engine(WholeWeights):
             aliases=core.aliases,
             frozen_by_group=core.as_given.frozen_by_group,
         )
-        self._training = EngineTraining(config, core, run, self._state)
+        self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
 
     # ---- a step ----
@@ -253,7 +254,7 @@ class Engine(WholeWeights):
             gradient_norm=outcome.norm,
             loss_scale=self.loss_scale if self._config.loss_scaling.enabled else None,
             tokens=cursor.tokens,
-            reduction="native" if self._config.elastic.is_native else "",
+            reduction="native" if self._core.layout.native else "",
         )
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
         end_step(self._session, outcome.notes[:, :NOTES].tolist(), progress)

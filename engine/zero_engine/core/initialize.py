@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.comms_log import LOG
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
 from zero_comm.exchange.node_group import node_exchanges
-from zero_comm.sums.order import NATIVE_RUN
-from zero_comm.sums.plan import DEFAULT_BLOCK
+from zero_comm.topology import Topology
 from zero_comm.waiting import Interrupt
 from zero_comm.worker.agent_link import (
     BEFORE_FIRST_STEP,
@@ -40,24 +39,21 @@ from zero_comm.worker.distributed import init_distributed, local_device
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger, round_of_start
-from zero_engine.accumulation import Accumulation, choose
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
+from zero_engine.config.offload import CPU, NVME, OffloadOptimizer, OffloadParam
 from zero_engine.core import activations
-from zero_engine.core.choose_tiers import Tiers, unit_sizes
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
-from zero_engine.core.precision import DTYPES, check_dtypes, of_the_model, prepare_buffers
+from zero_engine.core.precision import check_dtypes, prepare_buffers
 from zero_engine.core.rewrap import leave_weights, take_over
+from zero_engine.layout import Facts, Layout, of_the_model, resolve
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.optim.as_given import AsGiven
-from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.lr_schedules import make_schedule
 from zero_engine.optim.optimizers import (
     Parameters,
-    check_whole,
-    kept_here,
+    describe,
     make_optimizer,
-    needs_whole,
     trained_groups,
 )
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
@@ -65,13 +61,15 @@ from zero_engine.parameters.initial_weights import InitialWeights
 from zero_engine.parameters.initialisers import leave_meta
 from zero_engine.parameters.places import adopt_parameters
 from zero_engine.parts import Core, Run
-from zero_engine.sharding.flat_unit import FlatUnit, Write
+from zero_engine.sharding.flat_unit import FlatUnit, UnitTiers, Write, unit_facts
 from zero_engine.sharding.grad_reducer import GradReducer, skip
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
 from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator
-from zero_engine.sharding.partition import Small, UnitSpec, aliases, partition
-from zero_engine.stages import STAGES, Stage
+from zero_engine.sharding.partition import DTYPES, Small, UnitSpec, aliases, partition
+from zero_engine.tiers.nvme import Nvme
+from zero_engine.tiers.places import Memory, Tier
+from zero_engine.tiers.scratch import ScratchFile
 from zero_step.gradients import own_groups, reduction_over
 
 _log = logging.getLogger(__name__)
@@ -128,14 +126,12 @@ def initialize(
         take_over(model)
         without_values = leave_meta(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
-        settings = of_the_model(settings, chosen, model)
-        if chosen is not None and needs_whole(chosen):
-            check_whole(chosen, settings)
-            settings = kept_here(chosen, settings)
-        core = _make_core(model, chosen, settings, link, without_values)
+        found = _meet(settings, link)
+        layout, specs = _lay_out(model, chosen, settings, found)
+        core = _make_core(model, chosen, layout, specs, found, without_values)
         scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
-        run = _make_run(settings, core, training_data, collate_fn, num_workers, link)
-        engine = engine_class(settings, core, run, scheduler, link, keys)
+        run = _make_run(layout, core, training_data, collate_fn, num_workers, link)
+        engine = engine_class(core, run, scheduler, link, keys)
     link.preparing(BEFORE_FIRST_STEP)
     if core.device.type == "cpu":
         keep_freed_memory()
@@ -146,71 +142,110 @@ def initialize(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shared:
-    """What all parts of one core are made with."""
+class _Round:
+    """What the ranks have found out about each other."""
 
-    config: Config
-    stage: Stage
     collectives: Collectives
+    topology: Topology
     device: torch.device
+    hardware: Hardware
     guard: Callable[[], AbstractContextManager[None]]
     interrupt: Interrupt
-    accumulation: Accumulation
-    hardware: Hardware
+
+
+def _meet(config: Config, link: AgentLink) -> _Round:
+    """Connect to the other ranks."""
+    if config.comms_logger.enabled:
+        LOG.configure(config.comms_logger)
+    device, collectives = local_device(), Collectives(interrupt=link.interrupt)
+    collectives.meet(device)
+    return _Round(
+        hardware=meet(config.deterministic, device, collectives.everybodys, collectives.rank),
+        collectives=collectives,
+        topology=collectives.find_nodes(os.environ),
+        device=device,
+        guard=partial(exit_on_peer_loss, link),
+        interrupt=link.interrupt,
+    )
+
+
+def _lay_out(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, found: _Round
+) -> tuple[Layout, list[UnitSpec]]:
+    """The layout, told on rank 0, and the units."""
+    groups = trained_groups(optimizer, model)
+    given = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
+    dtypes = frozenset(
+        str(param.dtype).removeprefix("torch.")
+        for param in given or model.parameters()
+        if param.is_floating_point()
+    )
+    dtype = DTYPES[of_the_model(config, dtypes)[0].compute]
+    check_dtypes(model, groups, dtype)
+    zero = config.zero_optimization
+    marks = zero.leaf_module
+    mark_configured(model, marks.classes, marks.names, marks.name_suffixes)
+    small = Small(
+        zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
+    ).names(model)
+    specs = partition(model, groups, dtype, small)
+    facts = Facts(
+        topology=found.topology,
+        device=found.device.type,
+        any_order=found.collectives.any_order(found.device),
+        dtypes=dtypes,
+        optimizer=describe(optimizer) if optimizer is not None else None,
+        units=[unit_facts(spec, found.collectives.world) for spec in specs],
+    )
+    layout = resolve(config, facts)
+    for choice in layout.choices if found.collectives.rank == 0 else ():
+        _log.log(choice.level, "%s", choice.sentence)
+    return layout, specs
 
 
 def _make_core(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    link: AgentLink,
+    layout: Layout,
+    specs: Sequence[UnitSpec],
+    found: _Round,
     without_values: frozenset[int],
 ) -> Core:
-    shared = _meet(config, link)
-    dtype = DTYPES[config.compute]
-    groups, as_given = trained_groups(optimizer, model), AsGiven(optimizer, model)
-    check_dtypes(model, groups, dtype)
-    source = config.elastic.initial_weights
-    initial = InitialWeights(model, without_values, shared.collectives, source)
+    config, collectives, device = layout.config, found.collectives, found.device
+    as_given = AsGiven(optimizer, model)
+    if not layout.native:
+        collectives.lay_out(layout.sums.topology)
+        collectives.divide(device)
+    initial = InitialWeights(model, without_values, collectives, config.elastic.initial_weights)
     initial.set_buffers()
-    buffers = config.data_types.buffers
-    prepare_buffers(model, DTYPES[buffers] if buffers else None, shared.device, shared.collectives)
+    prepare_buffers(model, DTYPES.get(config.data_types.buffers or ""), device, collectives)
     activations.apply(model, config.activation_checkpointing)
-    settings = config.zero_optimization
-    marks = settings.leaf_module
-    mark_configured(model, marks.classes, marks.names, marks.name_suffixes)
     tied = aliases(model)
-    small = Small(
-        settings.stage3_param_persistence_threshold, settings.stage3_model_persistence_threshold
-    )
-    specs = partition(model, groups, dtype, small.names(model))
-    units = _make_units(shared, specs, initial.write)
+    units = _make_units(layout, specs, found, initial.write)
     initial.finish()
     coordinator = ParamCoordinator(
         model,
-        units if shared.stage.shards_parameters else (),
-        shared.collectives,
-        settings.stage3_prefetch_bucket_size,
-        shared.guard,
+        units if layout.stage.shards_parameters else (),
+        collectives,
+        config.zero_optimization.stage3_prefetch_bucket_size,
+        found.guard,
     )
-    zero, reducer = _make_stepper(shared, optimizer, units, coordinator)
-    arriving = zero.units if zero is not None and zero.overlaps_gather else ()
-    overlap = OverlappedGather(model, arriving, shared.guard)
+    zero, reducer = _make_stepper(layout, optimizer, units, coordinator, found)
+    arriving = zero.units if zero is not None and layout.late_weights else ()
+    overlap = OverlappedGather(model, arriving, found.guard)
     core = Core(
+        layout=layout,
         module=model,
-        device=shared.device,
-        dtype=dtype,
-        stage=shared.stage,
-        collectives=shared.collectives,
+        device=device,
+        collectives=collectives,
         units=units,
         aliases=tied,
         zero=zero,
         reducer=reducer,
         coordinator=coordinator,
         overlap=overlap,
-        accumulation=shared.accumulation,
-        guard=shared.guard,
-        hardware=shared.hardware,
+        guard=found.guard,
+        hardware=found.hardware,
         moved=MovedStates(units, zero, overlap.wait),
         as_given=as_given,
     )
@@ -222,134 +257,63 @@ def _make_core(
     return core
 
 
-def _meet(config: Config, link: AgentLink) -> _Shared:
-    """Connect to the other ranks."""
-    if config.comms_logger.enabled:
-        LOG.configure(config.comms_logger)
-    stage, device = STAGES[config.zero_optimization.stage], local_device()
-    collectives = Collectives(interrupt=link.interrupt)
-    collectives.meet(device)
-    hardware = meet(config.deterministic, device, collectives.everybodys, collectives.rank)
-    _find_nodes(config, collectives)
-    return _Shared(
-        config=config,
-        stage=stage,
-        collectives=collectives,
-        device=device,
-        guard=partial(exit_on_peer_loss, link),
-        interrupt=link.interrupt,
-        accumulation=_accumulate(config, collectives),
-        hardware=hardware,
-    )
+def _make_units(
+    layout: Layout, specs: Sequence[UnitSpec], found: _Round, write: Write
+) -> tuple[FlatUnit, ...]:
+    zero, collectives, device = layout.config.zero_optimization, found.collectives, found.device
+    node = None
+    if layout.secondary > 1:
+        node = node_exchanges(layout.secondary, found.interrupt, collectives.order)
 
+    @cache
+    def tier(place: str, path: str | None, pins: bool) -> Tier:
+        """One for all tensors there; on NVMe one for each directory."""
+        pin = pins and device.type == "cuda"
+        if place == NVME:
+            return Nvme(ScratchFile(Path(path or "")), pin=pin)
+        rests_on = torch.device("cpu") if place == CPU else device
+        return Memory(rests_on, used_on=device, pin=pin)
 
-def _find_nodes(config: Config, collectives: Collectives) -> None:
-    """Let sums begin inside of nodes, where they can."""
-    if config.elastic.is_native:
-        if dist.get_rank() == 0:
-            _log.warning("%s", NATIVE_RUN)
-        return
-    collectives.lay_out(collectives.find_nodes(os.environ))
-    collectives.divide(local_device())
-    if collectives.topology.divides and dist.get_rank() == 0:
-        _log.info(
-            "gradients are added inside each node before they travel to others; ranks of the "
-            "nodes: %s",
-            ", ".join(map(str, collectives.topology.nodes)),
-        )
+    def there(place: str, section: OffloadOptimizer | OffloadParam) -> Tier:
+        return tier(place, section.nvme_path if place == NVME else None, section.pin_memory)
 
-
-def _accumulate(config: Config, collectives: Collectives) -> Accumulation:
-    """Choose where the sums of several micro-steps are formed."""
-    chosen = choose(config, collectives.topology)
-    if chosen.reason and dist.get_rank() == 0:
-        _log.info(
-            'elastic.accumulate: "%s" acts as "owner" in this round: %s',
-            config.elastic.accumulate,
-            chosen.reason,
-        )
-    return chosen
-
-
-def _make_units(shared: _Shared, specs: Sequence[UnitSpec], write: Write) -> tuple[FlatUnit, ...]:
-    zero = shared.config.zero_optimization
-    order = shared.collectives.order
-    node = node_exchanges(zero.zero_hpz_partition_size, shared.interrupt, order)
-    tiers = Tiers(zero, shared.device).choose(unit_sizes(specs, shared.collectives.world))
-    return tuple(
-        FlatUnit(
-            spec,
-            shared.stage,
-            shared.collectives,
-            shared.device,
-            resting,
-            master=DTYPES[shared.config.master],
-            quantized=zero.zero_quantized_weights
-            or (zero.zero_quantized_nontrainable_weights and not spec.trained),
-            node=node,
-            write=write,
-        )
-        for spec, resting in zip(specs, tiers, strict=True)
-    )
+    units = []
+    for spec, places in zip(specs, layout.units, strict=True):
+        weights = there(places.weights, zero.offload_param)
+        state = there(places.state, zero.offload_optimizer) if spec.trained else weights
+        tiers = UnitTiers(state, weights, places.offloaded)
+        units.append(FlatUnit(spec, layout, places, tiers, collectives, device, node, write))
+    return tuple(units)
 
 
 def _make_stepper(
-    shared: _Shared,
+    layout: Layout,
     optimizer: torch.optim.Optimizer | None,
     units: Sequence[FlatUnit],
     coordinator: ParamCoordinator,
+    found: _Round,
 ) -> tuple[ZeroOptimizer, GradReducer] | tuple[None, None]:
     """The optimizer and the reducer; neither if no parameter is trained."""
     trained = [unit for unit in units if unit.trained]
     if optimizer is None or not trained:
         return None, None
-    config, stage, native = shared.config, shared.stage, shared.config.elastic.is_native
-    if config.master != "fp32" and dist.get_rank() == 0:
-        _log.info(
-            "master weights rest in %s, the optimizer's state in %s; gradients are summed in fp32",
-            *(config.master, config.moments),
-        )
-    zero = ZeroOptimizer(
-        optimizer,
-        trained,
-        stage,
-        shared.collectives,
-        config.gradient_clipping,
-        LossScaling.of(config.loss_scaling),
-        DTYPES[config.moments],
-        whole=needs_whole(optimizer),
-        block=None if native else config.elastic.reduction_block or DEFAULT_BLOCK,
-    )
-    zero.spill.budget_bytes = config.elastic.accumulate_device_bytes
-    zero.overlaps_gather = config.elastic.overlap_param_gather
-    for each in zero.sums:
-        each.rounds = config.zero_optimization.zero_quantized_gradients
-    groups = _own_groups(shared) or [shared.collectives]
-    travelling = DTYPES[config.travelling] if native else None
+    collectives, device, gathers = found.collectives, found.device, layout.stage.shards_parameters
+    zero = ZeroOptimizer(optimizer, trained, layout, collectives)
+    two = layout.sums.has_two_exchanges
+    groups = own_groups(collectives, device, found.interrupt, alone=layout.alone, two=two)
     reducer = GradReducer(
         trained,
         zero.sums,
-        reduction_over(groups, shared.device, travelling),
+        reduction_over(
+            groups or [collectives], device, DTYPES[layout.native] if layout.native else None
+        ),
         zero.wholes,
-        coordinator.release_trained if stage.shards_parameters else None,
-        shared.guard,
-        gathers=stage.shards_parameters,
+        coordinator.release_trained if gathers else None,
+        found.guard,
+        gathers=gathers,
     )
     coordinator.on_skipped = partial(skip, weakref.ref(reducer))
     return zero, reducer
-
-
-def _own_groups(shared: _Shared) -> list[Collectives]:
-    """The groups that sums have for themselves; at stage 3 weights travel at the same time."""
-    collectives, device = shared.collectives, shared.device
-    gathers = shared.stage.shards_parameters and not collectives.any_order(device)
-    return own_groups(
-        collectives,
-        device,
-        shared.interrupt,
-        alone=shared.config.elastic.is_native or gathers,
-        two=shared.accumulation.has_two_exchanges,
-    )
 
 
 def _make_scheduler(
@@ -378,14 +342,14 @@ def _make_scheduler(
 
 
 def _make_run(
-    config: Config,
+    layout: Layout,
     core: Core,
     dataset: Dataset[Any] | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
     link: AgentLink,
 ) -> Run:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    config, rank, world = layout.config, dist.get_rank(), dist.get_world_size()
     batch, from_world = resolve_batch(
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -399,7 +363,7 @@ def _make_run(
         cursor=Cursor(),
         rank=rank,
         world=world,
-        accumulation=core.accumulation,
+        accumulation=layout.sums,
         managed=config.managed_gradient_accumulation,
         summed_over=world if config.sums_gradients else None,
     )

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
@@ -21,11 +20,9 @@ from torch.utils._pytree import tree_map
 from zero_comm.exchange.collectives import Collectives
 from zero_contract.errors import ConfigError
 from zero_engine.config import Config
+from zero_engine.sharding.partition import DTYPES
 
 _log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""`Config.compute`, `master` or `moments` -> the dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +60,6 @@ class Precision:
 
 
 # ---- the model ----
-
-
-def of_the_model(
-    config: Config, optimizer: torch.optim.Optimizer | None, model: nn.Module
-) -> Config:
-    """The config with the precision of a model in 16 bits, if it names none, as in DeepSpeed."""
-    if config.compute != "fp32" or config.data_types.param_dtype is not None:
-        return config
-    params = [p for group in optimizer.param_groups for p in group["params"]] if optimizer else []
-    dtypes = {param.dtype for param in params or model.parameters() if param.is_floating_point()}
-    if dtypes == {torch.bfloat16}:
-        low, found = "bf16", replace(config, bf16=replace(config.bf16, enabled=True))
-    elif dtypes == {torch.float16}:
-        fixed = config.fp16 if config.loss_scaling.enabled else replace(config.fp16, loss_scale=1.0)
-        low, found = "fp16", replace(config, fp16=replace(fixed, enabled=True))
-    else:
-        return config
-    if dist.get_rank() == 0:
-        _log.info(
-            "the parameters are %s, and the config sets no precision: the model computes in %s, "
-            "with fp32 master weights%s",
-            *(dtypes.pop(), low, " and without a loss scale" if found.fp16.loss_scale == 1 else ""),
-        )
-    return found
 
 
 def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:

@@ -8,13 +8,13 @@ gradients of the module that backward is in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from zero_comm.topology import Topology, alone, described
-from zero_engine.accumulation import Accumulation, choose
-from zero_engine.config.offload import CPU, NONE, NVME, OffloadOptimizer
+from zero_comm.topology import described
+from zero_engine.config.offload import CPU, NONE, NVME
 from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
+from zero_engine.layout import Facts, OptimizerFacts, resolve
 from zero_engine.optim.sub_groups import SUB_GROUP, UNDER_WAY
 from zero_engine.stages import STAGES
 
@@ -272,21 +272,6 @@ def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
     return optimizer is not None and optimizer.type.lower() in _STEPPED_WHOLE
 
 
-def _nodes(config: Config, world: int, node_ranks: int) -> Topology:
-    """The nodes inside of which gradients are added, on GPUs."""
-    return alone(world) if config.elastic.is_native else described(str(node_ranks), world)
-
-
-def travelling_bytes(
-    config: Config, accumulation: Accumulation, micro_batches: int, world: int
-) -> float | None:
-    """Bytes for each element of a gradient on its way, as `estimate` takes them."""
-    size = _BYTES[config.compute]
-    if config.elastic.is_native:
-        return handed_over(config.compute, config.travelling, world)
-    return accumulation.most_under_way(micro_batches, size)
-
-
 def handed_over(compute: str, summed: str, world: int) -> float:
     """Bytes of each element of a gradient that the backend sums.
 
@@ -317,8 +302,10 @@ def estimate_for(
         largest: Parameters of the largest unit; None: all of the model.
         node_ranks: Ranks of each node, the last of which may have fewer; None: there is one node.
     """
-    topology = _nodes(config, world, node_ranks or world)
-    accumulation = choose(config, topology)
+    whole, nodes = is_stepped_whole(config.optimizer), described(str(node_ranks or world), world)
+    optimizer = OptimizerFacts(name="the optimizer", whole=whole)
+    layout = resolve(config, Facts(topology=nodes, device="cuda", optimizer=optimizer))
+    topology, sums = layout.sums.topology, layout.sums
     states = optimizer_states(config.optimizer)
     batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if batch is not None and micro_batch is not None:
@@ -326,12 +313,14 @@ def estimate_for(
     else:
         micro_batches = (config.gradient_accumulation_steps or 1) * world
     kept = max(
-        accumulation.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
+        sums.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
         for node in range(len(topology.nodes))
     )
-    zero, whole = config.zero_optimization, is_stepped_whole(config.optimizer)
-    if whole:  # and so not offloaded
-        zero = replace(zero, offload_optimizer=OffloadOptimizer())
+    if layout.native:
+        travelling: float | None = handed_over(config.compute, layout.native, world)
+    else:
+        travelling = sums.most_under_way(micro_batches, _BYTES[config.compute])
+    zero = layout.config.zero_optimization
     return estimate(
         parameters,
         stage=zero.stage,
@@ -342,7 +331,7 @@ def estimate_for(
         zero=zero,
         largest=largest,
         whole=whole,
-        travelling=travelling_bytes(config, accumulation, micro_batches, world),
+        travelling=travelling,
         kept=kept,
-        kept_away=kept - accumulation.here_bytes(kept),
+        kept_away=kept - sums.here_bytes(kept),
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_contract.errors import ConfigError
-from zero_engine.config import Config, OptimizerConfig
+from zero_engine.config import OptimizerConfig
 from zero_engine.config.nearest import check_params, unquoted
-from zero_engine.config.offload import NONE, OffloadOptimizer
+from zero_engine.layout import OptimizerFacts
 from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion
 from zero_engine.optim.muon import TORCH_MUON, Muon, mark
@@ -168,50 +167,11 @@ def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
     return cls.step.__module__.startswith(_KNOWN)  # a subclass may have inherited it
 
 
-def check_whole(optimizer: torch.optim.Optimizer, config: Config) -> None:
-    """Refuse state in 16 bits for an optimizer that is given whole parameters.
-
-    Raises:
-        ConfigError: The config says so.
-    """
-    if config.moments != "fp32":
-        raise ConfigError(
-            f"bf16.bf16_optimizer_states: {_stays(optimizer)}; remove the key, or use {_SHARDED}"
-            f"{'' if _is_known(type(optimizer)) else _ELEMENTWISE}"
-        )
-
-
-def kept_here(optimizer: torch.optim.Optimizer, config: Config) -> Config:
-    """The config with the state of an optimizer that is given whole parameters on the device.
-
-    Logs what the script may not expect of that.
-    """
-    zero = config.zero_optimization
+def describe(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
+    """What the layout depends on of an optimizer."""
     declared = getattr(optimizer, NEEDS_WHOLE, None) is not None or _is_known(type(optimizer))
-    advice = "" if declared else _ELEMENTWISE
-    if zero.offload_optimizer.device == NONE:
-        if advice and dist.get_rank() == 0:
-            _log.info("%s is given whole parameters%s", type(optimizer).__name__, advice)
-        return config
-    if dist.get_rank() == 0:
-        _log.warning(
-            "zero_optimization.offload_optimizer has no effect: %s; to offload it, use %s%s",
-            _stays(optimizer),
-            _SHARDED,
-            advice,
-        )
-    here = replace(zero, offload_optimizer=OffloadOptimizer())
-    return replace(config, zero_optimization=here)
-
-
-_SHARDED = "AdamW, Lion, Lamb or Muon of the config"
-
-
-def _stays(optimizer: torch.optim.Optimizer) -> str:
-    return (
-        f"{type(optimizer).__name__} is given whole parameters, and what it keeps of them stays in "
-        "fp32 on the device of the rank that owns them"
-    )
+    whole, advice = needs_whole(optimizer), "" if declared else _ELEMENTWISE
+    return OptimizerFacts(name=type(optimizer).__name__, whole=whole, advice=advice)
 
 
 def _why_not(cls: type) -> tuple[str, str] | None:

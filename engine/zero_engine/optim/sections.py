@@ -10,10 +10,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from zero_comm.topology import alone
 from zero_contract.sections import AUTO
 from zero_engine.config import Config, OptimizerConfig, SchedulerConfig
+from zero_engine.layout import Facts, resolve
 from zero_engine.optim.lr_schedules import make_schedule
-from zero_engine.optim.optimizers import check_whole, make_optimizer, needs_whole
+from zero_engine.optim.optimizers import describe, make_optimizer
 
 
 def check_sections(config: Config) -> None:
@@ -32,6 +34,5 @@ def check_sections(config: Config) -> None:
     section = config.optimizer or OptimizerConfig(type="SGD")  # the script makes its optimizer
     optimizer = make_optimizer(None, section, groups, layers)
     assert optimizer is not None
-    if needs_whole(optimizer):
-        check_whole(optimizer, config)
+    resolve(config, Facts(topology=alone(1), optimizer=describe(optimizer)))
     make_schedule(schedule, optimizer)

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from zero_comm.exchange.collectives import Collectives, wait
 from zero_comm.sums.order import CHAIN
 from zero_comm.sums.ordered_sum import OrderedSum
-from zero_comm.sums.plan import DEFAULT_BLOCK
 from zero_comm.sums.spill import Spill
 from zero_contract.errors import ZeroError
+from zero_engine.layout import Layout
 from zero_engine.optim.loss_scaler import LossScaling
 from zero_engine.optim.muon import stepped
 from zero_engine.optim.owner_steps import StepByOwners
@@ -37,8 +37,8 @@ from zero_engine.optim.steps import StepAtOnce, Steps
 from zero_engine.optim.sub_groups import StepBySubGroups
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
+from zero_engine.sharding.partition import DTYPES
 from zero_engine.sharding.segments import Segment
-from zero_engine.stages import Stage
 from zero_step.agree import Agreement, clipped
 from zero_step.division import Division
 
@@ -66,65 +66,46 @@ class ZeroOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         units: Sequence[FlatUnit],
-        stage: Stage,
+        layout: Layout,
         collectives: Collectives,
-        clip: float,
-        scaling: LossScaling | None = None,
-        moments: torch.dtype = torch.float32,
-        *,
-        whole: bool = False,
-        block: int | None = DEFAULT_BLOCK,
     ) -> None:
-        """Take over an optimizer.
-
-        Args:
-            optimizer: Made on the parameters of the units.
-            units: All trained units.
-            stage: The ZeRO stage.
-            collectives: The ranks that share the units.
-            clip: The largest global gradient norm; 0: no clipping.
-            scaling: The rules of the loss scale.
-            moments: The dtype in which the optimizer's state rests.
-            whole: Give the optimizer whole parameters, each on the rank that owns it.
-            block: Micro-batches that are summed in a tree; see `zero_comm.sums.plan`. None: the
-                backend makes the sums, and where every rank steps all, each gets all of them.
-        """
+        """Take over an optimizer that was made on the parameters of the trained units."""
         self.optimizer = optimizer
         self.units = tuple(units)
-        self._stage = stage
+        self._layout = layout
         self._collectives = collectives
-        self._clip = clip or None
+        self._clip = layout.config.gradient_clipping or None
         self.accumulating = False
         """Whether there are gradients that no step has applied yet."""
         self.changing = False
         """Whether weights and state are in between two steps: a step has begun to change them."""
-        self.overlaps_gather = False
-        """Whether a step leaves the new weights arriving (stages 1 and 2)."""
         self.before_change: list[Callable[[], object]] = []
         """What is called before weights and state change: copies of them may be under way."""
-        self.scaling = scaling or LossScaling()
+        self.scaling = LossScaling.of(layout.config.loss_scaling)
         self.scale_state = self.scaling.begin()
         device = units[0].full.device
         self._gradients = tuple(
             torch.zeros(u.master.numel(), dtype=torch.float32, device=device) for u in units
         )
         self.totals = self._gradients
-        if not stage.shards_optimizer:
+        if not layout.stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
-        self._everywhere = block is None and not stage.shards_optimizer
-        summed = self._gradients if self._everywhere else self.totals
-        self.spill = Spill(device)
+        summed = self._gradients if layout.sums_everywhere else self.totals
+        self.spill = Spill(device, layout.sums.device_bytes)
         """What is kept between micro-steps beside the sums, here and by senders."""
-        self.sums = tuple(OrderedSum(total, block or CHAIN, self.spill) for total in summed)
+        block = CHAIN if layout.native else layout.sums.block
+        self.sums = tuple(OrderedSum(total, block, self.spill) for total in summed)
+        for each in self.sums:
+            each.rounds = layout.sums.rounds
         # Parameters are aligned: the blocks of a unit are those of its parameters.
         divisions = [_division(unit.padded, collectives.world) for unit in units]
         self._agreement = Agreement(collectives, divisions, device)
-        self.segments: tuple[Segment, ...] = () if whole else self._attach()
+        self.segments: tuple[Segment, ...] = () if layout.whole else self._attach()
         self.steps: Steps | StepByOwners
-        if whole:
+        if layout.whole:
             self.steps = StepByOwners(optimizer, units, self._gradients, collectives)
         else:
-            self.steps = self._make_steps(moments)
+            self.steps = self._make_steps()
         self._show_scale(overflow=False)
 
     @property
@@ -150,7 +131,7 @@ class ZeroOptimizer:
     @property
     def wholes(self) -> tuple[Tensor, ...]:
         """The tensor that each total is an interval of, if every rank steps all; else empty."""
-        return () if self._stage.shards_optimizer else self._gradients
+        return () if self._layout.stage.shards_optimizer else self._gradients
 
     @property
     def reduction_block(self) -> int:
@@ -184,7 +165,7 @@ class ZeroOptimizer:
         found = []
         for unit, gradients in zip(self.units, self._gradients, strict=True):
             if group in unit.layout.runs():
-                low = unit.interval[0] if self._stage.shards_optimizer else 0
+                low = unit.interval[0] if self._layout.stage.shards_optimizer else 0
                 run = unit.layout.runs()[group]
                 start, stop = overlap(*run, low, low + unit.master.numel())
                 part = slice(start - low, stop - low) if stop > start else slice(0, 0)
@@ -197,7 +178,7 @@ class ZeroOptimizer:
         # state (the step count) is then known everywhere.
         return filled or found[:1]
 
-    def _make_steps(self, moments: torch.dtype) -> Steps:
+    def _make_steps(self) -> Steps:
         """The way to step the segments: at once, or by sub-groups if state rests elsewhere."""
         optimizer = stepped(self.optimizer)
         low_precision = self.units[0].shard.dtype != torch.float32
@@ -205,6 +186,7 @@ class ZeroOptimizer:
         steps: Steps
         if tiers:
             totals = dict(zip(self.units, self.totals, strict=True))
+            moments = DTYPES[self._layout.config.moments]
             steps = StepBySubGroups(optimizer, self.segments, totals, tiers, moments)
         else:
             steps = StepAtOnce(optimizer, self.segments)
@@ -263,7 +245,7 @@ class ZeroOptimizer:
             if factor != 1:
                 for each in self.sums:
                     each.total.mul_(factor)
-            if not self._stage.shards_optimizer and not self._everywhere:
+            if not self._layout.stage.shards_optimizer and not self._layout.native:
                 gathers = [
                     self._collectives.all_gather(full, f"gradient sums of {unit.name}")
                     for unit, full in zip(self.units, self._gradients, strict=True)
@@ -290,7 +272,7 @@ class ZeroOptimizer:
         # The root first: its weights are needed from the beginning of forward.
         units = sorted(self.units, key=lambda unit: not unit.is_root)
         for unit, pending in [(unit, unit.refresh()) for unit in units]:
-            if self.overlaps_gather:
+            if self._layout.late_weights:
                 unit.leave_arriving(pending)
             else:
                 wait(pending)

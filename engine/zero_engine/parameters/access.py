@@ -153,7 +153,7 @@ class OwnedParam:
         if reducer is not None and reducer.withholds:
             raise ZeroError(
                 f"{self.slot.fqn}: with elastic.accumulate "
-                f'"{self.core.accumulation.where}" the gradient is there in the last micro-step of '
+                f'"{self.core.layout.sums.where}" the gradient is there in the last micro-step of '
                 'a step; read or set it there (is_gradient_accumulation_boundary()), or use "owner"'
             )
         value = zero.sums[zero.units.index(self.unit)].value()

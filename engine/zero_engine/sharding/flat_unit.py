@@ -28,10 +28,10 @@ from torch import Tensor
 from zero_comm.exchange import left_under_way
 from zero_comm.exchange.collectives import Collectives, Pending, wait
 from zero_comm.sums.quantization import pack, packed_size, rounded, unpack
+from zero_engine.layout import Layout, UnitFacts, UnitPlaces
 from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
-from zero_engine.sharding.partition import UnitSpec
+from zero_engine.sharding.partition import DTYPES, UnitSpec
 from zero_engine.sharding.small_params import SmallParams
-from zero_engine.stages import Stage
 from zero_engine.tiers.places import Memory, Tier
 from zero_step.norm import BLOCK, SHARD_GRAIN
 
@@ -58,7 +58,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class UnitLayout:
     """The slots of a unit, in order, and the aligned end of the last one."""
 
     slots: tuple[Slot, ...]
@@ -78,13 +78,25 @@ class Layout:
         return runs
 
 
-def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> Layout:
+def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> UnitLayout:
     """The layout of (fqn, shape, group), in the given order."""
     slots, end = [], 0
     for fqn, shape, group in members:
         slots.append(Slot(fqn, shape, group, end, end + shape.numel()))
         end = round_up(slots[-1].stop, ALIGN)
-    return Layout(tuple(slots), end)
+    return UnitLayout(tuple(slots), end)
+
+
+def unit_facts(spec: UnitSpec, world: int) -> UnitFacts:
+    """What the layout of a run depends on of a unit that is not made yet."""
+    layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
+    short = {dtype: name for name, dtype in DTYPES.items()}
+    return UnitFacts(
+        name=spec.name,
+        shard=layout.padded(world) // world,
+        dtype=short.get(spec.dtype, str(spec.dtype)),
+        trained=spec.trained,
+    )
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -106,7 +118,7 @@ class UnitTiers:
     """The master weights; of a unit that is not trained, its weights."""
     weights: Tier
     """At stage 3, a copy in the compute dtype, if the master weights are far."""
-    offloaded: bool = False
+    offloaded: bool
     """Whether the optimizer state is offloaded, and so stepped by sub-groups."""
 
 
@@ -138,14 +150,12 @@ class FlatUnit:
     def __init__(
         self,
         spec: UnitSpec,
-        stage: Stage,
+        layout: Layout,
+        places: UnitPlaces,
+        tiers: UnitTiers,
         collectives: Collectives,
         device: torch.device,
-        tiers: UnitTiers | None = None,
-        *,
-        master: torch.dtype = torch.float32,
-        quantized: bool = False,
-        node: Collectives | None = None,
+        node: Collectives | None,
         write: Write,
     ) -> None:
         self.name = spec.name
@@ -157,26 +167,28 @@ class FlatUnit:
         self.layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
         self.padded = self.layout.padded(collectives.world)
         self.interval = collectives.interval(self.padded, collectives.rank)
-        self._stage = stage
+        self._stage = stage = layout.stage
         self._collectives = collectives
-        near = Memory(device, used_on=device)
-        self.tiers = tiers or UnitTiers(near, near)
+        self.tiers = tiers
         self._arriving: Pending | None = None
         self._packed: Tensor | None = None
         self._node = node if stage.shards_parameters else None
         self.secondary: Tensor | None = None
-        self._quantized = quantized and stage.shards_parameters and spec.dtype.is_floating_point
-        self._build(spec, device, master if spec.trained else spec.dtype, write)
+        self._quantized = places.rounded and spec.dtype.is_floating_point
+        highest = DTYPES[layout.config.master] if spec.trained else spec.dtype
+        source = torch.zeros(self.padded, dtype=highest, device=device)
+        write(spec, self.layout.slots, source)
+        self._build(source, source.to(spec.dtype), places)
         freed = stage.shards_parameters
-        places = [
+        members = [
             (slot.fqn, member.param, slot.start, member.small)
             for member, slot in zip(spec.members, self.layout.slots, strict=True)
         ]
-        others = [(param, start) for _, param, start, small in places if not (small and freed)]
+        others = [(param, start) for _, param, start, small in members if not (small and freed)]
         self.large = tuple(param for param, _ in others)
         self.on_change: Callable[[FlatUnit], None] = _nothing
         self._views = ParameterViews(self.large, [start for _, start in others], self.full)
-        kept = [(name, param, start) for name, param, start, small in places if small]
+        kept = [(name, param, start) for name, param, start, small in members if small]
         self.small = SmallParams(kept, self.full, collectives, apart=freed)
         self._views.show()
         self._freed = FreedStorage()
@@ -185,31 +197,23 @@ class FlatUnit:
         if stage.shards_parameters:
             self.release()
 
-    def _build(
-        self, spec: UnitSpec, device: torch.device, highest: torch.dtype, write: Write
-    ) -> None:
-        source = torch.zeros(self.padded, dtype=highest, device=device)
-        write(spec, self.layout.slots, source)
-        self.full = source.to(spec.dtype)
-        # `source` stays if it is the buffer itself or if every rank keeps all master weights. The
-        # buffer serves as master weights only where the optimizer steps.
-        steps_here = not self.tiers.state.far or device.type == "cpu"
-        aliased = self.full is source and not self._stage.shards_parameters and steps_here
-        self._replica = source if aliased or not self._stage.shards_optimizer else None
+    def _build(self, source: Tensor, full: Tensor, places: UnitPlaces) -> None:
+        """Put the first weights where they rest; `full` may be `source`."""
+        self.full = full
         own = self._collectives.own(source)
-        self.shard = own if self._replica is not None else self.tiers.state.hold(own)
+        self._replica = source if places.replica else None
+        self.shard = own if places.replica else self.tiers.state.hold(own)
         self.master = self.shard if self._stage.shards_optimizer else source
         # What to gather from, and the tier in which that rests.
-        state, weights = self.tiers.state, self.tiers.weights
         self.local: Tensor = self.shard
-        self.rests: Tier = Memory(self.full.device, used_on=self.full.device)
-        if self._replica is None:
-            if not state.far or (state is weights and self.full.dtype == self.shard.dtype):
-                self.rests = state
-            elif self._stage.shards_parameters:
-                self.local, self.rests = weights.hold(own.to(self.full.dtype)), weights
-            else:
-                self.local = self._collectives.own(self.full)
+        self.rests: Tier = Memory(full.device, used_on=full.device)
+        if places.source == "copy":
+            self.rests = self.tiers.weights
+            self.local = self.rests.hold(own.to(full.dtype))
+        elif places.source == "buffer":
+            self.local = self._collectives.own(full)
+        elif not places.replica:
+            self.rests = self.tiers.state
 
     def interval_of(self, rank: int) -> tuple[int, int]:
         """Where a rank's shard lies: [start, stop)."""

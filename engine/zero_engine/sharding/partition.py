@@ -22,6 +22,8 @@ from torch import nn
 
 from zero_engine.sharding.leaf_modules import z3_leaf_module
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes by their short names."""
 ROOT = ""
 """The name of the root unit's module: the model itself."""
 

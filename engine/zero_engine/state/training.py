@@ -13,8 +13,8 @@ from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.sums.order import record_of, record_of_native
 from zero_data.global_batch import BatchShape
 from zero_engine.accumulation import check_block
-from zero_engine.config import Config
 from zero_engine.parts import Core, Run
+from zero_engine.sharding.partition import DTYPES
 from zero_engine.sharding.weights import whole_weights
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.loading import Loading
@@ -35,11 +35,10 @@ _WHOLE = LoadOptions()
 class EngineTraining:
     """One engine's state and position."""
 
-    def __init__(self, config: Config, core: Core, run: Run, state: EngineState) -> None:
+    def __init__(self, core: Core, run: Run, state: EngineState) -> None:
         self.rank = run.rank
         self.world = run.world
         self.cursor = run.cursor
-        self._config = config
         self._core = core
         self._run = run
         self._state = state
@@ -85,7 +84,7 @@ class EngineTraining:
     # ---- the record of the run ----
 
     def _describe(self) -> dict[str, Any]:
-        config, core, run = self._config, self._core, self._run
+        core, run, config = self._core, self._run, self._core.layout.config
         return record.describe(
             run.cursor,
             core.hardware,
@@ -98,20 +97,19 @@ class EngineTraining:
             dataset_size=run.loader.order.dataset_size if run.loader is not None else None,
             seed=config.seed,
             stage=core.stage.number,
-            dtype=str(core.dtype),
+            dtype=str(DTYPES[config.compute]),
             master=config.master,
             moments=config.moments,
         )
 
     def _reduction(self) -> dict[str, Any] | None:
         """How the run sums gradients; None if it trains nothing."""
-        zero, config = self._core.zero, self._config
+        zero, layout = self._core.zero, self._core.layout
         if zero is None:
             return None
-        if config.elastic.is_native:
-            return record_of_native(dist.get_backend(), config.travelling)
-        rounds = config.zero_optimization.zero_quantized_gradients
-        return record_of(zero.reduction_block, rounds=rounds)
+        if layout.native:
+            return record_of_native(dist.get_backend(), layout.native)
+        return record_of(zero.reduction_block, rounds=layout.sums.rounds)
 
     def _adopt(self, saved: Mapping[str, Any]) -> None:
         """Resume at a position, with its batch if the config leaves that open; raises as `adopt`.
@@ -132,7 +130,7 @@ class EngineTraining:
 
     def _adopt_order(self, saved: Mapping[str, Any]) -> None:
         """Sum gradients as a checkpoint says; warn of what changes the result."""
-        core, elastic = self._core, self._config.elastic
+        core, elastic = self._core, self._core.layout.config.elastic
         if core.zero is None:
             return
         adopted = record.adopt(
@@ -142,10 +140,10 @@ class EngineTraining:
             _TERMS,
             mode=elastic.reduction,
             block=elastic.reduction_block,
-            rounds=self._config.zero_optimization.zero_quantized_gradients,
+            rounds=core.layout.sums.rounds,
         )
         self._run.hardware_changed = adopted.hardware_changed
         core.zero.reduction_block = adopted.block
-        check_block(core.accumulation, adopted.block)
+        check_block(core.layout.sums, adopted.block)
         for line in adopted.remarks if self.rank == 0 else ():
             _log.warning("%s", line)
