@@ -408,7 +408,7 @@ class Connection:
             return self._send_once(session, send, deadline)
         except grpc.RpcError as error:
             # Tokens expire. A call refused for that was not carried out, so a retry is safe.
-            if not login_again(error.details()):
+            if not login_again(error.details() or ""):
                 raise
             # A restarted server has lost the tokens of all agents: spread their logins.
             left_s = max(0.0, deadline - time.monotonic())

@@ -8,7 +8,7 @@ Source of the texts: go.etcd.io/etcd/api/v3/v3rpc/rpctypes/error.go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import grpc
 
@@ -21,7 +21,7 @@ from zero_orchestrator.errors import (
     StoreUnavailable,
 )
 
-_BY_CODE = {
+_BY_CODE: Mapping[grpc.StatusCode | None, type[StoreError]] = {
     grpc.StatusCode.UNAVAILABLE: StoreUnavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: StoreUnavailable,
     grpc.StatusCode.CANCELLED: StoreUnavailable,
