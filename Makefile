@@ -3,6 +3,7 @@
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
 #                   test-numerics, test-groupings, test-processes, test-deploy
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
+# make mutants      changes norm, sums, commit and restore in each small way: is it noticed? An hour
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, spelling, types, import contracts
 # make dist   builds the sdist and the wheel, in dist
@@ -23,7 +24,7 @@ PARTS := test-unit test-contract test-numerics test-groupings test-processes tes
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all $(PARTS) test-image test-peers gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all $(PARTS) test-image test-peers mutants gpu-test check dist docs reference install dev locks clean
 
 help:
 	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
@@ -41,6 +42,9 @@ $(PARTS): test-%: dev
 
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)
+
+mutants: dev
+	$(BIN)/python -m tests.mutants
 
 test-image: dev
 	$(BIN)/python -m pytest -m image tests/deploy/test_image.py $(PYTEST_ARGS)

@@ -84,7 +84,8 @@ def test_of_special_numbers(blocks: list[float], expected: float) -> None:
 
 
 def test_what_fp64_does_not_hold_twice_is_infinite() -> None:
-    assert norm_of([torch.tensor([1e140], dtype=torch.double)]) == 1e140
+    for largest in (1e140, 1e147):
+        assert norm_of([torch.tensor([largest], dtype=torch.double)]) == largest
     assert norm_of([torch.tensor([1e160], dtype=torch.double)]) == math.inf
     assert norm_of([torch.tensor([1e-160, 1.0], dtype=torch.double)]) == 1
 
@@ -93,6 +94,18 @@ def test_sums_of_more_blocks_than_an_fp64_counts_are_exact() -> None:
     ranks = 1 << 12
     most = [0, (1 << 62) + 1, 0, 0, 0]
     assert merged([most] * ranks) == root_of(Fraction(ranks * most[1]))
+
+
+def test_a_root_between_two_numbers_is_rounded_to_the_even_one_and_no_dropped_level_moves_it() -> (
+    None
+):
+    root = (1 << 53) + 1  # half way between two fp64 numbers
+    low, high = root**2 % (1 << 60), root**2 >> 60
+    row = [0, high, 0, 0, low]  # a multiple of the step of each level, 2**20 apart
+    unit = math.ldexp(1.0, -30)  # the root of the lowest step
+    assert merged([row]) == (1 << 53) * unit
+    assert merged([row, [0, 0, 0, 0, 1]]) == ((1 << 53) + 2) * unit
+    assert merged([row, [-1, 0, 0, 0, 1 << 19]]) == (1 << 53) * unit
 
 
 def test_its_bits_are_those_of_its_version() -> None:
