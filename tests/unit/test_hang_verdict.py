@@ -9,11 +9,11 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
-from zero_agent.loop.network_watch import NetworkWatch
-from zero_agent.loop.verdicts import Evidence, Verdicts
+from zero_agent.loop.verdicts import Verdicts
 from zero_contract.journal import Journal
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.detectors.detector import Evidence, Idle, Question
 from zero_orchestrator.observe.detectors.hang import RankState, judge, states
 from zero_orchestrator.observe.events import Publisher, verdicts_key
 from zero_orchestrator.observe.stacks import Frame
@@ -126,19 +126,19 @@ def test_the_agents_of_all_nodes_learn_who_is_waited_for_until_steps_are_taken_a
     for node in nodes:
         publisher = Publisher(store, "gpt", node.id, "1", ManualClock())
         journal = Journal(node.id, None)
-        network = NetworkWatch(ManualClock(), post, lambda asked: [])
-        one = Verdicts(publisher, journal, post, lambda asked: Evidence(stacks=answers), network)
+        found = Evidence(stacks=answers)
+        one = Verdicts(publisher, journal, ManualClock(), post, lambda *asked, of=found: of)
         one.follow(round_1, store.grant(60))
         made.append((one, publisher))
     first, second = (one for one, _ in made)
     why = "rank 1 on n1: process 7 in state T (stopped); rank 0 on n0 is in train (train.py:33)"
-    first.look(16.0, 12)
+    first.add(Idle(step=12, idle_s=16.0))
     wait_for(lambda: store.get(verdicts_key("gpt")), 60, "the verdict")
     assert first.why_stuck == why
     second.listen(16.0)
     wait_for(lambda: second.why_stuck, 60, "that the other agent has read it")
     assert second.why_stuck == why
-    first.look(None, 13)
+    first.add(Idle(step=13, idle_s=None))
     second.listen(None)
     assert (first.why_stuck, second.why_stuck) == ("", "")
     for _, publisher in made:
@@ -152,19 +152,16 @@ def test_ranks_that_are_all_busy_for_an_hour_are_asked_a_few_times():
     ranks = [{"rank": rank, "pid": rank, "text": dump} for rank in range(2)]
     asked: list[float] = []
 
-    def ask(nodes: Sequence[str]) -> Evidence:
+    def ask(question: Question, nodes: Sequence[str]) -> Evidence:
         asked.append(idle_s)
         return Evidence(stacks={"n0": {"ranks": ranks}})
 
     publisher = Publisher(MemoryStore(ManualClock()), "gpt", "n0", "1", ManualClock())
-    network = NetworkWatch(ManualClock(), post, lambda nodes: [])
-    one = Verdicts(publisher, Journal("n0", None), post, ask, network)
+    one = Verdicts(publisher, Journal("n0", None), ManualClock(), post, ask)
     one.follow(Snapshot(JobSpec(min_nodes=1, max_nodes=1), n=1, members=Members((node,))), 1)
     for idle_s in range(16, 3600):
-        before, due_s = len(asked), one._asks_again_s
-        one.look(float(idle_s), 12)
-        if one._asks_again_s != due_s:
-            wait_for(lambda count=before: len(asked) > count, 60, "the question")
+        one.add(Idle(step=12, idle_s=float(idle_s)))
+        wait_for(lambda: not one._asking, 60, "the answer")
     publisher.close()
     assert asked == [16, 33, 67, 135, 271, 543, 1087, 2175]
     assert one.why_stuck == ""
@@ -177,13 +174,12 @@ def test_a_dead_link_is_named_with_both_addresses_and_nothing_is_said_of_collect
     nodes = tuple(Node(id=f"n{i}", incarnation="1", address=f"10.0.0.{i}", slots=1) for i in (0, 1))
     store = MemoryStore(ManualClock())
     publisher = Publisher(store, "gpt", "n0", "1", ManualClock())
-    network = NetworkWatch(ManualClock(), post, lambda nodes: [])
     dead = {frozenset({"n0", "n1"}): "10.0.0.1:7001 does not answer"}
-    answers = [Evidence(dead=dead)]
-    one = Verdicts(publisher, Journal("n0", None), post, lambda nodes: answers[0], network)
+    answer = Evidence(dead=dead)
+    one = Verdicts(publisher, Journal("n0", None), ManualClock(), post, lambda *asked: answer)
     job = Snapshot(JobSpec(min_nodes=2, max_nodes=2), n=1, members=Members(nodes))
     one.follow(job, store.grant(60))
-    one.look(16.0, 12, warming_up=warming_up)
+    one.add(Idle(step=12, idle_s=16.0, warming_up=warming_up))
     held = wait_for(lambda: from_item(store.get(verdicts_key("gpt"))), 60, "the verdict")
     publisher.close()
     assert [(one.kind, one.text) for one in held] == [
@@ -201,15 +197,14 @@ def test_a_first_step_that_takes_long_is_no_hang_while_all_links_answer():
     stopped = {"n0": {"ranks": [{"rank": 0, "pid": 7, "problem": "process 7 is stopped"}]}}
     asked: list[Sequence[str]] = []
 
-    def ask(nodes: Sequence[str]) -> Evidence:
+    def ask(question: Question, nodes: Sequence[str]) -> Evidence:
         asked.append(nodes)
         return Evidence(stacks=stopped)
 
     publisher = Publisher(MemoryStore(ManualClock()), "gpt", "n0", "1", ManualClock())
-    network = NetworkWatch(ManualClock(), post, lambda nodes: [])
-    one = Verdicts(publisher, Journal("n0", None), post, ask, network)
+    one = Verdicts(publisher, Journal("n0", None), ManualClock(), post, ask)
     one.follow(Snapshot(JobSpec(min_nodes=1, max_nodes=1), n=1, members=Members((node,))), 1)
-    one.look(16.0, 0, warming_up=True)
+    one.add(Idle(step=0, idle_s=16.0, warming_up=True))
     wait_for(lambda: asked, 60, "the question")
     publisher.close()
     assert one.why_stuck == ""

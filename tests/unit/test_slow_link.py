@@ -8,12 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.manual_clock import ManualClock
-from tests.support.waiting import wait_for
-from zero_agent.loop.network_watch import CONFIRM_S, FIRST_S, RECHECK_S, NetworkWatch
 from zero_contract.worker import RankTimes
 from zero_orchestrator.ctl.probe_command import conclusions
-from zero_orchestrator.observe.detectors.slow_link import FAST_BYTES_PER_S, Network, slow_links
+from zero_orchestrator.membership.job_state import Members, Node
+from zero_orchestrator.observe.detectors.detector import Probed
+from zero_orchestrator.observe.detectors.slow_link import (
+    CONFIRM_S,
+    FAST_BYTES_PER_S,
+    FIRST_S,
+    RECHECK_S,
+    Network,
+    SlowLinks,
+    slow_links,
+)
 from zero_orchestrator.observe.detectors.slowdown import Slowdown
 from zero_orchestrator.observe.links import TURNS, Link, turns
 
@@ -174,30 +181,30 @@ def test_a_job_is_slower_if_all_of_its_ranks_wait_longer(then, slower):
 
 
 def test_the_network_is_probed_once_after_a_minute_and_again_when_all_ranks_wait():
-    clock, results, probes, told = ManualClock(), [probed("abc")], [], []
-
-    def probe(nodes):
-        probes.append(clock.now())
-        return results[-1]
-
-    watch = NetworkWatch(clock, lambda handler: handler, probe)
-    watch.on_change = lambda found, holds: told.append((found.link.way, holds))
-    watch.begin(1, list("abc"))
+    nodes = tuple(Node(id=name, incarnation="1", address="x", slots=1) for name in "abc")
+    now_s, results, probes, told = 0, [probed("abc")], [], [()]
+    detector = SlowLinks(Members(nodes))
     steps = reports((230, *EVEN[1:]), (200, [0.1] * 3, [0.2] * 3))
 
     def train(seconds):
+        nonlocal now_s
         for _, report in zip(range(seconds), steps, strict=False):
-            clock.advance(1)
-            watch.times(report)
-            wait_for(lambda: not watch._probing, 10, "the end of a probe")
+            now_s += 1
+            found = detector.add(report, now_s)
+            if detector.asks is not None:
+                probes.append(now_s)
+                found = detector.add(Probed(links=results[-1]), now_s)
+            about = tuple((one.about["source"], one.about["target"]) for one in found)
+            if about != told[-1]:
+                told.append(about)
 
     train(230)
     assert probes == [FIRST_S + 1]
     results.append(probed("abc", {"ca": 5 * MB, "cb": 6 * MB}))
     train(50)
-    assert told == [(("c", "a"), True)]
+    assert told[1:] == [(("c", "a"),)]
     assert probes[1] - 230 <= 25, "seconds until a slower job is probed"
     assert probes[2:] == [probes[1] + CONFIRM_S, probes[1] + 2 * CONFIRM_S]
     results.append(probed("abc"))
     train(int(RECHECK_S))
-    assert told[1:] == [(("c", "a"), False)]
+    assert told[2:] == [()]

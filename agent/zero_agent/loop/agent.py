@@ -28,7 +28,6 @@ from zero_agent.loop.job_history import JobHistory
 from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, LogLimit, pause_when_full_s
 from zero_agent.loop.link_watch import Links, reach_by
-from zero_agent.loop.network_watch import NetworkWatch, probe_through
 from zero_agent.loop.node_time import NodeTime, await_ledgers, in_a_sentence
 from zero_agent.loop.node_workers import SOCKET, Handlers, NodeWorkers
 from zero_agent.loop.pumped_store import PumpedStore
@@ -36,7 +35,7 @@ from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
 from zero_agent.loop.traces import Traces
-from zero_agent.loop.verdicts import Verdicts, ask_why_stuck
+from zero_agent.loop.verdicts import Verdicts, ask_through
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
@@ -54,6 +53,7 @@ from zero_orchestrator.errors import StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
 from zero_orchestrator.membership.moves import Move, Wait
 from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.observe.detectors.detector import Idle
 from zero_orchestrator.observe.events import Publisher
 from zero_orchestrator.observe.goodput import Use, in_parts, to_record, total_ns
 from zero_orchestrator.store.kv import KeyValueStore
@@ -112,9 +112,8 @@ class Agent:
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
         self._limits.remark = lambda: self._store_writes.remark
-        ask = partial(ask_why_stuck, telemetry, job)
-        network = NetworkWatch(clock, self._post, partial(probe_through, telemetry, job))
-        self._verdicts = Verdicts(self._publisher, self._journal, self._post, ask, network)
+        ask = partial(ask_through, telemetry, job)
+        self._verdicts = Verdicts(self._publisher, self._journal, clock, self._post, ask)
         self._node_workers = self._make_workers(environ)
         self._strain = Strain(clock)
         self._devices = devices()
@@ -159,7 +158,7 @@ class Agent:
             on_port=lambda n, port: self._store_writes.master(n, self._config.where_store_is(port)),
             on_commit=self._store_writes.commit,
             on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
-            on_times=self._verdicts.times,
+            on_times=self._verdicts.add,
             why_stuck=lambda: self._verdicts.why_stuck,
         )
         made = NodeWorkers(
@@ -487,7 +486,9 @@ class Agent:
         self._verdicts.follow(job, self._rdzv.lease)
         idle_s = steps.idle_s() if runs and steps.is_missing() else None
         if job.members.index(self._rdzv.node) == 0:
-            self._verdicts.look(idle_s, steps.finished or 0, warming_up=steps.may_be_warming_up)
+            warming_up = steps.may_be_warming_up
+            now = Idle(step=steps.finished or 0, idle_s=idle_s, warming_up=warming_up)
+            self._verdicts.add(now)
         else:
             self._verdicts.listen(idle_s)
 

@@ -201,7 +201,6 @@ class Publisher:
         self._prefix = events_prefix(job)
         self._writer = f"{node}.{incarnation}"
         self._progress = progress_prefix(job) + node
-        self._progress_of = progress_prefix(job)
         self._seen = seen_key(job)
         self._verdicts = verdicts_key(job)
         self._goodput = goodput_prefix(job) + node
@@ -283,17 +282,6 @@ class Publisher:
         """Publish the verdicts that hold now, with the lease of this agent."""
         value = to_value(verdicts)
         self._enqueue(lambda: self._put(self._verdicts, value, lease))
-
-    def read_progress(self, then: Callable[[Mapping[str, Any]], None]) -> None:
-        """Call `then` on the publisher's thread with the progress of all nodes, by node."""
-
-        def read() -> None:
-            found: Mapping[str, Any] = {}
-            with contextlib.suppress(StoreError):
-                found = by_node(self._progress_of, self._store.range(self._progress_of).items)
-            then(found)
-
-        self._enqueue(read)
 
     def read_verdicts(self, then: Callable[[Sequence[Verdict]], None]) -> None:
         """Call `then` on the publisher's thread with the verdicts that hold now."""

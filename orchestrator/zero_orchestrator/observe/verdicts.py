@@ -28,6 +28,11 @@ class Kind(StrEnum):
     SLOW_LINK = "slow link"
     """The network between two nodes is slower than that between others, or than before."""
 
+    @property
+    def flag(self) -> str:
+        """The field of its events that says whether it holds."""
+        return "stuck" if self in STOPS else "slow"
+
 
 STOPS = frozenset({Kind.STUCK, Kind.DEAD_LINK})
 """What the job takes no step with."""

@@ -2,6 +2,8 @@
 
 Pure. Each rank says which exchange it waits for and how many it has begun (`zero_comm` counts
 them), and where its program is (`stacks`). A rank that answers nothing is described by its kernel.
+
+Must always hold: nothing is said of what ranks wait for while a link between them is dead.
 """
 
 from __future__ import annotations
@@ -13,10 +15,23 @@ from pathlib import PurePath
 from typing import Any
 
 from zero_contract.user_files import is_own
+from zero_orchestrator.membership.job_state import Members, link_in_words
 from zero_orchestrator.observe.detectors import flight
+from zero_orchestrator.observe.detectors.detector import (
+    Evidence,
+    Finding,
+    Idle,
+    Question,
+    Report,
+)
 from zero_orchestrator.observe.detectors.flight import Collective
 from zero_orchestrator.observe.stacks import Frame, from_answer
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 
+AGAIN_S = 15.0
+"""After this time the agents are asked again if their answers name no rank, and later whenever the
+time since the last step has doubled: a question interrupts all workers, and etcd keeps its answers
+for an hour."""
 SHOWN = 4
 """The number of ranks that a verdict names one by one."""
 
@@ -195,3 +210,71 @@ def _others(ranks: Sequence[RankState], verb: str = "wait") -> str:
     if len(ranks) == 1:
         return f"{_who(ranks[0])} {'is' if verb == 'are' else 'waits'}"
     return f"{len(ranks)} ranks {verb}"
+
+
+class StuckRanks:
+    """The detector: when no rank takes a step, the agents of all nodes are asked why."""
+
+    asks: Question | None = None
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._since: Idle | None = None
+        """What was known when the agents were asked; None: steps are taken."""
+        self._asks_again_s = 0.0
+        """The time without a step after which they are asked again."""
+        self._found: Finding | None = None
+
+    def add(self, report: Report, now_s: float) -> list[Finding]:
+        """Who is waited for, if it is known."""
+        if isinstance(report, Idle):
+            self._look(report)
+        elif isinstance(report, Evidence):
+            self.asks = None
+            if self._since is not None:  # else a step was taken meanwhile
+                self._found = self._judge(self._since, report)
+        return [] if self._found is None else [self._found]
+
+    def _look(self, now: Idle) -> None:
+        if now.idle_s is None:
+            self._since, self._found, self._asks_again_s = None, None, 0.0
+        elif self._found is None and now.idle_s > self._asks_again_s:
+            self._since, self._asks_again_s = now, now.idle_s + max(AGAIN_S, now.idle_s)
+            self.asks = Question.WHERE
+
+    def _judge(self, since: Idle, found: Evidence) -> Finding | None:
+        told = f"no step for {since.idle_s:.0f} s, since step {since.step:,}"
+        over = "steps are taken again, after"
+        if found.dead:
+            links = (link_in_words(self._members, pair, why) for pair, why in found.dead.items())
+            text = f"{told}: {'; '.join(links)}"
+            hosts = sorted({node for pair in found.dead for node in pair})
+            verdict = Verdict(kind=Kind.DEAD_LINK, text=text, since_step=since.step)
+            return Finding(verdict=verdict, over=over, facts={"hosts": hosts})
+        hang = None if since.warming_up else judge(self._ranks(found))
+        if hang is None:
+            return None  # all ranks do the same
+        hosts = sorted({self._members.node_of(rank).id for rank in hang.ranks})
+        verdict = Verdict(
+            kind=Kind.STUCK,
+            text=f"{told}: {hang.text}",
+            rank=hang.ranks[0] if len(hang.ranks) == 1 else None,
+            node=hosts[0] if len(hosts) == 1 else "",
+            since_step=since.step,
+        )
+        return Finding(
+            verdict=verdict, over=over, facts={"ranks": list(hang.ranks), "hosts": hosts}
+        )
+
+    def _ranks(self, found: Evidence) -> list[RankState]:
+        """The state of each rank; of a node whose agent does not answer, that."""
+        first, ranks = 0, states(found.stacks)
+        for node in self._members.nodes:
+            if not found.stacks.get(node.id):
+                silent = "its agent does not answer"
+                ranks += [
+                    RankState(rank=rank, node=node.id, problem=silent)
+                    for rank in range(first, first + node.slots)
+                ]
+            first += node.slots
+        return ranks

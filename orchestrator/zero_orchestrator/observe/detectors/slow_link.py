@@ -6,8 +6,12 @@ are most links of a small job. It is compared with its own rate in earlier probe
 nodes have no other link. A verdict needs three probes in a row. The time in which either end waited
 for a CPU is left out: a busy machine is no slow link.
 
+The network is probed some time after the first steps of a round, when a job becomes slower and no
+rank explains it (`slowdown`), and again soon after a link was found to be slow. A probe costs each
+node some MiB at most, and milliseconds on a fast network (`zero_agent.node.probe`).
+
 Must always hold: a link of at least `FAST_BYTES_PER_S` is not slow by its rate: more a single
-connection of an agent does not measure reliably.
+connection of an agent does not measure reliably; probes are rare, whatever the job does.
 """
 
 from __future__ import annotations
@@ -16,7 +20,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from zero_contract.worker import RankTimes
+from zero_orchestrator.membership.job_state import Members
+from zero_orchestrator.observe.detectors.detector import Finding, Probed, Question, Report
+from zero_orchestrator.observe.detectors.slowdown import Slowdown
 from zero_orchestrator.observe.links import Link, in_figures
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 
 SLOWER = 3.0
 """A slow link has at most this fraction of the usual rate, or so many times the usual latency."""
@@ -25,6 +34,16 @@ LATER_S = 0.005
 """The latency of a slow link is longer than usual by so much, at least."""
 IN_A_ROW = 3
 """The number of probes in a row that are a verdict."""
+FIRST_S = 60.0
+"""The first probe of a round comes so long after its first reported steps."""
+CONFIRM_S = 10.0
+"""The pause after a probe that has found a slow link for the first time."""
+RECHECK_S = 120.0
+"""The pause between two probes while there is a verdict."""
+SOONEST_S = 30.0
+"""A slower job is probed so long after the last probe, and twice as long after each probe that has
+found nothing, up to `LATEST_S`."""
+LATEST_S = 300.0
 
 Way = tuple[str, str]
 """The nodes that send and receive."""
@@ -125,3 +144,61 @@ class Network:
             return Network(earlier=earlier)
         again = self.slow is not None and bool(self.slow.where & found[0].where)
         return Network(earlier=earlier, slow=found[0], in_a_row=self.in_a_row + 1 if again else 1)
+
+
+class SlowLinks:
+    """The detector: it says when the network is to be probed as well."""
+
+    asks: Question | None = None
+
+    def __init__(self, members: Members) -> None:
+        self._alone = len(members.nodes) < 2
+        self._known, self._slowdown = Network(), Slowdown()
+        self._step = 0
+        self._due_s: float | None = None
+        """When the next probe comes in any case; None: no step is reported yet."""
+        self._next_s: float | None = None
+        """When it comes at the earliest if the job is slower."""
+        self._pause_s = SOONEST_S
+
+    def add(self, report: Report, now_s: float) -> list[Finding]:
+        """The slow link, if one is slow."""
+        if isinstance(report, RankTimes):
+            self._look(report, now_s)
+        elif isinstance(report, Probed):
+            self._known, self.asks = self._known.add(report.links), None
+            self._pause_s = min(2 * self._pause_s, LATEST_S)
+            self._next_s = now_s + self._pause_s
+            pause_s = CONFIRM_S if self._known.verdict is None else RECHECK_S
+            self._due_s = now_s + (float("inf") if self._known.slow is None else pause_s)
+        found = self._known.verdict
+        return [] if found is None else [self._finding(found)]
+
+    def _look(self, report: RankTimes, now_s: float) -> None:
+        """Whether a probe is due, given the times of all ranks."""
+        if self._due_s is None or self._next_s is None:
+            self._due_s, self._next_s = now_s + FIRST_S, now_s + self._pause_s
+        self._step, self._slowdown = report.step, self._slowdown.add(report)
+        due = now_s >= self._due_s or (self._slowdown.is_slower and now_s >= self._next_s)
+        if due and not self._alone:
+            self.asks = Question.NETWORK
+
+    def _finding(self, found: SlowLink) -> Finding:
+        link = found.link
+        return Finding(
+            verdict=Verdict(
+                kind=Kind.SLOW_LINK,
+                text=found.text,
+                node=found.node,
+                since_step=self._step,
+                factor=round(found.factor, 3),
+            ),
+            over=f"the link from {link.source} to {link.target} is as fast as usual again, at",
+            about={"source": link.source, "target": link.target, "host": found.node},
+            facts={
+                "bytes_per_s": link.bytes_per_s,
+                "usual_bytes_per_s": found.usual_bytes_per_s,
+                "latency_s": link.latency_s,
+                "usual_latency_s": found.usual_latency_s,
+            },
+        )

@@ -12,6 +12,10 @@ from operator import eq
 from statistics import median
 
 from zero_contract.worker import RankTimes
+from zero_orchestrator.membership.job_state import Members
+from zero_orchestrator.observe.detectors.detector import Finding, Report
+from zero_orchestrator.observe.links import rate_in_words
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 
 SLOWER = 3.0
 """A slow write has at most this fraction of the usual rate, and takes `LEAST_S` at least."""
@@ -84,3 +88,44 @@ def _slow_for_all(
     if rate * SLOWER > usual:
         return None
     return SlowWrite(rank=None, bytes_per_s=rate, usual_bytes_per_s=usual)
+
+
+class SlowStorage:
+    """The detector."""
+
+    asks = None
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._known = Storage()
+        self._step = 0
+
+    def add(self, report: Report, now_s: float) -> list[Finding]:
+        """The slow storage, if it is slow."""
+        if isinstance(report, RankTimes):
+            self._known, self._step = self._known.add(report), report.step
+        found = self._known.verdict
+        return [] if found is None else [self._finding(found)]
+
+    def _finding(self, found: SlowWrite) -> Finding:
+        who, usual, node = "all ranks write", "earlier", ""
+        if found.rank is not None:
+            node = self._members.node_of(found.rank).id
+            who, usual = f"rank {found.rank} on {node} writes", "the other ranks"
+        text = (
+            f"{who} checkpoints at {rate_in_words(found.bytes_per_s)}; {usual}: "
+            f"{rate_in_words(found.usual_bytes_per_s)}"
+        )
+        rates = {"bytes_per_s": found.bytes_per_s, "usual_bytes_per_s": found.usual_bytes_per_s}
+        return Finding(
+            verdict=Verdict(
+                kind=Kind.SLOW_STORAGE,
+                text=text,
+                rank=found.rank,
+                node=node,
+                since_step=self._step,
+                factor=round(found.usual_bytes_per_s / found.bytes_per_s, 3),
+            ),
+            over="checkpoints are written as fast as before again, at",
+            facts={"rank": found.rank, "host": node, **rates},
+        )

@@ -17,6 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zero_contract.worker import SLOW_FACTOR, RankTimes
+from zero_orchestrator.membership.job_state import Members
+from zero_orchestrator.observe.detectors.detector import Finding, Question, Report, Strains
+from zero_orchestrator.observe.detectors.strain import cause
+from zero_orchestrator.observe.verdicts import Kind, Verdict
 
 SLOW_STEPS = 0.5
 """The part of the steps of a window in which a slow rank is slow, at least. A pause in one step may
@@ -152,3 +156,66 @@ def _others_median(values: Sequence[float]) -> list[float]:
     for place, rank in enumerate(ranks):
         medians[rank] = sum(ordered[at + (at >= place)] for at in (low, high)) / 2
     return medians
+
+
+class SlowRanks:
+    """The detector: a straggler is told once the cause has been looked for on its node."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._known = Stragglers()
+        self._causes: dict[int, str] = {}
+        """By slow rank, the cause in words; empty if none can be seen."""
+
+    @property
+    def asks(self) -> Question | None:
+        """The cause of a rank that is slow since the last report."""
+        new = any(one.rank not in self._causes for one in self._known.verdicts)
+        return Question.STRAIN if new else None
+
+    def add(self, report: Report, now_s: float) -> list[Finding]:
+        """The stragglers."""
+        if isinstance(report, RankTimes):
+            self._known = self._known.add(report)
+            slow = {one.rank for one in self._known.verdicts}
+            self._causes = {rank: why for rank, why in self._causes.items() if rank in slow}
+        elif isinstance(report, Strains):
+            self._find_causes(report)
+        known = (one for one in self._known.verdicts if one.rank in self._causes)
+        return [self._finding(one, self._causes[one.rank]) for one in known]
+
+    def _find_causes(self, report: Strains) -> None:
+        """What the nodes of the ranks that are not slow have as well is no cause."""
+        slow = {one.rank: self._members.node_of(one.rank).id for one in self._known.verdicts}
+        strain = report.by_node
+        others = [
+            strain.get(node.id, {}) for node in self._members.nodes if node.id not in slow.values()
+        ]
+        for rank, node in slow.items():
+            self._causes.setdefault(rank, cause(strain.get(node, {}), others))
+
+    def _finding(self, one: Straggler, why: str) -> Finding:
+        node = self._members.node_of(one.rank).id
+        who = f"rank {one.rank} on {node} computes"
+        text = (
+            f"{who} {one.factor:.1f} x slower since step {one.since_step:,}, and each step takes "
+            f"{one.lost_s:.2g} s longer" + (f": {why}" if why else "")
+        )
+        return Finding(
+            verdict=Verdict(
+                kind=Kind.STRAGGLER,
+                text=text,
+                rank=one.rank,
+                node=node,
+                since_step=one.since_step,
+                factor=round(one.factor, 3),
+            ),
+            over=f"{who} as fast as the other ranks again, at",
+            about={"rank": one.rank, "host": node},
+            facts={
+                "factor": one.factor,
+                "since_step": one.since_step,
+                "lost_s": one.lost_s,
+                "cause": why,
+            },
+        )
