@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from zero_contract.user_files import is_own
 from zero_orchestrator.membership.rounds import LEGAL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,3 +39,10 @@ def test_every_invariant_in_the_tour_is_held_by_the_test_that_it_names():
     assert [number for number, _, _ in rows] == [f"I{number}" for number in range(1, 13)]
     missing = [test for _, test, path in rows if f"def {test}(" not in (ROOT / path).read_text()]
     assert missing == []
+
+
+def test_no_file_of_this_project_is_taken_for_the_users_own():
+    """A verdict names the line of the script that waits, not that of a library under it."""
+    packages = [path.parent for path in ROOT.glob("*/zero_*/__init__.py")]
+    assert len(packages) > 10
+    assert [package.name for package in packages if is_own(f"/x/{package.name}/a.py")] == []
