@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 
 import pytest
 
@@ -89,6 +90,16 @@ def test_events_are_told_as_they_happened_although_they_are_written_a_little_lat
     job, told, order
 ):
     assert written(MemoryStore(), job, *told) == order.split()
+
+
+def test_an_event_that_waited_for_the_store_is_told_where_it_happened(job):
+    store = MemoryStore()
+    for text, time_s, late in [("ends", 60.0, {}), ("fails", 10.0, {"late_s": 52.0})]:
+        store.put(
+            f"{events_prefix(job)}a.1.{text}", json.dumps({"time": time_s, "text": text} | late)
+        )
+    assert texts(store, job) == ["fails", "ends"]
+    assert "late_s" not in events.read(store, job)[0].record
 
 
 def test_an_event_belongs_to_the_round_of_its_agent_or_to_the_one_it_names(job):
@@ -221,6 +232,36 @@ def test_an_agent_goes_on_while_the_store_is_silent_and_the_story_stays_bounded(
     wait_for(lambda: len(texts(store, job)) >= KEEP, 60, "what was queued")
     assert texts(store, job)[:3] == ["0", "1", "2"], "in order; what did not fit is dropped"
     assert len(texts(store, job)) <= KEEP + 1
+    pen.close()
+
+
+class AwayStore(MemoryStore):
+    """Cannot be reached from here while it is away."""
+
+    away = False
+
+    def put(self, key, value, *, lease=0):
+        if self.away:
+            raise StoreUnavailable("away")
+        return super().put(key, value, lease=lease)
+
+
+def test_what_is_told_while_the_store_is_away_is_written_when_it_answers_again(job):
+    """However long that takes, and although much else is to be written meanwhile."""
+    store, clock = AwayStore(), ManualClock()
+    pen, lease = publisher(store, job, clock=clock), store.grant(3600)
+    store.away = True
+    for step in range(2000):
+        clock.advance(2.0)
+        pen.progress(Progress(step=step, samples=0, loss=0.0), lease=lease, nodes=1)
+    Journal("a", publish=pen.event).tell("exit", "rank 3: ValueError: no", rank=3)
+    begins = json.dumps({"time": time.time(), "text": "another node tells of the next round"})
+    MemoryStore.put(store, f"{events_prefix(job)}b.1.1", begins)
+    store.away = False
+    wait_for(lambda: len(texts(store, job)) == 2, 60, "the event")
+    assert texts(store, job) == ["rank 3: ValueError: no", json.loads(begins)["text"]]
+    (shown,) = [i for i in store.range(progress_prefix(job)).items if i.key.endswith("/a")]
+    assert json.loads(shown.value)["step"] == 1999
     pen.close()
 
 

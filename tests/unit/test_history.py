@@ -20,7 +20,7 @@ from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import history as histories
 from zero_orchestrator.observe import lane as lanes
 from zero_orchestrator.observe.events import (
-    GOODPUT_S,
+    GOODPUT,
     Publisher,
     goodput_prefix,
     history_key,
@@ -238,9 +238,9 @@ def test_a_history_is_written_as_rarely_as_its_points_allow():
     for step in range(1, 4):
         hundreds = hundreds.stepped(step, time_s=100.0 * step, samples=0, workers=1, loss=None)
     assert kept(hundreds) == 0  # the agent of the last rank 0 may still write
-    clock.advance(GOODPUT_S)
+    clock.advance(GOODPUT.every_s)
     assert kept(hundreds) == 3
-    clock.advance(GOODPUT_S)
+    clock.advance(GOODPUT.every_s)
     more = hundreds.stepped(4, time_s=400.0, samples=0, workers=1, loss=None)
     assert kept(more) == 4  # decided before the first write was done
     clock.advance(99.0)

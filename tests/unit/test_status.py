@@ -24,6 +24,7 @@ from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import history as histories
 from zero_orchestrator.observe import status
 from zero_orchestrator.observe.events import (
+    Event,
     events_prefix,
     goodput_prefix,
     history_key,
@@ -523,6 +524,17 @@ def test_a_node_is_looked_for_in_all_jobs_and_its_absence_names_those_there_are(
         choose_node(jobs, "x", None)
     with pytest.raises(NoSuchNode, match="no live node q; there are: a: x, y; b: x, z"):
         choose_node(jobs, "q", None)
+
+
+def test_the_time_of_an_event_is_local_and_says_its_zone(monkeypatch):
+    try:
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setenv("TZ", "Asia/Kolkata")
+            time.tzset()
+            line = views.event_line(Event(1, {"time": 0.25})).plain
+    finally:
+        time.tzset()
+    assert line.startswith("01-01 05:30:00.250+0530  round")
 
 
 def test_events_without_a_job_are_of_the_newest_also_after_its_end_and_say_how_old_they_are(

@@ -171,7 +171,7 @@ def event_line(event: Event, offset_s: float | None = None) -> Text:
     at = datetime.fromtimestamp(record.get("time", 0.0), tz=UTC).astimezone()
     name = str(record.get("event", "?"))
     return Text.assemble(
-        (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}", "dim"),
+        (f"{at:%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}{at:%z}", "dim"),
         ("" if offset_s is None else f"  {offset_s:+9.3f} s", "bold"),
         f"  round {record.get('round', '-')!s:3}",
         (f" {record.get('node', '-')!s:12}", "cyan"),

@@ -13,10 +13,11 @@ These keys are not below the job's prefix, which every agent watches and reads. 
 the order of the store's revisions, and of their times where these differ by less than the time of a
 write: no decision compares the clocks of two nodes.
 
-Must always hold: publishing never blocks, slows or fails an agent; what cannot be written in
-time is dropped. The store keeps about the last `KEEP` events of a job's story and the last
-`KEEP_DETAILS` details, however many agents write, so no detail displaces the cause of a failure.
-A job of any size writes about one progress a second at most, and a ledger every two seconds.
+Must always hold: publishing never blocks, slows or fails an agent; what is told while the store is
+out of reach is written when it answers again. The store keeps about the last `KEEP` events of a
+job's story and the last `KEEP_DETAILS` details, however many agents write, so no detail displaces
+the cause of a failure. A job of any size writes about one progress a second at most, and a ledger
+every two seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,30 +62,16 @@ KEEP_DETAILS = 300
 TRIM_EVERY = 97
 """The agent whose event gets a revision divisible by this number deletes the oldest events, so
 about one event in 97 causes a trim. A prime does not fall into step with a job's other writes."""
-PROGRESS_S = 2.0
-"""Seconds between two writes of a node's progress, or `PROGRESS_PER_NODE_S` times the number of
-nodes if that is longer."""
-PROGRESS_PER_NODE_S = 1.0
-"""Seconds between two writes of progress by all nodes of a job together."""
-SEEN_S = 30.0
-"""Seconds between two signs of life of an agent, or `SEEN_PER_NODE_S` times the number of nodes if
-that is longer. A sign of life has no lease: it stays when the agent exits."""
-SEEN_PER_NODE_S = 10.0
-"""Seconds between two signs of life by all nodes of a job together."""
-GOODPUT_S = 5.0
-"""Seconds between two writes of a node's goodput ledger, or `GOODPUT_PER_NODE_S` times the number
-of nodes if that is longer. The ledger lacks what a killed agent had not yet written."""
-GOODPUT_PER_NODE_S = 2.0
-"""Seconds between two writes of goodput ledgers by all nodes of a job together."""
 OUTPUT_S = 3600
 """Seconds for which the last output of a node's workers stays after the end of its agent."""
 LATE_S = 0.1
-"""An event is written within this many seconds; a larger difference is that of two clocks."""
+"""An event is written within this many seconds, or says how much later; a larger difference is that
+of two clocks."""
 IDLE_S = 1.0
 """`follow` yields None after this many seconds without an event."""
 
-_QUEUE = 1000
-_RETRY_S = 10.0
+_WAITING = 1000
+"""The number of events that wait for the store."""
 _FLUSH_S = 1.0
 _DETAIL = "detail/"
 """Part of a key that no node's name equals: names have no slash."""
@@ -174,6 +162,28 @@ def read_history(item: KeyValue | None) -> History:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Paced:
+    """How often an agent writes a key: the more nodes a job has, the rarer each of them does."""
+
+    every_s: float
+    """Seconds between two writes."""
+    per_node_s: float = 0.0
+    """Seconds between two writes of all nodes of a job together, if that makes them rarer."""
+
+    def pause_s(self, nodes: int) -> float:
+        """Seconds between two writes of one node."""
+        return max(self.every_s, nodes * self.per_node_s)
+
+
+PROGRESS = Paced(every_s=2.0, per_node_s=1.0)
+SEEN = Paced(every_s=30.0, per_node_s=10.0)
+"""Signs of life, which have no lease: they stay when the agent exits."""
+GOODPUT = Paced(every_s=5.0, per_node_s=2.0)
+"""Ledgers: that of a killed agent lacks what it had not yet written."""
+HISTORY = Paced(every_s=5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryUse:
     """Memory of a node that in-memory checkpoints use."""
 
@@ -183,7 +193,11 @@ class MemoryUse:
 
 
 class Publisher:
-    """Writes one agent's events and progress: a queue, and a daemon thread that empties it."""
+    """Writes one agent's events and progress on a daemon thread.
+
+    What cannot be written waits: the events, in order and bounded, and of each other key the newest
+    value. An event that is written later than `LATE_S` says by how much (`late_s`).
+    """
 
     def __init__(
         self, store: KeyValueStore, job: str, node: str, incarnation: str, clock: Clock
@@ -195,49 +209,55 @@ class Publisher:
             job: The job's name.
             node: The agent's node.
             incarnation: Distinguishes this agent process from earlier ones of the node.
-            clock: Paces the progress.
+            clock: Paces the keys.
         """
         self._store = store
-        self._prefix = events_prefix(job)
-        self._writer = f"{node}.{incarnation}"
-        self._progress = progress_prefix(job) + node
-        self._seen = seen_key(job)
-        self._verdicts = verdicts_key(job)
-        self._goodput = goodput_prefix(job) + node
-        self._output = output_prefix(job) + node
+        self._job = job
+        self._node = node
+        self._incarnation = incarnation
         self._clock = clock
         self._count = 0
+        self._due_s: dict[Paced, float] = {}
+        """When a key is written next; at once without an entry."""
         self._shown: tuple[Progress | None, str, Mapping[int, int]] = None, "", {}
-        self._due_s = clock.now()
-        self._seen_due_s: float | None = None
-        self._goodput_due_s = clock.now()
-        self._before: tuple[Mapping[Use, int], Lane | None] | None = None
+        self._ledger_before: tuple[Mapping[Use, int], Lane | None] | None = None
         """Ledger and lane of this node's agents before this one; None: not read yet."""
-        self._history = history_key(job)
         self._reign = 0
-        self._history_due_s = clock.now()
-        self._history_every_s = 0.0
+        self._resolution_s = 0.0
+        """The time between two points of the history."""
         self._history_before: tuple[int, History] | None = None
         """A reign, and the history of the job before it; None: not read yet."""
-        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(_QUEUE)
+        self._changed = threading.Condition()
+        self._events: deque[Callable[[], object]] = deque()
+        self._newest: dict[str, Callable[[], object]] = {}
+        """By key, what writes its newest value."""
+        self._closing = False
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
     def event(self, line: str, kept: Retention = Retention.STORY) -> None:
-        """Publish an event, one JSON object; a detail is dropped if the queue is half full."""
+        """Publish an event, one JSON object; dropped if too many wait, a detail if half as many."""
         detail = kept is Retention.DETAIL
-        if detail and self._queue.qsize() > _QUEUE // 2:
-            return
+        told_s = time.monotonic()
+
+        def put(key: str) -> int:
+            late_s = time.monotonic() - told_s
+            late = {"late_s": round(late_s, 3)} if late_s > LATE_S else {}
+            return self._store.put(key, json.dumps({**json.loads(line), **late}) if late else line)
 
         def write() -> None:
             self._count += 1
-            prefix = self._prefix + (_DETAIL if detail else "")
-            revision = self._put(f"{prefix}{self._writer}.{self._count:06d}", line)
+            prefix = events_prefix(self._job)
+            writer = f"{_DETAIL if detail else ''}{self._node}.{self._incarnation}"
+            revision = self._patiently(put, f"{prefix}{writer}.{self._count:06d}")
             if revision % TRIM_EVERY == 0:
-                trim(self._store, self._prefix, KEEP, KEEP_DETAILS)
+                trim(self._store, prefix, KEEP, KEEP_DETAILS)
 
-        self._enqueue(write)
+        with self._changed:
+            if len(self._events) < (_WAITING // 2 if detail else _WAITING):
+                self._events.append(write)
+                self._changed.notify_all()
 
     def progress(
         self,
@@ -257,7 +277,7 @@ class Publisher:
         Args:
             progress: The last step of any of the workers; None: none has ended one.
             lease: Lease of the key, which vanishes with the agent.
-            nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
+            nodes: Number of nodes in the round.
             preparing: What the workers do before their first step of this round; empty: nothing.
             pids: The process ids of the workers that run, by rank.
             devices: The accelerators of the node, in words.
@@ -266,22 +286,20 @@ class Publisher:
             pace: Returns how fast the workers train in this round; called at each write.
         """
         shown = progress, preparing, pids
-        if self._clock.now() < self._due_s or shown == self._shown:
+        if shown == self._shown or not self._is_due(PROGRESS, nodes):
             return
-        self._due_s = self._clock.now() + max(PROGRESS_S, nodes * PROGRESS_PER_NODE_S)
         self._shown = shown
         use = ram()
         record = structs.asdict(progress) if progress is not None else {}
         record |= {"ram": dataclasses.asdict(use)} if use is not None else {}
         record |= {"strain": dict(strain()), "pace": paces.to_record(pace())}
         record |= {"preparing": preparing, "pids": dict(pids), "devices": devices}
-        value = json.dumps({**record, "time": time.time()})
-        self._enqueue(lambda: self._put(self._progress, value, lease))
+        self._put_newest(progress_prefix(self._job) + self._node, record, lease)
 
     def verdicts(self, verdicts: Sequence[Verdict], *, lease: int) -> None:
         """Publish the verdicts that hold now, with the lease of this agent."""
-        value = to_value(verdicts)
-        self._enqueue(lambda: self._put(self._verdicts, value, lease))
+        key, value = verdicts_key(self._job), to_value(verdicts)
+        self._enqueue(key, lambda: self._patiently(self._store.put, key, value, lease=lease))
 
     def read_verdicts(self, then: Callable[[Sequence[Verdict]], None]) -> None:
         """Call `then` on the publisher's thread with the verdicts that hold now."""
@@ -289,26 +307,22 @@ class Publisher:
         def read() -> None:
             found: Sequence[Verdict] = ()
             with contextlib.suppress(StoreError):
-                found = from_item(self._store.get(self._verdicts))
+                found = from_item(self._store.get(verdicts_key(self._job)))
             then(found)
 
-        self._enqueue(read)
+        self._enqueue("", read)
 
     def alive(self, *, nodes: int) -> None:
         """Write a sign of life if the time for it has come; call it often.
 
         Args:
-            nodes: Number of nodes in the round, 0 before the first round: the more nodes, the
-                rarer each of them writes.
+            nodes: Number of nodes in the round, 0 before the first round.
         """
-        now_s, every_s = self._clock.now(), max(SEEN_S, nodes * SEEN_PER_NODE_S)
-        if self._seen_due_s is None and nodes:  # a thousand agents that start together spread out
-            self._seen_due_s = now_s + random.uniform(0, every_s) * (nodes > 1)
-        if self._seen_due_s is None or now_s < self._seen_due_s:
-            return
-        self._seen_due_s = now_s + every_s
-        value = json.dumps({"time": time.time()})
-        self._enqueue(lambda: self._put(self._seen, value))
+        if SEEN not in self._due_s and nodes:  # a thousand agents that start together spread out
+            spread_s = random.uniform(0, SEEN.pause_s(nodes)) * (nodes > 1)
+            self._due_s[SEEN] = self._clock.now() + spread_s
+        if SEEN in self._due_s and self._is_due(SEEN, nodes):
+            self._put_newest(seen_key(self._job), {})
 
     def goodput(
         self,
@@ -322,33 +336,32 @@ class Publisher:
 
         Args:
             used_ns: Returns the ledger of this agent; called at each write.
-            nodes: Number of nodes in the round: the more nodes, the rarer each of them writes.
+            nodes: Number of nodes in the round.
             last: Whether to write in any case, because the agent ends.
             lane: Returns the lane of this agent, or None; called at each write.
         """
-        if self._clock.now() < self._goodput_due_s and not last:
+        if not self._is_due(GOODPUT, nodes, last=last):
             return
-        self._goodput_due_s = self._clock.now() + max(GOODPUT_S, nodes * GOODPUT_PER_NODE_S)
+        key = goodput_prefix(self._job) + self._node
         used, shown = used_ns(), lane()
 
         def write() -> None:
-            if self._before is None:
-                kept = self._store.get(self._goodput)
-                self._before = read_goodput(kept), read_lane(kept)
-            used_before, lane_before = self._before
+            if self._ledger_before is None:
+                kept = self._store.get(key)
+                self._ledger_before = read_goodput(kept), read_lane(kept)
+            used_before, lane_before = self._ledger_before
             record: dict[str, Any] = {"ns": to_record(add_up([used_before, used]))}
-            record["time"] = time.time()
-            if last:
-                record["last"] = True
+            record |= {"last": True} if last else {}
             if shown is not None:
                 record["lane"] = lanes.to_record(shown.after(lane_before))
-            self._put(self._goodput, json.dumps(record))
+            self._put(key, record)
 
-        self._enqueue(write)
+        self._enqueue(key, write)
 
     def last_output(self, value: str) -> None:
         """Leave the last output of this node's workers, for an hour, because the agent ends."""
-        self._enqueue(lambda: self._put(self._output, value, self._store.grant(OUTPUT_S)))
+        key = output_prefix(self._job) + self._node
+        self._enqueue(key, lambda: self._store.put(key, value, lease=self._store.grant(OUTPUT_S)))
 
     def history(self, history: History, *, reign: int, last: bool) -> None:
         """Publish the steps of the job if the time for it has come; rank 0's agent calls it often.
@@ -360,34 +373,54 @@ class Publisher:
             last: Whether to write in any case, because the agent ends.
         """
         if reign != self._reign:  # the agent of the last rank 0 may have something left to write
-            self._reign, self._history_due_s = reign, self._clock.now() + GOODPUT_S
-        if self._clock.now() < self._history_due_s and not last:
+            self._reign, self._due_s[HISTORY] = reign, self._clock.now() + HISTORY.every_s
+        if not self._is_due(HISTORY, last=last, least_s=self._resolution_s):
             return
-        self._history_due_s = self._clock.now() + max(GOODPUT_S, self._history_every_s)
+        key = history_key(self._job)
 
         def write() -> None:
             if self._history_before is None or self._history_before[0] != reign:
-                self._history_before = reign, read_history(self._store.get(self._history))
+                self._history_before = reign, read_history(self._store.get(key))
             whole = history.after(self._history_before[1])
-            self._history_every_s = whole.resolution_s
-            self._put(self._history, json.dumps(histories.to_record(whole)))
+            self._resolution_s = whole.resolution_s
+            value = json.dumps(histories.to_record(whole))
+            self._patiently(self._store.put, key, value)
 
         if history.points or history.saved:
-            self._enqueue(write)
+            self._enqueue(key, write)
 
     def close(self) -> None:
-        """Write the queued events, for up to two seconds, and end the thread."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_FLUSH_S)
-        self._thread.join(_FLUSH_S)
+        """Write what waits, for up to two seconds, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(2 * _FLUSH_S)
         self._cancelled.set()
 
-    def _enqueue(self, write: Callable[[], object]) -> None:
-        with contextlib.suppress(queue.Full):  # a long outage of the store: the event is dropped
-            self._queue.put_nowait(write)
+    def _is_due(
+        self, paced: Paced, nodes: int = 0, *, last: bool = False, least_s: float = 0.0
+    ) -> bool:
+        """Whether a key is to be written now; if so, the next write comes a pause later."""
+        now_s = self._clock.now()
+        if now_s < self._due_s.get(paced, now_s) and not last:
+            return False
+        self._due_s[paced] = now_s + max(paced.pause_s(nodes), least_s)
+        return True
+
+    def _put_newest(self, key: str, record: Mapping[str, Any], lease: int = 0) -> None:
+        stamped = {**record, "time": time.time()}
+        self._enqueue(key, lambda: self._put(key, stamped, lease))
+
+    def _put(self, key: str, record: Mapping[str, Any], lease: int = 0) -> None:
+        self._patiently(self._store.put, key, json.dumps(record), lease=lease)
+
+    def _enqueue(self, key: str, write: Callable[[], object]) -> None:
+        with self._changed:
+            self._newest[key] = write
+            self._changed.notify_all()
 
     def _run(self) -> None:
-        while (write := self._queue.get()) is not None:
+        while (write := self._next()) is not None:
             try:
                 write()
             except StoreError as error:
@@ -395,10 +428,17 @@ class Publisher:
             except Exception:  # no thread, no descriptor: the next one may find one
                 _log.exception("an event is not published")
 
-    def _put(self, key: str, value: str, lease: int = 0) -> int:
-        """Write a key, with retries: no other process writes it, so a put is idempotent."""
-        again = retry.within(_RETRY_S, cancelled=self._cancelled)
-        return again(self._store.put, key, value, lease=lease)
+    def _next(self) -> Callable[[], object] | None:
+        """What is to be written next; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest or self._events or self._closing)
+            if self._newest:
+                return self._newest.pop(next(iter(self._newest)))
+            return self._events.popleft() if self._events else None
+
+    def _patiently(self, put: Callable[..., int], *args: Any, **options: Any) -> int:
+        """Write a key until the store answers: no other process writes it, so it is idempotent."""
+        return retry.until_set(self._cancelled)(put, *args, **options)
 
 
 def trim(store: KeyValueStore, prefix: str, keep: int, keep_details: int = KEEP_DETAILS) -> None:
@@ -470,20 +510,20 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
 
     An event gets its revision when it is written, a little after it happened; a transition has the
     revision of its transaction. So the revisions order all, and an event moves before those of a
-    later time that it has just missed.
+    later time that it has just missed. One that waited for the store moves by so much.
     """
-    found = []
+    found: list[tuple[float, Event]] = []
     for item in items:
         try:
             record = dict(json.loads(item.value))
         except (ValueError, TypeError):  # an unreadable event must not hide the others
             record = {"event": "?", "text": item.value}
-        late = "revision" not in record
-        found.append((late, Event(record.pop("revision", item.create_revision), record)))
+        late_s = record.pop("late_s", 0.0) + LATE_S if "revision" not in record else 0.0
+        found.append((late_s, Event(record.pop("revision", item.create_revision), record)))
     order: list[Event] = []
-    for late, event in sorted(found, key=lambda pair: pair[1].revision):
+    for late_s, event in sorted(found, key=lambda pair: pair[1].revision):
         place = len(order)
-        while late and place and 0 < _later_s(order[place - 1], event) <= LATE_S:
+        while place and 0 < _later_s(order[place - 1], event) <= late_s:
             place -= 1
         order.insert(place, event)
     return order

@@ -21,8 +21,7 @@ from zero_contract.values import in_words
 from zero_orchestrator.ctl.page.problems import ENDINGS, Problem, problems, withdraws
 from zero_orchestrator.observe import status as statuses
 from zero_orchestrator.observe.events import (
-    GOODPUT_PER_NODE_S,
-    GOODPUT_S,
+    GOODPUT,
     Event,
     goodput_prefix,
     history_key,
@@ -116,7 +115,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         "range": [_start_s(records, end_s), end_s],
         "curve": _curve(history),
         "lanes": lanes,
-        "lane_age_s": _pace_s(len(lanes)) if not job.ended else 0.0,
+        "lane_age_s": GOODPUT.pause_s(len(lanes)) if not job.ended else 0.0,
         "recoveries": recovered,
         "paces": _paces(job),
         "checkpoints": _checkpoints(history, told),
@@ -328,11 +327,6 @@ def _rows(records: Records) -> list[tuple[str, NodeRow | None]]:
     return [*there.items(), *((n, None) for n in sorted(records.lanes) if n not in there)]
 
 
-def _pace_s(nodes: int) -> float:
-    """How old the lane of a node may be."""
-    return max(GOODPUT_S, nodes * GOODPUT_PER_NODE_S)
-
-
 def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> Json:
     node, row = named
     lane, spans = records.lanes.get(node), []
@@ -386,7 +380,7 @@ def _late(events: Sequence[Event], since_s: float) -> list[Event]:
 
 def _lost_s(records: Records, written_s: float) -> float:
     """When a node was lost that wrote its lane last at this time: the end of its round, if near."""
-    within_s = _pace_s(len(records.lanes)) + NOTICE_S
+    within_s = GOODPUT.pause_s(len(records.lanes)) + NOTICE_S
     ended = (_time_s(e) for e in records.events if e.record.get("event") in ENDS)
     return next((t for t in ended if written_s <= t <= written_s + within_s), written_s)
 
