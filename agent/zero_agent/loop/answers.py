@@ -155,7 +155,7 @@ def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
         waits = workers.waits(WAITS_S) if query.arguments.get("waits") else {}
         for one in found:
             if (wait := waits.get(one["rank"])) is not None:
-                one["wait"] = asdict(wait)
+                one["wait"] = wait
         return {"host": socket.gethostname(), "round": workers.round, "ranks": found}
 
     def logs(query: Query) -> dict[str, Any]:

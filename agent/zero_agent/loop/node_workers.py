@@ -236,7 +236,7 @@ class NodeWorkers:
         group = self._group
         return group.processes if group is not None else []
 
-    def waits(self, within_s: float) -> dict[int, WaitReply]:
+    def waits(self, within_s: float) -> dict[int, dict[str, Any]]:
         """What each worker waits for, if it says so in time; called on any thread but the agent's.
 
         Args:

@@ -15,6 +15,9 @@ import socket
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
+
+from msgspec import structs
 
 from zero_agent.workers.hub import Hub
 from zero_contract.worker import ContractError, Hello, Message, WaitReply, decode, encode
@@ -134,8 +137,8 @@ class WaitReplies:
 
     def collect(
         self, ranks: Collection[int], ask: Callable[[int], None], within_s: float
-    ) -> dict[int, WaitReply]:
-        """Ask, and wait for the replies of these ranks; those that came in time.
+    ) -> dict[int, dict[str, Any]]:
+        """Ask, and wait for the replies of these ranks; the records of those that came in time.
 
         Args:
             ranks: The ranks that are asked.
@@ -147,4 +150,4 @@ class WaitReplies:
             self._number += 1
             ask(self._number)
             self._came.wait_for(lambda: set(ranks) <= self._replies.keys(), within_s)
-            return dict(self._replies)
+            return {rank: structs.asdict(reply) for rank, reply in self._replies.items()}
