@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os.path
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -74,5 +75,10 @@ def _read(app: Any, name: str, content: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
-    """Sphinx calls this with itself."""
+    """Sphinx calls this with itself. The pages that the site alone has are written now."""
+    sys.path.insert(0, str(ROOT))
+    from docs.json_output import PAGES
+
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make(), encoding="utf-8")
     app.connect("source-read", _read)

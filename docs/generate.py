@@ -364,54 +364,6 @@ def _schedule_drawn() -> Iterator[str]:
         yield ""
 
 
-# ---- reference-json
-
-
-def json_output() -> str:
-    """What `zero-ctl --json` prints, with its schemas."""
-    from zero_orchestrator.ctl.schemas import outputs
-
-    return page(_JSON.rstrip(), *_schemas("zero-ctl", outputs(attribute_docs)))
-
-
-def ckpt_json_output() -> str:
-    """What `zero-ckpt --json` prints, with its schemas."""
-    from zero_checkpoint.tools.schemas import error, outputs
-
-    lines = [_CKPT_JSON.rstrip(), *_schemas("zero-ckpt", outputs(attribute_docs))]
-    text = "An object, in the place of what the command would have printed."
-    return page(*lines, *_schema("an error", text, error(attribute_docs)))
-
-
-def _schemas(program: str, outputs: Mapping[str, tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    for commands, (meaning, schema) in outputs.items():
-        names = ", ".join(f"`{program} {name}`" for name in commands.split(", "))
-        yield from _schema(commands, f"{names}: {meaning}", schema)
-
-
-def _schema(title: str, text: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    from zero_contract.schemas import DIALECT
-
-    shown = json.dumps({"$schema": DIALECT, **schema}, indent=2)
-    yield from (f"\n## {title}\n", f"{text}\n", "```json", shown, "```")
-
-
-_CKPT_JSON = """# JSON output of zero-ckpt
-
-With `--json`, `zero-ckpt` prints one JSON document on stdout, and nothing for people there. A later
-version may add keys, and values to an `enum`: a program must ignore what it does not know. Numbers
-that are not finite are strings. After an error, the document is that of [an error](#an-error), and
-the [exit code](exit-codes.md#zero-ckpt) tells it from the others.
-"""
-_JSON = """# JSON output
-
-With `--json`, `zero-ctl` prints JSON for other programs: one object a line on stdout. Sentences
-for people go to stderr. A later version may add keys, and values to an `enum`: a program must
-ignore what it does not know. An error is a message on stderr and an
-[exit code](exit-codes.md#zero-ctl). `top` and `metrics --port` print no JSON.
-"""
-
-
 # ---- alerts ----
 
 
@@ -427,12 +379,10 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "../deploy/monitoring/alerts.yaml": alerts,
     "exit-codes.md": exit_codes,
     "reference-api.md": api,
-    "reference-ckpt-json.md": ckpt_json_output,
     "reference-config.md": config,
     "reference-environment.md": environment,
     "reference-events.md": events,
     "reference-flags.md": flags,
-    "reference-json.md": json_output,
     "reference-metrics.md": metrics,
     "reduction.md": reduction,
 }

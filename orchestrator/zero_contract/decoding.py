@@ -10,6 +10,7 @@ a format can grow.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import reprlib
@@ -99,7 +100,19 @@ def parse(text: bytes | str) -> Any:
 
 def encode(record: Any) -> str:
     """The JSON text of a record, from which `decode` makes an equal one."""
-    return json.dumps(msgspec.to_builtins(record))
+    return json.dumps(record, default=_members)
+
+
+def _members(value: Any) -> Any:
+    """The fields of a dataclass; `to_builtins` lacks those that have been decoded as defaults."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return msgspec.to_builtins(value)
+
+
+def line_of(record: Any) -> str:
+    """A record as one line of JSON for others, in which null stands for NaN and infinities."""
+    return json.dumps(json.loads(encode(record), parse_constant=lambda _: None))
 
 
 def inflate(packed: bytes, limit_bytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""What `zero-ctl --json` prints is what docs/reference-json.md says: every key, and no other."""
+"""What `zero-ctl --json` prints is what the page of the site says: every key, and no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import jsonschema
 import pytest
 
-from tests.support.json_pages import closed, schemas_on
+from docs.json_output import ctl
+from tests.support.json_pages import closed, schemas
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.test_status import Job
@@ -21,7 +22,7 @@ from zero_orchestrator.errors import SpecError
 from zero_orchestrator.observe import status
 from zero_orchestrator.observe.events import events_prefix, progress_prefix
 
-SCHEMAS = schemas_on("reference-json.md")
+SCHEMAS = schemas(ctl())
 CHUNK = {"number": 1, "time": 1.5, "round": 3, "rank": 0, "stream": "stdout", "text": "a\nb\n"}
 STACK = 'Thread 0x01 (most recent call first):\n  File "/x.py", line 7 in f\n'
 RANKS = [{"rank": 0, "pid": 7, "text": STACK}, {"rank": 1, "pid": 8, "problem": "gone"}]

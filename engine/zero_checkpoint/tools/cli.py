@@ -124,7 +124,7 @@ def _verify(options: argparse.Namespace) -> int:
     results: list[Verified] = []
 
     def report(path: Place, size: int, damages: list[Damage]) -> None:
-        results.append(Verified(path=path, size_bytes=size, damage=damages))
+        results.append(Verified(path=str(path), size_bytes=size, damage=damages))
         if not options.json:
             output.show_damage(path, damages, size)
 
@@ -157,7 +157,7 @@ def _diff(options: argparse.Namespace) -> int:
         found = list(compare(left, right, progress=progress))
     if options.json:
         counts = output.counts(found)
-        record = Compared(left=left.path, right=right.path, counts=counts, tensors=found)
+        record = Compared(left=str(left.path), right=str(right.path), counts=counts, tensors=found)
         output.print_json(record)
     else:
         output.show_differences(found)
@@ -190,7 +190,7 @@ def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
         if not options.dry_run:
             action.act()
     if options.json:
-        actions = [Deed(what=a.what, path=a.path, reason=a.reason) for a in plan.actions]
+        actions = [Deed(what=a.what, path=str(a.path), reason=a.reason) for a in plan.actions]
         output.print_json(Tidied(done=not options.dry_run, actions=actions, notes=plan.notes))
     return CkptExit.OK
 

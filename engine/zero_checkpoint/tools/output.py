@@ -11,9 +11,6 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -32,7 +29,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.tree import Tree
 
-from zero_checkpoint.files.objects import ObjectPath
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.pieces import BUFFER, PARAM
 from zero_checkpoint.loading.candidates import Candidate
@@ -42,6 +38,7 @@ from zero_checkpoint.tools.listing import Row, Status
 from zero_checkpoint.tools.upkeep import Action, Plan
 from zero_checkpoint.tools.verify import Damage, total_bytes
 from zero_checkpoint.tools.verify import Progress as Advance
+from zero_contract.decoding import encode
 
 _COLORS = {
     Status.COMMITTED: "",
@@ -65,24 +62,11 @@ def console() -> Console:
 
 
 def print_json(record: object) -> None:
-    """One JSON document."""
-    print(json.dumps(_json(record), indent=2, allow_nan=False))
+    """One JSON document, in which a number that is not finite is a string."""
+    print(json.dumps(json.loads(encode(record), parse_constant=_NOT_FINITE.get), indent=2))
 
 
-def _json(value: Any) -> Any:
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case Path() | ObjectPath() | StrEnum():
-            return str(value)
-        case _ if is_dataclass(value):
-            return {f.name: _json(getattr(value, f.name)) for f in fields(value)}
-        case Mapping():
-            return {str(key): _json(inner) for key, inner in value.items()}
-        case list() | tuple():
-            return [_json(inner) for inner in value]
-        case _:
-            return value
+_NOT_FINITE = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
 
 
 def show(as_json: bool, record: object, sentence: str) -> None:

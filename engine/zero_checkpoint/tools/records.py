@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from zero_checkpoint.files.place import Place
 from zero_checkpoint.tools.compare import Difference, Relation
 from zero_checkpoint.tools.verify import Damage
 
@@ -14,7 +12,7 @@ from zero_checkpoint.tools.verify import Damage
 class Verified:
     """A checkpoint of which every block was read."""
 
-    path: Place
+    path: str
     size_bytes: int
     damage: list[Damage]
     """Empty if the checkpoint is whole."""
@@ -24,8 +22,8 @@ class Verified:
 class Compared:
     """Two checkpoints."""
 
-    left: Place
-    right: Place
+    left: str
+    right: str
     counts: dict[Relation, int]
     """How many tensors of each relation."""
     tensors: list[Difference]
@@ -35,16 +33,16 @@ class Compared:
 class Exported:
     """The model of a checkpoint, written for another library."""
 
-    checkpoint: Place
+    checkpoint: str
     tensors: int
-    files: list[Path]
+    files: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """A checkpoint that was made from one of another library."""
 
-    path: Place
+    path: str
     parameters: int
     optimizer_kinds: list[str]
     """The kinds of optimizer state that it has; empty: it has weights only."""
@@ -55,7 +53,7 @@ class Deed:
     """One thing to do, or done."""
 
     what: str
-    path: Place
+    path: str
     reason: str
 
 

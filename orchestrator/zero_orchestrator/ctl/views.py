@@ -19,7 +19,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from zero_contract.schemas import line_of
+from zero_contract.decoding import line_of
 from zero_contract.values import in_words
 from zero_orchestrator.observe.events import Event
 from zero_orchestrator.observe.goodput import from_record, in_parts, total_ns

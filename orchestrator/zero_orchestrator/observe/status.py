@@ -18,8 +18,8 @@ from enum import StrEnum
 from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
+from zero_contract.decoding import line_of
 from zero_contract.errors import ZeroError
-from zero_contract.schemas import line_of
 from zero_orchestrator.errors import SpecError, StoreRefused
 from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Exclusion, fruitless
@@ -213,7 +213,7 @@ class JobStatus:
 
     def to_json(self) -> str:
         """The status as one line of JSON."""
-        return line_of(dataclasses.asdict(self))
+        return line_of(self)
 
 
 # ---- reading ----

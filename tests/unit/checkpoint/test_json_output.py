@@ -1,4 +1,4 @@
-"""What `zero-ckpt --json` prints is what docs/reference-ckpt-json.md says: every key, no other."""
+"""What `zero-ckpt --json` prints is what the page of the site says: every key, no other."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jsonschema
 import pytest
 import torch
 
-from tests.support.json_pages import closed, schemas_on
+from docs.json_output import ckpt
+from tests.support.json_pages import closed, schemas
 from tests.unit.checkpoint.support import adam_state, flip, saved
 from zero_checkpoint import find
 from zero_checkpoint.tools import cli
 from zero_checkpoint.tools.parser import make_parser
 
-SCHEMAS = schemas_on("reference-ckpt-json.md")
+SCHEMAS = schemas(ckpt())
 ERROR = "an error"
 
 

@@ -95,7 +95,9 @@ def _export_dcp(checkpoint: Candidate, options: argparse.Namespace) -> None:
 def _show(
     checkpoint: Candidate, count: int, files: list[Path], options: argparse.Namespace
 ) -> None:
-    record = Exported(checkpoint=checkpoint.path, tensors=count, files=files)
+    record = Exported(
+        checkpoint=str(checkpoint.path), tensors=count, files=[str(file) for file in files]
+    )
     output.show(options.json, record, f"{checkpoint.path}: {count} tensors to {options.out}")
 
 
@@ -178,6 +180,6 @@ def run_import(options: argparse.Namespace) -> None:
             root, foreign, source=source, tag=options.tag, step=options.step, dtypes=dtypes
         )
     kinds = sorted(foreign.moments)
-    record = Imported(path=path, parameters=len(foreign.params), optimizer_kinds=kinds)
+    record = Imported(path=str(path), parameters=len(foreign.params), optimizer_kinds=kinds)
     also = f", with {', '.join(kinds)}" if kinds else ", without optimizer state"
     output.show(options.json, record, f"{path}: {len(foreign.params)} parameters{also}")
