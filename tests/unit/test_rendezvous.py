@@ -1,5 +1,6 @@
 """Several agents and one store, moved on by a manual clock: no process, no waiting."""
 
+import contextlib
 import json
 
 import pytest
@@ -397,6 +398,57 @@ def test_a_machine_that_is_taken_away_after_it_was_told_to_leave_costs_no_restar
     cluster.kill("b")
     cluster.settle()
     assert (cluster.order(), cluster.view.charges) == ("a", 1), "this one was not told"
+
+
+def test_who_leaves_while_others_begin_a_round_with_it_costs_no_restart(monkeypatch):
+    """They had decided before they saw the wish, and it goes before their transaction arrives."""
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.settle()
+    b = cluster.join("b")
+    a = cluster.agents["a"]
+    for agent in (a, b):
+        agent.poll()
+    cluster.clock.advance(5.0)
+    cluster.react(a)  # asks its workers to make room
+    cluster.react(a)
+    assert b.poll().n == 1
+    write = a._store.txn
+
+    def late(compares, writes):
+        if any("/rounds/2/members" in write.key for write in writes):
+            b.drain()
+            b.close()
+        return write(compares, writes)
+
+    monkeypatch.setattr(a._store, "txn", late)
+    del cluster.agents["b"]
+    cluster.settle()
+    assert (cluster.order(), cluster.view.charges) == ("a", 0)
+    assert cluster.view.n == 3
+
+
+@pytest.mark.parametrize("move", ["activate", "yield", "form"])
+def test_a_transition_whose_answer_is_lost_is_told_as_well(monkeypatch, move):
+    cluster = Cluster()
+    told = []
+    a = cluster.join("a")
+    monkeypatch.setattr(a._journal, "tell", lambda event, *_, **facts: told.append((event, facts)))
+    write, lost = a._store.txn, []
+
+    def loses_its_answer(compares, writes):
+        done = write(compares, writes)
+        value = " ".join(write.key + getattr(write, "value", "") for write in writes)
+        if done.succeeded and (f'"by": "{move}"' in value or f"/{move}" in value) and not lost:
+            lost.append(done.revision)
+            raise StoreUnavailable("no answer")
+        return done
+
+    monkeypatch.setattr(a._store, "txn", loses_its_answer)
+    for act in (cluster.settle, a.drain, cluster.settle, cluster.settle):
+        with contextlib.suppress(StoreUnavailable):
+            act()
+    assert [facts["revision"] for event, facts in told if event == move] == lost
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,8 @@ class Snapshot:
     """Seconds from the request to leave the round before to this one; 0: there was none."""
     by: str = ""
     """The move that led to the state."""
+    at_s: float | None = None
+    """When that was, by the wall clock of the agent that made it; no decision depends on it."""
     failed: str | None = None
     """The node whose workers failed first in round n, once the round is over; empty: none did;
     None: an agent of an older version has not said."""

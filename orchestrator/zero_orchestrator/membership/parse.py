@@ -78,6 +78,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         charged=tuple(sorted(charges, key=attrgetter("n"))),
         took_s=current.took_s,
         by=current.by,
+        at_s=current.at,
         failed=current.failed,
         committed=Published.from_json(latest.value).step if latest else 0,
         committed_revision=latest.mod_revision if latest else 0,

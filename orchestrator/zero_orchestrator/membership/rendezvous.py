@@ -17,6 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zero_contract.clock import Clock
@@ -68,6 +69,18 @@ TURN_S = 0.25
 
 class NodeTaken(ZeroError):
     """Another agent registered under this agent's node id."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A transition that this agent tries to make."""
+
+    job: Snapshot
+    """What it was decided on."""
+    transition: Transition
+    reason: str
+    at_s: float
+    """This node's wall clock: it tells the attempt from the same one of another agent."""
 
 
 class Rendezvous:
@@ -131,6 +144,8 @@ class Rendezvous:
         """Not yet in the journal."""
         self._reason = ""
         self._waits_for: Wait | None = None
+        self._unsure: _Attempt | None = None
+        """A transition of which it is not known whether it was made: etcd has not answered."""
 
     @property
     def node(self) -> Node:
@@ -245,10 +260,16 @@ class Rendezvous:
         return self._store.time_left(held.lease)
 
     def drain(self) -> int:
-        """Ask to leave: no further round includes this node. Returns the revision of the wish."""
+        """Ask to leave: no further round includes this node. Returns the revision of the wish.
+
+        Others may begin one more round with it, which they decided before they saw the wish: like
+        the present round, that one stays free if the machine is taken away at once.
+        """
         revision = self._announce(draining=True)
-        if self._snapshot.has_member(self.node):
-            self._report(self._snapshot.n, "leaving")  # stays if the machine is taken away at once
+        if self._job_view is not None:
+            job = self._look()  # not older than the wish
+            for n in range(job.n if job.has_member(self.node) else job.n + 1, job.n + 2):
+                self._report(n, "leaving")
         return revision
 
     def confirm(self) -> None:
@@ -345,6 +366,7 @@ class Rendezvous:
             self._journal.tell("store", text, level=logging.WARNING)
             self._jump = None
         if job is not self._snapshot:
+            self._find_out(job)
             self._snapshot = job
             if self._seeing.whole:
                 self._durations.look(job)  # deciders measure durations
@@ -387,39 +409,62 @@ class Rendezvous:
         self._reason, self._waits_for = decision.reason, decision.waits_for
         if decision.transition is None:
             return False
+        attempt = _Attempt(job, decision.transition, decision.reason, at_s=time.time())
+        self._unsure = attempt
         try:
-            done = self._try(job, decision.transition)
+            done = self._try(attempt)
         except StoreFull:
             self._reason += "; that waits for room in etcd"
             raise
+        self._unsure = None
         self._seeing.distrust()
         if done.succeeded:
-            assert decision.transition is not None
-            move = decision.transition.move
-            failed = decision.transition.charge is not None
-            ends = decision.transition.move in {Move.FORM, Move.INTERRUPT}
-            idle_s = self._durations.idle_s(job.n) if ends else None
-            self._journal.tell(
-                move,
-                decision.reason,
-                level=logging.WARNING if failed else logging.INFO,
-                round=job.n + 1 if move is Move.ACTIVATE else job.n,
-                nodes=[node.id for node in decision.transition.members.nodes],
-                revision=done.revision,
-                **({} if idle_s is None else {"idle_s": round(idle_s, 3)}),
-            )
+            self._tell(attempt, done.revision)
         return True
 
-    def _try(self, job: Snapshot, transition: Transition) -> TxnResult:
-        exclusion = transition.exclusion
+    def _try(self, attempt: _Attempt) -> TxnResult:
+        job, exclusion = attempt.job, attempt.transition.exclusion
         # This lease has no keep-alive: the exclusion ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
         took_s = self._durations.left_s(job.n)
-        move = transaction(self.keys, job, transition, lease, at_s=time.time(), took_s=took_s)
+        move = transaction(
+            self.keys, job, attempt.transition, lease, at_s=attempt.at_s, took_s=took_s
+        )
         done = self._store.txn(*move)
         if lease != NO_LEASE and not done.succeeded:
             self._store.revoke(lease)
         return done
+
+    def _tell(self, attempt: _Attempt, revision: int) -> None:
+        """Record a transition that this agent has made."""
+        job, transition = attempt.job, attempt.transition
+        move, failed = transition.move, transition.charge is not None
+        ends = move in {Move.FORM, Move.INTERRUPT}
+        idle_s = self._durations.idle_s(job.n) if ends else None
+        self._journal.tell(
+            move,
+            attempt.reason,
+            level=logging.WARNING if failed else logging.INFO,
+            round=job.n + 1 if move is Move.ACTIVATE else job.n,
+            nodes=[node.id for node in transition.members.nodes],
+            revision=revision,
+            **({} if idle_s is None else {"idle_s": round(idle_s, 3)}),
+        )
+
+    def _find_out(self, job: Snapshot) -> None:
+        """Record a transition whose outcome was unknown, if the job has come to it."""
+        unsure = self._unsure
+        if unsure is None:
+            return
+        if unsure.transition.move is Move.YIELD:
+            revision = job.yield_revision if job.n == unsure.job.n else 0
+            made = job.yielding == unsure.transition.cause
+        else:
+            revision, made = job.fence, job.at_s == unsure.at_s
+        if revision and made:
+            self._tell(unsure, revision)
+        if job.fence != unsure.job.fence or job.yielding is not None:
+            self._unsure = None
 
     # ---- writing ----
 
