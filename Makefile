@@ -3,6 +3,7 @@
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
 #                   test-numerics, test-groupings, test-processes, test-deploy
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
+# make coverage     which branches of the decisions no unit test takes; all are taken
 # make mutants      changes norm, sums, commit and restore in each small way: is it noticed? An hour
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
 # make check  format, lint, spelling, types, import contracts
@@ -24,7 +25,7 @@ PARTS := test-unit test-contract test-numerics test-groupings test-processes tes
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all $(PARTS) test-image test-peers mutants gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all $(PARTS) test-image test-peers coverage mutants gpu-test check dist docs reference install dev locks clean
 
 help:
 	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
@@ -42,6 +43,9 @@ $(PARTS): test-%: dev
 
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)
+
+coverage: dev
+	$(PYTEST) --cov --cov-report=term tests/unit
 
 mutants: dev
 	$(BIN)/python -m tests.mutants

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import (
     BatchShape,
+    Cursor,
     MicroBatch,
     StepPlan,
     contiguous,
@@ -16,6 +17,7 @@ from zero_data.global_batch import (
     node_turns,
     permute,
     plan_epoch,
+    plan_rest,
     plan_step,
     resolve_batch,
     sample_ids,
@@ -107,6 +109,29 @@ def test_every_assignment_runs_every_micro_batch_once_in_the_fewest_micro_steps(
 
 def test_the_default_assignment_goes_from_rank_to_rank_in_each_micro_step() -> None:
     assert strided(3).rows(5) == [[0, 1, 2], [3, 4, None]]
+
+
+def test_each_rank_runs_what_the_rows_say_and_no_further_rank_does() -> None:
+    turns = node_turns((1, 2), 4)
+    assert [turns.number(1, rank, 6) for rank in range(3)] == [1, 4, 5]
+    assert strided(3).number(1, 2, 5) == 5, "past the last one: a padding micro-batch"
+    assert turns.places(6) == [0, 3, 1, 2, 4, 5]
+    with pytest.raises(ValueError, match="no rank has a number from 3 on"):
+        turns.number(0, 3, 6)
+
+
+def test_a_cursor_that_goes_elsewhere_begins_a_step_and_says_so() -> None:
+    cursor = Cursor(step=7, samples=70, micro=2)
+    cursor.move(step=3, samples=30)
+    assert (cursor.step, cursor.samples, cursor.micro, cursor.moves) == (3, 30, 0, 1)
+
+
+def test_a_script_that_ends_its_steps_itself_gets_the_rest_of_an_epoch_in_parts() -> None:
+    rest = plan_rest(4, BATCH, epoch_size=30)
+    assert (rest.samples, rest.first(2, world=3).samples) == (26, 12)
+    assert rest.first(9, world=3).samples == 26
+    assert plan_rest(4, BATCH).samples > 10**9
+    assert plan_step(4, BATCH).samples == BATCH.samples
 
 
 def test_nodes_take_blocks_in_turn_and_share_what_is_left() -> None:

@@ -100,7 +100,12 @@ def test_the_answers_of_the_nodes_say_what_each_rank_does():
     wait = {"awaits": "sums of 1", "turn": 2, "begun": 7, "last": "sums of 1"}
     answers = {
         "b": {"ranks": [{"rank": 1, "pid": 7, "problem": "it does not write its stacks"}]},
-        "a": {"ranks": [{"rank": 0, "pid": 6, "text": dump, "wait": wait}]},
+        "a": {
+            "ranks": [
+                {"rank": None, "pid": 5, "text": dump},  # a process that is no worker
+                {"rank": 0, "pid": 6, "text": dump, "wait": wait},
+            ]
+        },
     }
     assert states(answers) == [
         RankState(rank=0, node="a", frames=(READ,), **wait),

@@ -44,3 +44,17 @@ def test_an_error_names_the_calls_of_the_script() -> None:
     now = phase(State.FAILED)
     with pytest.raises(ZeroError, match=r"half way.*engine\.load_checkpoint\(\)"):
         now.move(Move.STEP)
+
+
+def test_a_micro_step_that_is_none_of_the_scripts_leaves_the_state_as_it_was() -> None:
+    now = phase(State.READY)
+    with now.aside():
+        now.move(Move.BEGIN)
+    assert now.state is State.READY
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_micro_step_has_begun_with_a_gradient_and_has_run_with_all_of_them(state: State) -> None:
+    now = phase(state)
+    assert now.begun == (state not in (State.READY, State.DRAWN))
+    assert not now.has_run or now.begun

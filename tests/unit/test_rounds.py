@@ -233,6 +233,13 @@ def test_at_the_minimum_a_dead_link_is_waited_for_and_costs_nothing():
     assert verdict(replace(waits, aside=()))[0] is Move.ACTIVATE
 
 
+def test_a_dead_link_costs_nothing_where_the_workers_leave_anyway():
+    job = reaching("abc", {"a": "", "b": "c", "c": "b"})
+    found = decide(replace(job, yielding="d joins"), STEADY, TIMING)
+    assert (found.transition.move, found.transition.charge) == (Move.FORM, None)
+    assert found.reason == "the link between b (b) and c (c) is dead: no answer; d joins"
+
+
 def test_a_node_that_reaches_the_others_again_joins():
     job = replace(active("ab", live="abc"), aside=(SetAside(node="c", why="", others=("b",)),))
     assert verdict(job) == (None, "round 1 runs on 2 nodes")

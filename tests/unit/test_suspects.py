@@ -114,6 +114,18 @@ def test_who_is_certainly_gone_is_removed_at_once():
     assert [node.id for node in job.agents["a"].snapshot.nodes] == ["a"]
 
 
+def test_who_has_left_by_itself_before_anybody_looks_is_suspected_no_more():
+    job = Suspecting()
+    job.suspects.add(job.suspected, False)
+    job.agents.pop("b").close()
+    job.look(POLL_S)
+    assert job.suspects._suspects == []
+    job.suspects.add(job.suspected, True)
+    job.look(POLL_S)
+    assert job.suspects._dead == []
+    assert job.agents["a"].snapshot.charges == 1, "once, as the loss of a node"
+
+
 def test_a_process_that_was_removed_and_lives_is_never_removed_on_a_suspicion_again():
     job = Suspecting()
     assert job.agents["a"].evict(job.suspected)
