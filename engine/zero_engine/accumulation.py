@@ -34,8 +34,6 @@ class Accumulation:
     native_bytes: int | None = None
     """Of each element, what "local" keeps beside the sums if the backend makes them; None: they are
     made in order, of pieces."""
-    device_bytes: int | None = None
-    """Of what a rank keeps, the most that is on the device; None: all."""
     rounds: bool = False
     """Whether the sum of each block is rounded, and travels as int8 if one node has all of it."""
 
@@ -109,10 +107,6 @@ class Accumulation:
         world = self.topology.world
         pending = most_pending(self.block, world, micro_batches)
         return pending * -(-elements // world) * SUM_BYTES
-
-    def here_bytes(self, kept_bytes: int) -> int:
-        """Of what a rank keeps, what is on a device with memory of its own."""
-        return kept_bytes if self.device_bytes is None else min(kept_bytes, self.device_bytes)
 
 
 @lru_cache(maxsize=8)  # a full step and the last one of an epoch, of a few engines

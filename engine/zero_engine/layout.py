@@ -267,7 +267,6 @@ def _sums(config: Config, facts: Facts) -> tuple[Accumulation, str]:
         block=config.elastic.reduction_block or DEFAULT_BLOCK,
         # At stage 0 every rank adds where the whole sum is made.
         native_bytes=(SUM_BYTES if stage.shards_optimizer else 0) if native else None,
-        device_bytes=config.elastic.accumulate_device_bytes,
         rounds=config.zero_optimization.zero_quantized_gradients,
     )
     return sums, reason

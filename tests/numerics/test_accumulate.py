@@ -38,7 +38,7 @@ from zero_deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from zero_engine.accumulation import Accumulation
 from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
-from zero_engine.memory_check import RankMemory, compare
+from zero_engine.memory_check import HostMemory, compare, device_budget
 from zero_engine.observe.memory import estimate_for
 
 Case = tuple[str, int, str, int]
@@ -49,8 +49,10 @@ def make_at(
     where: str, stage: int, dtype: str, block: int | None, budget: int | None = None, **more: Any
 ) -> Engine:
     elastic = {"shuffle": False, "reduction_block": block, "accumulate": where}
-    elastic["accumulate_device_bytes"] = budget
-    return make(stage, dtype, elastic=elastic, **more)
+    engine = make(stage, dtype, elastic=elastic, **more)
+    assert engine._core.zero is not None
+    engine._core.zero.spill.budget_bytes = budget  # as where a GPU has no more room
+    return engine
 
 
 def on_nodes(nodes: str, engines: Callable[[], list[Engine]], reads: str = "1") -> list[Engine]:
@@ -299,29 +301,41 @@ def test_pieces_that_senders_hold_are_moved_with_the_other_states(worlds: WorldP
     assert worlds.run(2, move_in_the_middle) == [digest(expected("fp32", 8))] * 2
 
 
-def test_a_run_is_refused_with_figures_where_neither_device_nor_host_holds_the_sums() -> None:
+@pytest.mark.parametrize(
+    ("kept", "free", "coming", "budget"),
+    [
+        (10, 30, 20, None),  # all of it fits
+        (11, 30, 20, 10),  # beside what the first step allocates
+        (11, 10, 20, 0),
+        (0, 10, 20, 0),
+    ],
+)
+def test_what_a_device_has_no_room_for_waits_in_host_memory(
+    kept: int, free: int, coming: int, budget: int | None
+) -> None:
+    assert device_budget(kept, free, coming) == budget
+
+
+def test_a_run_is_refused_with_figures_where_the_host_does_not_hold_the_sums() -> None:
     gib = 1 << 30
     turns = Accumulation(where=Where.NODE, topology=Topology(nodes=(2, 2)), block=16)
-    fits = RankMemory(2 * gib, 30 * gib, 0, 3 * gib, 40 * gib)
+    fits = HostMemory(30 * gib, 0, 40 * gib)
     compare(turns, [fits, fits])
-    with pytest.raises(ConfigError) as device:
-        compare(turns, [fits, replace(fits, free_bytes=gib)])
-    assert str(device.value) == (
-        'elastic.accumulate: "node" keeps 2048 MiB of sums on rank 1 between micro-steps, and 1024 '
-        'MiB are left there; use "owner", which keeps 0 MiB and sends more, or lower '
-        "elastic.accumulate_device_bytes, beyond which sums are on the host, or give the rank more "
-        "memory"
+    told = []
+    for where in (Where.NODE, Where.OWNER):
+        with pytest.raises(ConfigError) as refusal:
+            compare(replace(turns, where=where), [fits, replace(fits, free_bytes=gib)])
+        told.append(str(refusal.value))
+    figures = (
+        "keeps 30720 MiB of sums of rank 1 in host memory between micro-steps, and 1024 MiB are "
+        "left there for each rank of its node"
     )
-    owner = replace(turns, where=Where.OWNER)
-    with pytest.raises(ConfigError) as host:
-        compare(owner, [replace(fits, host_free_bytes=gib), fits])
-    assert str(host.value) == (
-        'elastic.accumulate: "owner" keeps 30720 MiB of sums of rank 0 in host memory between '
-        "micro-steps, beyond elastic.accumulate_device_bytes, and 1024 MiB are left there for each "
-        "rank of its node; train on a multiple of 16 ranks, which keep nothing, or raise "
-        "elastic.accumulate_device_bytes, beyond which sums are on the host, or give the rank more "
-        "memory"
-    )
+    assert told == [
+        f'elastic.accumulate: "node" {figures}; use "owner", which keeps 0 MiB and sends more, or '
+        "give the rank more memory",
+        f'elastic.accumulate: "owner" {figures}; train on a multiple of 16 ranks, which keep '
+        "nothing, or give the rank more memory",
+    ]
 
 
 def continue_larger(root: str) -> None:
@@ -432,19 +446,18 @@ def test_sums_that_do_not_fit_are_refused_with_figures_before_the_first_step(
     if available_bytes() > 2 * kept:
         pytest.skip(f"this machine has the {2 * kept >> 30} GiB")
     message = (
-        f'"local" keeps {kept >> 20} MiB of sums on rank 0 between micro-steps, and '
-        r'\d+ MiB are left there; use "owner", which keeps 0 MiB and sends more'
+        f'"local" keeps {kept >> 20} MiB of sums of rank 0 in host memory between micro-steps, and '
+        r'\d+ MiB are left there for each rank of its node; use "owner", which keeps 0 MiB'
     )
     with pytest.raises(WorldError, match=message):
         worlds.run(2, train_too_large)
 
 
-def test_the_estimate_counts_what_nodes_keep_on_the_device_and_on_the_host() -> None:
-    """70 billion parameters on 8 x 8 GPUs: a piece of 4N/8 bytes, beside the shard of 4N/64; of
-    them a part in host memory."""
+def test_the_estimate_counts_what_nodes_keep() -> None:
+    """70 billion parameters on 8 x 8 GPUs: a piece of 4N/8 bytes, beside the shard of 4N/64."""
     estimates = []
-    for where, budget in (("owner", None), ("node", None), ("node", 10 * 10**9)):
-        elastic = {"accumulate": where, "reduction_block": 16, "accumulate_device_bytes": budget}
+    for where in ("owner", "node"):
+        elastic = {"accumulate": where, "reduction_block": 16}
         settings = {
             "train_batch_size": 512,
             "train_micro_batch_size_per_gpu": 1,
@@ -453,10 +466,8 @@ def test_the_estimate_counts_what_nodes_keep_on_the_device_and_on_the_host() -> 
         }
         config = load_config(settings)
         estimates.append(estimate_for(config, 70 * 10**9, 64, node_ranks=8))
-    owner, node, limited = estimates
+    owner, node = estimates
     assert node.gradients - owner.gradients == 35 * 10**9
-    assert limited.gradients - owner.gradients == 10 * 10**9
-    assert limited.host - node.host == 25 * 10**9
 
 
 def resumed(root: str) -> None:

@@ -213,10 +213,6 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             'which elastic.reduction "native" leaves to others; remove one of the two',
         ),
         (
-            {"elastic": {"accumulate_device_bytes": 0, "reduction": "native"}},
-            'elastic.accumulate_device_bytes: not with elastic.reduction "native"',
-        ),
-        (
             {"elastic": {"overlap_param_gather": True}},
             "at stage 0 every rank steps all weights, and none are gathered; set zero_opti",
         ),

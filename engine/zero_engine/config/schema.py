@@ -234,10 +234,6 @@ class Elastic(options.Elastic):
     owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
     which sends one sum of each block of `reduction_block` micro-batches. "local" (stages 0 and 1):
     by each rank, which sends its sums once in a step."""
-    accumulate_device_bytes: int | None = None
-    """The most bytes of each rank's device memory for sums that are kept between the micro-steps of
-    a step, beside the gradient sums themselves. What is kept beyond them is in host memory, and
-    each use of it copies it. null: everything is on the device."""
     initial_weights: str = FROM_MODULES
     """What parameters on the meta device begin with. "modules": what their modules' initialisers
     draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because
@@ -250,12 +246,7 @@ class Elastic(options.Elastic):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least("elastic", self, {"max_skipped_steps": 1, "accumulate_device_bytes": 0})
-        if self.is_native and self.accumulate_device_bytes is not None:
-            raise ConfigError(
-                'elastic.accumulate_device_bytes: not with elastic.reduction "native", which keeps '
-                "no pieces; remove one of the two"
-            )
+        check_least("elastic", self, {"max_skipped_steps": 1})
         if self.accumulate not in list(Where):
             raise ConfigError(
                 f'elastic.accumulate: {self.accumulate!r} is not "owner", "node" or "local"'

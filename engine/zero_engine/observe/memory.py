@@ -104,7 +104,6 @@ def estimate(  # noqa: PLR0913 - a fact each
     gpu: bool = True,
     whole: bool = False,
     kept: int = 0,
-    kept_away: int = 0,
     travelling: float | None = None,
 ) -> Estimate:
     """The bytes on one rank for the state of training.
@@ -124,7 +123,6 @@ def estimate(  # noqa: PLR0913 - a fact each
         whole: Whether the optimizer is given whole parameters.
         kept: Bytes of gradient sums that are kept between micro-steps, beside the sums themselves;
             see `Accumulation.most_kept_bytes`.
-        kept_away: Of these, the bytes in host memory.
         travelling: Bytes for each element of a gradient on its way, where sums begin inside of
             nodes, see `Accumulation.most_under_way`; None: gradients are sent to their owners.
 
@@ -153,11 +151,11 @@ def estimate(  # noqa: PLR0913 - a fact each
         + (0 if policy.shards_parameters else size * parameters),
         master=plan.at(NONE, plan.master()),
         moments=plan.at(NONE, plan.moments(states)),
-        gradients=_FP32_BYTES * stepped + kept - kept_away,
-        host=plan.at(CPU, places) + buffers + kept_away,
+        gradients=_FP32_BYTES * stepped + kept,
+        host=plan.at(CPU, places) + buffers,
         disk=plan.at(NVME, places),
         in_flight=max(
-            round(size * under_way) + kept_away * unit // parameters,
+            round(size * under_way),
             plan.at(NONE, plan.widened(states, part)),
             _FP32_BYTES * _WHOLES * shard if whole else 0,
         ),
@@ -333,5 +331,4 @@ def estimate_for(
         whole=whole,
         travelling=travelling,
         kept=kept,
-        kept_away=kept - sums.here_bytes(kept),
     )

@@ -91,7 +91,7 @@ class ZeroOptimizer:
         if not layout.stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
         summed = self._gradients if layout.sums_everywhere else self.totals
-        self.spill = Spill(device, layout.sums.device_bytes)
+        self.spill = Spill(device)
         """What is kept between micro-steps beside the sums, here and by senders."""
         block = CHAIN if layout.native else layout.sums.block
         self.sums = tuple(OrderedSum(total, block, self.spill) for total in summed)
