@@ -230,11 +230,7 @@ def _decided(config: Config, facts: Facts) -> tuple[Config, tuple[Choice, ...]]:
 
 
 def of_the_model(config: Config, dtypes: frozenset[str]) -> tuple[Config, str]:
-    """The config with the precision of a model in 16 bits, if it names none, as in DeepSpeed.
-
-    Returns:
-        It, and the reason, if it has changed.
-    """
+    """The config with the precision of a model in 16 bits, if it names none, and the reason."""
     if config.compute != "fp32" or config.data_types.param_dtype is not None:
         return config, ""
     if dtypes == {"bfloat16"}:

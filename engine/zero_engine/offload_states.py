@@ -76,13 +76,7 @@ class MovedStates:
         zero: ZeroOptimizer | None,
         await_weights: Callable[[], None],
     ) -> None:
-        """Nothing is moved yet.
-
-        Args:
-            units: All units of the engine.
-            zero: Its optimizer, if it has one.
-            await_weights: Returns when the weights of the last step have arrived.
-        """
+        """Nothing is moved; `await_weights` returns when those of the last step have arrived."""
         self._await_weights = await_weights
         self._units = units
         self._zero = zero
@@ -182,11 +176,7 @@ class MovedStates:
         self.given_away = True
 
     def lend(self, until: Callable[[], object]) -> None:
-        """Let another thread read the states in place; the next use of them waits for it.
-
-        Args:
-            until: Returns when that thread has read everything.
-        """
+        """Let a thread read the states in place; their next use waits for `until` to return."""
         self._read_until = until
 
     def _wait_for_reader(self) -> None:

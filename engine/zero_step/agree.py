@@ -49,13 +49,7 @@ class Agreement:
         divisions: Sequence[Division] = (),
         device: torch.device = _CPU,
     ) -> None:
-        """Describe the gradients.
-
-        Args:
-            collectives: The ranks.
-            divisions: How the gradients are divided into shards; none if nobody asks for a norm.
-            device: Of the gradients.
-        """
+        """Describe how gradients are divided; without divisions nobody asks for a norm."""
         self.divisions = tuple(divisions)
         self._collectives = collectives
         self._norms = BlockNorms(divisions, collectives, device)

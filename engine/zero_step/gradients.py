@@ -36,14 +36,8 @@ def own_groups(
 ) -> list[Collectives]:
     """The groups that the exchanges of sums have for themselves. Collective.
 
-    Exchanges that travel at the same time need one each where they are matched by their order.
-
-    Args:
-        collectives: The group of all ranks, laid out.
-        device: Where gradients are.
-        interrupt: Ends every wait.
-        alone: Something else travels in the group at the same time.
-        two: A sum has two exchanges, inside of nodes and between them.
+    Exchanges that travel at the same time need one each where they are matched by their order:
+    something else does (`alone`), or a sum has two of them, inside of nodes and between them.
     """
     any_order = collectives.any_order(device)
     count = int(alone and collectives.world > 1)
@@ -56,12 +50,9 @@ def own_groups(
 def reduction_over(
     groups: Sequence[Collectives], device: torch.device, native: torch.dtype | None = None
 ) -> Reduction:
-    """The reduction in some groups: by owners or by the backend in one, by nodes first in two.
+    """The reduction in the groups of `own_groups`: by nodes first in two; else by owners.
 
-    Args:
-        groups: One or two; see `own_groups`.
-        device: Where gradients are.
-        native: The dtype in which the backend sums them; None: they are summed in order.
+    Or by the backend, in the dtype `native`.
     """
     pool = BufferPool(device)
     if native is not None:
@@ -161,11 +152,7 @@ class Pipeline:
             self.complete()
 
     def poll(self) -> bool:
-        """Do the next step of each reduction whose exchanges have ended, and wait for none.
-
-        Returns:
-            Whether there was a step to do.
-        """
+        """Do the next step of each reduction whose exchanges have ended; whether there was one."""
         moved, ahead = False, inf
         for each in tuple(self.under_way):
             if each.number < ahead and self._has_room(each.number + 1) and each.has_arrived():

@@ -117,16 +117,7 @@ def adopt(
     block: int | None,
     rounds: bool = False,
 ) -> Adopted:
-    """What a run that resumes takes over, beside its position.
-
-    Args:
-        saved: `describe` of the checkpoint.
-        ours: `describe` of this run.
-        hardware: What computes now.
-        terms: How its script sets what differs.
-        mode: elastic.reduction.
-        block: elastic.reduction_block.
-        rounds: The run rounds the sum of each block to int8.
+    """What a run that resumes takes over, beside its position, from `describe` of its checkpoint.
 
     Raises:
         ConfigError: The config asks for another order of the gradients' sums, or for the hardware
@@ -143,10 +134,7 @@ def adopt(
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms) -> list[str]:
     """What changes the result of a run after a load: one sentence each, with what to set.
 
-    Args:
-        ours: `describe` of this run.
-        saved: `describe` of the checkpoint. A None is unknown, as after an import.
-        terms: How the script sets what differs.
+    Both are from `describe`; a None of the saved one is unknown, as after an import.
     """
     found = [_batch_difference(ours, saved, terms)]
     if ours.get("dataset_size") and saved.get("step") and not saved.get("samples"):

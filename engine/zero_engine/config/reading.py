@@ -93,14 +93,7 @@ def _from_hjson(text: str, name: str) -> Any:
 
 
 def _without_quotes(text: str, outline: str, name: str, otherwise: json.JSONDecodeError) -> Any:
-    """Read all of HJSON, except a string that it makes of a line in which a comma is missing.
-
-    Args:
-        text: The config.
-        outline: The config without strings and comments.
-        name: The name of the config, for messages.
-        otherwise: The error of the JSON parser.
-    """
+    """Read all of HJSON, except a string that it makes of a line in which a comma is missing."""
     gap = _NO_COMMA.search(outline)
     if gap and otherwise.msg != _UNCLOSED:
         problem = otherwise.msg if otherwise.pos == gap.end() else _COMMA

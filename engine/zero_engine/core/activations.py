@@ -121,11 +121,7 @@ def apply(model: nn.Module, settings: ActivationCheckpointing) -> None:
 
 
 def chosen(model: nn.Module, rules: tuple[str, ...]) -> list[nn.Module]:
-    """The modules that some rules name, without those inside of others.
-
-    Args:
-        model: The module that has them.
-        rules: Names of classes, or patterns of names of modules.
+    """The modules that rules name, without those inside of others.
 
     Raises:
         ConfigError: A rule names none.

@@ -186,12 +186,7 @@ class MicroSteps:
         self._begin(NOT_GIVEN, weight=weight * (run.summed_over or 1))
 
     def finish_unweighted(self, loss: Tensor | None, *, shared: bool) -> None:
-        """End the backward of such a micro-step.
-
-        Args:
-            loss: The loss, if it is known.
-            shared: Whether it has left gradients in other engines as well.
-        """
+        """End the backward of it; `shared`: it has left gradients in other engines as well."""
         if loss is None:
             if self._tells("an unseen loss") and self._run.rank == 0:
                 _log.info(

@@ -77,9 +77,7 @@ def take_without_weights(model: nn.Module) -> None:
 def _give_weights(core: Core, taken: Container[nn.Parameter]) -> None:
     """Give an engine's parameters their weights in full precision. Collective.
 
-    Args:
-        core: The engine's.
-        taken: What the next engine has: these stay divided if they are; others become whole.
+    Those that the next engine has (`taken`) stay divided if they are; others become whole.
     """
     group = EarlyGroup(core.collectives) if core.stage.shards_parameters else None
     for unit in core.units:

@@ -78,12 +78,6 @@ class SelfTest:
     ) -> None:
         """Replay a micro-batch if a run begins, or resumes on other hardware. Collective.
 
-        Args:
-            forward: The module's forward, from its arguments.
-            args: As the script has given them.
-            kwargs: Those by name.
-            seed: Of the random numbers of this micro-batch.
-
         Raises:
             ZeroError: The bits differ, and elastic.deterministic is "error".
         """
@@ -191,11 +185,7 @@ def remedy(mode: Deterministic) -> str:
 
 
 def output_differs(by_rank: Sequence[Sequence[Any] | None]) -> str:
-    """What forward computes differs: the first module, in the order in which modules have ended.
-
-    Args:
-        by_rank: The turn and the name of each rank's first module; None: its output was the same.
-    """
+    """What forward computes differs: the first module, in the order in which modules have ended."""
     found = [(each[0], rank, each[1]) for rank, each in enumerate(by_rank) if each is not None]
     if not found:
         return "the output of forward differs, though not in two more forwards"
@@ -205,12 +195,7 @@ def output_differs(by_rank: Sequence[Sequence[Any] | None]) -> str:
 
 
 def gradients_differ(by_rank: Sequence[Sequence[str]], order: Sequence[str]) -> str:
-    """Gradients differ: how many, and of these the first that backward makes.
-
-    Args:
-        by_rank: The parameters whose gradients differ in each rank's share.
-        order: All parameters in the order of forward.
-    """
+    """Gradients differ: how many, and of these the first that backward makes."""
     differing = {name for names in by_rank for name in names}
     first = next(name for name in reversed(order) if name in differing)
     return (

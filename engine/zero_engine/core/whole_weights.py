@@ -36,11 +36,7 @@ class WholeWeights(WrappingModule):
         return self._whole("module_state_dict()", here=self._is(rank))
 
     def get_fp32_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
-        """The module's whole state_dict in the highest precision, frozen parameters included.
-
-        Args:
-            rank: As for `module_state_dict`.
-        """
+        """The same in the highest precision, frozen parameters included."""
         return self._whole("get_fp32_state_dict()", here=self._is(rank), highest=True)
 
     def _is(self, rank: int | None) -> bool:

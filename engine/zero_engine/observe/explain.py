@@ -33,14 +33,9 @@ def explain(
     largest: int | None = None,
     node_ranks: int | None = None,
 ) -> Iterator[str]:
-    """The whole explanation, line by line.
+    """The whole explanation, line by line; `written` is the JSON that the config was made from.
 
-    Args:
-        config: The resolved config.
-        written: The JSON that the config was made from.
-        parameters: The trained parameters of the model, for the memory estimate.
-        largest: The trained parameters of its largest module; None: a 32nd of all.
-        node_ranks: The ranks of each node; None: there is one node.
+    Of what is not given, the largest module is a 32nd of all parameters, and there is one node.
     """
     yield "Resolved values (* from the file):"
     yield from _values(config, _leaves(written))

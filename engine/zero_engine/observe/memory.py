@@ -274,11 +274,6 @@ def handed_over(compute: str, summed: str, world: int) -> float:
     """Bytes of each element of a gradient that the backend sums.
 
     The gradient, its copy in the dtype of the sum, and the sum of this micro-step.
-
-    Args:
-        compute: The dtype of the gradient.
-        summed: The dtype of the sum.
-        world: The number of ranks.
     """
     copied = _BYTES[summed] if summed != compute else 0
     return _BYTES[compute] + copied + _BYTES[summed] / world
@@ -293,12 +288,7 @@ def estimate_for(
 ) -> Estimate:
     """The estimate for a config, on GPUs; an unknown optimizer counts as Adam.
 
-    Args:
-        config: The resolved config.
-        parameters: Trained parameters of the whole model.
-        world: The number of ranks.
-        largest: Parameters of the largest unit; None: all of the model.
-        node_ranks: Ranks of each node, the last of which may have fewer; None: there is one node.
+    Without `largest` the model is one unit, and without `node_ranks` there is one node.
     """
     whole, nodes = is_stepped_whole(config.optimizer), described(str(node_ranks or world), world)
     optimizer = OptimizerFacts(name="the optimizer", whole=whole)

@@ -46,9 +46,6 @@ class AsGiven:
     def check(self, trained: Iterable[FlatUnit]) -> None:
         """Refuse what the engine cannot follow.
 
-        Args:
-            trained: The units that the engine trains.
-
         Raises:
             ZeroError: There is a further param group, a parameter of a group is to be trained since
                 then, or a trained one has other memory.

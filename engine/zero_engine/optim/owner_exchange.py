@@ -60,11 +60,7 @@ class OwnerExchange:
         return exchange_group[self._rank] if self._rank < len(exchange_group) else None
 
     def collect(self, exchange_group: ExchangeGroup, what: str) -> tuple[Tensor, Pending]:
-        """Begin to bring the pieces of each parameter to its owner.
-
-        Returns:
-            The parameter of this rank, flat, and what to wait for; empty if this rank owns none.
-        """
+        """Begin to bring the pieces of each parameter to its owner: this rank's, and the wait."""
         owned = self.owned(exchange_group)
         whole, wanted = torch.empty(0, device="cpu"), {}
         held = {owner: shared.mine for owner, shared in enumerate(exchange_group) if shared.divided}
@@ -75,13 +71,7 @@ class OwnerExchange:
         return whole, self._collectives.exchange_pieces(held, wanted, what)
 
     def give_back(self, exchange_group: ExchangeGroup, whole: Tensor, what: str) -> Pending:
-        """Begin to send the pieces of whole parameters to the ranks that hold them.
-
-        Args:
-            exchange_group: As it was collected.
-            whole: The parameter that this rank owns, flat.
-            what: Named in messages; a different one for each exchange under way.
-        """
+        """Begin to send the pieces of whole parameters to the ranks that hold them."""
         owned = self.owned(exchange_group)
         if owned is not None:
             owned.mine.copy_(whole[owned.piece(self._rank)])

@@ -71,14 +71,7 @@ class StepByOwners:
         gradients: Sequence[Tensor],
         collectives: Collectives,
     ) -> None:
-        """Put what this rank owns in the place of the optimizer's parameters.
-
-        Args:
-            optimizer: Made on the module's parameters.
-            units: All that are trained.
-            gradients: For each unit the gradient of its master weights.
-            collectives: The ranks that share the units.
-        """
+        """Put what this rank owns in the place of the optimizer's parameters."""
         self.optimizer = optimizer
         self._collectives = collectives
         self._exchange = OwnerExchange(collectives)

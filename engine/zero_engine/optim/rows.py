@@ -73,15 +73,7 @@ class Rows:
         groups: Sequence[Options],
         moments: Moments,
     ) -> None:
-        """Begin with the row of weights; others are made on first use.
-
-        Args:
-            unit: The unit whose shard the rows cover.
-            tier: Where rows rest.
-            segments: The segments of this unit.
-            groups: The options of every param group.
-            moments: The dtype in which the other rows rest.
-        """
+        """Begin with the row of weights; others are made on first use, as `moments` rest."""
         self._moments = moments
         self._tier = tier
         self._low = unit.interval[0]

@@ -60,11 +60,7 @@ class ShardedWhole:
         return self._gradients.get(param)
 
     def norms(self, chunks: Sequence[Tensor]) -> list[Norms]:
-        """For each segment its pieces of parameters, with their whole norms. Collective.
-
-        Args:
-            chunks: For each segment the norms of its chunks.
-        """
+        """For each segment its pieces of parameters, with their whole norms. Collective."""
         device = self._units[0].full.device
         whole = {u: chunks[0].new_zeros(u.padded // CHUNK, device=device) for u in self._units}
         for segment, norms in zip(self._segments, chunks, strict=True):
@@ -92,9 +88,7 @@ class ShardedWhole:
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
         """Put pieces of changed parameters in the place of the present ones. Collective.
 
-        Args:
-            tensors: One per segment, of its length.
-            changes: For each segment that of its param group; None: the group stays as it is.
+        One tensor for each segment, and the change of its param group; None: the group stays.
         """
         of_group = {s.group: change for s, change in zip(self._segments, changes, strict=True)}
         exchange_groups = in_exchange_groups(

@@ -24,11 +24,7 @@ class Steps(Protocol):
         """Step every segment with its gradient. Raises TierError."""
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """Let the optimizer have one part of all segments after the other. Raises TierError.
-
-        Args:
-            weights_only: The optimizer's state of the part may be away.
-        """
+        """Let the optimizer have one part of all segments after the other. Raises TierError."""
 
     def make_state(
         self, segment: Segment, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]

@@ -95,15 +95,7 @@ class StepBySubGroups:
         tiers: Mapping[FlatUnit, Tier],
         moments: torch.dtype = torch.float32,
     ) -> None:
-        """Cut the shards into sub-groups.
-
-        Args:
-            optimizer: Elementwise, or one that looks at whole parameters in three passes.
-            segments: All segments of this rank.
-            totals: For each unit the gradient of its shard.
-            tiers: Where the state of a unit rests; the state of other units is on the device.
-            moments: The dtype in which the optimizer's fp32 state rests.
-        """
+        """Cut the shards into sub-groups; state that is not in `tiers` is on the device."""
         self._moments = Moments(moments)
         self._optimizer = optimizer
         self._tiers = dict(tiers)

@@ -25,12 +25,7 @@ _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: 
 
 
 def tree_spec(nest: Any, name: str, path: Path = ()) -> Any:
-    """The types and shapes in a nest, as JSON.
-
-    Args:
-        nest: The whole nest, or the part at `path`.
-        name: The parameter that it belongs to, for messages.
-        path: Keys and indices from the top of the nest.
+    """The types and shapes in a nest, as JSON; `path` leads there from its top.
 
     Raises:
         CheckpointError: The nest holds something else.

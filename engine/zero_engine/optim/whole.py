@@ -41,11 +41,7 @@ class Whole(Protocol):
     """Access to the whole parameters that the optimizer's tensors are pieces of."""
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
-        """Let the optimizer's groups hold one part of all parameters after the other.
-
-        Args:
-            weights_only: The pass needs weights and directions; the state may be away.
-        """
+        """Let the optimizer's groups hold one part of all parameters after the other."""
 
     def direction(self, param: Tensor) -> Tensor | None:
         """The direction that `direct` has left for one of the optimizer's parameters, or None."""

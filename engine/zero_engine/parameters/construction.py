@@ -52,11 +52,7 @@ class DividedConstruction(TorchFunctionMode):
     """A context in which models are made; afterwards each rank has shares of their parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter] = ()) -> None:
-        """Divide what is made in the context.
-
-        Args:
-            params: Parameters that exist already, to be divided as well.
-        """
+        """Divide what is made in the context, and these parameters, which exist already."""
         super().__init__()
         self._open: dict[Tensor, None] = {}
         """The parameters that are whole; the one that was used last is at the end."""
@@ -144,9 +140,7 @@ class DividedConstruction(TorchFunctionMode):
     def _shrink(self, elements: int, keep: int = 0) -> None:
         """Divide open parameters, the oldest first, until at most so many elements are open.
 
-        Args:
-            elements: The number of elements.
-            keep: How many of those that were used last stay open all the same.
+        As many as `keep` of those that were used last stay open all the same.
         """
         assert self._group is not None
         while len(self._open) > keep and (self._count > elements or not elements):

@@ -74,12 +74,7 @@ class EarlyShare:
         self.holders = 0
 
     def divide(self, param: Tensor, source: int | None = 0) -> None:
-        """Keep the share alone.
-
-        Args:
-            param: The parameter.
-            source: The rank whose values are kept; None: the values before it was gathered.
-        """
+        """Keep the share alone, of the values of a rank; None: those before it was gathered."""
         if source is not None:
             whole = self._padded(param)
             with self._guard():
@@ -88,13 +83,7 @@ class EarlyShare:
         self._hide(param)
 
     def keep(self, param: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        """Keep the share of values that all ranks have. Not collective.
-
-        Args:
-            param: The parameter.
-            values: All its values.
-            dtype: That of the parameter from now on; the share keeps that of the values.
-        """
+        """Keep the share of values that all ranks have, in their dtype. Not collective."""
         self._own = self._collectives.own(self._padded(values)).clone()
         param.data = values.new_empty((), dtype=dtype).expand(self._shape)
         self._hide(param)
@@ -175,13 +164,7 @@ def share_of(param: Tensor) -> EarlyShare | None:
 
 
 def divide(param: Tensor, group: EarlyGroup, *, written: bool = True) -> None:
-    """Divide a parameter: the values of rank 0.
-
-    Args:
-        param: The parameter.
-        group: The ranks.
-        written: Whether anything has been written to the parameter, on this rank.
-    """
+    """Divide a parameter: the values of rank 0; `written`: anything has been written to it here."""
     share = share_of(param)
     if share is None:
         share = _SHARES[param] = EarlyShare(param, group)

@@ -39,12 +39,6 @@ class InitialWeights:
     ) -> None:
         """Check that all weights have a source; nothing is set yet.
 
-        Args:
-            model: The model.
-            without_values: What `initialisers.leave_meta` has returned.
-            collectives: Their rank 0 sets values; its other ranks wait.
-            source: `elastic.initial_weights`.
-
         Raises:
             ConfigError: A parameter or buffer has no source; names its module.
         """
@@ -75,13 +69,7 @@ class InitialWeights:
         self._attempt(self._initialisers.set_buffers)
 
     def write(self, spec: UnitSpec, slots: Sequence[Slot], whole: Tensor) -> None:
-        """Write the weights of a unit, on all ranks; collective.
-
-        Args:
-            spec: The unit.
-            slots: The place of each of its members.
-            whole: The unit's weights.
-        """
+        """Write the weights of a unit to its slots, on all ranks. Collective."""
         places: dict[int, Tensor] = {}
         for slot, member in zip(slots, spec.members, strict=True):
             place = whole[slot.start : slot.stop].view(slot.shape)

@@ -38,11 +38,7 @@ _REMEDY = (
 
 
 def leave_meta(model: nn.Module) -> frozenset[int]:
-    """Move parameters and buffers from the meta device to the host, without values and memory.
-
-    Returns:
-        The `id` of each of these parameters and buffers.
-    """
+    """Move what is on the meta device to the host, without values and memory; its `id`s."""
     moved = set()
     for param in model.parameters():
         if param.is_meta:

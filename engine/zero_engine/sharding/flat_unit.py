@@ -373,11 +373,7 @@ class FlatUnit:
         """Broadcast what rank `source` has written into its full parameters. Collective.
 
         Only elements that differ from the shard in the compute dtype are changed: the others keep
-        the precision that they have in the shard.
-
-        Args:
-            source: The rank.
-            slots: Those that it has written; None: all of them.
+        the precision that they have in the shard. Without `slots` it may have written to all.
         """
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)

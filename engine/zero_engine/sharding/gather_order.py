@@ -47,9 +47,7 @@ class Pass:
 def complete(trace: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
     """A trace with the units that it lacks, each after its predecessor in the default order.
 
-    Args:
-        trace: The units in the order in which they were needed; a unit may occur several times.
-        default: All units, once each.
+    In the trace, the order in which they were needed, a unit may occur several times.
     """
     order = list(trace)
     for place, unit in enumerate(default):
@@ -61,10 +59,7 @@ def complete(trace: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
 def ahead(coming: Iterator[int], sizes: Sequence[int], budget: int | None) -> list[int]:
     """Prefetch: the coming units to begin to gather before they are needed.
 
-    Args:
-        coming: The units that come next.
-        sizes: The size of every unit, in elements.
-        budget: The largest sum of their sizes, in elements; None: one unit of any size.
+    Their sizes together are at most the budget, in elements; None: one unit of any size.
     """
     if budget is None:
         return list(islice(coming, 1))

@@ -178,12 +178,7 @@ class GradReducer:
         return self.pipeline.turn.withholds
 
     def begin(self, turn: Turn, *, weight: float = 1.0) -> None:
-        """Announce one backward pass.
-
-        Args:
-            turn: Which micro-step it is; if it is the first, the sums hold the step before.
-            weight: The factor of the gradients, if the loss was not multiplied with it.
-        """
+        """Announce one backward pass; its gradients are multiplied with `weight`."""
         self.pipeline.begin(turn, weight)
         self._next = 0
         for gradient in self._order:

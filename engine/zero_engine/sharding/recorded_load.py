@@ -23,11 +23,7 @@ class RecordedLoad(TorchFunctionMode):
     """A context in which copies to chosen tensors are recorded, and not made."""
 
     def __init__(self, chosen: Iterable[Tensor]) -> None:
-        """Record nothing yet.
-
-        Args:
-            chosen: Parameters and buffers, also those without memory.
-        """
+        """Record nothing yet; the parameters and buffers may lack memory."""
         super().__init__()
         self._chosen = {id(tensor): tensor for tensor in chosen}
         self._sources: dict[int, Tensor] = {}

@@ -52,13 +52,9 @@ class SmallParams:
         *,
         apart: bool,
     ) -> None:
-        """Take the parameters.
+        """Take parameters, each with its name and its offset in the unit, ascending.
 
-        Args:
-            params: Each with its name and its offset in the unit, ascending.
-            full: [padded], all weights of the unit in the compute dtype.
-            collectives: The ranks that share the unit.
-            apart: Whether they need memory of their own, since that of `full` is freed.
+        Apart, they have memory of their own, since that of `full` is freed.
         """
         self._collectives = collectives
         self._padded = full.numel()
@@ -89,11 +85,7 @@ class SmallParams:
                 full[each.start : each.stop].copy_(each.shown)
 
     def refresh(self, fetch: Callable[[int, int, Tensor], None]) -> Pending:
-        """Begin to bring them up to date on all ranks.
-
-        Args:
-            fetch: Copies the unit's elements [start, stop), which are this rank's, into a tensor.
-        """
+        """Begin to bring them up to date on all ranks; `fetch` copies elements of this one."""
         if self._apart is None or not self.members:
             return Pending("small parameters")
         low, high = self._interval(self._collectives.rank)
@@ -122,13 +114,10 @@ class SmallParams:
     # ---- what a script writes ----
 
     def take(self, held: Tensor, low: int, wrote: Callable[[int, int], None] | None) -> None:
-        """Copy what a script has written to the weights that the optimizer steps.
+        """Copy what a script has written to the weights `held` that the optimizer steps.
 
-        Args:
-            held: These weights, from element `low` of the unit on.
-            low: Their first element.
-            wrote: Called with the elements [start, stop) of the unit that have changed; None: it
-                need not be known, and no device is waited for.
+        These begin with element `low` of the unit. `wrote` is called with the elements that have
+        changed; without it no device is waited for.
         """
         for each in self.members:
             self._put_back(each)

@@ -64,19 +64,10 @@ def module_state_dict(
     left_out: Collection[str] = (),
     here: bool = True,
 ) -> dict[str, Tensor]:
-    """The state_dict of the module on the CPU. Collective.
+    """The state_dict of the module on the CPU, without the names that are left out. Collective.
 
-    Args:
-        module: The module.
-        units: All its units.
-        aliases: Further names of tied parameters, by which they are the same tensors.
-        highest: All floating-point tensors are fp32, from master weights if they are trained.
-            Otherwise tensors have the dtypes that the module computes in.
-        left_out: Names that are not wanted; the same on all ranks.
-        here: Whether this rank wants the tensors. If not, it holds one unit at a time.
-
-    Returns:
-        Tensors with memory of their own; none if they are not wanted here.
+    Highest: floating-point tensors are fp32, from master weights if they are trained. A rank that
+    wants none `here` holds one unit at a time; what others get has memory of its own.
     """
     dtypes = {name: dtype for name, (dtype, _) in state_table(module, units).items()}
     whole: dict[str, Tensor] = {}

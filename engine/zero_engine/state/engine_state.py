@@ -71,13 +71,7 @@ class EngineState:
     def capture(
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool = False
     ) -> State:
-        """The state to save; the pieces are views, `meta` is a copy as of now.
-
-        Args:
-            run: Counters, batch and environment, from the engine.
-            client: The script's own state, as JSON.
-            exclude_frozen: Leave out the parameters that are not trained.
-        """
+        """The state to save; the pieces are views, `meta` is a copy as of now."""
         groups: list[dict[str, Any]] = []
         if self.zero is not None and self._optimizer is not None:
             records = self._optimizer.records()

@@ -50,14 +50,7 @@ class Loading:
         options: LoadOptions,
         adopt_position: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Prepare a load; nothing is read yet.
-
-        Args:
-            state: The state to fill.
-            moved: Marked inconsistent while the state is neither the old one nor the new one.
-            options: What to load.
-            adopt_position: Takes steps, samples and batch from the manifest's record of the run.
-        """
+        """Prepare a load; nothing is read yet."""
         self.resumes = options.whole
         self.takes_position = not options.module_only
         self._selection = Selection(State({}, ()))
@@ -99,11 +92,7 @@ class Loading:
         return loaded
 
     def adopt(self, run: Mapping[str, Any]) -> None:
-        """Finish the load of what has been read: all that is derived from it. Collective.
-
-        Args:
-            run: The manifest's record of the engine.
-        """
+        """Finish the load of what has been read: all that is derived from it. Collective."""
         self._end_exchange()
         self._selection.settle(weights=False)
         for unit in self._state.units:

@@ -54,11 +54,7 @@ class OptimizerState(Protocol):
         """
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
-        """Finish a load when the pieces are filled. Collective.
-
-        Args:
-            records: For each param group the saved `records`; None: nothing was saved.
-        """
+        """Finish a load when the pieces are filled; None: nothing was saved. Collective."""
 
 
 class StateOfSegments:

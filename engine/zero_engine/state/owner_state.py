@@ -125,15 +125,8 @@ def fetch(
 ) -> Any:
     """A copy of the state that the owner of a parameter has under a key. Collective.
 
-    Args:
-        owned: The parameter's state; None on ranks that do not own it.
-        key: The key of the state.
-        name: The name of the parameter.
-        collectives: All ranks.
-        device: The device of the copy.
-
-    Returns:
-        The same on every rank; None if there is no such state (yet), or it has no tree spec.
+    Other ranks give None as `owned`. None on every rank: there is no such state (yet), or it has no
+    tree spec.
     """
     own: list[Any] | None = None
     if owned is not None:

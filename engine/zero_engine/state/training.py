@@ -112,11 +112,7 @@ class EngineTraining:
         return record_of(zero.reduction_block, rounds=layout.sums.rounds)
 
     def _adopt(self, saved: Mapping[str, Any]) -> None:
-        """Resume at a position, with its batch if the config leaves that open; raises as `adopt`.
-
-        Args:
-            saved: The checkpoint's record of its run.
-        """
+        """Resume at a position, with its batch if the config leaves it open; raises as `adopt`."""
         run, count, size = self._run, saved["microbatches"], saved["micro_batch"]
         run.loaded_samples = (count or 0) * (size or 0)
         if run.batch_from_world and count:

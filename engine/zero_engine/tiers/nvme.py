@@ -117,13 +117,7 @@ class Nvme:
     def __init__(
         self, file: ScratchFile, ahead: ReadAhead | None = None, *, pin: bool = False
     ) -> None:
-        """A tier on a scratch file.
-
-        Args:
-            file: The file that holds the tensors.
-            ahead: The bounds of the reads ahead of `fetch`.
-            pin: Page-locked buffers, for copies to and from a GPU.
-        """
+        """A tier on a scratch file; `pin`: page-locked buffers, for copies to and from a GPU."""
         self.file = file
         self.buffers = Buffers(pin=pin)
         self._threads = ThreadPoolExecutor(_THREADS, "zero-nvme")

@@ -78,13 +78,7 @@ class Memory:
     """The tier on a device or in host memory, pinned if a GPU is to copy from there."""
 
     def __init__(self, device: torch.device, *, used_on: torch.device, pin: bool = False) -> None:
-        """A tier for tensors that are used on another device or on this one.
-
-        Args:
-            device: The device on which tensors rest.
-            used_on: The device on which the model computes.
-            pin: Page-locked memory, if they rest on the host and are used elsewhere.
-        """
+        """A tier on a device; `pin`: page-locked, if tensors are used on another one."""
         self.far = device.type != used_on.type
         self._device = device
         self._pin = pin and self.far

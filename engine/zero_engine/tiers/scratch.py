@@ -118,11 +118,7 @@ class ScratchFile:
     # ---- streaming ----
 
     def read(self, held: Tensor, buffer: Tensor) -> None:
-        """Read the bytes of `held`, which begins on a page, and what follows up to whole pages.
-
-        Args:
-            held: A part of a reserved tensor.
-            buffer: uint8, aligned, whole pages: see `aligned`.
+        """Read the bytes of `held`, which begins on a page, into an aligned buffer of whole pages.
 
         Raises:
             TierError: The disk failed.
