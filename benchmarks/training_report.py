@@ -188,19 +188,15 @@ def _of_formula(system: str, rows: Mapping[str, Row], dtype: str, world: int) ->
     stage, passes = SYSTEMS[system].stage, rows.get("passes")
     if not system.startswith("zero") or stage is None or passes is None:
         return None
+    from zero_engine.config.schema import Bf16, Config, ZeroOptimization
     from zero_engine.observe.memory import estimate
 
     activations = passes.peak_bytes - _WEIGHT_BYTES[dtype] * passes.parameters
-    formula = estimate(
-        passes.parameters,
-        stage=stage,
-        compute=dtype,
-        states=2,
-        world=world,
-        largest=passes.largest_unit,
-        root=passes.root,
-        gpu=False,
+    config = Config(
+        bf16=Bf16(enabled=dtype == "bf16"), zero_optimization=ZeroOptimization(stage=stage)
     )
+    units = passes.parameters, world, passes.largest_unit
+    formula = estimate(config, *units, root=passes.root, device="cpu")
     return rows[system].peak_bytes / (activations + formula.total + formula.in_flight)
 
 

@@ -74,12 +74,16 @@ class UnitPlaces:
     """Where the tensors of one unit are on each rank."""
 
     name: str
+    shard: int
+    """Elements of each rank."""
     state: str
     """Where master weights and the optimizer's state rest: "none" is the device."""
     weights: str
     """Where the copy rests that modules are gathered from, if there is one."""
     offloaded: bool
     """Whether the optimizer's state is offloaded, and so stepped by sub-groups."""
+    shared: bool
+    """Whether the buffer that modules read is the master weights, too."""
     replica: bool
     """Whether each rank has all master weights."""
     source: str
@@ -310,9 +314,11 @@ def _places(config: Config, facts: Facts, stage: Stage) -> Iterator[UnitPlaces]:
         )
         yield UnitPlaces(
             name=unit.name,
+            shard=unit.shard,
             state=state,
             weights=weights,
             offloaded=is_away,
+            shared=is_buffer,
             replica=replica,
             source="shard" if near else "copy" if stage.shards_parameters else "buffer",
             rounded=rounds and stage.shards_parameters,

@@ -39,7 +39,7 @@ from zero_engine.accumulation import Accumulation
 from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
 from zero_engine.memory_check import HostMemory, compare, device_budget
-from zero_engine.observe.memory import estimate_for
+from zero_engine.observe.memory import estimate
 
 Case = tuple[str, int, str, int]
 """Where, stage, dtype and block."""
@@ -465,7 +465,7 @@ def test_the_estimate_counts_what_nodes_keep() -> None:
             "elastic": elastic,
         }
         config = load_config(settings)
-        estimates.append(estimate_for(config, 70 * 10**9, 64, node_ranks=8))
+        estimates.append(estimate(config, 70 * 10**9, 64, node_ranks=8))
     owner, node = estimates
     assert node.gradients - owner.gradients == 35 * 10**9
 

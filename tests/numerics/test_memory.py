@@ -22,9 +22,9 @@ from zero_comm.sums.plan import Where
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_engine.config import load_config
 from zero_engine.config.offload import OffloadOptimizer
-from zero_engine.config.schema import Bf16, Config, ZeroOptimization
+from zero_engine.config.schema import Bf16, Config, OptimizerConfig, ZeroOptimization
 from zero_engine.layout import Facts, resolve
-from zero_engine.observe.memory import estimate, estimate_for
+from zero_engine.observe.memory import estimate
 from zero_engine.tiers.nvme import Nvme
 
 WIDTH, LAYERS = 512, 3
@@ -104,14 +104,15 @@ def test_the_estimate_is_what_is_allocated_up_to_padding(
     worlds: WorldPool, stage: int, compute: str, world: int
 ) -> None:
     optimizer = list(STATES)[stage] if compute in ("fp32", "bf16") else "Adam"
-    config = Config(bf16=Bf16(**PRECISIONS[compute]), zero_optimization=ZeroOptimization(stage=1))
     expected = estimate(
+        Config(
+            bf16=Bf16(**PRECISIONS[compute]),
+            zero_optimization=ZeroOptimization(stage=stage),
+            optimizer=OptimizerConfig(type=optimizer),
+        ),
         PARAMETERS,
-        stage=stage,
-        compute=config.compute,
-        resting=(config.master, config.moments),
-        states=STATES[optimizer],
-        world=world,
+        world,
+        device="cpu",
     )
     for rank in worlds.run(world, allocated, stage, compute, optimizer):
         for purpose, size in rank.items():
@@ -244,7 +245,7 @@ def test_the_estimate_counts_blocks_that_travel_as_int8() -> None:
         "bf16": {"enabled": True},
     }
     codes, unit = 1 + 4 / 256, 1 << 20
-    size = estimate_for(load_config(settings), 64 * unit, 64, unit, node_ranks=8).in_flight
+    size = estimate(load_config(settings), 64 * unit, 64, unit, node_ranks=8).in_flight
     assert size == round((2 + 2 + 2 * 7 / 8 + (4 + codes) * (1 / 8 + 8 / 64)) * unit)
 
 
@@ -281,8 +282,11 @@ def secondary_shards() -> int:
 
 
 def test_the_estimate_knows_the_secondary_shards_of_a_node(worlds: WorldPool) -> None:
-    zero = ZeroOptimization(stage=3, zero_hpz_partition_size=2)
-    expected = estimate(PARAMETERS, stage=3, compute="bf16", states=0, world=4, zero=zero).weights
+    config = Config(
+        bf16=Bf16(enabled=True),
+        zero_optimization=ZeroOptimization(stage=3, zero_hpz_partition_size=2),
+    )
+    expected = estimate(config, PARAMETERS, 4).weights
     assert worlds.run(4, secondary_shards) == [pytest.approx(expected, rel=0.02)] * 4
     assert expected == PARAMETERS
 
@@ -293,10 +297,12 @@ def test_on_a_disk_each_parameter_has_room_for_its_own_state_alone(
     worlds: WorldPool, tmp_path: Path, optimizer: str, world: int
 ) -> None:
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    zero = ZeroOptimization(stage=3, offload_optimizer=OffloadOptimizer(**offload))
-    expected = estimate(
-        PARAMETERS, stage=3, compute="bf16", states=STATES[optimizer], world=world, zero=zero
+    config = Config(
+        bf16=Bf16(enabled=True),
+        zero_optimization=ZeroOptimization(stage=3, offload_optimizer=OffloadOptimizer(**offload)),
+        optimizer=OptimizerConfig(type=optimizer),
     )
+    expected = estimate(config, PARAMETERS, world)
     for size in worlds.run(world, bytes_on_disk, optimizer, offload):
         # The weights that modules are gathered from rest in memory.
         assert size == pytest.approx(expected.disk, rel=0.06)

@@ -10,7 +10,7 @@ from tests.numerics.peak_memory import PARAMETERS, WIDTH
 from tests.numerics.test_offload import offloading
 from tests.support.fresh import run_module
 from zero_engine.config import load_config
-from zero_engine.observe.memory import Estimate, estimate, is_stepped_whole, optimizer_states
+from zero_engine.observe.memory import Estimate, estimate
 
 MASTERS, LOW_PRECISION = "16-bit master weights", "everything in 16 bits"
 ADAFACTOR = "Adafactor, in bf16"
@@ -57,19 +57,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, A
 
 
 def estimated(settings: dict[str, Any]) -> Estimate:
-    config = load_config(settings)
-    return estimate(
-        PARAMETERS,
-        stage=config.zero_optimization.stage,
-        compute=config.compute,
-        resting=(config.master, config.moments),
-        states=optimizer_states(config.optimizer) or 0,
-        world=1,
-        zero=config.zero_optimization,
-        largest=WIDTH * (WIDTH + 1),
-        gpu=False,
-        whole=is_stepped_whole(config.optimizer),
-    )
+    largest = WIDTH * (WIDTH + 1)
+    return estimate(load_config(settings), PARAMETERS, 1, largest, device="cpu")
 
 
 @pytest.mark.full

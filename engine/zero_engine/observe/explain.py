@@ -17,7 +17,7 @@ from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.keys import ALIASES, WRITTEN
 from zero_engine.config.parse import without_effect
 from zero_engine.config.schema import Config
-from zero_engine.observe.memory import estimate_for, is_stepped_whole, optimizer_states
+from zero_engine.observe.memory import estimate, is_stepped_whole, optimizer_states
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")
@@ -57,7 +57,7 @@ def explain(
     yield f"  ranks {' '.join(f'{name:>9}' for name in _COLUMNS)}   GiB; micro-steps, busy"
     in_flight = 0
     for world in WORLDS:
-        memory = estimate_for(config, parameters, world, largest, node_ranks)
+        memory = estimate(config, parameters, world, largest, node_ranks)
         in_flight = max(in_flight, memory.in_flight)
         columns = (getattr(memory, name) for name in _COLUMNS)
         numbers = " ".join(f"{size / _GIB:9.2f}" for size in columns)

@@ -1,22 +1,21 @@
 """The memory that a rank needs for the state of training, before anything is allocated.
 
-Owns the arithmetic, which follows `flat_unit`, `zero_optimizer`, `grad_reducer` and `tiers` line by
-line; tests compare it with what an engine really allocates. Activations are left out, as are the
-gradients of the module that backward is in.
+Owns the arithmetic on the layout of a run; tests compare it with what an engine really allocates.
+Activations are left out, as are the gradients of the module that backward is in.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zero_comm.topology import described
 from zero_engine.config.offload import CPU, NONE, NVME
-from zero_engine.config.schema import Config, OptimizerConfig, ZeroOptimization
-from zero_engine.layout import Facts, OptimizerFacts, resolve
+from zero_engine.config.schema import Config, OptimizerConfig
+from zero_engine.layout import Facts, Layout, OptimizerFacts, UnitFacts, resolve
 from zero_engine.optim.sub_groups import SUB_GROUP, UNDER_WAY
-from zero_engine.stages import STAGES
 
 _FP32_BYTES = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -90,161 +89,110 @@ class Estimate:
         return self.total + self.host
 
 
-def estimate(  # noqa: PLR0913 - a fact each
+def estimate(
+    config: Config,
     parameters: int,
-    *,
-    stage: int,
-    compute: str,
-    resting: tuple[str, str] = ("fp32", "fp32"),
-    states: int,
     world: int,
-    zero: ZeroOptimization | None = None,
     largest: int | None = None,
+    node_ranks: int | None = None,
+    *,
     root: int = 0,
-    gpu: bool = True,
-    whole: bool = False,
-    kept: int = 0,
-    travelling: float | None = None,
+    device: str = "cuda",
 ) -> Estimate:
-    """The bytes on one rank for the state of training.
+    """The bytes on one rank for the state of training; an unknown optimizer counts as Adam.
 
     Args:
+        config: The resolved config.
         parameters: Trained parameters of the whole model.
-        stage: ZeRO stage.
-        compute: "fp32", "bf16" or "fp16".
-        resting: The dtypes in which master weights and the optimizer's state rest.
-        states: Values that the optimizer keeps per parameter.
         world: The number of ranks.
-        zero: The config of the offload; None: no offload.
-        largest: Parameters of the largest unit; None: all of the model.
+        largest: Parameters of each unit, the largest; None: all of the model.
+        node_ranks: Ranks of each node, the last of which may have fewer; None: there is one node.
         root: Parameters outside of these units, such as embeddings and the head: their weights stay
             gathered, and their gradients are collected, during a whole pass.
-        gpu: Whether the device has separate memory.
-        whole: Whether the optimizer is given whole parameters.
-        kept: Bytes of gradient sums that are kept between micro-steps, beside the sums themselves;
-            see `Accumulation.most_kept_bytes`.
-        travelling: Bytes for each element of a gradient on its way, where sums begin inside of
-            nodes, see `Accumulation.most_under_way`; None: gradients are sent to their owners.
+        device: The type of the device.
 
     Source of the formulas: ZeRO (arXiv 1910.02054), section 3, with fp32 gradient sums;
     ZeRO-Offload and ZeRO-Infinity for the tiers.
     """
-    policy, size = STAGES[stage], _BYTES[compute]
-    shard = -(-parameters // world)
-    stepped = shard if policy.shards_optimizer else parameters
-    unit = largest or parameters
+    unit, whole = largest or parameters, is_stepped_whole(config.optimizer)
+    sizes = [unit] * (parameters // unit) + [parameters % unit] * bool(parameters % unit)
+    facts = Facts(
+        topology=described(str(node_ranks or world), world),
+        device=device,
+        optimizer=OptimizerFacts(name="the optimizer", whole=whole),
+        units=[UnitFacts(name="", shard=-(-each // world), dtype=config.compute) for each in sizes],
+    )
+    layout = resolve(config, facts)
+    stage, size = layout.stage, _BYTES[config.compute]
+    at = _at_rest(layout, device)
+    if layout.secondary > 1:
+        at["weights", NONE] += size * -(-parameters // layout.secondary)
+    kept, travelling = _sums(layout, parameters)
     # In elements. The root is reduced last, when the buffers of the units are still held.
     reduced = _REDUCED if travelling is None else _FILLED + travelling / size
     under_way = reduced * unit + (reduced - 1) * root
-    if policy.shards_parameters:
+    if stage.shards_parameters:
         under_way = max((_GATHERED + reduced) * unit + 2 * root, under_way + root)
-    zero = zero or ZeroOptimization(stage=stage)
-    plan = _Resting(zero, compute, stepped, *resting, gpu=gpu)
-    places = plan.master() + plan.moments(states) + plan.weights()
-    part = -(-unit // world)
-    buffers = plan.buffers(states, part) + plan.at(CPU, plan.widened(states, part))
-    node = plan.zero.zero_hpz_partition_size
-    secondary = size * -(-parameters // node) if 1 < node < world and world % node == 0 else 0
+    shard = -(-parameters // world)
     return Estimate(
-        weights=plan.at(NONE, plan.weights())
-        + secondary
-        + (0 if policy.shards_parameters else size * parameters),
-        master=plan.at(NONE, plan.master()),
-        moments=plan.at(NONE, plan.moments(states)),
-        gradients=_FP32_BYTES * stepped + kept,
-        host=plan.at(CPU, places) + buffers,
-        disk=plan.at(NVME, places),
+        weights=at["weights", NONE],
+        master=at["master", NONE],
+        moments=at["moments", NONE],
+        gradients=_FP32_BYTES * (shard if stage.shards_optimizer else parameters) + kept,
+        host=sum(count for (_, place), count in at.items() if place == CPU),
+        disk=sum(count for (_, place), count in at.items() if place == NVME),
         in_flight=max(
             round(size * under_way),
-            plan.at(NONE, plan.widened(states, part)),
+            at["widened", NONE],
             _FP32_BYTES * _WHOLES * shard if whole else 0,
         ),
     )
 
 
-_Placed = list[tuple[str, float]]
-"""(device as the config names it, bytes there)."""
+def _at_rest(layout: Layout, device: str) -> Counter[tuple[str, str]]:
+    """Bytes by purpose and by the place where they rest; and of buffers for what is far."""
+    config, stage, world = layout.config, layout.stage, layout.sums.topology.world
+    states, at = optimizer_states(config.optimizer), Counter[tuple[str, str]]()
+    size, master = _BYTES[config.compute], _BYTES[config.master]
+    moments = _BYTES[config.moments] * (2 if states is None else states)
+    for each in layout.units:
+        stepped = each.shard * (1 if stage.shards_optimizer else world)
+        at["master", each.state] += 0 if each.shared else master * stepped
+        at["moments", each.state] += moments * stepped
+        at["weights", NONE] += 0 if stage.shards_parameters else size * each.shard * world
+        at["weights", each.weights] += size * each.shard if each.source == "copy" else 0
+    away = [each for each in layout.units if each.offloaded]
+    shard = max(each.shard for each in layout.units)
+    sub_group = min(shard, SUB_GROUP)
+    if config.master != "fp32":  # fp32 copies of a sub-group that rests in 16 bits
+        row = _FP32_BYTES + (0 if config.moments == "fp32" else 2 * moments)
+        at["widened", CPU if away and device != "cpu" else NONE] += row * sub_group
+    if any(each.state == NVME for each in away):
+        at["buffers", CPU] += UNDER_WAY * (master + moments) * sub_group
+    sources = {each.weights if each.source == "copy" else each.state for each in away}
+    if stage.shards_parameters and NVME in sources:
+        at["buffers", CPU] += size * (_BROUGHT * shard + _PUTS * sub_group)
+    return at
 
 
-@dataclass(frozen=True, slots=True)
-class _Resting:
-    """The bytes of the shards of all units, by the place where they rest."""
+def _sums(layout: Layout, parameters: int) -> tuple[int, float | None]:
+    """What is kept of sums between micro-steps, and the bytes of each element on its way.
 
-    zero: ZeroOptimization
-    compute: str
-    stepped: int
-    master_in: str = "fp32"
-    moments_in: str = "fp32"
-    gpu: bool = True
-
-    @staticmethod
-    def at(device: str, places: _Placed) -> int:
-        return round(sum(bytes_ for place, bytes_ in places if place == device))
-
-    def master(self) -> _Placed:
-        """Master weights, unless they are the buffer that the model computes with."""
-        home, away = self._parts()
-        size, alike = _BYTES[self.master_in], self.compute == self.master_in
-        shared = alike and not STAGES[self.zero.stage].shards_parameters
-        aliased_away = shared and not self.gpu
-        return [
-            (NONE, 0 if shared else size * home),
-            (self._device, 0 if aliased_away else size * away),
-        ]
-
-    def moments(self, states: int) -> _Placed:
-        home, away = self._parts()
-        size = _BYTES[self.moments_in] * states
-        return [(NONE, size * home), (self._device, size * away)]
-
-    def widened(self, states: int, unit_shard: int) -> _Placed:
-        """The fp32 copies, during its step, of a sub-group that rests in 16 bits."""
-        if self.master_in == "fp32":
-            return []
-        count = min(unit_shard, SUB_GROUP)
-        rows = 1 + (states if self.moments_in != "fp32" else 0)
-        on_host = self._device != NONE and self.gpu
-        return [(CPU if on_host else NONE, float(_FP32_BYTES * rows * count))]
-
-    def weights(self) -> _Placed:
-        """The copy that modules are gathered from, of units whose master weights are far."""
-        size, alike = _BYTES[self.compute], self.compute == self.master_in
-        return [
-            (device, 0 if alike and device == self._device else size * count)
-            for device, count in self._gathered()
-        ]
-
-    def _gathered(self) -> _Placed:
-        """The elements, not bytes, that are gathered from a copy of the master weights."""
-        _, away = self._parts()
-        param = self.zero.offload_param
-        near = self._device == NONE or (self._device == CPU and not self.gpu)
-        if near or not STAGES[self.zero.stage].shards_parameters:
-            return []
-        in_cpu = min(away, param.max_in_cpu) if param.device == NVME else 0.0
-        return [(CPU, in_cpu), (param.device, away - in_cpu)]
-
-    def buffers(self, states: int, unit_shard: int) -> int:
-        """Host memory for transfers from and to the disk."""
-        size, total = _BYTES[self.compute], 0
-        sub_group = min(unit_shard, SUB_GROUP)
-        if self._device == NVME:
-            row = _BYTES[self.master_in] + _BYTES[self.moments_in] * states
-            total += UNDER_WAY * row * sub_group
-        if self.at(NVME, self._gathered()):
-            total += _BROUGHT * size * unit_shard + _PUTS * size * sub_group
-        return total
-
-    @property
-    def _device(self) -> str:
-        return self.zero.offload_optimizer.device
-
-    def _parts(self) -> tuple[float, float]:
-        """The elements whose state stays on the device, and those whose state is offloaded."""
-        if self._device == NONE:
-            return self.stepped, 0.0
-        away = self.zero.offload_optimizer.ratio * self.stepped
-        return self.stepped - away, away
+    None: gradients are sent to their owners. Where the backend sums them these are the gradient,
+    its copy in the dtype of the sum, and the sum of this micro-step.
+    """
+    config, sums, topology = layout.config, layout.sums, layout.sums.topology
+    batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if batch is not None and micro_batch is not None:
+        micro_batches = -(-batch // micro_batch)  # of a step
+    else:
+        micro_batches = (config.gradient_accumulation_steps or 1) * topology.world
+    firsts = [topology.ranks(node).start for node in range(len(topology.nodes))]
+    kept = max(sums.most_kept_bytes(micro_batches, rank, parameters) for rank in firsts)
+    if layout.native is None:
+        return kept, sums.most_under_way(micro_batches, _BYTES[config.compute])
+    copied = _BYTES[layout.native] if layout.native != config.compute else 0
+    return kept, _BYTES[config.compute] + copied + _BYTES[layout.native] / topology.world
 
 
 def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
@@ -268,57 +216,3 @@ def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
 def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:
     """Whether an optimizer of the config is given whole parameters."""
     return optimizer is not None and optimizer.type.lower() in _STEPPED_WHOLE
-
-
-def handed_over(compute: str, summed: str, world: int) -> float:
-    """Bytes of each element of a gradient that the backend sums.
-
-    The gradient, its copy in the dtype of the sum, and the sum of this micro-step.
-    """
-    copied = _BYTES[summed] if summed != compute else 0
-    return _BYTES[compute] + copied + _BYTES[summed] / world
-
-
-def estimate_for(
-    config: Config,
-    parameters: int,
-    world: int,
-    largest: int | None = None,
-    node_ranks: int | None = None,
-) -> Estimate:
-    """The estimate for a config, on GPUs; an unknown optimizer counts as Adam.
-
-    Without `largest` the model is one unit, and without `node_ranks` there is one node.
-    """
-    whole, nodes = is_stepped_whole(config.optimizer), described(str(node_ranks or world), world)
-    optimizer = OptimizerFacts(name="the optimizer", whole=whole)
-    layout = resolve(config, Facts(topology=nodes, device="cuda", optimizer=optimizer))
-    topology, sums = layout.sums.topology, layout.sums
-    states = optimizer_states(config.optimizer)
-    batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    if batch is not None and micro_batch is not None:
-        micro_batches = -(-batch // micro_batch)  # of a step
-    else:
-        micro_batches = (config.gradient_accumulation_steps or 1) * world
-    kept = max(
-        sums.most_kept_bytes(micro_batches, topology.ranks(node).start, parameters)
-        for node in range(len(topology.nodes))
-    )
-    if layout.native:
-        travelling: float | None = handed_over(config.compute, layout.native, world)
-    else:
-        travelling = sums.most_under_way(micro_batches, _BYTES[config.compute])
-    zero = layout.config.zero_optimization
-    return estimate(
-        parameters,
-        stage=zero.stage,
-        compute=config.compute,
-        resting=(config.master, config.moments),
-        states=2 if states is None else states,
-        world=world,
-        zero=zero,
-        largest=largest,
-        whole=whole,
-        travelling=travelling,
-        kept=kept,
-    )
