@@ -28,16 +28,10 @@ def frozen(module: nn.Module) -> frozenset[str]:
 def write_weights(
     weights: Iterable[tuple[str, Tensor]], table: Table, ties: Mapping[str, str], path: Path
 ) -> str:
-    """Write a state_dict: as safetensors with that suffix, else with torch.save.
+    """Write the weights of the table: as safetensors with that suffix, else with torch.save.
 
-    Args:
-        weights: Each tensor of the table; others are left out.
-        table: The tensors.
-        ties: By further name, the name in the table.
-        path: The file.
-
-    Returns:
-        Why the file could not be written, and is unchanged; empty if it was written.
+    `ties` are further names of tensors in the table. Returns why the file could not be written, and
+    is unchanged; empty if it was written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

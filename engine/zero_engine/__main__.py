@@ -17,8 +17,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.sections import AUTO
 from zero_engine.config import reading
 from zero_engine.config.parse import load_config
-from zero_engine.observe.explain import check_batch, explain
-from zero_engine.optim.sections import check_sections
+from zero_engine.observe.explain import check_batch, check_sections, explain
 
 _BROKEN_PIPE = 141
 

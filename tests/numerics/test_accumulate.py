@@ -357,7 +357,7 @@ def test_sums_that_do_not_fit_with_the_batch_of_a_checkpoint_are_refused(
 ) -> None:
     if available_bytes() > 160 << 30:
         pytest.skip(f"this machine has {available_bytes() >> 30} GiB")
-    with pytest.raises(WorldError, match=r'"local" keeps \d+ MiB of sums on rank 0'):
+    with pytest.raises(WorldError, match=r'"local" keeps \d+ MiB of sums of rank 0'):
         worlds.run(2, continue_larger, str(tmp_path))
 
 

@@ -161,11 +161,7 @@ def check_schedule(record: Record, start: Start, *, steps: int, samples: int) ->
 def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> str:
     """Why the last step of each epoch depends on the number of ranks; empty if it does not.
 
-    Args:
-        samples: The samples of an epoch.
-        of_a_step: The samples of an optimizer step, over all ranks.
-        micro_batch: The samples of a micro-batch, of one rank.
-        world: The number of ranks.
+    From the samples of an epoch, of a step over all ranks, and of a micro-batch of one rank.
     """
     rest = samples % of_a_step
     if rest % (micro_batch * world) == 0:
@@ -182,13 +178,8 @@ def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> st
 def place_in_stream(epoch: float, step: int, steps: int) -> tuple[int, int]:
     """Where a checkpoint was made in a stream, whose length nobody knows: its epoch, and the step.
 
-    The Trainer counts the steps of each epoch as parts of the whole run, so that the record of its
-    state says both.
-
-    Args:
-        epoch: The `epoch` in the Trainer's state.
-        step: The optimizer steps of the run until then.
-        steps: The steps of the whole run.
+    The Trainer counts the steps of each epoch as parts of all `steps` of the run, so that the
+    `epoch` of its state says both.
 
     Raises:
         CannotGoOn: The state says of no step where it was.
@@ -255,12 +246,9 @@ class Choice:
 
 
 def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]) -> Choice:
-    """Choose the checkpoint to resume from.
+    """Choose the checkpoint to resume from, of those in the output directory, newest first.
 
-    Args:
-        asked: The script's `resume_from_checkpoint`.
-        record: The record of the run that this start resumes; None if it begins one.
-        seen: The checkpoints in the output directory, newest first.
+    Without a record of the run this start begins it.
 
     Raises:
         CannotGoOn: The run has checkpoints, and none that it can resume from.
@@ -319,11 +307,8 @@ def _anew(asked: str | bool | None, why: str) -> Choice:
 def check_loop(round: int, committed: int, loaded: int | None, samples: int) -> None:
     """Check a loop that saves and loads by itself, before its first backward.
 
-    Args:
-        round: The round of the job.
-        committed: The step of the newest checkpoint that the job had published before.
-        loaded: The samples per step in the run of the loaded checkpoint; None: none was loaded.
-        samples: The samples per step now.
+    `committed` is the step of the job's newest checkpoint before it; `loaded` and `samples` are the
+    samples of a step, in the run of the checkpoint that it has loaded (None: none), and now.
 
     Raises:
         CannotGoOn: The loop should resume from a checkpoint and does not, or with another batch.
@@ -367,12 +352,8 @@ OWN_EPOCH = (
 def engine_missing(*, asked: bool, made: bool) -> str:
     """A warning that an Accelerator has no engine; empty if it has one.
 
-    Args:
-        asked: Whether it got a deepspeed_plugin.
-        made: Whether it uses it.
-
     Raises:
-        ConfigError: It has dropped the plugin; stock DDP would be trained.
+        ConfigError: It has dropped the plugin that it got; stock DDP would be trained.
     """
     if asked and not made:
         raise ConfigError(
@@ -393,10 +374,6 @@ def engine_missing(*, asked: bool, made: bool) -> str:
 
 def check_processes(counted: int, world: int) -> None:
     """Check that accelerate knows of all processes.
-
-    Args:
-        counted: The processes that accelerate counts.
-        world: The processes that there are.
 
     Raises:
         ConfigError: It knows of fewer; another batch than the script's would be trained.

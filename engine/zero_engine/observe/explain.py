@@ -1,6 +1,7 @@
 """A config in words: the resolved values, the keys without effect, warnings, and the memory.
 
-Everything here is a pure function to lines of text.
+Everything here is a pure function to lines of text, or checks a config without a model: what
+`initialize` would refuse is refused here, in the same words, because the same functions make it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from zero_comm.topology import alone
 from zero_contract.errors import ConfigError
 from zero_contract.sections import AUTO
 from zero_data.global_batch import BatchShape, resolve_batch
+from zero_engine.config import Config, OptimizerConfig, SchedulerConfig
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.keys import ALIASES, WRITTEN
 from zero_engine.config.parse import without_effect
-from zero_engine.config.schema import Config
+from zero_engine.layout import Facts, resolve
 from zero_engine.observe.memory import estimate, is_stepped_whole, optimizer_states
+from zero_engine.optim.lr_schedules import make_schedule
+from zero_engine.optim.optimizers import describe, make_optimizer
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = ("weights", "master", "moments", "gradients", "total", "host", "disk")
@@ -82,6 +90,26 @@ def explain(
 def resolved(config: Config) -> Iterator[str]:
     """Every key and its resolved value."""
     return (line.strip() for line in _values(config, set()))
+
+
+def check_sections(config: Config) -> None:
+    """Make the optimizer and the schedule of a config, for the smallest model.
+
+    Raises:
+        ConfigError: As `initialize` does, for what does not depend on the model.
+    """
+    schedule = config.scheduler or SchedulerConfig()
+    if schedule.params.get("total_num_steps") == AUTO:  # a library fills it in, which knows it
+        schedule = replace(schedule, params={**schedule.params, "total_num_steps": 1})
+    # A schedule with a list of rates has one for each param group.
+    rates = (len(each) for each in schedule.params.values() if isinstance(each, list))
+    layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(max(rates, default=1)))
+    groups = [{"params": list(layer.parameters())} for layer in layers]
+    section = config.optimizer or OptimizerConfig(type="SGD")  # the script makes its optimizer
+    optimizer = make_optimizer(None, section, groups, layers)
+    assert optimizer is not None
+    resolve(config, Facts(topology=alone(1), optimizer=describe(optimizer)))
+    make_schedule(schedule, optimizer)
 
 
 def check_batch(config: Config) -> None:
