@@ -38,6 +38,7 @@ _KINDS: Mapping[str, tuple[str, type[Any]]] = {
 }
 """msgspec's name of a type -> the words for it, and the type of such a value."""
 _EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`")
+_BOUND = re.compile(r"Expected `.*` ([<>]=) (.*)")
 _LACKS = re.compile(r"Object missing required field `(.*)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[(\.\.\.)\]")
 """Of a path in an error of msgspec: a field, a position in a list, any key of an object."""
@@ -88,14 +89,18 @@ def _holder(kind: UnionType) -> type[Any]:
     return msgspec.defstruct("Holder", [("value", kind)], rename={"value": ""})
 
 
-def parse(text: bytes | str) -> Any:
-    """The objects in a JSON text, in which no key is there twice, and integers have 64 bits.
+def parse(text: bytes | str, *, wide: bool = False) -> Any:
+    """The objects in a JSON text, in which no key is there twice.
+
+    Args:
+        text: Is UTF-8.
+        wide: Whether integers may have more than 64 bits, as in the state of a generator.
 
     Raises:
         ValueError: It is not such a text.
         RecursionError: It is nested deeper than Python can follow.
     """
-    return _JSON.decode(text.decode() if isinstance(text, bytes) else text)
+    return (_WIDE if wide else _JSON).decode(text.decode() if isinstance(text, bytes) else text)
 
 
 def encode(record: Any) -> str:
@@ -143,6 +148,7 @@ def _int(digits: str) -> int:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_once, parse_int=_int)
+_WIDE = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _located(wrong: msgspec.ValidationError, data: object) -> str:
@@ -160,6 +166,8 @@ def _located(wrong: msgspec.ValidationError, data: object) -> str:
     if lacks:
         return f"{where}.{lacks[1]}: is missing".removeprefix(".")
     shown = f"{where}: {reprlib.repr(value)}".removeprefix(".").removeprefix(": ")
+    if bound := _BOUND.fullmatch(problem):
+        return f"{shown} is {'less' if bound[1] == '>=' else 'more'} than {bound[2]}"
     if expected is None:
         return f"{shown}: {problem}"
     kinds = [_KINDS[one][0] if one in _KINDS else one for one in expected[1].split(" | ")]

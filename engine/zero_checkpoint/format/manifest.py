@@ -2,7 +2,7 @@
 
 The text is one JSON object whose first member is the SHA-256 of all the bytes behind it:
 
-    {"digest":"<64 hex>","files":...,"format":1,...}
+    {"digest":"<64 hex>","files":...,"format":2,...}
 
 Every byte of the file is thus covered. The envelope (this first member) stays the same in every
 later format, so that an older reader can tell a newer manifest from a damaged one.
@@ -30,7 +30,7 @@ from zero_checkpoint.format.pieces import TensorId, TensorInfo
 from zero_checkpoint.format.table import canonical, table_of, uncollected
 
 FORMAT = 2
-"""The format that this release writes, and the newest that it reads; 1 has fragments as lists."""
+"""The format that this release writes, and the newest that it reads."""
 MIN_READER = 2
 """The oldest format a reader must know to read what this release writes."""
 BLOCK_BYTES = 512 << 10

@@ -10,19 +10,18 @@ it names, and opens no other file.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.format.fragments import (
     COLUMNS,
     Fragments,
-    Ints,
     check_cover,
     first_break,
     from_lists,
@@ -45,15 +44,65 @@ from zero_checkpoint.format.table import (
     table_of,
     uncollected,
 )
+from zero_contract.decoding import decode
+from zero_contract.decoding import parse as parse_json
 
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
 """The largest tensor, and the largest sum of all files; keeps every sum of sizes inside 64 bits."""
-_NONCE = re.compile(r"[0-9a-f]{4}")
 _END = re.compile(rb"[0-9]+}")
 """The end of a manifest, behind the name of its last member."""
-_ROW = [str, str, str, list]
-"""The types of a row of the table of tensors: kind, fqn, dtype, shape."""
+T = TypeVar("T")
+_Count = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+_Positive = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
+_Pages = Annotated[int, Meta(ge=PAGE_BYTES, le=MAX_BYTES)]
+
+
+class _Reader(Struct):
+    """What every reader reads first."""
+
+    min_reader: _Positive
+
+
+class _Row(Struct, array_like=True, forbid_unknown_fields=True):
+    """A row of the table of tensors."""
+
+    kind: Annotated[str, Meta(pattern=r"^[^/]+\Z")]
+    fqn: str
+    dtype: str
+    shape: tuple[_Count, ...]
+
+
+class _File(Struct):
+    name: str
+    size_bytes: _Count
+    data_offset: _Pages
+    xxh3_64: str
+
+
+class _Columns(Struct):
+    tensor: str
+    file: str
+    start: str
+    length: str
+    offset: str
+
+
+class _Record(Struct):
+    """The members of a manifest."""
+
+    step: _Count
+    round: _Count
+    nonce: Annotated[str, Meta(pattern=r"^[0-9a-f]{4}\Z")]
+    tag: str
+    world: _Positive
+    tensors: list[_Row]
+    aliases: dict[str, str]
+    files: list[_File]
+    fragments: _Columns
+    meta: dict[str, Any]
+    block_bytes: _Pages
+    runs: tuple[str, ...] = ()
 
 
 class ManifestError(CheckpointError):
@@ -83,7 +132,7 @@ def parse(text: bytes) -> Manifest:
     digest, _ = envelope
     try:
         record, table, known = _members(text)
-        manifest = _manifest(_Fields(record, "manifest"), known)
+        manifest = _manifest(record, known)
     except ManifestError:
         raise
     except (ValueError, RecursionError, OverflowError) as error:
@@ -105,160 +154,94 @@ def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
     try:
         words = table.decode() if _END.fullmatch(end) else ""
         known = known_table(words)
-        rows = [] if known is not None else json.loads(words, object_pairs_hook=_once)
+        rows = [] if known is not None else parse_json(words, wide=True)
     except ValueError:
-        return json.loads(text, object_pairs_hook=_once), "", None
-    record = json.loads(head + key + b"[]" + world + end, object_pairs_hook=_once)
+        return parse_json(text, wide=True), "", None
+    record = parse_json(head + key + b"[]" + world + end, wide=True)
     return {**record, "tensors": rows}, words, known
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ManifestError(f"key {twice!r} is there twice")
-    return record
-
-
-class _Fields:
-    """The members of one JSON object, each taken with its type checked."""
-
-    def __init__(self, record: object, where: str) -> None:
-        if type(record) is not dict:
-            raise ManifestError(f"{where} is no JSON object")
-        self._record = record
-        self._where = where
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._record
-
-    def take(self, name: str, kind: type) -> Any:
-        value = self._record.get(name)
-        if type(value) is not kind:  # not isinstance: True is not a number here
-            raise ManifestError(f"{self._where}.{name} is not of type {kind.__name__}")
-        return value
-
-    def count(self, name: str, *, at_least: int = 0) -> int:
-        value: int = self.take(name, int)
-        if not _is_count(value, at_least):
-            raise _unbounded(value, f"{self._where}.{name}", at_least)
-        return value
-
-
-def _is_count(value: object, at_least: int = 0) -> bool:
-    return type(value) is int and at_least <= value <= MAX_BYTES
-
-
-def _unbounded(value: object, where: str, at_least: int = 0) -> ManifestError:
-    return ManifestError(f"{where} is {value!r}; expected {at_least} .. 2**60")
-
-
-def _manifest(fields: _Fields, known: TensorTable | None) -> Manifest:
-    needed = fields.count("min_reader", at_least=1)
-    if needed > FORMAT:
+def _manifest(record: dict[str, Any], known: TensorTable | None) -> Manifest:
+    if (needed := _decode(_Reader, record).min_reader) > FORMAT:
         raise NewerFormatError(
             f"needs a reader of format {needed}, this release reads up to {FORMAT}; "
             "upgrade zero-elastic to load it"
         )
-    tensors = known if known is not None else _tensors(fields.take("tensors", list))
-    block_bytes = fields.count("block_bytes", at_least=PAGE_BYTES)
-    files = _files(fields.take("files", list), block_bytes)
+    found = _decode(_Record, record)
+    tensors = known if known is not None else _tensors(found.tensors)
+    files = _files(found.files, found.block_bytes)
     if (total := sum(file.size_bytes for file in files)) > MAX_BYTES:
-        raise _unbounded(total, "the size of all files")
-    world = fields.count("world", at_least=1)
-    if len(files) != world:
-        raise ManifestError(f"names {len(files)} files for {world} ranks")
-    nonce = fields.take("nonce", str)
-    if not _NONCE.fullmatch(nonce):
-        raise ManifestError(f"manifest.nonce {nonce!r} is not four hex digits")
-    step, round, tag = fields.count("step"), fields.count("round"), fields.take("tag", str)
-    aliases = fields.take("aliases", dict)
-    stored = {tensor.fqn for tensor in tensors} if aliases else set()
-    for name, target in aliases.items():
-        if name in stored or type(target) is not str or target not in stored:
+        raise ManifestError(f"the size of all files is {total}; expected at most 2**60")
+    if len(files) != found.world:
+        raise ManifestError(f"names {len(files)} files for {found.world} ranks")
+    stored = {tensor.fqn for tensor in tensors} if found.aliases else set()
+    for name, target in found.aliases.items():
+        if name in stored or target not in stored:
             raise ManifestError(f"aliases[{name!r}] = {target!r} is not a name of a stored tensor")
     return Manifest(
-        step=step,
-        round=round,
-        nonce=nonce,
-        tag=tag,
-        world=world,
+        step=found.step,
+        round=found.round,
+        nonce=found.nonce,
+        tag=found.tag,
+        world=found.world,
         tensors=tensors,
-        aliases=aliases,
+        aliases=found.aliases,
         files=files,
-        fragments=_fragments(fields, tensors, files),
-        meta=fields.take("meta", dict),
-        block_bytes=block_bytes,
-        runs=_runs(fields.take("runs", list) if "runs" in fields else []),
+        fragments=_fragments(found.fragments, tensors, files),
+        meta=found.meta,
+        block_bytes=found.block_bytes,
+        runs=found.runs,
     )
 
 
-def _runs(ids: list[Any]) -> tuple[str, ...]:
-    if not set(map(type, ids)) <= {str}:
-        raise ManifestError("manifest.runs holds something else than text")
-    return tuple(ids)
+def _decode(kind: type[T], record: dict[str, Any]) -> T:
+    return decode(kind, record, "the manifest", ManifestError)
 
 
-def _tensors(rows: list[Any]) -> TensorTable:
+def _tensors(rows: list[_Row]) -> TensorTable:
     table = TensorTable()
-    known: dict[str, TensorInfo] = {}  # tensors are many, their shapes are few
+    known: dict[tuple[str, tuple[int, ...]], TensorInfo] = {}  # tensors are many, shapes are few
     for position, row in enumerate(rows):
-        if type(row) is not list or [*map(type, row)] != _ROW or not row[0] or "/" in row[0]:
-            raise ManifestError(f"tensors[{position}] is not [kind, fqn, dtype, shape]")
-        kind, fqn, name, dims = row
-        if (info := known.get(key := f"{name}{dims}")) is None:
-            info = known[key] = _info(name, dims, position)
-        table[TensorId(kind, fqn)] = info
+        if (info := known.get(key := (row.dtype, row.shape))) is None:
+            info = known[key] = _info(*key, position)
+        table[TensorId(row.kind, row.fqn)] = info
         if len(table) == position:
-            raise ManifestError(f"tensors[{position}]: {kind}/{fqn} is there twice")
+            raise ManifestError(f"tensors[{position}]: {row.kind}/{row.fqn} is there twice")
     return table
 
 
-def _info(name: str, dims: list[Any], position: int) -> TensorInfo:
+def _info(name: str, dims: tuple[int, ...], position: int) -> TensorInfo:
     dtype = DTYPES.get(name)
     if dtype is None:
         known = ", ".join(DTYPES)
         raise ManifestError(f"tensors[{position}]: unknown dtype {name!r}; known are {known}")
     volume = dtype.itemsize
     for dim in dims:
-        if not _is_count(dim):
-            raise _unbounded(dim, f"tensors[{position}].shape")
         volume *= dim or 1  # a 0 must not hide the product of the others: reshape overflows on it
         if volume > MAX_BYTES:
-            raise _unbounded(volume, f"tensors[{position}]: size in bytes")
-    return TensorInfo(tuple(dims), dtype)
+            raise ManifestError(f"tensors[{position}]: size in bytes is more than 2**60")
+    return TensorInfo(dims, dtype)
 
 
-def _files(records: list[Any], block_bytes: int) -> tuple[FileRecord, ...]:
+def _files(records: list[_File], block_bytes: int) -> tuple[FileRecord, ...]:
     files = []
-    for rank, record in enumerate(records):
-        fields = _Fields(record, f"files[{rank}]")
-        name, size = fields.take("name", str), fields.count("size_bytes")
+    for rank, one in enumerate(records):
+        name, size = one.name, one.size_bytes
         if name != file_name(rank):  # refuses "../x", absolute names and repetitions alike
             raise ManifestError(f"files[{rank}].name is {name!r}, not {file_name(rank)!r}")
-        data_offset = fields.count("data_offset", at_least=PAGE_BYTES)
-        if data_offset % PAGE_BYTES or data_offset > size:
-            raise ManifestError(f"{name}: data_offset {data_offset} is not a page of {size} bytes")
-        digests = unpack(fields.take("xxh3_64", str), "<u8")
+        if one.data_offset % PAGE_BYTES or one.data_offset > size:
+            raise ManifestError(
+                f"{name}: data_offset {one.data_offset} is not a page of {size} bytes"
+            )
+        digests = unpack(one.xxh3_64, "<u8")
         if len(digests) != -(-size // block_bytes):
             raise ManifestError(f"{name}: {len(digests)} digests do not fit {size} bytes")
-        files.append(FileRecord(name, size, data_offset, digests))
+        files.append(FileRecord(name, size, one.data_offset, digests))
     return tuple(files)
 
 
-def _fragments(fields: _Fields, tensors: TensorTable, files: tuple[FileRecord, ...]) -> Fragments:
-    are_lists = fields.count("format") == 1
-    members = _Fields(fields.take("fragments", dict), "fragments")
-    columns: dict[str, Ints] = {}
-    for name in COLUMNS:
-        if not are_lists:
-            columns[name] = unpack(members.take(name, str), "<i8")
-            continue
-        column = members.take(name, list)
-        if not set(map(type, column)) <= {int}:
-            raise ManifestError(f"fragments.{name} holds something else than integers")
-        columns[name] = np.array(column, dtype=np.int64)  # OverflowError beyond 64 bits
+def _fragments(packed: _Columns, tensors: TensorTable, files: tuple[FileRecord, ...]) -> Fragments:
+    columns = {name: unpack(getattr(packed, name), "<i8") for name in COLUMNS}
     if len({len(column) for column in columns.values()}) != 1:
         raise ManifestError("fragments: the columns differ in length")
     fragments = from_lists(columns)
