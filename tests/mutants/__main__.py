@@ -33,7 +33,10 @@ PATHS = [str(ROOT / part) for part in ("orchestrator", "agent", "engine")]
 SUBJECTS = {
     "zero_step.norm": ["tests/unit/test_norm.py", "tests/unit/test_division.py"],
     "zero_comm.sums.ordered_sum": ["tests/numerics/test_reduction.py"],
-    "zero_checkpoint.saving.commit": ["tests/unit/checkpoint/test_commit.py"],
+    "zero_checkpoint.saving.commit": [
+        "tests/unit/checkpoint/test_candidates.py",
+        "tests/unit/checkpoint/test_commit.py",
+    ],
     "zero_checkpoint.loading.restore": [
         "tests/unit/checkpoint/test_damage.py",
         "tests/unit/checkpoint/test_round_trip.py",

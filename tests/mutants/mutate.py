@@ -63,8 +63,10 @@ def _body(function: ast.FunctionDef) -> Iterator[ast.AST]:
         is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if number == 0 and is_docstring:
             continue
+        types = [node.annotation for node in ast.walk(statement) if isinstance(node, ast.AnnAssign)]
+        unused = {id(node) for each in types for node in ast.walk(each)}
         for node in ast.walk(statement):
-            if not isinstance(node, ast.FunctionDef | ast.arguments):
+            if id(node) not in unused and not isinstance(node, ast.FunctionDef | ast.arguments):
                 yield node
 
 

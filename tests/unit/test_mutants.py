@@ -12,7 +12,8 @@ def within(value: int = 1) -> bool:
     """Not changed: this text, defaults, constants of the module."""
     if value > LIMIT and value != 7:
         note(value + 2)
-    return True if value else False
+    found: bool | None = True if value else False
+    return found
 '''
 
 

@@ -26,10 +26,12 @@ from tests.unit.checkpoint.support import (
 )
 from zero_checkpoint import find
 from zero_checkpoint.consensus import StoreConsensus
-from zero_checkpoint.errors import CheckpointError, DiskFull
+from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
+from zero_checkpoint.loading import ownership
 from zero_checkpoint.saving.commit import save
 from zero_contract.errors import CommitRefused
+from zero_contract.worker import ENV_RUN
 
 
 class Failing(SmallBlocks):
@@ -183,6 +185,62 @@ def save_alone(root, disk):
     consensus = StoreConsensus(HashStore(), 0, 1)
     state = share(adam_state(), 0, 1)
     save(root, state, consensus, step=2, tag="t", round=1, fence=None, disk=disk)
+
+
+@pytest.fixture
+def foreign(tmp_path_factory, monkeypatch):
+    """A checkpoint of another run."""
+    with monkeypatch.context() as other:
+        other.setenv(ENV_RUN, "another")
+        other.setattr(ownership, "_seen", ownership._Seen())
+        return saved(tmp_path_factory.mktemp("foreign"), adam_state(seed=9), 2, step=9)
+
+
+def test_nothing_is_saved_beside_the_checkpoint_of_another_run(old, foreign):
+    there = foreign.rename(old / foreign.name)
+    before = names(old)
+    errors = save_all(old, adam_state(), 2, step=10)
+    assert [type(error) for error in errors] == [OtherRun] * 2
+    assert there.name in str(errors[0])
+    assert names(old) == before
+
+
+def test_nothing_is_published_if_another_run_does_so_while_the_files_are_written(old, foreign):
+    class Overtaken(SmallBlocks):
+        def create(self, path):
+            if path.name.startswith("MANIFEST"):
+                foreign.rename(old / foreign.name)
+            return super().create(path)
+
+    before = names(old)
+    errors = save_all(old, adam_state(), 2, step=10, disk=Overtaken())
+    assert [type(error) for error in errors] == [OtherRun] * 2
+    assert [name for name in names(old) if not name.startswith(foreign.name)] == before
+
+
+def test_a_root_that_is_not_there_is_made(tmp_path):
+    root = tmp_path / "new" / "deeper"
+    assert saved(root, adam_state(), 2).parent == root
+
+
+def test_ranks_that_name_different_roots_save_to_that_of_rank_0_and_are_told(tmp_path, caplog):
+    full = adam_state(seed=3)
+
+    def work(consensus):
+        state = share(full, consensus.rank, consensus.world)
+        root = tmp_path / f"at-{consensus.rank}"
+        return save(
+            root, state, consensus, step=1, tag="t", round=0, fence=None, disk=SmallBlocks()
+        )
+
+    paths = on_ranks(2, work)
+    assert [path.parent for path in paths] == [tmp_path / "at-0"] * 2
+    assert not (tmp_path / "at-1").exists()
+    [told] = [record.getMessage() for record in caplog.records]
+    assert f"save_checkpoint('{tmp_path}/at-1'): rank 0 has named {tmp_path}/at-0, and" in told
+    target = blank(full)
+    load_all(tmp_path / "at-0", target, 2)
+    assert same_bits(target, full)
 
 
 def test_the_write_and_the_publication_of_a_save_are_measured_apart(tmp_path):
