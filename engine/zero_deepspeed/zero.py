@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_contract.errors import ZeroError
 from zero_deepspeed.tiling import TiledLinear
 from zero_engine.config import read_json
 from zero_engine.parameters.access import owner_of
@@ -111,20 +110,22 @@ def _computes_in_16_bits(given: Any) -> bool:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Declare that `module` uses a parameter that another module owns. Before `initialize`.
+    """Declare that `module` uses a parameter that another module owns.
 
-    The parameter then belongs to the root unit, which is whole from the beginning of forward to
-    the end of backward.
+    It is not needed for what torch's operators read. An extension in C++ that is given the
+    parameter needs it, before `initialize`: the parameter then belongs to the root unit, which is
+    whole from the beginning of forward to the end of backward.
 
     Raises:
-        ZeroError: The parameter is sharded already.
+        RuntimeError: It is no parameter.
     """
-    if owner_of(parameter) is not None:
-        raise ZeroError(
-            f"register_external_parameter({type(module).__name__}): the parameters are divided "
-            "already; call it before initialize(), in the module's constructor for example"
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(
+            f"register_external_parameter({type(module).__name__}): a {type(parameter).__name__} "
+            "is no parameter"
         )
-    make_external(parameter)
+    if owner_of(parameter) is None:
+        make_external(parameter)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def train_on_nodes(reads: str) -> list[tuple[Any, ...]]:
 
 def hidden(engine: Engine) -> set[str]:
     """The names of the parameters that show NaN, and nothing else."""
-    shown = {name: param.isnan() for name, param in engine.module.named_parameters()}
+    shown = {name: param.data.isnan() for name, param in engine.module.named_parameters()}
     assert all(bool(nan.all()) == bool(nan.any()) for nan in shown.values())
     return {name for name, nan in shown.items() if nan.all()}
 

@@ -218,8 +218,6 @@ def misuse(kind: str) -> None:
             safe_set_full_grad(param, torch.zeros(36))
         case "no state":
             safe_set_full_optimizer_state(param, torch.zeros(36), "exp_avg")
-        case "external too late":
-            zero_deepspeed.zero.register_external_parameter(engine.module, param)
         case "no_sync":
             with engine.no_sync():
                 pass
@@ -234,7 +232,6 @@ def misuse(kind: str) -> None:
         ("shape", r"norm.weight has shape \(36,\), the value has \(3,\)"),
         ("no gradient", "norm.weight has no gradient to set; call this between"),
         ("no state", "no optimizer state 'exp_avg' to set; it has: none before the first step"),
-        ("external too late", "call it before initialize"),
         (
             "no_sync",
             "no_sync context manager is incompatible with the sharded gradients of ZeRO stage 2",

@@ -60,6 +60,7 @@ from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parameters.initial_weights import InitialWeights
 from zero_engine.parameters.initialisers import leave_meta
 from zero_engine.parameters.places import adopt_parameters
+from zero_engine.parameters.reads import watch
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import FlatUnit, UnitTiers, Write, unit_facts
 from zero_engine.sharding.grad_reducer import GradReducer, skip
@@ -252,6 +253,7 @@ def _make_core(
     if initial.awaits_checkpoint:
         core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)
     adopt_parameters(core)
+    watch(core)
     leave_weights(core)
     mark_divided(model)
     return core

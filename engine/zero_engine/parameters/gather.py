@@ -66,6 +66,8 @@ class GatheredParameters:
     def __enter__(self) -> None:
         for core in self._units.values():
             core.overlap.wait()  # a step may have followed since this was made
+        for unit, core in self._units.items():
+            core.coordinator.read(unit)  # within a forward: its backward needs them, too
         self._gathered_here = [unit for unit in self._units if not unit.gathered]
         for unit in self._gathered_here:
             with self._units[unit].guard():

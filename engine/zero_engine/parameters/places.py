@@ -11,7 +11,7 @@ from enum import Enum
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_engine.parts import Core
@@ -45,8 +45,6 @@ def adopt_parameters(core: Core) -> None:
         if core.stage.shards_parameters:
             for each in unit.small.members:
                 vars(each.param).update(ds_status=ZeroParamStatus.AVAILABLE, ds_persist=True)
-            unit.on_change = show_status
-            show_status(unit)
 
 
 def show_as_divided(param: Tensor, shape: torch.Size, world: int) -> None:
@@ -75,14 +73,7 @@ def disown_parameters(core: Core) -> None:
             hide_attributes(param)
 
 
-def show_status(unit: FlatUnit) -> None:
-    """Set the `ds_status` of the parameters that are gathered and released with their unit."""
-    status = ZeroParamStatus.AVAILABLE if unit.gathered else ZeroParamStatus.NOT_AVAILABLE
-    for param in unit.large:
-        vars(param)["ds_status"] = status
-
-
-def place_of(param: nn.Parameter) -> tuple[Core, FlatUnit, Slot] | None:
+def place_of(param: Tensor) -> tuple[Core, FlatUnit, Slot] | None:
     """The core, unit and slot of a parameter; None if it belongs to no engine."""
     reference, number, place = _PLACES.get(param, (lambda: None, 0, 0))
     core: Core | None = reference()

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zero_comm.exchange import left_under_way
 from zero_comm.exchange.collectives import Collectives, Pending, wait
@@ -141,7 +143,7 @@ class FlatUnit:
         rests: The tier of `local`.
         gathered: Whether `full` has all weights, and the parameters show them.
         large: The parameters that are not small; at stage 3 they show NaN between uses.
-        on_change: Called after `gathered` has changed at stage 3.
+        on_change: Called after `gathered` has changed.
         holders: The number of open contexts of a script that keep the unit gathered.
         secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
             the full parameters, from which they are gathered within the node.
@@ -224,6 +226,7 @@ class FlatUnit:
         left_under_way.leave(pending)
         self._arriving, self.gathered = pending, False
         self._views.hide()
+        self.on_change(self)
 
     def begin_gather(self) -> None:
         """Begin the all-gather of the full parameters (stage 3); `gather` waits for it."""
@@ -259,6 +262,16 @@ class FlatUnit:
         if self.gathered:
             self.gathered = False
             self.on_change(self)
+
+    def shows_in(self, structure: Any) -> bool:
+        """Whether tensors in a structure are the full parameters themselves, or views of them."""
+        address = self.full.untyped_storage()._cdata
+        return any(
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage()._cdata == address
+            for leaf in tree_leaves(structure)
+        )
 
     def is_written(self) -> bool:
         """Whether a script has written to this rank's part of gathered parameters (stage 3).

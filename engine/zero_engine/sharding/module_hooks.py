@@ -55,6 +55,7 @@ class CalledAlone:
         units: Sequence[FlatUnit],
         before: Callable[..., None],
         after: Callable[..., None] = lambda *_: None,
+        end: Callable[..., None] = lambda *_: None,
     ) -> None:
         """Note what to call.
 
@@ -62,9 +63,11 @@ class CalledAlone:
             units: Those that the module uses.
             before: The pre-hook of a unit's module, called if one of them is not gathered.
             after: Its hook, called after such a forward.
+            end: The same, called before `after`, and after an error.
         """
         self._units = tuple(units)
-        self._before, self._after = Hook(before, units), Hook(after, units)
+        self._before, self._after = Hook(before, units), Hook(after)
+        self._end = Hook(end)
         self._alone = False
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -74,6 +77,11 @@ class CalledAlone:
             self._before(module, args)
         elif self._alone:  # it has raised before
             self._alone = False
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """At its end, or that of an attempt."""
+        if self._alone:
+            self._end(module, args, output)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """After it."""

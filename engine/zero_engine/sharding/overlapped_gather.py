@@ -55,12 +55,12 @@ class OverlappedGather:
         for unit in self.units:
             by_module[unit.module].append(unit)
         for module, members in by_module.items():
-            self._hooks.append(module.register_forward_pre_hook(Hook(self._gather, members)))
+            self._hooks.append(module.register_forward_pre_hook(Hook(self.gather, members)))
         for module, used in users_inside(by_module).items():
-            alone = CalledAlone(used, self._gather)
+            alone = CalledAlone(used, self.gather)
             self._hooks.append(module.register_forward_pre_hook(alone.before))
         for module, needed in _owned_by(root, self.units).items():
-            hook = Hook(self._gather, needed)
+            hook = Hook(self.gather, needed)
             self._hooks += [
                 module.register_state_dict_pre_hook(hook),
                 module.register_load_state_dict_pre_hook(hook),
@@ -74,7 +74,7 @@ class OverlappedGather:
         Raises:
             PeerLost: A peer is lost; under an agent the process exits instead.
         """
-        self._gather(self.units)
+        self.gather(self.units)
 
     def end(self) -> None:
         """Wait before this rank leaves its group; what a lost peer has not sent nobody needs."""
@@ -90,7 +90,8 @@ class OverlappedGather:
         for unit in self.units:
             let_go(unit.params)
 
-    def _gather(self, units: Sequence[FlatUnit], *_of_the_hook: object) -> None:
+    def gather(self, units: Sequence[FlatUnit], *_of_the_hook: object) -> None:
+        """As `wait`, for these units."""
         if all(unit.gathered for unit in units):
             return
         try:

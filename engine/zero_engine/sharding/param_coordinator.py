@@ -27,6 +27,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,17 @@ from zero_engine.sharding.module_hooks import (
     users_inside,
 )
 from zero_engine.sharding.module_state import ModuleState
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A forward under way that gathers units, or may."""
+
+    module: nn.Module
+    units: dict[FlatUnit, None]
+    """Those that must stay until it ends; a dict has an order, the same on all ranks."""
+    saves: bool
+    """Whether autograd saves what its backward needs."""
 
 
 class ParamCoordinator:
@@ -84,36 +96,48 @@ class ParamCoordinator:
         self._traces: tuple[list[int], list[int]] | None = ([], [])
         """The units needed in forward and in backward; None when the order is settled."""
         self._hooks: list[RemovableHandle | ModuleState] = []
+        end = Hook(self._end_call)
         if units:
-            self._hooks += [
-                root.register_forward_pre_hook(Hook(self._before_root)),
-                root.register_forward_hook(Hook(self._after_root)),
-                ModuleState(root, units),
-            ]
+            self._hook(root, Hook(self._before_root), end, Hook(self._after_root))
+            self._hooks.append(ModuleState(root, units))
+        self._calls: list[_Call] = []
+        """The forwards under way of the model, of units' modules, and of modules called alone."""
+        self._ended = _Call(root, {}, saves=False)
+        """The call that has ended last."""
+        self._kept: dict[FlatUnit, None] = {}
+        """The units that a script has read and that stay as the root does."""
+        self._kept_for_last = False
+        """Whether these are of a forward that has had its backward."""
         self._root_awaits_backward = False
         """Whether the root was there before the forward under way, as after one with gradients."""
         self._host: nn.Module | None = None
         """The module for which the root was gathered, without the model's own forward."""
         strays = [param for unit in self._root_units for param in unit.params]
         for module in owners_inside(root, strays):
-            self._hooks += [
-                module.register_forward_pre_hook(Hook(self._before_stray)),
-                module.register_forward_hook(Hook(self._after_stray)),
-            ]
+            self._hook(module, Hook(self._before_stray), end, Hook(self._after_stray))
         by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
         for unit in self._blocks:
             by_module[unit.module].append(unit)
         for module, members in by_module.items():
-            self._hooks += [
-                module.register_forward_pre_hook(Hook(self._before_forward, members)),
-                module.register_forward_hook(Hook(self._after_forward, members), with_kwargs=True),
-            ]
+            before = Hook(self._before_forward, members)
+            self._hook(module, before, end, Hook(self._after_forward))
         for module, used in users_inside(by_module).items():
-            called_alone = CalledAlone(used, self._before_forward, self._after_forward)
-            self._hooks += [
-                module.register_forward_pre_hook(called_alone.before),
-                module.register_forward_hook(called_alone.after, with_kwargs=True),
-            ]
+            alone = CalledAlone(used, self._before_forward, self._after_forward, self._end_call)
+            self._hook(module, alone.before, alone.end, alone.after)
+
+    def _hook(
+        self,
+        module: nn.Module,
+        before: Callable[..., None],
+        end: Callable[..., None],
+        after: Callable[..., None],
+    ) -> None:
+        self._hooks += [
+            module.register_forward_pre_hook(before),
+            # Also after an error, such as the one that ends a recomputation early.
+            module.register_forward_hook(end, always_call=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
 
     def unhook(self) -> None:
         """Remove the hooks from the modules, whose parameters are going to be whole."""
@@ -124,8 +148,9 @@ class ParamCoordinator:
 
     def begin_backward(self) -> None:
         """Begin a backward pass: forwards in it are recomputations, and do not release units."""
-        self._in_backward = True
-        self._gather(self._root_units)  # a backward before this one has released it
+        self._in_backward, self._kept_for_last = True, False
+        # A backward before this one has released them.
+        self._gather([*self._root_units, *self._kept])
         self._begin(self._backward)
 
     def end_gathers(self) -> None:
@@ -134,9 +159,11 @@ class ParamCoordinator:
 
     def end_backward(self) -> None:
         """Release all units, the root included; after the first step, settle the order."""
-        self._in_backward, self._backward_ended = False, True
+        self._in_backward, self._backward_ended, self._kept_for_last = False, True, True
         self._differentiated.clear()
-        self._release(self._units)
+        for unit in self._units:
+            if not unit.holders:
+                unit.release()
         if not self._units or self._traces is None:
             return
         # After the first step: the order in which the modules ran, if it was the same on all ranks.
@@ -153,6 +180,30 @@ class ParamCoordinator:
         """Release a trained unit: a weight's gradient is the last thing that reads the weight."""
         if not unit.is_root:
             self._release([unit])
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward or a backward is."""
+        return bool(self._calls) or self._in_backward
+
+    def read(self, unit: FlatUnit) -> bool:
+        """Gather a unit for a read of one of its parameters, which its module does not make.
+
+        Returns:
+            False, and nothing is gathered, if neither forward nor backward is under way.
+        """
+        if not self.under_way:
+            return False
+        if self._calls and not unit.is_root:
+            self._calls[-1].units[unit] = None
+        self._ran.add(unit)
+        self._gather([unit])
+        return True
+
+    def keep(self, unit: FlatUnit) -> None:
+        """Let a unit that was read stay to the end of backward."""
+        if unit.trained and self._calls and self._calls[-1].saves:
+            self._kept[unit] = None
 
     def _begin(self, order: Sequence[int]) -> None:
         self._pass = Pass(order)
@@ -173,44 +224,71 @@ class ParamCoordinator:
             self._ran.clear()
             self._backward_ended = False
 
-    def _before_root(self, _module: nn.Module, _args: Any) -> None:
+    def _begin_call(self, module: nn.Module, units: Sequence[FlatUnit] | None = None) -> None:
+        """Begin one that has these units, or in which reads are reads of the root."""
+        saves = torch.is_grad_enabled()
+        if saves and not self._calls and not self._in_backward:
+            if self._kept_for_last:
+                self._kept.clear()
+                self._kept_for_last = False
+            # Of those that are there already, by a script's context, no read is seen.
+            self._kept.update((unit, None) for unit in self._blocks if unit.gathered)
+        root = self._kept if saves else {}
+        self._calls.append(
+            _Call(module, root if units is None else dict.fromkeys(units), saves=saves)
+        )
+
+    def _end_call(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._calls and self._calls[-1].module is module:
+            self._ended = self._calls.pop()
+
+    def _before_root(self, module: nn.Module, _args: Any) -> None:
         self._forget_ran()
+        self._begin_call(module)
         self._root_awaits_backward = all(unit.gathered for unit in self._root_units)
         self._gather(self._root_units)
         if not self._in_backward:
             self._begin(self._forward)
 
-    def _after_root(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _after_root(self, *_details: Any) -> None:
         if not self._in_backward:
             self._end()
-        if not torch.is_grad_enabled() and not self._root_awaits_backward:
-            self._release(self._root_units)
+        self._release_root(self._root_awaits_backward)
+
+    def _release_root(self, stays: bool) -> None:
+        """Release what a forward without gradients has read, and the root unless it `stays`."""
+        if not torch.is_grad_enabled():
+            self._release([*self._ended.units, *(() if stays else self._root_units)])
 
     def _before_stray(self, module: nn.Module, _args: Any) -> None:
+        self._begin_call(module)
         if not all(unit.gathered for unit in self._root_units):
             self._host = module
             self._gather(self._root_units)
 
-    def _after_stray(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if self._host is module:
+    def _after_stray(self, module: nn.Module, *_details: Any) -> None:
+        is_host = self._host is module
+        if is_host:
             self._host = None
-            if not torch.is_grad_enabled():
-                self._release(self._root_units)
+        self._release_root(stays=not is_host)
 
     def _before_forward(self, units: Sequence[FlatUnit], module: nn.Module, _args: Any) -> None:
         if torch.is_grad_enabled() or module.training:  # a reentrant checkpoint has no gradients
             self._forget_ran()
             self._ran.update(units)
+        self._begin_call(module, units)
         self._gather(units)
 
-    def _after_forward(
-        self, units: Sequence[FlatUnit], _module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    def _after_forward(self, _module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._in_backward:
             return
-        call = object()
+        units, call = list(self._ended.units), object()
+        if self._calls or torch.is_grad_enabled():  # the caller has what the parameters show
+            caller = self._calls[-1].units if self._calls else self._kept
+            caller.update((unit, None) for unit in units if unit.shows_in(output))
         for tensor in _differentiable(output):
-            tensor.register_hook(partial(self._before_backward, units, call))
+            if not tensor.is_leaf:
+                tensor.register_hook(partial(self._before_backward, units, call))
         # Frozen weights have no gradient that shows that backward has passed them; the gradients of
         # the module's inputs show it. Without such inputs they stay until the end; likewise with a
         # leaf of the graph among these, such as a parameter: its gradient is made right after its
@@ -266,8 +344,11 @@ class ParamCoordinator:
             self._blocks[number].begin_gather()
 
     def _release(self, units: Sequence[FlatUnit]) -> None:
+        needed = [call.units for call in self._calls]
+        if not self._kept_for_last:
+            needed.append(self._kept)
         for unit in units:
-            if not unit.holders:
+            if not unit.holders and not any(unit in each for each in needed):
                 unit.release()
 
 

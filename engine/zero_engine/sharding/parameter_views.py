@@ -79,8 +79,9 @@ class ParameterViews:
         return next((at for at, (p, own) in pairs if p.data_ptr() != own.data_ptr()), None)
 
     def _set(self, shown: Sequence[Tensor]) -> None:
-        for param, data in zip(self._params, shown, strict=True):
-            param.data = data
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, data in zip(self._params, shown, strict=True):
+                param.data = data
 
 
 class FreedStorage:
