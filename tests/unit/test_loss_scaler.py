@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zero_engine.config.schema import Fp16
 from zero_engine.optim.loss_scaler import LossScaling
@@ -55,6 +59,56 @@ def test_the_scale_follows_the_overflows(
     steps: str, fp16: dict[str, Any], expected: list[float]
 ) -> None:
     assert scales(steps, **fp16) == expected
+
+
+def deepspeeds(steps: str, window: int, hysteresis: int) -> list[float]:
+    """DeepSpeed's series from 16 on at stages 1 to 3; at stage 0 it has no hysteresis."""
+    scale, left, last, seen = 16.0, hysteresis, -1, []
+    for number, step in enumerate(steps):
+        if step == "x":
+            scale, left = (max(scale / 2, 1.0), left) if left == 1 else (scale, left - 1)
+            last = number
+        elif number - last > 1 and (number - last - 1) % window == 0:
+            scale, left = scale * 2, hysteresis
+        seen.append(scale)
+    return seen
+
+
+def torchs(steps: str, window: int) -> list[float]:
+    """The series of torch's own scaler, which stock PyTorch uses under `zero_torch`."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param])
+    scaler, seen = torch.amp.GradScaler("cpu", 16.0, growth_interval=window), []
+    for step in steps:
+        scaler.scale(param.sum() * (math.inf if step == "x" else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(scaler.get_scale())
+    return seen
+
+
+SERIES = st.text("x.", min_size=1, max_size=30)
+
+
+@given(steps=SERIES, window=st.integers(1, 4), hysteresis=st.integers(1, 3))
+def test_every_series_is_that_of_deepspeeds_stages_1_to_3(
+    steps: str, window: int, hysteresis: int
+) -> None:
+    rules = {"initial_scale_power": 4, "loss_scale_window": window, "hysteresis": hysteresis}
+    assert scales(steps, **rules) == deepspeeds(steps, window, hysteresis)
+
+
+@given(clean=st.integers(0, 12), overflows=st.integers(0, 4), window=st.integers(1, 4))
+def test_torchs_scaler_differs_as_the_documentation_says(
+    clean: int, overflows: int, window: int
+) -> None:
+    """Without a hysteresis, it doubles the scale one step earlier."""
+    rules = {"initial_scale_power": 4, "loss_scale_window": window, "hysteresis": 1}
+    steps = "x" * overflows + "." * clean
+    ours, theirs = scales(steps, **rules), torchs(steps, window)
+    before = theirs[overflows - 1] if overflows else 16.0
+    assert ours == [*theirs[:overflows], *[before, *theirs[overflows:]][:clean]]
 
 
 def test_the_defaults_are_deepspeeds() -> None:
