@@ -20,6 +20,10 @@ from zero_comm.exchange.collectives import Collectives
 _log = logging.getLogger(__name__)
 
 
+class TagsDiffer(CheckpointError, AssertionError):
+    """Ranks gave a checkpoint different names, which DeepSpeed asserts."""
+
+
 def text_of(tag: object) -> str | None:
     """The name that a script has given, as text; None without one.
 
@@ -32,7 +36,7 @@ def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
     """Compare the names that the script gave on the ranks. Collective, if it gave one.
 
     Raises:
-        CheckpointError: They differ, and `mode` is FAIL; on every rank.
+        TagsDiffer: They differ, and `mode` is FAIL; on every rank.
     """
     if tag is None or mode == IGNORE or collectives.world == 1:
         return
@@ -48,6 +52,6 @@ def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
         "is equal on all ranks, such as engine.global_steps or engine.mean_loss"
     )
     if mode == FAIL:
-        raise CheckpointError(what)
+        raise TagsDiffer(what)
     if collectives.rank == 0:
         _log.warning("%s: rank 0's name is used", what)

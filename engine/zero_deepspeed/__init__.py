@@ -31,6 +31,7 @@ from zero_deepspeed.utils.logging import log_dist, logger
 from zero_deepspeed.version import __version__
 
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__git_hash__ = __git_branch__ = None
 
 __all__ = [
     "CheckpointError",

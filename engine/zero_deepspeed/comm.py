@@ -67,6 +67,7 @@ __all__ = [
     "get_rank",
     "get_world_group",
     "get_world_size",
+    "inference_all_reduce",
     "init_distributed",
     "irecv",
     "is_available",
@@ -86,6 +87,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 get_all_ranks_from_group = get_process_group_ranks
+inference_all_reduce = all_reduce
 
 
 def get_world_group() -> dist.ProcessGroup | None:

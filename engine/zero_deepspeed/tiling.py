@@ -50,11 +50,11 @@ class TiledLinear(nn.Module):
             kwargs: Further arguments of `linear_cls`.
 
         Raises:
-            ConfigError: There are no parts, or more of them than features.
+            RuntimeError: There are no parts, or more of them than features.
         """
         super().__init__()
         if not 1 <= in_splits <= in_features or not 1 <= out_splits <= out_features:
-            raise ConfigError(
+            raise RuntimeError(
                 f"TiledLinear: in_splits {in_splits} and out_splits {out_splits} must be from 1 to "
                 f"the {in_features} and {out_features} features"
             )
@@ -62,15 +62,15 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
         self.combine_out_splits = combine_out_splits
-        self.in_parts = _parts(in_features, in_splits)
-        self.out_parts = _parts(out_features, out_splits)
+        self.in_parts = _bounds(in_features, in_splits)
+        self.out_parts = _bounds(out_features, out_splits)
         last = in_splits - 1
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(stop - start, high - low, bias=bias and row == last, **kwargs)
-                for row, (start, stop) in enumerate(self.in_parts)
+                for row, (start, stop) in enumerate(pairwise(self.in_parts))
             )
-            for low, high in self.out_parts
+            for low, high in pairwise(self.out_parts)
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
@@ -79,7 +79,7 @@ class TiledLinear(nn.Module):
         """The output of the whole layer, or its parts."""
         parts = input_
         if not self.input_is_already_split:
-            parts = [input_[..., start:stop] for start, stop in self.in_parts]
+            parts = [input_[..., start:stop] for start, stop in pairwise(self.in_parts)]
         outputs = []
         for column in self.linears:
             assert isinstance(column, nn.ModuleList)
@@ -100,16 +100,16 @@ class TiledLinear(nn.Module):
             )
         params = [*other.parameters(), *self.parameters()]
         with GatheredParameters(params, modifier_rank=0):
-            for column, (low, high) in zip(self.linears, self.out_parts, strict=True):
+            for column, (low, high) in zip(self.linears, pairwise(self.out_parts), strict=True):
                 assert isinstance(column, nn.ModuleList)
-                for linear, (start, stop) in zip(column, self.in_parts, strict=True):
+                for linear, (start, stop) in zip(column, pairwise(self.in_parts), strict=True):
                     assert isinstance(linear, nn.Linear)
                     linear.weight.copy_(other.weight[low:high, start:stop])
                     if linear.bias is not None and bias is not None:
                         linear.bias.copy_(bias[low:high])
 
 
-def _parts(size: int, count: int) -> list[tuple[int, int]]:
-    """`count` intervals of [0, size), of which the first may be longer by one."""
+def _bounds(size: int, count: int) -> list[int]:
+    """The bounds of `count` intervals of [0, size), of which the first may be longer by one."""
     sizes = [size // count + (index < size % count) for index in range(count)]
-    return list(pairwise(accumulate(sizes, initial=0)))
+    return list(accumulate(sizes, initial=0))

@@ -23,13 +23,15 @@ _ROOT = Path(__file__).parents[2]
 _INSIDE = Path(__file__).parent / "inside"
 _AT_ONCE = 40
 """Cases of one process."""
-_PYTEST = ("-m", "pytest", "-q", "-p", "peer_results", "-p", "no:cacheprovider", "-W", "ignore")
+_PYTEST = (
+    *("-m", "pytest", "-q", "-p", "peer_results", "-p", "no:cacheprovider", "-W", "ignore"),
+    "--continue-on-collection-errors",  # else the others of its process have no outcome
+)
 
 
 def collect(suite: Suite, peers: Path) -> list[str]:
     """A sample of the suite's cases: of each test so many, evenly spread."""
-    arguments = ["--collect-only", "--continue-on-collection-errors", *suite.files]
-    lines = _lines(suite, peers, arguments)
+    lines = _lines(suite, peers, ["--collect-only", *suite.files])
     names = [line["case"] for line in lines if line["outcome"] == "collected"]
     files = {name.partition("::")[0] for name in names}
     sample = [*_sample(names, suite.per_test), *(f for f in suite.files if f not in files)]

@@ -137,6 +137,8 @@ class OneCycle(Schedule):
         self._second = self._first
         if cycle_second_step_size is not None:
             self._second = float(_whole(cycle_second_step_size, "cycle_second_step_size", least=0))
+        self.total_size = self._first + self._second
+        self.step_ratio = self._first / self.total_size
         self._first_stairs = cycle_first_stair_count
         self._second_stairs = (
             cycle_first_stair_count
@@ -147,13 +149,9 @@ class OneCycle(Schedule):
         self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
         super().__init__(optimizer, last_batch_iteration)
 
-    @property
-    def _total(self) -> float:
-        return self._first + self._second
-
     def rates(self, iteration: int) -> list[float]:
         """Min + (max - min) * height in the cycle, then min / (1 + rate * intervals)."""
-        if iteration < self._total:
+        if iteration < self.total_size:
             height = self._height(iteration)
             pairs = zip(self.min_lrs, self.max_lrs, strict=True)
             return [low + (high - low) * height for low, high in pairs]
@@ -169,7 +167,7 @@ class OneCycle(Schedule):
     def _cycled(self, iteration: int) -> list[tuple[float, float]] | None:
         if not self._cycles_momentum:
             return None
-        if iteration < self._total:
+        if iteration < self.total_size:
             height = self._height(iteration)
             pairs = zip(self._min_moms, self._max_moms, strict=True)
             moms = [high - (high - low) * height for low, high in pairs]
@@ -187,18 +185,18 @@ class OneCycle(Schedule):
 
     def _intervals(self, iteration: int) -> float:
         """How far the decay is; 0 for ever if it has no step size."""
-        return (iteration - self._total + 1) / self._decay_size if self._decay_size else 0.0
+        return (iteration - self.total_size + 1) / self._decay_size if self._decay_size else 0.0
 
     def _height(self, iteration: int) -> float:
         """Where in the cycle, from 0 at its ends to 1 at the peak."""
-        done = (iteration + 1) % self._total
+        done = (iteration + 1) % self.total_size
         rising = done <= self._first
         stairs = self._first_stairs if rising else self._second_stairs
         if stairs > 0:
-            climbed = done / self._first if rising else (self._total - done) / self._second
+            climbed = done / self._first if rising else (self.total_size - done) / self._second
             # From whole numbers of steps, so that the peak is not missed by a rounding.
             return math.floor(round(climbed * stairs, 9)) / stairs
-        position, peak = done / self._total, self._first / self._total
+        position, peak = done / self.total_size, self.step_ratio
         return position / peak if rising else (position - 1) / (peak - 1)
 
 
