@@ -20,6 +20,8 @@ class Outcome(StrEnum):
     INTERNALS = "internals"
     """It reads or replaces parts of the peer that scripts do not see."""
     NOT_OFFERED = "not offered"
+    WORKS = "works here"
+    """It asks for an error where this engine does what is asked."""
     HARNESS = "harness"
     """It needs something that is not on this machine."""
     SKIPPED = "skipped"

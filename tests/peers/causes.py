@@ -4,9 +4,9 @@ The first pattern that is found decides; a case that none fits is public behavio
 """
 
 _INTERNAL_MODULES = (
-    "autotuning|checkpoint.utils|compile|comm.comm|comm.torch|runtime.(bf16_optimizer|comm|config_utils|eigenvalue"
+    "autotuning|checkpoint.utils|utils.(groups|numa)|compile|comm.comm|comm.torch|runtime.(bf16_optimizer|comm|config_utils|eigenvalue"
     "|fp16|precision_config|sparse_tensor|state_dict_factory|torch_autocast|utils|zero.(config"
-    "|contiguous|linear|mics|parameter_offload|partition|stage|utils))|utils.(comms_logging|nvtx"
+    "|contiguous|linear|mics|offload_config|parameter_offload|partition|stage|utils))|utils.(comms_logging|nvtx"
     "|pin_memory|tensor_fragment|timer|z3_leaf|zero_to_fp32)|runtime.engine._|runtime.config.(get_"
     "|Deep|_)"
 )
@@ -15,9 +15,20 @@ _INTERNAL_NAMES = (
     "fp16_|bit16_|averaged_|ipg_|partition|parameter_offload|ds_tensor|ds_active_sub|param_coord"
     "|pipeline_parallelism|sparse_tensor_module_names|basic_optimizer|accumulated_grads_in_cpu"
     "|single_partition_of|loss_scale_config|param_dtype|step_subgroup|rollback_subgroup"
+    "|leaf_parameters|needs_scaler|nccl_start|all_gather_|reduce_scatter_fn|PARTITION_ACTIVATIONS"
 )
 
+_NO_ERROR = (
+    "ZeroAllowUntestedOptimizer|IncorectAllgatherBucketSize|test_unmanaged_rejects_overlap_comm"
+    "|Stage2IgnoreUnusedParameters::test.False|test_direct_backward_raises_without_functorch"
+    "|MuonRejectsReduceScatter|ElasticConfigChanged|test_no_grad_input_error"
+    "|GatheredParametersAllRanksErrorOnModification|user_cpu_adam_must_enable_bf16_states"
+    "|TestZeroOffloadOptim::test.True|DeepSpeedConfigIntegration::test_save_checkpoints$"
+)
+"""Their `pytest.raises` fails in a worker, which DeepSpeed's harness waits for until its limit."""
+
 CAUSES: tuple[tuple[str, str], ...] = (
+    ("works here", _NO_ERROR),
     ("internals", r"'(record|shutdown)' to (have been|be) called once|MockException not raised"),
     ("harness", r"contiguous_checkpointing needs num_checkpoints"),  # DeepSpeed asserts it, too
     (
@@ -31,8 +42,10 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"_Placeholder\b|param does not have autocast_dtype|LinearInitContextPersistence",
     ),
     ("internals", r"fp32_flat_groups|test_deepspeed_multi_save_same_filepath"),  # files
-    ("internals", r"nelement\(\) == 0"),
+    ("internals", r"test_training_partition_cache|zero1_no_offload_uses_bf16|bit16_groups_flat"),
+    ("internals", r"nelement\(\) == 0|should go back to be 0-sized"),
     ("harness", r"test_nproc_[gx]pu_launch_configurations"),  # a mock of this process's GPUs
+    ("harness", r"[0-9] deselected|Skipped: Skip tests since|_gpu_error$"),  # no CPU's case
     ("harness", r"not enough GPUs|No module named '(?!deepspeed|zero)|Can't load|ConnectionError"),
     ("harness", r"LocalEntryNotFound|OfflineMode|couldn't connect|Repository Not Found"),
     (
@@ -41,10 +54,14 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"|unit/v1/moe/|_moe\b|not here: deepspeed\.(moe|pipe|inference|module_inject|sequence"
         r"|linear|launcher|compression|runtime\.(pipe|hybrid|data_pipeline|progressive|activation_"
         r"checkpointing\.offload_activations))|pickle <class 'sitecustomize\.top"
-        r"|'zero_deepspeed\.launcher\.runner' has no attribute"
-        r"|No such file or directory: 'deepspeed'",
+        r"|'zero_deepspeed\.launcher\.runner' has no attribute|zero-agent starts scripts"
+        r"|No such file or directory: 'deepspeed'|xargs: deepspeed",
     ),
-    ("not offered", r"DeepCompile|zenflow|super_offload|mics_shard_size|there are no kernels for"),
+    (
+        "not offered",
+        r"DeepCompile|zenflow|super_offload|mics_shard_size|MiCS_Init|there are no kernels for"
+        r"|fp32_optimizer_states=False: moments are fp32",
+    ),
     ("internals", rf"not here: deepspeed\.({_INTERNAL_MODULES})"),
     (
         "internals",
@@ -53,6 +70,14 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ),
     ("internals", r"there is no (zero_)?deepspeed\.runtime\.zero\.stage"),
     ("internals", r"isinstance\([\s\S]{1,600}, (DeepSpeedZeroOpt|ZeROOpt)|be ZeROOptimizer"),
-    ("internals", r"isinstance\(.*, ZeROOrderedDict\)"),
+    ("internals", r"isinstance\(.*, (ZeROOrderedDict|(BF16|FP16)_\w*Optimizer)\)"),
+    (
+        "internals",
+        r"cannot import name '_|assert .*(_bk|zero3_linear_wrap|convert_to_zero|pre_bwd_fn)",
+    ),
+    (
+        "internals",
+        r"flatten path|assert hooks_exist|'Epochs' object|no attribute '(DeepSpeedConfig|utils)'",
+    ),
     ("internals", rf"has no attribute '(_(?!_version)|{_INTERNAL_NAMES})"),
 )

@@ -38,7 +38,6 @@ class _First:
         import zero_deepspeed.as_deepspeed  # noqa: F401
 
         sys.meta_path.insert(0, _Missing())
-        builtins.__import__ = _import_for_tests
         _number_the_cpu()
         return find_spec(name)
 
@@ -125,4 +124,5 @@ def _import_for_tests(name, globals=None, locals=None, fromlist=(), level=0):
     return module
 
 
+builtins.__import__ = _import_for_tests  # also for the import that finds the first of them
 sys.meta_path.insert(0, _First())
