@@ -204,7 +204,8 @@ class StoreConsensus:
         sizes = {name: len(value) for name, value in raw.items()}
         text = zlib.compress(json.dumps([others, sizes]).encode(), level=1)
         packed = b"".join([b"%d " % len(text), text, *raw.values()])
-        value = self._proof(key, packed) + packed
+        proof = sign(self._key, key.encode(), packed) if self._key else b""  # of the name, too
+        value = proof + packed
         parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
         names = _part_names(key, len(parts))
         # The first part is written last and holds the number of parts: a reader that sees it finds
@@ -236,10 +237,6 @@ class StoreConsensus:
         for name, size in sizes.items():
             record[name], at = rest[at : at + size], at + size
         return record, names
-
-    def _proof(self, key: str, packed: bytes) -> bytes:
-        """The signature of a record and its name; empty without a key."""
-        return sign(self._key, key.encode(), packed) if self._key else b""
 
     def _refuse(self, key: str) -> NoReturn:
         if key not in self._refused:

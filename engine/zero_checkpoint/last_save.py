@@ -1,4 +1,4 @@
-"""What becomes of each save, and the one that a script must not end without.
+"""The outcome of each save, and the one that a script must not end without.
 
 A save that fails costs a warning, because the next one may succeed. So the last one is owed: at the
 end of the script it is tried again, and without it the script does not exit with 0. If etcd did not
@@ -165,7 +165,7 @@ class LastSave:
             self.succeeded()
 
     def _drop_written(self) -> None:
-        """What is written and not published is of no use any more."""
+        """Remove files that are written, not published, and of no use any more."""
         written, self._written = self._written, None
         if written is not None and written.attempt is not None:
             withdraw(written.directory, written.attempt.disk)
@@ -341,7 +341,7 @@ class Beginning:
 
 
 def _report(outcome: Outcome, began: Beginning, *, in_memory: bool = False) -> Saved:
-    """What the agent is told of a save that has ended."""
+    """The message to the agent about a save that has ended."""
     begin_s = began.begin_s
     own, whole, total_s = outcome.own, outcome.whole, outcome.ended_s - begin_s
     return Saved(

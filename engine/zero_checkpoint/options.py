@@ -64,7 +64,7 @@ class Checkpoint:
     asynchronous: bool = False
     """Training continues while a checkpoint is being written."""
     when_busy: str = WAIT
-    """What a save does while the one before it is being written: "wait", or "skip" this save."""
+    """Action of a save while the one before it is being written: "wait", or "skip" this save."""
     every_steps: int | None = None
     """`engine.checkpoint_due()` is true every this many steps."""
     every_s: SecondsOrAuto | None = None
@@ -82,7 +82,7 @@ class Checkpoint:
     ram: NodeMemory | None = None
     """In-memory checkpoints between those on disk."""
     tag_validation: str = "Warn"
-    """What happens when ranks name a checkpoint differently: "Warn", "Ignore" or "Fail"."""
+    """The consequence when ranks name a checkpoint differently: "Warn", "Ignore" or "Fail"."""
 
     def __post_init__(self) -> None:
         if self.tag_validation.lower() not in (WARN, IGNORE, FAIL):

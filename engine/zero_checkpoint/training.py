@@ -1,4 +1,4 @@
-"""What `persistence` asks of a training that it saves and loads.
+"""The interface of a training that `persistence` saves and loads.
 
 `zero_engine.state.training` and `zero_torch.training` answer.
 """
@@ -75,7 +75,7 @@ class Training(Protocol):
 
     @property
     def before_change(self) -> BeforeChange | None:
-        """What is called before weights or optimizer state change; forward may change buffers.
+        """Called before weights or optimizer state change; forward may change buffers.
 
         None: the script changes them by itself, so that nothing can be called.
         """

@@ -51,10 +51,10 @@ _ON_DEVICE = {
     "libraries": "the libraries of torch",
     "kernels": "the choice of kernels",
 }
-"""What decides the bits, as far as it is not under a key of its own in the record of a run: key ->
+"""Causes of other bits that have no key of their own in the record of a run: key ->
 its name for a user. Where a device computes, the processor decides nothing."""
 _OF_RUN = {"torch": "the version of torch", "threads": "torch's number of threads"}
-"""What the record of a run has under keys of its own."""
+"""Causes that the record of a run has under keys of its own."""
 
 
 class Deterministic(StrEnum):
@@ -179,7 +179,7 @@ def _kernels(*, on_device: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What computes in this round."""
+    """The hardware of this round."""
 
     mode: Deterministic
     records: tuple[Record, ...]
@@ -254,7 +254,7 @@ def _names(record: Record) -> Mapping[str, str]:
 
 
 def mixture(by_rank: Sequence[Record]) -> str:
-    """What differs among the ranks, and on which of them it is what."""
+    """The differences among the ranks, with the ranks of each value."""
     found = []
     for key, name in {**_ON_CPU, **_ON_DEVICE, **_OF_RUN}.items():
         if not any(key in (*_names(each), *_OF_RUN) for each in by_rank):
@@ -277,7 +277,7 @@ def _listed(ranks: Sequence[str], most: int = 4) -> str:
 
 
 def changes(ours: Sequence[Record], saved: Sequence[Record]) -> list[str]:
-    """What decides the bits and is not as it was; without a record nothing is known to be."""
+    """Causes of other bits that have changed; without a record none is known."""
     if not ours or not saved:
         return []
     found = []

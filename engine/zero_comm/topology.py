@@ -65,7 +65,7 @@ def alone(world: int, reason: str = "") -> Topology:
 
 
 def place_of(environ: Mapping[str, str], rank: int, world: int) -> Place:
-    """What the environment of a rank says of its place.
+    """The place of a rank, from its environment.
 
     Raises:
         ConfigError: ZERO_NODE_RANKS does not describe this world.

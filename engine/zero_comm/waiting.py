@@ -34,7 +34,7 @@ from zero_contract.errors import ConfigError, PeerLost
 
 
 class Cause(StrEnum):
-    """What an error of a transport means."""
+    """The meaning of an error of a transport."""
 
     PEER = "peer"
     """A peer is lost: a symptom, whose cause is on another host."""
@@ -82,7 +82,7 @@ _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*"
 
 
 def cause_of(error: RuntimeError, *, of_script: bool) -> Cause:
-    """What an error means that came out of a call of the transport.
+    """The meaning of an error that came out of a call of the transport.
 
     If code of the script ran in that call as well, its errors may have any text: only torch's own
     classes and gloo's own form count then.

@@ -50,7 +50,7 @@ class Ticket:
 
 
 class Draws:
-    """What one loader has handed out in its newest iteration, and is not run yet."""
+    """Batches that one loader has handed out in its newest iteration, and that are not run yet."""
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor

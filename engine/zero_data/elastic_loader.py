@@ -63,7 +63,7 @@ class DataSource:
     shuffle_key: int | None
 
     def left_out(self, batch: BatchShape) -> str:
-        """What is to be said of the tail of an epoch, if it is dropped."""
+        """A warning about the tail of an epoch, if it is dropped."""
         tail = self.size - self.epoch_size
         said = (
             f"drop_last leaves out {tail} of {self.size} samples in each epoch: those that fill no "
@@ -120,7 +120,7 @@ class MicroBatchSampler:
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """As in `Order`, like what follows."""
+        """See `Order`, like what follows."""
         return self.source.dataset
 
     @property
@@ -181,7 +181,7 @@ class MicroBatchSampler:
             micro = 0
 
     def _rests(self) -> Iterator[StepPlan]:
-        """What is left of this epoch, and all of the following ones up to `until`."""
+        """The rest of this epoch, and all of the following ones up to `until`."""
         rest, size = self._rest(), self.source.epoch_size
         yield rest
         for epoch in range(self.epoch + 1, (self.until or 0) + 1):

@@ -100,7 +100,7 @@ class Assignment:
         return sum(self.groups)
 
     def number(self, micro: int, rank: int, micro_batches: int) -> int:
-        """What `rank` runs at this micro-step; past the last one, a padding micro-batch."""
+        """Micro-batch of `rank` at this micro-step; past the last one, a padding micro-batch."""
         for numbers in self._by_group(micro, micro_batches):
             if rank < len(numbers):
                 return numbers[rank]
@@ -125,7 +125,7 @@ class Assignment:
         return [places[number] for number in range(micro_batches)]
 
     def _by_group(self, micro: int, micro_batches: int) -> Iterator[range]:
-        """What the ranks of each group run at this micro-step."""
+        """The micro-batches of each group's ranks at this micro-step."""
         turns, within = divmod(micro, self.turn)
         begin = turns * self.turn * self.world
         length = min(self.turn, -(-(micro_batches - begin) // self.world))
@@ -182,11 +182,11 @@ class StepPlan:
         return min(world, self.microbatches - micro * world)
 
     def microbatch(self, micro: int, rank: int, world: int) -> MicroBatch:
-        """What `rank` runs at this micro-step by the default assignment."""
+        """The micro-batch of `rank` at this micro-step by the default assignment."""
         return self.assigned(strided(world), micro, rank)
 
     def assigned(self, assignment: Assignment, micro: int, rank: int) -> MicroBatch:
-        """What `rank` runs at this micro-step."""
+        """The micro-batch of `rank` at this micro-step."""
         number = assignment.number(micro, rank, self.microbatches)
         index = min(number, self.microbatches - 1)
         start = index * self.micro_batch

@@ -1,4 +1,4 @@
-"""What every loader of this project does: its iterations follow the position of the run.
+"""Loaders whose iterations follow the position of the run.
 
 Must always hold: iterating reads the position and never moves it, whatever has been prefetched or
 drawn ahead; only the end of a step moves it, and a load. An iteration begins at the position and
@@ -141,7 +141,9 @@ class PositionLoader(ABC, Generic[Ordered]):
         while True:
             plan = self._cursor.moves, self.order.batch
             for ticket, batch in self.read(until):
-                self._hand_out(ticket)
+                self.last = ticket
+                self.draws.draw(ticket, elsewhere=self.elsewhere)
+                self._seed()
                 yield batch
                 if self._newest is not iteration:
                     raise ZeroError(TWO_ITERATIONS)
@@ -157,11 +159,6 @@ class PositionLoader(ABC, Generic[Ordered]):
                 until = max(until, self.epoch)
             elif self.epoch > until:
                 return
-
-    def _hand_out(self, ticket: Ticket) -> None:
-        self.last = ticket
-        self.draws.draw(ticket, elsewhere=self.elsewhere)
-        self._seed()
 
     def _seed(self) -> None:
         """Begin the random numbers of what the script does with the next batch."""

@@ -81,7 +81,7 @@ class StreamSteps(IterableDataset[Item]):
 
     @property
     def epoch(self) -> int:
-        """As in `Order`, like what follows."""
+        """See `Order`, like what follows."""
         return self.cursor.samples // self.size if self.size else 0
 
     @property

@@ -1,4 +1,4 @@
-"""What every training has, whoever shards it: `zero_engine` and `zero_torch` are built on it.
+"""The parts of every training, whoever shards it: `zero_engine` and `zero_torch` are built on it.
 
 An independent library: it needs torch and the libraries below it, but no engine and no wrapper.
 """

@@ -105,7 +105,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know."""
+    """The agreement of all ranks."""
 
     norm: float
     """Of all gradients, as they are; infinite or NaN if one of them is, 0 if there are none."""

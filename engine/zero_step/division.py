@@ -87,7 +87,7 @@ Positions = list[tuple[int, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank norms of all tensors.
+    """The blocks of all tensors that one rank norms.
 
     Blocks that do not lie in its shards with enough others one behind the other are assembled.
     """

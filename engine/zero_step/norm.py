@@ -79,7 +79,7 @@ def sum_of_squares(norms: Tensor) -> Tensor:
 
 @cache
 def _rounding(device: torch.device) -> Tensor:
-    """What rounds to multiples of the step of each level, from the lowest on; copied once.
+    """Numbers that round to multiples of the step of each level, from the lowest on; copied once.
 
     Beside such a number fp64 holds multiples of the step alone, so adding it rounds to them; and
     the bits of a sum, as an integer, are those of the number plus the multiple.

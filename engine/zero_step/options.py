@@ -10,7 +10,7 @@ from zero_comm.sums.order import NATIVE, check_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
-    """What the bits of a run depend on, and where the record of its samples is."""
+    """The settings that the bits of a run depend on, and where the record of its samples is."""
 
     sample_ledger: str | None = None
     """Directory for the record of consumed sample ids. Without it no record is kept."""

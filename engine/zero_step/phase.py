@@ -35,7 +35,7 @@ class State(StrEnum):
 
 
 class Move(StrEnum):
-    """What changes it."""
+    """Events that change it."""
 
     DRAW = "draw"
     """A batch is drawn, or a backward of one that nobody has seen is about to begin."""
@@ -89,18 +89,18 @@ LEGAL: Mapping[Move, tuple[tuple[State, ...], State]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
-    """What a script calls, for errors."""
+    """The names of a script's calls, for errors."""
 
     backward: str
     """To compute gradients."""
     step: str
     """To end a micro-step."""
     batch: str
-    """What must come before a `step`, for there to be a micro-batch."""
+    """The call that must come before a `step`, for there to be a micro-batch."""
     reduced: str
-    """What must be true of a backward, for its gradients to come."""
+    """The condition of a backward, for its gradients to come."""
     resume: str
-    """What helps when a backward has failed half way."""
+    """The remedy when a backward has failed half way."""
 
 
 _HALF_WAY = (
@@ -142,7 +142,7 @@ ILLEGAL: Mapping[tuple[Move, State], str] = {
         for state in (State.BACKWARD, State.FAILED)
     },
 }
-"""What a script can do wrong, and the remedy, in the words of `Calls`."""
+"""Mistakes of a script, and their remedies, in the words of `Calls`."""
 
 
 class Phase:

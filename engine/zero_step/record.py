@@ -53,7 +53,7 @@ _SAME_RESULT = {
         f"{_BY_ROUNDING}; set OMP_NUM_THREADS as it was, if bits count",
     ),
 }
-"""What a result depends on, beside the batch, but not on world size and stage: key of the record ->
+"""Causes of another result, beside the batch, but not world size and stage: key of the record ->
 its name for a user; what a change means for the run, and what to set. In braces: `Terms`."""
 
 
@@ -98,13 +98,13 @@ def describe(
 
 @dataclass(frozen=True, kw_only=True)
 class Adopted:
-    """What a run takes over from the record of a checkpoint."""
+    """The settings that a run takes over from the record of a checkpoint."""
 
     block: int
     """Micro-batches that are summed in a tree."""
     hardware_changed: bool
     remarks: tuple[str, ...]
-    """What is not as it was: a sentence each."""
+    """The changes: a sentence each."""
 
 
 def adopt(
@@ -132,7 +132,7 @@ def adopt(
 
 
 def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms) -> list[str]:
-    """What changes the result of a run after a load: one sentence each, with what to set.
+    """The changes that give another result after a load: one sentence each, with what to set.
 
     Both are from `describe`; a None of the saved one is unknown, as after an import.
     """

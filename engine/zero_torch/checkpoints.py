@@ -207,7 +207,7 @@ class Checkpoints(Session):
             end_step(self, [row[:at] for row in notes], progress)
 
     def _notes(self) -> Tensor:
-        """What all ranks are told at the end of a step."""
+        """The notes for all ranks at the end of a step."""
         loss = 0.0
         if self._losses:  # the host waits here, once in a step, and can be interrupted
             losses = self._collectives.to_host(torch.stack(self._losses), "losses")

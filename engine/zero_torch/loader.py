@@ -26,7 +26,7 @@ _OF_WORKERS = (
     "persistent_workers",
     "timeout",
 )
-"""What a DataLoader says of its worker processes."""
+"""The options of a DataLoader for its worker processes."""
 
 
 _SEQUENTIAL = ("torch.utils.data.sampler.SequentialSampler",)
@@ -47,7 +47,7 @@ _INSTEAD = {
     "WeightedRandomSampler": "draw the indices once, from a seed of your own, and give "
     "Subset(dataset, indices), which may repeat a sample",
 }
-"""What gives the order of a sampler that is not taken."""
+"""Sampler that is not taken -> another way to its order."""
 _WAYS_OUT = (
     "zero_engine.initialize(training_data=...) reads iterables and shards exactly once; "
     "protect(model, optimizer) without a loader keeps checkpoints, and your script the position "

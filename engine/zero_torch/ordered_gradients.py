@@ -111,7 +111,7 @@ class OrderedGradients:
         self._tasks: list[int] = []
         """The graph tasks of the backward under way, whose end is announced to autograd."""
         self._failure: Exception | None = None
-        """What a hook could not raise: raised at the end of the backward."""
+        """The error that a hook could not raise: raised at the end of the backward."""
 
     @property
     def is_native(self) -> bool:

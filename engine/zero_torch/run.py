@@ -128,7 +128,7 @@ class Run(Checkpoints):
             self._ledger = Ledger(directory, round=start, rank=self._rank, world=self._world)
 
     def start(self) -> None:
-        """As `Checkpoints.start`."""
+        """See `Checkpoints.start`."""
         options = self._chosen.elastic
         self._training.ordered = Ordered(
             gradients=self._gradients,

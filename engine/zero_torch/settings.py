@@ -15,7 +15,7 @@ Seed = int  # from 0, of 64 bits
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(options.Elastic):
-    """What the bits of a run depend on, beside its script."""
+    """The settings that the bits of a run depend on, beside its script."""
 
     seed: Seed = 42
     """The seed of the order of samples, of augmentation and of dropout."""

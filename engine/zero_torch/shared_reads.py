@@ -1,4 +1,4 @@
-"""What several ranks have alike is read once: each reads a part, and gives it to the others.
+"""Reads what several ranks have alike once: each reads a part, and gives it to the others.
 
 Under DDP every rank has all of the state, under HSDP every replica of a shard has that shard. Must
 always hold: the parts of the ranks that have a tensor alike are all of it, and each of them knows
@@ -28,7 +28,7 @@ _UNDER_WAY = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """What this rank has of a tensor."""
+    """The part of a tensor that this rank has."""
 
     id: TensorId
     shape: tuple[int, ...]

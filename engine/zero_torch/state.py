@@ -75,7 +75,9 @@ class TrainingState:
 
     def tensors(self) -> TensorTable:
         """All tensors of all ranks."""
-        return TensorTable((each, info_of(tensor)) for each, tensor in self._live())
+        return TensorTable(
+            (each, TensorInfo(tuple(tensor.shape), tensor.dtype)) for each, tensor in self._live()
+        )
 
     def owned(self) -> tuple[Piece, ...]:
         """This rank's part of each tensor."""
@@ -121,7 +123,7 @@ class TrainingState:
     # ---- loading ----
 
     def wanted(self, manifest: Manifest) -> tuple[State, SharedReads]:
-        """What this rank fills from a checkpoint, in fresh optimizer state.
+        """The pieces that this rank fills from a checkpoint, in fresh optimizer state.
 
         Returns:
             What it reads; and the reads of all ranks, whose `exchange` fills the rest.
@@ -211,7 +213,7 @@ class TrainingState:
         yield from self.statefuls.live()
 
     def _owned(self, each: TensorId, tensor: Tensor) -> Iterator[Piece]:
-        """What this rank saves of a tensor: of replicas that all ranks have, an interval."""
+        """The part of a tensor that this rank saves: of replicas on all ranks, an interval."""
         box = self._box(each, tensor)
         if isinstance(tensor, DTensor):
             if is_first_replica(tensor):
@@ -224,7 +226,7 @@ class TrainingState:
         yield from clip(box.pieces(), bounds[self._rank], bounds[self._rank + 1])
 
     def _box(self, each: TensorId, tensor: Tensor) -> Box:
-        """What this rank has of a tensor."""
+        """The part of a tensor that this rank has."""
         data = elements_of(tensor)
         if not data.is_contiguous():
             raise CheckpointError(
@@ -256,11 +258,6 @@ class TrainingState:
             key: number_as_json(state[key], f"optimizer state {key} of {name}")
             for key in sorted(state.keys() - elementwise(parameter, state))
         }
-
-
-def info_of(tensor: Tensor) -> TensorInfo:
-    """Shape and dtype of a whole tensor."""
-    return TensorInfo(tuple(tensor.shape), tensor.dtype)
 
 
 def elementwise(parameter: Tensor, state: Mapping[str, Any]) -> set[str]:

@@ -47,7 +47,7 @@ _OF_SCRIPT = "of the script"
 
 @dataclass(frozen=True, kw_only=True)
 class Ordered:
-    """What the bits of a training depend on, whose data and gradients are in order."""
+    """The order of data and gradients, on which the bits of a training depend."""
 
     gradients: OrderedGradients
     batch: BatchShape
@@ -94,7 +94,7 @@ class Training:
     before_change: None = None
     """A script may write to its parameters at any time."""
     captured: tuple[Piece, ...] = ()
-    """What the last capture was made of."""
+    """The pieces of the last capture."""
 
     @property
     def rank(self) -> int:

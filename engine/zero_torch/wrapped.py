@@ -26,7 +26,7 @@ from zero_step.division import Division, chunks, shares
 from zero_torch.ordered_gradients import as_real
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""What torch.compile and activation checkpointing put into a name."""
+"""Parts of a name that torch.compile and activation checkpointing put there."""
 
 
 _SUMMED = (*SUMS, torch.complex64)
@@ -47,7 +47,7 @@ class Wrapped:
     """A model, and what wraps it."""
 
     called: nn.Module
-    """What the script calls."""
+    """The module that the script calls."""
     model: nn.Module
     """The same without torch.compile around it."""
     wrapper: Wrapper
@@ -254,7 +254,7 @@ def division_of(parameter: Tensor, world: int) -> Division:
 
     Of replicas under FSDP2, the first ones have all of them.
     """
-    reals = reals_in(parameter)
+    reals = 2 if parameter.is_complex() else 1  # in one element
     if not isinstance(parameter, DTensor):
         return shares(parameter.numel() * reals, world)
     sharding, shards = parameter.placements[-1], parameter.device_mesh.size(-1)
@@ -265,13 +265,8 @@ def division_of(parameter: Tensor, world: int) -> Division:
 
 
 def normed_part(gradient: Tensor, division: Division, shard: int) -> Tensor:
-    """What a rank has of a gradient and norms, flat, as real numbers."""
+    """The part of a gradient that a rank has and norms, flat, as real numbers."""
     flat = as_real(local(gradient).resolve_conj().reshape(-1))
     if not isinstance(gradient, DTensor):
         flat = flat[division.bounds[shard] :]
     return flat[: division.length(shard)]
-
-
-def reals_in(parameter: Tensor) -> int:
-    """The real numbers in one element."""
-    return 2 if parameter.is_complex() else 1

@@ -45,7 +45,7 @@ class Saved:
     step: int | None
     """The count of steps in the state, if it has one."""
     meta: Mapping[str, Any]
-    """What is stored under `META`."""
+    """Stored under `META`."""
 
 
 def name_all(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> Saved:

@@ -161,7 +161,7 @@ def _record(info: TensorInfo) -> TensorStorageMetadata:
 
 
 class _Filling:
-    """What DCP wants on this rank, from the checkpoint that is tried."""
+    """The pieces that DCP wants on this rank, from the checkpoint that is tried."""
 
     def __init__(self, plan: LoadPlan, planner: LoadPlanner, keys: tuple[str, str]) -> None:
         self._plan = plan

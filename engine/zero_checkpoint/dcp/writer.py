@@ -205,7 +205,7 @@ def _size(item: WriteItem) -> int:
 
 
 def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
-    """What DCP lets this rank write: its boxes, and its vote; of an error, that."""
+    """The boxes that DCP lets this rank write, and its vote; of an error, that."""
     boxes: list[_Box] = []
     values: dict[str, Any] = {}
     try:

@@ -26,7 +26,7 @@ _FLATTENED = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*):/[^/]")
 
 
 class NoPlace(CheckpointError, ValueError):
-    """What was given as a directory names none."""
+    """A value that names no directory was given as one."""
 
 
 def place(where: str | os.PathLike[str] | ObjectPath) -> Place:

@@ -1,1 +1,1 @@
-"""What is in a checkpoint: tensors, their fragments in files, the manifest; what to read."""
+"""The contents of a checkpoint: tensors, their fragments in files, the manifest; plans of reads."""

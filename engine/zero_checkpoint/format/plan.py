@@ -1,4 +1,4 @@
-"""What a rank reads: from wanted runs of elements to ranges of files, as a pure function.
+"""Plan of a rank's reads: from wanted runs of elements to ranges of files, as a pure function.
 
 A change of world size, or of ZeRO stage (resharding), is nothing but this intersection of
 intervals. The unit of reading is a block, because the block is the unit of verification:

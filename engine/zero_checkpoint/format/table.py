@@ -68,7 +68,7 @@ class TensorTable(dict[TensorId, TensorInfo]):
 
     @cached_property
     def text(self) -> str:
-        """As JSON: [kind, fqn, dtype, shape] of each.
+        """The table as JSON: [kind, fqn, dtype, shape] of each.
 
         Raises:
             CheckpointError: A dtype cannot be stored.

@@ -33,7 +33,7 @@ _MOST_RUNS = 256
 
 @dataclass
 class _Seen:
-    """What this process knows of the directories that it has loaded from or saved to."""
+    """The directories that this process has loaded from or saved to."""
 
     names: dict[str, set[str]] = field(default_factory=dict)
     """By directory: the checkpoints that were there at a load, and those that it wrote."""

@@ -301,7 +301,7 @@ class _Search:
         return None
 
     def _quarantined(self) -> Iterator[Candidate]:
-        """What an earlier run has marked, newest first: its storage may be what was damaged."""
+        """Marked by an earlier run, newest first: its storage may be what was damaged."""
         again = [each for each in self.rejected if each.why is Why.QUARANTINED]
         for each in again:
             with suppress(OSError, ManifestError):

@@ -1,4 +1,4 @@
-"""What one node keeps in memory: files of checkpoints, in the directory that its agent owns.
+"""Files of checkpoints that one node keeps in memory, in the directory that its agent owns.
 
     <directory>/zero-staging.*                  a worker's two staging buffers, see `staging`
     <directory>/<home>/step-000000012.g3.ab12/  a checkpoint, or this node's part of it

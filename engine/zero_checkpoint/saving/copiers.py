@@ -1,4 +1,4 @@
-"""What copies the state into a staging buffer: the CPU at once, or a device beside training.
+"""Copies of the state into a staging buffer: by the CPU at once, or by a device beside training.
 
 A device copies into memory that is registered with its driver (pinned), on a stream of its own,
 which first waits for the current one. The host does not wait: forward and backward run meanwhile,
@@ -37,7 +37,7 @@ _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of this process."""
 
 BeforeChange = list[Callable[[], object]]
-"""What is called before weights or optimizer state change."""
+"""Functions that are called before weights or optimizer state change."""
 
 
 class Begun(Protocol):

@@ -18,7 +18,7 @@ ClientSource = Callable[[], Mapping[str, Any]]
 
 @dataclass
 class Script:
-    """What the script has done so far with one training."""
+    """The calls of a script so far, for one training."""
 
     client_source: ClientSource | None = None
     """Its client_state, in checkpoints that it does not make itself."""
@@ -39,7 +39,7 @@ class Script:
 
 
 class Departure(StrEnum):
-    """What `engine.step()` does at the first boundary at which all ranks know of the request."""
+    """Action of `engine.step()` at the first boundary at which all ranks know of the request."""
 
     SAVE_AND_LEAVE = "save and leave"
     AWAIT_SAVE = "leave after the script's next save"

@@ -1,4 +1,4 @@
-"""What lets training continue during a save: a snapshot of the state, and a thread that saves it.
+"""Snapshots of the state, and the thread that saves them while training continues.
 
 A staging buffer is mapped memory, reused from save to save; a frozen image in it is byte for byte
 the file that goes to disk, or that is a checkpoint in memory. `staging_memory` allocates it,
@@ -136,16 +136,14 @@ class StagingBuffer:
             self._memory = self._source.reserve(grains * _GRAIN_BYTES)
         if self._plan is None or self._plan.layout is not layout:
             buffers = halves(memoryview(self._memory)[: layout.size_bytes])
-            copier = self._copier_from(device_of(layout), self._memory)
-            made = [copier.prepare(copy, layout.changing) for copy in copies(layout, buffers)]
+            device = device_of(layout)
+            if self._copier is None or self._device != device:
+                self._release()
+                self._copier = self._choose(device, self._memory, self._beside)
+                self._device = device
+            made = [self._copier.prepare(copy, layout.changing) for copy in copies(layout, buffers)]
             self._plan = _Plan(layout, made)
         return self._plan
-
-    def _copier_from(self, device: torch.device, memory: mmap.mmap) -> Copier:
-        if self._copier is None or self._device != device:
-            self._release()
-            self._copier, self._device = self._choose(device, memory, self._beside), device
-        return self._copier
 
     def hold(self) -> None:
         """Let what is done to the tensors from now on come after the copies."""

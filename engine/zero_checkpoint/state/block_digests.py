@@ -23,7 +23,7 @@ from zero_checkpoint.format.dtypes import byte_view, host_bytes
 
 BLOCK_BYTES = 1 << 16
 AT_ONCE_BYTES = 1 << 26
-"""What a device hashes at once; it takes twice this much of the device's memory."""
+"""Bytes that a device hashes at once; it takes twice this much of the device's memory."""
 
 # XXH3 of more than 240 bytes, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md: each
 # stripe of eight words is added to eight accumulators; after sixteen stripes they are scrambled.

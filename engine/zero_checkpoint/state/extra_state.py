@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers: `get_extra_state`, such as scales of FP8.
+"""The state of modules beside parameters and buffers: `get_extra_state`, such as scales of FP8.
 
 Must always hold: every module that has extra state gets back what rank 0's had, under its name in
 the user's module; which modules have none in the checkpoint is said.

@@ -28,7 +28,7 @@ def schedule_as_json(scheduler: Any) -> Any:
 
 
 def _storable(value: Any, path: str) -> Any:
-    """As `client_state.pack`; numbers of numpy become plain ones, and tuples lists."""
+    """Pack as `client_state.pack`; numbers of numpy become plain ones, and tuples lists."""
     match value:
         case np.generic():
             return _storable(value.item(), path)

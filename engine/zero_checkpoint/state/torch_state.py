@@ -1,4 +1,4 @@
-"""What torch's modules and optimizers keep, in the words of a checkpoint: names, numbers, options.
+"""State of torch's modules and optimizers in the words of a checkpoint: names, numbers, options.
 
 Must always hold: a number is restored with its dtype and shape; what JSON cannot hold is refused by
 name, unless the caller asks for its text.

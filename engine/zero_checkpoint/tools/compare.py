@@ -26,7 +26,7 @@ _CHUNK = 1 << 22
 
 
 class Relation(StrEnum):
-    """What became of a tensor of the first checkpoint in the second."""
+    """The fate of a tensor of the first checkpoint in the second."""
 
     EQUAL = "equal"
     DIFFERENT = "different"

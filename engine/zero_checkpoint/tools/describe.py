@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its tensors, param groups, position and hash, as plain values.
+"""Describe a checkpoint: its tensors, param groups, position and hash, as plain values.
 
 Reads no data unless norms are asked for.
 """
@@ -52,7 +52,7 @@ class Description:
     digest: str
     """Digest of the manifest, which holds the digest of every block."""
     run: dict[str, Any]
-    """What the engine, or an import, noted of the training."""
+    """The record of the training, by the engine or an import."""
     groups: list[Any]
     """Param groups: the names of their parameters, and their hyperparameters."""
     optimizer_kinds: list[str]

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints holds, newest first, and what is wrong with the rest.
+"""List a directory of checkpoints, newest first, and what is wrong with the rest.
 
 Reads manifests and sizes of files, and no data unless asked to verify.
 """
@@ -37,7 +37,7 @@ class Row:
     name: str
     status: Status
     reason: str
-    """What is wrong; empty if nothing is."""
+    """The damage in a sentence; empty if there is none."""
     age_s: float
     """Seconds since the commit, or since the last change of a directory never committed."""
     step: int | None = None

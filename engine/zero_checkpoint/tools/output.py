@@ -97,7 +97,7 @@ def progress(checkpoint: Candidate, *, quiet: bool) -> Iterator[Advance]:
 
 @contextmanager
 def lasting(text: str, *, quiet: bool) -> Iterator[None]:
-    """What a command does, and for how long, on stderr if that is a terminal; for unknown sizes."""
+    """Show on a terminal's stderr what a command does, and for how long; for unknown sizes."""
     shown = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -182,7 +182,7 @@ def _order(reduction: Mapping[str, Any]) -> str:
 
 
 def _machine(record: Any) -> str:
-    """What a rank has computed on, from the record of the run."""
+    """The hardware of a rank, from the record of the run."""
     named = record if isinstance(record, Mapping) else {}
     parts = (named.get(key) for key in ("device", "processor", "instructions", "kernels"))
     return "; ".join(str(part) for part in parts if part) or "unknown"

@@ -14,7 +14,7 @@ from zero_contract.version import add_version
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 FORMATS = ("torch", "hf", "dcp", "deepspeed")
-"""What `import` reads."""
+"""Sources of `import`."""
 _DTYPE = (
     "dtype of the trained parameters (default float32, in which the engine trains whatever it "
     "computes in; keep: as stored)"

@@ -1,4 +1,4 @@
-"""What `zero-ckpt --json` prints, beside `listing.Row` and `describe.Description`."""
+"""The records of `zero-ckpt --json`, beside `listing.Row` and `describe.Description`."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Deed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tidied:
-    """What was done in a directory of checkpoints."""
+    """The deeds in a directory of checkpoints."""
 
     done: bool
     """Whether it was done; with `--dry-run` it was not."""
     actions: list[Deed]
     notes: list[str]
-    """What is left alone, and why."""
+    """Directories that are left alone, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

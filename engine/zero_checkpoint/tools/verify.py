@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 """Called with the number of further bytes that are done."""
 
 _JOB_BYTES = 64 << 20
-"""What a thread checks as one job; a source may fetch all of it at once."""
+"""Bytes that a thread checks as one job; a source may fetch all of them at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ def gather_objects(own: Any, what: str, everybodys: Callable[[Tensor, str], Tens
 
 
 def gather_objects_of_group(own: Any, what: str) -> list[Any]:
-    """As `gather_objects`, over torch's default group, without an engine and its waits."""
+    """See `gather_objects`, over torch's default group, without an engine and its waits."""
 
     def everybodys(row: Tensor, what: str) -> Tensor:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]

@@ -198,7 +198,7 @@ class Transport:
         return [work]
 
     def gather_in_parts(self, full: Tensor, waiter: Waiter) -> list[Work]:
-        """As `gather`, of shards that lie in the order of `topology.rail_order` on equal nodes.
+        """See `gather`, of shards that lie in the order of `topology.rail_order` on equal nodes.
 
         First a rank gets its slice of `full`, which is the shards of the ranks of its own number;
         then the ranks of a node exchange their slices. Both are contiguous, and nothing is copied.
@@ -257,7 +257,7 @@ class Transport:
     def exchange_inside(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """As `exchange`, with ranks of this node alone."""
+        """See `exchange`, with ranks of this node alone."""
         del turn
         parts = self._parts
         assert parts is not None

@@ -195,15 +195,15 @@ class StagedTransport(Transport):
     def meet(
         self, everybodys: Callable[[Tensor, str], Tensor], changed: threading.Condition
     ) -> None:
-        """As `CpuTransport.meet`."""
+        """See `CpuTransport.meet`."""
         self._by_host.meet(everybodys, changed)
 
     def have_ended(self, works: Sequence[Work]) -> bool:
-        """As `CpuTransport.have_ended`."""
+        """See `CpuTransport.have_ended`."""
         return self._by_host.have_ended(works)
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
-        """As `CpuTransport.finish`; then what was received is on the device."""
+        """See `CpuTransport.finish`; then what was received is on the device."""
         staged = [work for work in works if isinstance(work, _Staged)]
         if not self._by_host.finish([each for work in staged for each in work.works], waiter, look):
             return False
@@ -213,7 +213,7 @@ class StagedTransport(Transport):
         return True
 
     def watch(self, works: list[Work], waiter: Waiter) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         return [
             _Staged(self._by_host.watch(work.works, waiter), work.arriving)
             for work in works
@@ -230,12 +230,12 @@ class StagedTransport(Transport):
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         copy = _room(into)
         return [_Staged(self._by_host.scatter(out.cpu(), copy, what, turn), ((into, copy),))]
 
     def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         copies = [row.cpu() if rank == self._rank else _room(row) for rank, row in enumerate(rows)]
         works = self._by_host.gather(full, copies, what, turn)
         pairs = zip(rows, copies, strict=True)
@@ -245,24 +245,24 @@ class StagedTransport(Transport):
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         copies = {rank: _room(tensor) for rank, tensor in wanted.items()}
         given = {rank: tensor.cpu() for rank, tensor in held.items()}
         works = self._by_host.exchange(given, copies, what, turn)
         return [_Staged(works, tuple((wanted[rank], copies[rank]) for rank in wanted))]
 
     def reduce_scatter(self, full: Tensor, own: Tensor) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         copy = _room(own)
         return [_Staged(self._by_host.reduce_scatter(full.cpu(), copy), ((own, copy),))]
 
     def all_reduce(self, full: Tensor) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         copy = full.cpu()
         return [_Staged(self._by_host.all_reduce(copy), ((full, copy),))]
 
     def broadcast(self, tensor: Tensor, source: int) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         copy = tensor.cpu()
         return [_Staged(self._by_host.broadcast(copy, source), ((tensor, copy),))]
 

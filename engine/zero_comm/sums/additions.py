@@ -25,7 +25,7 @@ SUMS = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-"""What gradients can be summed: their dtype -> that of the sum. A complex number is two of them."""
+"""Dtypes of gradients that can be summed -> that of the sum. A complex number is two of them."""
 
 _PIECE = 1 << 18
 """Elements whose fp32 copy is still in a CPU's cache when it is added; a multiple of the blocks
@@ -71,7 +71,7 @@ def run_one_by_one(
     dtype: torch.dtype,
     pool: BufferPool,
 ) -> None:
-    """As `fold.run_additions`; on a CPU piece of memory after piece of memory."""
+    """See `fold.run_additions`; on a CPU piece of memory after piece of memory."""
     pieces: Iterable[Mapping[Memory, Tensor]] = (memory,)
     if not next(iter(memory.values())).is_cuda:
         columns = [tensor.split(_PIECE) for tensor in memory.values()]

@@ -73,7 +73,7 @@ class Fold:
         dtype: torch.dtype,
         pool: BufferPool,
     ) -> None:
-        """As `run_additions`."""
+        """See `run_additions`."""
         named = {each: memory[each] for addition in additions for each in addition if each}
         places = _places(named)
         key = (

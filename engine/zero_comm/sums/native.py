@@ -36,10 +36,10 @@ class NativeReduction:
         self.pool = pool
         self.dtype = dtype
         self.own: dict[OrderedSum, Tensor] = {}
-        """What this rank has added up in the step so far, [world * n] in fp32."""
+        """The sum of this rank's micro-batches of the step so far, [world * n] in fp32."""
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
-        """As `OrderedReduction.start`.
+        """See `OrderedReduction.start`.
 
         Nothing is pending if nothing travels in this micro-step.
 
@@ -70,7 +70,7 @@ class _Withheld(Reducing):
     pending = ()
 
     def advance(self) -> bool:
-        """As in `Reducing`."""
+        """See `Reducing`."""
         return False
 
 
@@ -107,7 +107,7 @@ class _Handed(Reducing):
         self.pending = (pending,)
 
     def advance(self) -> bool:
-        """As in `Reducing`."""
+        """See `Reducing`."""
         wait(self.pending[0])
         self._into.add([self._sum], self._via.pool, first=self._first, last=self._last)
         while self._taken:

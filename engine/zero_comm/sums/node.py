@@ -50,7 +50,7 @@ class HeldPieces:
             self._spill.drop(self._held.popitem()[1])
 
     def __iter__(self) -> Iterator[Tensor]:
-        """What is held."""
+        """The held tensors."""
         return (kept.tensor for kept in self._held.values())
 
     def add(
@@ -101,7 +101,7 @@ class HeldPieces:
         return passed
 
     def _fetch(self, formed: Formed, pool: BufferPool) -> dict[int, Tensor]:
-        """What is held of the pieces that are added or passed on, by start; held no longer."""
+        """Take the held pieces that are added or passed on, by start."""
         merged = (piece for merge in formed.merges for piece in (merge.left, merge.right))
         wanted = {piece.start for piece in (*merged, *formed.gives)}
         return {
@@ -130,7 +130,7 @@ def apart(collectives: Collectives, device: torch.device, interrupt: Interrupt) 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one rank keeps of one gradient between micro-steps; nothing without a plan."""
+    """The pieces of one gradient that one rank keeps between micro-steps; none without a plan."""
 
     own: HeldPieces
     """Of its own micro-batches: all elements."""
@@ -158,7 +158,7 @@ class NodeReduction:
         self._schedule: tuple[Turn, int, int, _Schedule] | None = None
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
-        """As `OrderedReduction.start`; nothing is pending if nothing travels in this micro-step."""
+        """See `OrderedReduction.start`; nothing is pending if nothing travels in it."""
         held = self._held.get(into)
         if held is None:
             held = self._held[into] = _Held(HeldPieces(into.spill), HeldPieces(into.spill))
@@ -182,11 +182,11 @@ class _Schedule:
 
     expression: Expression
     by_rank: tuple[tuple[Piece, ...], ...]
-    """What each rank passes on inside of its node."""
+    """The pieces that each rank passes on inside of its node."""
     by_node: tuple[tuple[Piece, ...], ...]
-    """What each node passes on to owners."""
+    """Those that each node passes on to owners."""
     step: MicroStep | None = None
-    """What the plan says of it; None: nobody keeps anything but owners."""
+    """Its part of the plan; None: nobody keeps anything but owners."""
 
     @classmethod
     def of(cls, turn: Turn, begin: int, block: int, nodes: Sequence[range]) -> _Schedule:
@@ -232,7 +232,7 @@ class _Divided(Reducing):
         self._taken: list[Tensor] = []
         self._arrived: list[tuple[Piece, Tensor]] | None = None
         self._packed: list[tuple[Tensor, Tensor]] = []
-        """What comes as int8, and where it is going to be in fp32."""
+        """Buffers for what comes as int8, and its place in fp32."""
         self._dtype = gradient.dtype
         self._gradient = gradient.untyped_storage().data_ptr()
         group = via.collectives
@@ -249,7 +249,7 @@ class _Divided(Reducing):
         self._exchange_inside(self._pass_on(gradient))
 
     def advance(self) -> bool:
-        """As in `Reducing`."""
+        """See `Reducing`."""
         for pending in self.pending:
             wait(pending)
         if self._arrived is None:
@@ -282,7 +282,7 @@ class _Divided(Reducing):
         self._taken += [each for _, each in formed if each.data_ptr() not in known]
 
     def _pass_on(self, gradient: Tensor) -> list[Tensor]:
-        """What this rank passes on inside of its node."""
+        """The pieces that this rank passes on inside of its node."""
         rank = self._via.collectives.rank
         if self._schedule.step is None:
             return [gradient] if self._schedule.by_rank[rank] else []

@@ -27,7 +27,7 @@ NATIVE_RUN = (
     "result depends on the number of ranks, and a run cannot be repeated to the bit; remove the "
     "key for sums in a fixed order"
 )
-"""What is told at the begin of such a run."""
+"""Logged at the begin of such a run."""
 _FROM_ORDERED = (
     'elastic.reduction is "native", and was "ordered" when the checkpoint was made: from here on '
     "the result depends on the number of ranks; remove the key if bits count"
@@ -121,7 +121,13 @@ def order_of(
         return CHAIN, "" if order == _NATIVE else _FROM_ORDERED
     if order != _NATIVE:
         change = ("", _TO_ROUNDED) if order == _TREE else (_FROM_ROUNDED, "")
-        return _block_of(reduction["block"], configured, anew), change[rounds]
+        if configured not in (None, block := reduction["block"]):
+            raise ConfigError(
+                f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "
+                f"gradients in blocks of {block}: another order gives other bits; remove the key "
+                f"or set it to {block}, or {anew}"
+            )
+        return block, change[rounds]
     if mode is None:
         raise ConfigError(
             "the run of this checkpoint leaves the sums of gradients to the backend; set "
@@ -129,13 +135,3 @@ def order_of(
             "fixed order from here on"
         )
     return configured or DEFAULT_BLOCK, _FROM_NATIVE
-
-
-def _block_of(block: int, configured: int | None, anew: str) -> int:
-    if configured not in (None, block):
-        raise ConfigError(
-            f"elastic.reduction_block is {configured}, and the run of this checkpoint sums "
-            f"gradients in blocks of {block}: another order gives other bits; remove the key or "
-            f"set it to {block}, or {anew}"
-        )
-    return block

@@ -31,7 +31,7 @@ from zero_comm.sums.spill import Kept, Spill
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a sum has come to."""
+    """Progress of a sum."""
 
     count: int = 0
     """Micro-batches so far."""
@@ -94,7 +94,7 @@ def next_sums(
     rounds: bool = False,
     given_rounded: bool = False,
 ) -> tuple[tuple[Addition, ...], Progress]:
-    """What is to be done with the next pieces, and what the sum has come to then.
+    """Plan the additions for the next pieces; returns them and the new state.
 
     Args:
         progress: What it has come to before.

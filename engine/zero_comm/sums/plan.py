@@ -74,15 +74,15 @@ class Merge:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formed:
-    """What one place does in one micro-step, in this order."""
+    """The actions of one place in one micro-step, in this order."""
 
     takes: tuple[Piece, ...]
-    """What comes to it, in the order in which it is taken."""
+    """The pieces that come to it, in the order in which it takes them."""
     merges: tuple[Merge, ...]
     gives: tuple[Piece, ...]
-    """What is passed on; by an owner, the blocks that are added to the chain, in order."""
+    """The pieces that it passes on; of an owner, the blocks that it adds to the chain, in order."""
     keeps: tuple[Piece, ...]
-    """What is pending afterwards."""
+    """The pieces that are pending afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +222,7 @@ class Plan:
         return tuple(piece for piece in keeps if self.expression.is_block(piece))
 
     def kept_bytes(self, micro_step: int, rank: int, elements: int) -> int:
-        """What a rank keeps after a micro-step, in three tiers, beside the sum that it owns.
+        """Pieces that a rank keeps after a micro-step, in three tiers, beside its own sum.
 
         A piece that begins at 0 costs an owner nothing: it is kept where the sum is going to be.
         """
@@ -272,7 +272,7 @@ class Plan:
     def traffic(
         self, elements: int, gradient_bytes: int, block_bytes: float | None = None
     ) -> Traffic:
-        """What the gradients of one step cost.
+        """The cost of the gradients of one step.
 
         Args:
             elements: Of the gradient.
@@ -394,7 +394,7 @@ def _passed_on(number: int | None) -> Formed:
 def _formed(
     held: Mapping[int, Piece], takes: Iterable[Piece], expression: Expression
 ) -> tuple[dict[int, Piece], list[Merge]]:
-    """What is held, by start, after some more pieces have come and siblings have been added."""
+    """The held pieces by start, after some more have come and siblings have been added."""
     now, merges = dict(held), list[Merge]()
     for taken in sorted(takes):
         piece = expression.named(taken.start, taken.level)

@@ -55,7 +55,7 @@ def unpack(packed: Tensor, into: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, into: Tensor) -> Tensor:
-    """What flat values become if they are packed and unpacked; `into` may be the same memory."""
+    """Pack flat values, and unpack them again; `into` may be the same memory."""
     packed = torch.empty(1, packed_size(values.numel()), dtype=torch.uint8, device=values.device)
     pack(values.view(1, -1), packed)
     return unpack(packed, into.view(1, -1)).view(-1)

@@ -25,7 +25,7 @@ from zero_comm.sums.plan import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What a micro-step is to the sum of its step."""
+    """Position of a micro-step within the sum of a training step."""
 
     live: int
     """Ranks [0, live) have run micro-batches, the others padding ones."""
@@ -132,7 +132,7 @@ class _Flat(Reducing):
         self.pending = (pending,)
 
     def advance(self) -> bool:
-        """As in `Reducing`."""
+        """See `Reducing`."""
         via, turn = self._via, self._turn
         wait(self.pending[0])
         gradients = via.collectives.in_microbatch_order(self._sent, self._received)

@@ -1,4 +1,4 @@
-"""What one rank keeps between micro-steps: on the device, beyond a budget in host memory.
+"""Pieces that a rank keeps between micro-steps: on the device, beyond a budget in host memory.
 
 Owns the record of what is kept, and the copies to the host and back. Must always hold: what is
 taken has the bits of what was kept; a copy runs on the current stream, after what writes the piece
@@ -31,7 +31,7 @@ class Kept:
 
 
 class Spill:
-    """What one rank keeps of all gradients.
+    """The pieces of all gradients that one rank keeps.
 
     Attributes:
         budget_bytes: What may stay on the device between micro-steps; None: all.
@@ -87,9 +87,9 @@ class Spill:
             self.here_bytes -= kept.tensor.nbytes
 
     def here(self) -> Iterator[Tensor]:
-        """What is kept on the device."""
+        """The bytes that are kept on the device."""
         return (kept.tensor for kept in self._kept if not kept.is_away)
 
     def away(self) -> Iterator[Tensor]:
-        """What is kept in host memory."""
+        """The bytes that are kept in host memory."""
         return (kept.tensor for kept in self._kept if kept.is_away)

@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 COMMIT_TIMEOUT_S = 30.0
 PEER_MEMORY_TIMEOUT_S = 10.0
 BEFORE_FIRST_STEP = "first step: it may compile and warm up"
-"""What a worker does that has an engine and its state, until its first step ends."""
+"""Told of a worker that has an engine and its state, until its first step ends."""
 WAIT_FOR_ETCD_S = 5.0
 """The time that one request for the last checkpoint of a script waits for etcd: another follows."""
 LAST_SAVE = 0.75
@@ -426,7 +426,7 @@ class AgentLink:
 
 
 def _wait_reply(request: int) -> WaitReply:
-    """What this process waits for."""
+    """The wait of this process, for the agent."""
     reply = WaitReply(
         request=request,
         begun=WAITS.begun,
@@ -444,7 +444,7 @@ _link: AgentLink | None = None
 
 
 def preparing(what: str, part: float | None = None) -> None:
-    """As `AgentLink.preparing` of this process, if it has a link."""
+    """See `AgentLink.preparing` of this process, if it has a link."""
     if _link is not None:
         _link.preparing(what, part)
 
@@ -505,7 +505,7 @@ def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
 KEPT = 16
 """The number of the last collectives of each process group that are told."""
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""What reads the recorder of NCCL, and that of other backends."""
+"""The functions that read the recorder of NCCL, and that of other backends."""
 
 
 def recorded() -> list[dict[str, Any]]:

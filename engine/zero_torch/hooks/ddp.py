@@ -59,7 +59,7 @@ class _Buckets:
         self._summed: list[tuple[Tensor, Tensor]] = []
         """Each parameter of the last micro-step, and its part of a bucket."""
         self._rests: dict[str, Tensor] = {}
-        """What is left of this backward's gradients."""
+        """The rest of this backward's gradients."""
         self._is_first = True
         """Whether no backward has ended."""
         self._came: set[Tensor] = set()

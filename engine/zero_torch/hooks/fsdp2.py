@@ -61,7 +61,7 @@ class TwoLevels:
         return self._gradients.now
 
     def arrive(self, name: str) -> None:
-        """As `OrderedGradients.arrive`."""
+        """See `OrderedGradients.arrive`."""
         self._gradients.arrive(name)
 
     def replace_all_reduce(self, module: Any) -> None:
@@ -82,7 +82,7 @@ class TwoLevels:
             ) from error
 
     def reduce(self, name: str, gradient: Tensor, out: Tensor, *, now: bool = False) -> None:
-        """As `OrderedGradients.reduce`, for a gradient [shards * n] and this rank's shard [n]."""
+        """See `OrderedGradients.reduce`, for a gradient [shards * n] and this rank's shard [n]."""
         length, replicas = out.numel(), len(self._replicas)
         part = -(-length // replicas)
         rows = gradient.new_zeros(self._shards, replicas * part)

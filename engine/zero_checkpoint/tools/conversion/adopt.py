@@ -30,7 +30,7 @@ _SHOWN_NAMES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtypes:
-    """What real numbers become; None keeps them as they are."""
+    """The dtype of real numbers; None keeps them as they are."""
 
     trained: torch.dtype | None = torch.float32
     """Parameters. The engine trains fp32 masters, whatever it computes in."""

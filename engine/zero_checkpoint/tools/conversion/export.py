@@ -54,7 +54,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What to write: the name that each tensor gets, and the dtype of those that hold reals."""
+    """Tensors to write: the name that each gets, and the dtype of those that hold reals."""
 
     names: Mapping[str, TensorId]
     dtype: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""What an import brings, and the two plain sources: a torch state_dict, a Hugging Face directory.
+"""The result of an import, and the two plain sources: a torch state_dict, a Hugging Face directory.
 
 Neither says which tensors are buffers. Tensors of integers and booleans are, and so are the running
 statistics of normalisation layers; the user names others.
@@ -33,7 +33,7 @@ class Foreign:
     moments: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Optimizer key -> parameter -> one value per element."""
     groups: Sequence[Mapping[str, Any]] = ()
-    """As the engine writes them: `params`, `hyperparameters`, `state`."""
+    """Param groups in the engine's form: `params`, `hyperparameters`, `state`."""
     frozen: frozenset[str] = frozenset()
     """Parameters that are not trained."""
     run: Mapping[str, Any] = field(default_factory=dict)

@@ -29,12 +29,12 @@ class HostTransport(Transport):
         waiter: Waiter,
         buffers: Iterable[Tensor],
     ) -> list[Work]:
-        """As in `Transport`; a thread waits in between, and keeps what it needs."""
+        """See `Transport`; a thread waits in between, and keeps what it needs."""
         del buffers
         return [waiter.chain(begin(), begin_next, in_order=not self.any_order)]
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
-        """As `Transport` says; an interrupt ends the wait at once."""
+        """See `Transport`; an interrupt ends the wait at once."""
         return waiter.wait(works, look)
 
     def to_host(self, tensor: Tensor, waiter: Waiter, look: Callable[[], None]) -> Tensor | None:
@@ -72,16 +72,16 @@ class CpuTransport(HostTransport):
         self.near, self._same_host = meet(self._rank, self._world, everybodys, changed)
 
     def have_ended(self, works: Sequence[Work]) -> bool:
-        """As in `Transport`; false for what goes over sockets, unless it is watched."""
+        """See `Transport`; false for what goes over sockets, unless it is watched."""
         return all(work.is_completed() for work in works)
 
     @property
     def passes_on(self) -> bool:
-        """As in `Transport`; exchanges have names, and need no groups of their own."""
+        """See `Transport`; exchanges have names, and need no groups of their own."""
         return True
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         held = {rank: out[rank] for rank in self._others_near}
         wanted = {rank: into[rank - (rank > self._rank)] for rank in self._others_near}
         works = self._read(held, wanted, what, turn)
@@ -90,11 +90,11 @@ class CpuTransport(HostTransport):
         return works
 
     def watch(self, works: list[Work], waiter: Waiter) -> list[Work]:
-        """As in `Transport`; a thread waits for those over sockets."""
+        """See `Transport`; a thread waits for those over sockets."""
         return waiter.watch(works)
 
     def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
-        """As `Transport.gather`, in pairs.
+        """See `Transport.gather`, in pairs.
 
         Each exchange has its tag: if ranks wrongly gather different units at the same time, their
         shards do not match.
@@ -117,7 +117,7 @@ class CpuTransport(HostTransport):
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         near_held = {rank: tensor for rank, tensor in held.items() if rank in self.near}
         near_wanted = {rank: tensor for rank, tensor in wanted.items() if rank in self.near}
         works = self._read(near_held, near_wanted, what, turn) if near_held or near_wanted else []
@@ -126,7 +126,7 @@ class CpuTransport(HostTransport):
     def exchange_inside(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
     ) -> list[Work]:
-        """As in `Transport`."""
+        """See `Transport`."""
         return self.exchange(held, wanted, what, turn)
 
     @property
