@@ -117,7 +117,7 @@ def adopt(
     block: int | None,
     rounds: bool = False,
 ) -> Adopted:
-    """What a run that resumes takes over, beside its position, from `describe` of its checkpoint.
+    """Decide what a run that resumes takes over, beside its position, from its checkpoint.
 
     Raises:
         ConfigError: The config asks for another order of the gradients' sums, or for the hardware

@@ -193,7 +193,7 @@ def test_other_names_are_an_error_on_request_and_nothing_is_saved(
 ) -> None:
     with pytest.raises(WorldError) as caught:
         worlds.run(2, save_by_loss, str(tmp_path), "Fail")
-    assert str(caught.value).count("errors.CheckpointError: save_checkpoint(tag=") == 2
+    assert str(caught.value).count("TagsDiffer: save_checkpoint(tag=") == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,34 +13,23 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from zero_checkpoint.format.dtypes import byte_view, host_bytes
 from zero_checkpoint.state.block_digests import block_digests
 
 
-def weight_hash(weights: Iterable[tuple[str, Tensor]], *, version: int = 2) -> str:
+def weight_hash(weights: Iterable[tuple[str, Tensor]]) -> str:
     """A hash of the names, dtypes, shapes and bytes of weights.
 
     Args:
         weights: Name and whole tensor of each, on any device; a trained one in the highest
             precision there is. `model.state_dict().items()` is one such iterable.
-        version: 1: the hash of earlier checkpoints, to compare with one of these. It copies all
-            weights to the host.
 
     Returns:
-        "v2:" and 64 hexadecimal digits; those of version 1 alone.
-
-    Raises:
-        ValueError: There is no such version.
+        "v2:", the version of the hash, and 64 hexadecimal digits.
     """
-    if version not in (1, 2):
-        raise ValueError(f"version is {version!r}; there are weight hashes of versions 1 and 2")
     digests = {}
     for name, weight in weights:
         digest = hashlib.sha256(f"{name}\0{weight.dtype}\0{tuple(weight.shape)}\0".encode())
-        if version == 1:
-            digest.update(host_bytes(byte_view(weight.detach().cpu().contiguous().reshape(-1))))
-        else:
-            digest.update(block_digests(weight.detach().contiguous().reshape(-1)))
+        digest.update(block_digests(weight.detach().contiguous().reshape(-1)))
         digests[name] = digest.digest()
-    whole = hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
-    return whole if version == 1 else f"v{version}:{whole}"
+    whole = hashlib.sha256(b"".join(digests[name] for name in sorted(digests)))
+    return f"v2:{whole.hexdigest()}"

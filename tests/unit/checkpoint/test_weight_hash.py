@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 
-import pytest
 import torch
 import xxhash
 
@@ -34,17 +33,6 @@ def test_the_weight_hash_of_plain_tensors_is_the_published_one() -> None:
         whole.update(hashlib.sha256(head + b"".join(map(xxhash.xxh3_64_digest, blocks))).digest())
 
     assert weight_hash(TENSORS) == "v2:" + whole.hexdigest()
-
-
-def test_the_weight_hash_of_an_earlier_version_can_still_be_computed() -> None:
-    """SHA-256 over those of (name, dtype, shape, little-endian bytes): no prefix, so no mistake."""
-    whole = hashlib.sha256()
-    for head, data in BYTES.items():
-        whole.update(hashlib.sha256(head + data).digest())
-
-    assert weight_hash(TENSORS, version=1) == whole.hexdigest()
-    with pytest.raises(ValueError, match="version is 3; there are weight hashes of versions 1 and"):
-        weight_hash(TENSORS, version=3)
 
 
 def test_the_weight_hash_does_not_depend_on_how_a_tensor_lies_in_memory() -> None:
