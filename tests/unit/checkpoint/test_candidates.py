@@ -34,6 +34,7 @@ def test_a_later_round_is_newer_than_a_later_step(tmp_path):
         (2, 20, (1, 10), 2),
         (2, 5, (1, 10), 2),  # a new round that went back ranks first by its round
         (1, 20, (7, 10), 7),  # a new job in an old root counts rounds from 1 again
+        (1, 10, (7, 10), 7),  # of one step, the one that was committed last
         (1, 5, (7, 10), 8),  # and went back to an earlier tag
         (1, 5, (1, 10), 2),
         (1, 10, (1, 10), 1),

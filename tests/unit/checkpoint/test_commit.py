@@ -197,9 +197,13 @@ def foreign(tmp_path_factory, monkeypatch):
 
 
 def test_nothing_is_saved_beside_the_checkpoint_of_another_run(old, foreign):
+    class Untouched(SmallBlocks):
+        def make_directory(self, path):
+            raise AssertionError(f"{path} was made")
+
     there = foreign.rename(old / foreign.name)
     before = names(old)
-    errors = save_all(old, adam_state(), 2, step=10)
+    errors = save_all(old, adam_state(), 2, step=10, disk=Untouched())
     assert [type(error) for error in errors] == [OtherRun] * 2
     assert there.name in str(errors[0])
     assert names(old) == before
