@@ -171,10 +171,6 @@ class MovedStates:
             _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
         self._show_what_is_there()
 
-    def give_away(self) -> None:
-        """Note that all states belong to another engine from now on."""
-        self.given_away = True
-
     def lend(self, until: Callable[[], object]) -> None:
         """Let a thread read the states in place; their next use waits for `until` to return."""
         self._read_until = until

@@ -26,12 +26,10 @@ class Stage:
     """The full parameters of a unit exist only while its module computes."""
 
 
-STAGES: dict[int, Stage] = {
-    stage.number: stage
-    for stage in (
-        Stage(0, shards_optimizer=False, shards_gradients=False, shards_parameters=False),
-        Stage(1, shards_optimizer=True, shards_gradients=False, shards_parameters=False),
-        Stage(2, shards_optimizer=True, shards_gradients=True, shards_parameters=False),
-        Stage(3, shards_optimizer=True, shards_gradients=True, shards_parameters=True),
-    )
-}
+_TABLE = (
+    Stage(0, shards_optimizer=False, shards_gradients=False, shards_parameters=False),
+    Stage(1, shards_optimizer=True, shards_gradients=False, shards_parameters=False),
+    Stage(2, shards_optimizer=True, shards_gradients=True, shards_parameters=False),
+    Stage(3, shards_optimizer=True, shards_gradients=True, shards_parameters=True),
+)
+STAGES = {stage.number: stage for stage in _TABLE}

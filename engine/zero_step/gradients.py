@@ -63,6 +63,11 @@ def reduction_over(
     return OrderedReduction(groups[0], pool)
 
 
+def by_stream(reduction: Reduction) -> bool:
+    """Whether a device's stream does the waiting, so that the host waits for no other rank."""
+    return not reduction.collectives.any_order(reduction.pool.device)
+
+
 @dataclass(slots=True, eq=False)
 class UnderWay:
     """A reduction that has begun and has not ended."""
@@ -163,6 +168,11 @@ class Pipeline:
 
     def _has_room(self, exchange: int) -> bool:
         return sum(each.number == exchange for each in self.under_way) < self._depth
+
+    def end(self) -> None:
+        """End a backward: wait for everything, and free what the next forward needs."""
+        self.complete()
+        self.pool.free()
 
     def complete(self) -> None:
         """Wait for everything that is under way."""

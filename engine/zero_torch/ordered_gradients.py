@@ -30,7 +30,7 @@ from zero_comm.sums.native import NativeReduction
 from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
-from zero_step.gradients import Pipeline, Reduction
+from zero_step.gradients import Pipeline, Reduction, by_stream
 from zero_step.phase import Calls, Move, Phase, State
 
 NOT_REDUCED = (
@@ -79,16 +79,7 @@ class OrderedGradients:
         *,
         depth: int = 1,
     ) -> None:
-        """Sum over the group of a reduction.
-
-        Args:
-            phase: Where in a step this rank is.
-            reduction: Makes the sums.
-            parameters: All parameters by name; whose gradients are summed, `requires_grad` says.
-            block: Micro-batches that are summed in a tree.
-            guard: A context around the end of a backward, which may find that a peer is lost.
-            depth: See `Pipeline`.
-        """
+        """Sum over the group of a reduction those gradients that parameters require."""
         self.phase = phase
         self.block = block
         self.begins: list[Callable[[Turn], None]] = []
@@ -99,8 +90,7 @@ class OrderedGradients:
         self.trained = self._require_gradients()
         self._guard = guard
         # On a stream exchanges of weights begin in between, in an order that torch decides.
-        streams = not reduction.collectives.any_order(reduction.pool.device)
-        self.pipeline = Pipeline(reduction, depth=depth, at_once=streams)
+        self.pipeline = Pipeline(reduction, depth=depth, at_once=by_stream(reduction))
         self._sums: dict[str, OrderedSum] = {}
         self._totals: dict[str, Tensor] = {}
         """The memory of sums that take several micro-steps."""
@@ -309,7 +299,7 @@ class OrderedGradients:
         self._tasks.clear()
         if self.phase.state is State.BACKWARD:
             self._complete(self.ends)
-            self.pipeline.pool.free()  # the next forward needs the memory
+            self.pipeline.end()
             self.phase.move(Move.FINISH)
 
     def _complete(self, before: list[Callable[[], None]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ from zero_engine.parameters.places import adopt_parameters
 from zero_engine.parameters.reads import watch
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import FlatUnit, UnitTiers, Write, unit_facts
-from zero_engine.sharding.grad_reducer import GradReducer, skip
+from zero_engine.sharding.grad_reducer import GradReducer, if_alive
 from zero_engine.sharding.leaf_modules import mark_configured, mark_divided
 from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator
@@ -314,7 +313,7 @@ def _make_stepper(
         found.guard,
         gathers=gathers,
     )
-    coordinator.on_skipped = partial(skip, weakref.ref(reducer))
+    coordinator.on_skipped = if_alive(reducer.skip)
     return zero, reducer
 
 

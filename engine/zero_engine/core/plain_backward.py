@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from zero_contract.errors import ZeroError
 from zero_engine.core.micro_steps import MicroSteps
 from zero_engine.parts import Core
-from zero_engine.sharding.grad_reducer import is_weighted
+from zero_engine.sharding.grad_reducer import if_alive, is_weighted
 
 _ALL: weakref.WeakSet[PlainBackward] = weakref.WeakSet()
 
@@ -48,7 +48,7 @@ class PlainBackward:
         self._loss: Tensor | None = None
         if core.reducer is not None:
             core.reducer.on_plain_backward = self.begin
-            core.coordinator.on_plain_backward = partial(_notice, weakref.ref(self))
+            core.coordinator.on_plain_backward = if_alive(self.notice)
             _ALL.add(self)
 
     def watch(self, output: Any) -> None:
@@ -67,7 +67,7 @@ class PlainBackward:
         numbers = [tensor.detach() for tensor in tensors if tensor.numel() == 1]
         for tensor in tensors:
             value = numbers[0] if tensor.numel() == len(numbers) == 1 else None
-            tensor.register_hook(partial(_on_output, weakref.ref(self), value))
+            tensor.register_hook(partial(if_alive(self.on_output), value))
 
     def on_output(self, value: Tensor | None, gradient: Tensor) -> None:
         """Note that a backward has come to the output of forward; `value`: its only number."""
@@ -129,21 +129,3 @@ class PlainBackward:
             others = (each for each in _ALL if each is not self)
             shared = any(other._last_task == self._last_task for other in others)
             self._micro_steps.finish_unweighted(self._loss, shared=shared)
-
-
-# Hooks of the module and of its output must not keep an engine alive that the script has dropped,
-# with its optimizer's state.
-
-
-def _notice(backward: weakref.ref[PlainBackward]) -> None:
-    alive = backward()
-    if alive is not None:
-        alive.notice()
-
-
-def _on_output(
-    backward: weakref.ref[PlainBackward], value: Tensor | None, gradient: Tensor
-) -> None:
-    alive = backward()
-    if alive is not None:
-        alive.on_output(value, gradient)

@@ -44,7 +44,7 @@ def take_over(model: nn.Module) -> None:
         core.moved.need("initialize() once more", WEIGHTS)
         _unhook(core)
         _give_weights(core, set(model.parameters()))
-        core.moved.give_away()
+        core.moved.given_away = True
     check_free(model)
     thaw(model)
 
@@ -68,7 +68,7 @@ def take_without_weights(model: nn.Module) -> None:
         shapes = [(unit, slot) for unit in core.units for slot in unit.layout.slots]
         params = [param for unit in core.units for param in unit.params]
         _unhook(core)
-        core.moved.give_away()
+        core.moved.given_away = True
         for (unit, slot), param in zip(shapes, params, strict=True):
             param.data = torch.empty(slot.shape, dtype=unit.full.dtype, device="cpu")
     thaw(model)

@@ -21,10 +21,12 @@ from zero_engine.parts import Core
 from zero_engine.sharding.weights import module_state_dict
 
 
-class WrappingModule(nn.Module):
-    """Looks up in its module what it does not have itself."""
+class WholeWeights(nn.Module):
+    """The part of the engine around its module, in which it looks up what it does not have."""
 
     module: nn.Module
+    _core: Core
+    _link: AgentLink
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -74,13 +76,6 @@ class WrappingModule(nn.Module):
             "an engine cannot be copied or pickled: it is one rank's part of a run; copy "
             "engine.module, or call engine.save_checkpoint() or engine.module_state_dict()"
         )
-
-
-class WholeWeights(WrappingModule):
-    """The part of the engine that gives and takes whole weights."""
-
-    _core: Core
-    _link: AgentLink
 
     def module_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """The module's whole state_dict on the CPU, at any stage. Every rank calls it.

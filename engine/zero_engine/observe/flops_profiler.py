@@ -29,6 +29,13 @@ _TOTAL = "Global"
 """torch's name for the sum over all modules."""
 
 
+def now_s(device: torch.device) -> float:
+    """The time when a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
 class Profile:
     """Counts the operations of one step of rank 0."""
 
@@ -52,10 +59,10 @@ class Profile:
         if not self._is_due(steps_done):
             yield
             return
-        begun_s = self._now_s()
+        begun_s = now_s(self._device)
         with FlopCounterMode(display=False) as counter:
             yield
-        self._spent_s[part] += self._now_s() - begun_s
+        self._spent_s[part] += now_s(self._device) - begun_s
         self._flops[part] += counter.get_total_flops()
         for module, operations in counter.get_flop_counts().items():
             if module != _TOTAL:
@@ -72,11 +79,6 @@ class Profile:
 
         vars(loss)["backward"] = backward
         return loss
-
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return perf_counter()
 
     def report(self, steps_done: int) -> None:
         """Log the counts at the end of the profiled step."""

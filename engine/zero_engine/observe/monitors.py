@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zero_engine.config import Config
 from zero_engine.config.schema import FileMonitor, WandbMonitor
@@ -25,29 +25,23 @@ _log = logging.getLogger(__name__)
 Event = tuple[str, Any, int]
 
 
-class Writer(Protocol):
-    """One kind of monitor."""
-
-    def write(self, event: Event) -> None:
-        """Append a point."""
-
-    def close(self) -> None:
-        """End all curves."""
+Write = Callable[[Event], None]
+"""Appends a point."""
+Close = Callable[[], None]
+"""Ends all curves."""
 
 
-class CsvCurves:
+def _csv_curves(config: FileMonitor) -> tuple[Write, Close]:
     """One CSV file per name, with a header and a point per line."""
+    directory = Path(config.output_path, config.job_name)
+    directory.mkdir(parents=True, exist_ok=True)
+    begun: set[Path] = set()
 
-    def __init__(self, config: FileMonitor) -> None:
-        self._directory = Path(config.output_path, config.job_name)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._begun: set[Path] = set()
-
-    def write(self, event: Event) -> None:
-        """Append a point; the first of this process removes later points of an earlier process."""
+    def write(event: Event) -> None:
+        """The first point of this process removes later points of an earlier process."""
         name, value, x = event
-        path = self._directory / (name.replace("/", "_").replace(" ", "_") + ".csv")
-        if path not in self._begun:
+        path = directory / (name.replace("/", "_").replace(" ", "_") + ".csv")
+        if path not in begun:
             rows = [["step", name.rpartition("/")[2]]]
             if path.exists():
                 with path.open(newline="", encoding="utf-8") as file:
@@ -58,59 +52,45 @@ class CsvCurves:
             with partial.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
             os.replace(partial, path)
-            self._begun.add(path)
+            begun.add(path)
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([x, value])
 
-    def close(self) -> None:
-        """Do nothing: no file is open between two points."""
+    return write, lambda: None  # no file is open between two points
 
 
-class TensorBoardCurves:
+def _tensorboard(config: FileMonitor) -> tuple[Write, Close]:
     """A TensorBoard event file, by torch's writer."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, config: FileMonitor) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    made: list[Any] = []
 
-        self._make = lambda first: SummaryWriter(
-            str(Path(config.output_path, config.job_name)), purge_step=first
-        )
-        self._writer: Any = None
-
-    def write(self, event: Event) -> None:
-        """Append a point; the first of this process hides later points of an earlier process."""
+    def write(event: Event) -> None:
+        """The first point of this process hides later points of an earlier process."""
         name, value, x = event
-        self._writer = self._writer or self._make(x)
-        self._writer.add_scalar(name, value, x)
+        if not made:
+            made.append(SummaryWriter(str(Path(config.output_path, config.job_name)), purge_step=x))
+        made[0].add_scalar(name, value, x)
 
-    def close(self) -> None:
-        """Write what is buffered."""
-        if self._writer is not None:
-            self._writer.close()
+    def close() -> None:
+        for each in made:
+            each.close()
+
+    return write, close
 
 
-class WandbCurves:
+def _wandb(config: WandbMonitor) -> tuple[Write, Close]:
     """A run at Weights & Biases."""
+    import wandb
 
-    def __init__(self, config: WandbMonitor) -> None:
-        import wandb
-
-        self._run = wandb.init(project=config.project, group=config.group, entity=config.team)
-
-    def write(self, event: Event) -> None:
-        """Append a point."""
-        name, value, x = event
-        self._run.log({name: value}, step=x)
-
-    def close(self) -> None:
-        """Send what is buffered."""
-        self._run.finish()
+    run = wandb.init(project=config.project, group=config.group, entity=config.team)
+    return lambda event: run.log({event[0]: event[1]}, step=event[2]), run.finish
 
 
-_KINDS: dict[str, Callable[[Any], Writer]] = {
-    "csv_monitor": CsvCurves,
-    "tensorboard": TensorBoardCurves,
-    "wandb": WandbCurves,
+_KINDS: dict[str, Callable[[Any], tuple[Write, Close]]] = {
+    "csv_monitor": _csv_curves,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
 }
 
 
@@ -119,32 +99,32 @@ class Monitors:
 
     def __init__(self, config: Config, rank: int) -> None:
         enabled = [name for name in _KINDS if getattr(config, name).enabled and rank == 0]
-        self._writers = {name: made for name in enabled if (made := _make(name, config))}
+        self._kinds = {name: made for name in enabled if (made := _make(name, config))}
 
     @property
     def enabled(self) -> bool:
         """Whether anything is written."""
-        return bool(self._writers)
+        return bool(self._kinds)
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
         """Append points: (name, value, x). `flush` is accepted for DeepSpeed's signature."""
         del flush
-        for name, writer in list(self._writers.items()):
+        for name, (write, _) in list(self._kinds.items()):
             try:
                 for event in event_list:
-                    writer.write(event)
+                    write(event)
             except Exception as error:
                 _log.warning("%s: no more curves: %s", name, error)
-                del self._writers[name]
+                del self._kinds[name]
 
     def close(self) -> None:
         """End all curves."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
+        for _, close in self._kinds.values():
+            close()
+        self._kinds.clear()
 
 
-def _make(name: str, config: Config) -> Writer | None:
+def _make(name: str, config: Config) -> tuple[Write, Close] | None:
     try:
         return _KINDS[name](getattr(config, name))
     except ImportError as error:

@@ -7,7 +7,6 @@ a result. If the script has not configured logging and the config asks for lines
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor
 from zero_engine.config import Config
 from zero_engine.observe.explain import resolved
+from zero_engine.observe.flops_profiler import now_s
 from zero_engine.observe.monitors import Monitors
 
 _log = logging.getLogger(__name__)
@@ -45,20 +45,15 @@ class Stopwatch:
         if not self._on:
             yield
             return
-        begin_s = self._now_s()
+        begin_s = now_s(self._device)
         yield
-        self._spent_s[part] += self._now_s() - begin_s
+        self._spent_s[part] += now_s(self._device) - begin_s
 
     def take(self) -> dict[str, float]:
         """The milliseconds of each part since the last call."""
         taken = {part: 1000 * seconds for part, seconds in self._spent_s.items()}
         self._spent_s.clear()
         return taken
-
-    def _now_s(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 class Reporter:

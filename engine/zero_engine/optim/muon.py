@@ -75,18 +75,9 @@ class Muon(LooksAtWhole):
     ) -> None:
         """Cut the param groups into matrices and others; a group's own options come first.
 
-        Args:
-            params: Parameters or param groups.
-            lr: The default of `muon_lr` and `adam_lr`; None: 0.02 and 0.0003.
-            muon_lr: The learning rate of matrices.
-            adam_lr: The learning rate of all other parameters.
-            momentum: The part of the momentum that a step keeps.
-            nesterov: The direction is what the next momentum will be, were the gradient the same.
-            ns_steps: Steps of the Newton-Schulz iteration.
-            ns_method: "gram" or "standard": two ways to compute the same.
-            betas: Of Adam.
-            eps: Of Adam.
-            weight_decay: Decoupled; of matrices and of others.
+        `lr` is the default of the rates of matrices, `muon_lr`, and of others, `adam_lr`; without
+        it they are 0.02 and 0.0003. Momentum and ns_* (the Newton-Schulz iteration, "gram" or
+        "standard": two ways to compute the same) are those of matrices, betas and eps of others.
 
         Raises:
             ValueError: An option is out of its range, or a parameter has no `use_muon`.
@@ -277,17 +268,7 @@ def _orthogonal_by_torch(direction: Tensor, **options: Any) -> Tensor:
 def orthogonalized(
     matrix: Tensor, steps: int, method: str = "gram", coefficients: Coefficients = QUINTIC
 ) -> Tensor:
-    """The orthogonal factor of a matrix, or of each of a stack of them, roughly.
-
-    Args:
-        matrix: [..., rows, columns] in fp32.
-        steps: Steps of the iteration.
-        method: A key of `METHODS`.
-        coefficients: Of the odd quintic polynomial.
-
-    Returns:
-        [..., rows, columns] in fp32.
-    """
+    """The orthogonal factor of a matrix [..., rows, columns] in fp32, or of a stack, roughly."""
     iterate, on_gpu = METHODS[method]
     tall = matrix.size(-2) > matrix.size(-1)
     wide = matrix.mT if tall else matrix

@@ -31,12 +31,8 @@ class Steps(Protocol):
     ) -> dict[str, Tensor]:
         """Memory for a segment's optimizer keys, to be filled, where they will rest.
 
-        Elements between parameters and after them, which nothing fills, are zero or unchanged.
-
-        Args:
-            segment: The segment that the state belongs to.
-            dtypes: Key -> dtype.
-            before: The segment's state until now; its memory is used again.
+        That of `before`, the state until now, is used again. Elements between parameters and after
+        them, which nothing fills, are zero or unchanged.
         """
 
 

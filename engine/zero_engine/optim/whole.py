@@ -47,19 +47,10 @@ class Whole(Protocol):
         """The direction that `direct` has left for one of the optimizer's parameters, or None."""
 
     def norms(self, chunks: Sequence[Tensor]) -> list[Norms]:
-        """The pieces of each tensor, in the order of the optimizer's parameters. Collective.
-
-        Args:
-            chunks: For each tensor its `chunk_norms` [its length / CHUNK].
-        """
+        """The pieces of each tensor of the optimizer, from its `chunk_norms`. Collective."""
 
     def change(self, tensors: Sequence[Tensor], changes: Sequence[Change | None]) -> None:
-        """Change whole parameters, piece by piece. Collective.
-
-        Args:
-            tensors: In the order of the optimizer's parameters.
-            changes: For each of them that of its param group; None leaves the group as it is.
-        """
+        """Change whole parameters, piece by piece; a None leaves one as it is. Collective."""
 
 
 class Itself:

@@ -98,7 +98,10 @@ class ZeroOptimizer:
         for each in self.sums:
             each.rounds = layout.sums.rounds
         # Parameters are aligned: the blocks of a unit are those of its parameters.
-        divisions = [_division(unit.padded, collectives.world) for unit in units]
+        divisions = [
+            Division(n, n, tuple(range(0, n + 1, n // collectives.world)))
+            for n in (unit.padded for unit in units)
+        ]
         self._agreement = Agreement(collectives, divisions, device)
         self.segments: tuple[Segment, ...] = () if layout.whole else self._attach()
         self.steps: Steps | StepByOwners
@@ -298,12 +301,6 @@ class ZeroOptimizer:
         number, element = self._agreement.first_not_finite()
         slots = self.units[number].layout.slots
         return next(slot.fqn for slot in slots if element < slot.stop)
-
-
-def _division(padded: int, world: int) -> Division:
-    """How a unit is divided."""
-    size = padded // world
-    return Division(padded, padded, tuple(range(0, padded + 1, size)))
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:

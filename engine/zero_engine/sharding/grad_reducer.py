@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_step.gradients import Pipeline, Reduction
+from zero_step.gradients import Pipeline, Reduction, by_stream
 from zero_step.phase import Calls, Move, Phase, State
 
 CALLS = Calls(
@@ -153,7 +154,7 @@ class GradReducer:
         # Where parameters are gathered in backward, a process that waits here for another rank
         # could keep it waiting there (a deadlock), since one whose branch left a unit out sends
         # its zeros at the end. A stream can wait: such a rank sends them in their turn.
-        self._by_stream = not reduction.collectives.any_order(reduction.pool.device)
+        self._by_stream = by_stream(reduction)
         self.pipeline = Pipeline(reduction, depth=1 if self._by_stream or not gathers else inf)
         for unit in units:
             for param in unit.params:
@@ -161,7 +162,7 @@ class GradReducer:
         _REDUCERS.add(self)
         self._hooks = [
             param.register_post_accumulate_grad_hook(
-                partial(_on_gradient, weakref.ref(self), number, position)
+                partial(if_alive(self.on_gradient), number, position)
             )
             for number, gradient in enumerate(self._order)
             for position, param in enumerate(gradient.unit.params)
@@ -221,8 +222,7 @@ class GradReducer:
                 gradient.fill_missing()
                 self._on_ready(gradient.unit)
         self._issue_ready()
-        self.pipeline.complete()
-        self.pipeline.pool.free()  # the next forward needs the memory
+        self.pipeline.end()
         self.phase.move(Move.FINISH)
 
     def written(self) -> list[str]:
@@ -294,24 +294,18 @@ def _refuse() -> None:
     )
 
 
-def _on_gradient(
-    reducer: weakref.ref[GradReducer], number: int, position: int, param: Tensor
-) -> None:
-    """The hook of a parameter, which must not keep the reducer and all of its buffers alive.
+def if_alive(method: Callable[..., None]) -> Callable[..., None]:
+    """A method as a hook of a parameter, a module or an output, which does not keep its object.
 
-    Python's garbage collector does not see the references of an autograd hook, so an engine that
-    its script has dropped would otherwise stay, with its memory and the threads of its group.
+    Python's garbage collector does not see the references of an autograd hook, and a module may
+    outlive its engine. An engine that its script has dropped would otherwise stay, with its memory
+    and the threads of its group.
     """
-    alive = reducer()
-    if alive is not None:
-        alive.on_gradient(number, position, param)
+    reference = weakref.WeakMethod(method)
 
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
 
-def skip(reducer: weakref.ref[GradReducer], unit: FlatUnit) -> None:
-    """`GradReducer.skip` for the coordinator, which the hooks of the module keep, and parts of it.
-
-    A module that outlives its engine must not keep the reducer and all of its buffers alive.
-    """
-    alive = reducer()
-    if alive is not None:
-        alive.skip(unit)
+    return call
