@@ -92,7 +92,7 @@ class Engine(WholeWeights):
         """The mean loss of the last global batch; equal on all ranks."""
         self._config = config
         self._core = core
-        self._precision = Precision.of(config, core.device)
+        self._precision = Precision(config, core.device)
         self._self_test = SelfTest(core, run)
         self._run = run
         self._link = link
@@ -104,15 +104,7 @@ class Engine(WholeWeights):
         self._reporter = Reporter(config, run.rank, self._stopwatch)
         self.monitor = self._reporter.monitors
         """The monitors of the config; `write_events` adds curves of the script."""
-        self._state = EngineState(
-            module=core.module,
-            units=core.units,
-            zero=core.zero,
-            collectives=core.collectives,
-            scheduler=scheduler,
-            aliases=core.aliases,
-            frozen_by_group=core.as_given.frozen_by_group,
-        )
+        self._state = EngineState(core, scheduler)
         self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
 

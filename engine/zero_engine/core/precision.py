@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,37 +24,26 @@ from zero_engine.sharding.partition import DTYPES
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Precision:
     """The precision in which the module is called."""
 
-    dtype: torch.dtype
-    casts_inputs: bool
-    """fp16.auto_cast: floating-point inputs take the dtype of the model."""
-    autocast: torch.dtype | None
-    device: torch.device
-
-    @classmethod
-    def of(cls, config: Config, device: torch.device) -> Precision:
-        """The precision that the config sets."""
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._dtype, self._device = DTYPES[config.compute], device
+        self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
         autocast = config.torch_autocast
-        return cls(
-            dtype=DTYPES[config.compute],
-            casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
-            autocast=DTYPES[autocast.compute] if autocast.enabled and autocast.compute else None,
-            device=device,
-        )
+        self._autocast = DTYPES.get(autocast.compute or "") if autocast.enabled else None
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward."""
-        if self.casts_inputs:
+        if self._casts_inputs:
 
             def cast(value: Any) -> Any:
                 floating = isinstance(value, Tensor) and value.is_floating_point()
-                return value.to(self.dtype) if floating else value
+                return value.to(self._dtype) if floating else value
 
             args, kwargs = tree_map(cast, (args, dict(kwargs)))
-        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+        dtype = self._autocast
+        with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
             return module(*args, **kwargs)
 
 

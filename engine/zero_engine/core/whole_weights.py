@@ -1,24 +1,198 @@
-"""An nn.Module around the script's module, in its place, and its weights as torch's dictionaries.
+"""The engine's base: an nn.Module around the script's module, and its weights as dictionaries.
 
 Must always hold: as torch's wrappers do, it puts `module.` before every name; no parameter can be
 taken away from the buffer that it is a view of; every rank calls the methods of weights, at every
-stage; a rank that does not receive a dictionary holds its shards and one unit.
+stage; a rank that does not receive a dictionary holds its shards and one unit. For a load:
+
+- torch's own code decides what is loaded, what is missing and what is wrong. It is run first, and
+  its copies are recorded; nothing changes before all ranks know that none of them has failed.
+- Beside its dictionary and its shards a rank then holds one unit. A module that loads by code of
+  its own is an exception: its weights are whole while that code runs, and are changed by it at
+  once, as torch does.
+- If one rank fails, all of them raise; if that is half way, all of them refuse to use the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from zero_checkpoint.state.torch_state import persistent_buffers
+from zero_comm.exchange.objects import gather_objects
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
-from zero_contract.errors import ZeroError
-from zero_engine.core.given_weights import load_given
-from zero_engine.offload_states import WEIGHTS
+from zero_contract.errors import PeerLost, ZeroError
+from zero_engine.offload_states import WEIGHTS, Inconsistency
+from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parts import Core
+from zero_engine.sharding.flat_unit import FlatUnit, Slot
+from zero_engine.sharding.recorded_load import RecordedLoad, with_own_code
 from zero_engine.sharding.weights import module_state_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answers:
+    """What has become of the dictionaries of all ranks."""
+
+    keys: Any
+    """torch's answer here, or that of rank 0 if this rank has no dictionary."""
+    complete: bool
+    """Whether rank 0 misses no key."""
+    all_given: bool
+    """Whether every rank has a dictionary."""
+
+
+def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: bool) -> Any:
+    """Load the dictionaries of all ranks.
+
+    Args:
+        core: The parts of the engine.
+        root: The engine, whose names are in the dictionary.
+        load: torch's load of this rank's dictionary.
+        given: Whether this rank has one; if not, it takes the parameters and buffers of rank 0.
+
+    Returns:
+        What `load` returns; of rank 0 where this rank has no dictionary.
+
+    Raises:
+        Exception: That of `load`, on the ranks where it has failed.
+        RuntimeError: It has failed on another rank, or a rank has no memory for a unit.
+        ZeroError: The weights are moved, or inconsistent and not all of them are loaded.
+    """
+    moved = core.moved
+    mends = moved.inconsistent is not None and not moved.inconsistent.optimizer
+    moved.need("load_state_dict()", WEIGHTS, refills=mends)
+    opened, recorded = _prepare(core, root)
+    with GatheredParameters([p for unit in opened for p in unit.params], modifier_rank=0):
+        keys, error = _attempt(recorded, load) if given else _without_dictionary(root)
+    answers = _agree(core, keys, error, given=given)
+    written = _written(core, recorded)
+    if mends and not (answers.complete and all(map(all, written))):
+        moved.need("load_state_dict() of a part of the weights", WEIGHTS)
+    for unit, flags in zip(core.units, written, strict=True):
+        slots = [slot for slot, flag in zip(unit.layout.slots, flags, strict=True) if flag]
+        if slots:
+            _write(core, unit, slots, recorded)
+    recorded.copy(root.buffers())
+    if not answers.all_given:
+        _spread_buffers(core, given=given)
+    moved.inconsistent = None
+    return answers.keys
+
+
+def _prepare(core: Core, root: nn.Module) -> tuple[Sequence[FlatUnit], RecordedLoad]:
+    """The units that must be whole while modules load, and the record of copies to all others."""
+    apart = set(with_own_code(root))
+    theirs = {id(param) for module in apart for param in module.parameters(recurse=False)}
+    opened = [unit for unit in core.units if any(id(param) in theirs for param in unit.params)]
+    params = [param for unit in core.units if unit not in opened for param in unit.params]
+    others = [module for module in root.modules() if module not in apart]
+    buffers = [buffer for module in others for buffer in module.buffers(recurse=False)]
+    return opened, RecordedLoad([*params, *buffers])
+
+
+def _attempt(recorded: RecordedLoad, load: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        with recorded:
+            return load(), None
+    except PeerLost:
+        raise
+    except Exception as error:  # of whatever kind it is, the other ranks must hear of it
+        return None, error
+
+
+def _without_dictionary(root: nn.Module) -> tuple[Any, Exception | None]:
+    for name, module in root.named_modules():
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            return None, ZeroError(
+                f"load_state_dict() without a dictionary on this rank: {name} has extra state, "
+                "which is not sent between ranks; give every rank the dictionary"
+            )
+    return None, None
+
+
+def _agree(core: Core, keys: Any, error: Exception | None, *, given: bool) -> _Answers:
+    """Exchange what has become of the dictionaries. Raises if one of them cannot be loaded."""
+    own = {
+        "given": given,
+        "error": error and (str(error) or type(error).__name__),
+        "keys": keys and [list(keys.missing_keys), list(keys.unexpected_keys)],
+    }
+    with core.guard():
+        what = "what has become of load_state_dict()"
+        by_rank = gather_objects(own, what, core.collectives.everybodys)
+    if error is not None:
+        raise error
+    for rank, answer in enumerate(by_rank):
+        if answer["error"]:
+            raise RuntimeError(
+                f"rank {rank} could not load its state_dict, so it is loaded on none: "
+                f"{answer['error']}"
+            )
+    missing, unexpected = by_rank[0]["keys"]
+    return _Answers(
+        keys=keys if given else _IncompatibleKeys(missing, unexpected),
+        complete=not missing,
+        all_given=all(answer["given"] for answer in by_rank),
+    )
+
+
+def _written(core: Core, recorded: RecordedLoad) -> list[list[bool]]:
+    """By unit and parameter, whether rank 0 has recorded a copy to it."""
+    params = [param for unit in core.units for param in unit.params]
+    flags = torch.tensor([float(recorded.source(param) is not None) for param in params])
+    with core.guard():
+        core.collectives.broadcast(flags, "the weights that load_state_dict() gives")
+    parts = flags.bool().split([len(unit.params) for unit in core.units])
+    return [part.tolist() for part in parts]
+
+
+def _write(core: Core, unit: FlatUnit, slots: Sequence[Slot], recorded: RecordedLoad) -> None:
+    """Write the recorded copies of rank 0 to one unit on all ranks."""
+    error: Exception | None = None
+    try:
+        full = unit.open()
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            source = recorded.source(param)
+            if source is not None and core.collectives.rank == 0:
+                full[slot.start : slot.stop].view(slot.shape).copy_(source)
+    except Exception as failure:  # no memory; the other ranks wait for this one
+        error = failure
+    with core.guard():
+        failures = core.collectives.everybodys(
+            torch.tensor([float(error is not None)]), f"who has memory for {unit.label}"
+        )
+        if bool(failures.any()):
+            _give_up(core, unit, int(failures.flatten().argmax()), error)
+        # A script's context may have changes in other slots, which its end would find no more.
+        unit.adopt_full(0, None if unit.holders else slots)
+        if unit.holders:
+            unit.gather()
+
+
+def _give_up(core: Core, unit: FlatUnit, rank: int, error: Exception | None) -> NoReturn:
+    if not unit.gathered:
+        unit.release()
+    reason = f"load_state_dict() has failed half way: rank {rank} could not write {unit.label}"
+    core.moved.inconsistent = Inconsistency(reason, optimizer=False)
+    raise RuntimeError(
+        f"{reason}; free memory and load a whole dictionary or a checkpoint, or start again"
+    ) from error
+
+
+def _spread_buffers(core: Core, *, given: bool) -> None:
+    """Give rank 0's buffers to the ranks that have no dictionary."""
+    for name, buffer in persistent_buffers(core.module):
+        sent = buffer.detach().clone(memory_format=torch.contiguous_format)
+        with core.guard():
+            core.collectives.broadcast(sent, f"buffer {name} of load_state_dict()")
+        if not given:
+            buffer.detach().copy_(sent)
 
 
 class WholeWeights(nn.Module):

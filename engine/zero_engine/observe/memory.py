@@ -7,9 +7,7 @@ Activations are left out, as are the gradients of the module that backward is in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from zero_comm.topology import described
 from zero_engine.config.offload import CPU, NONE, NVME
@@ -39,8 +37,8 @@ _STATES: dict[str, int] = {
 }
 """Optimizer -> the number of fp32 values that it keeps per parameter."""
 
-_OPTIONAL_STATES = {"amsgrad": 1, "centered": 1, "momentum": 1}
-"""Option -> the number of further values when it is on."""
+_OPTIONAL_STATES = ("amsgrad", "centered", "momentum")
+"""Options with a further value each when they are on."""
 
 _STEPPED_WHOLE = frozenset({"adafactor"})
 """Optimizers that are given whole parameters; see `owner_steps`."""
@@ -197,20 +195,10 @@ def _sums(layout: Layout, parameters: int) -> tuple[int, float | None]:
 
 def optimizer_states(optimizer: OptimizerConfig | None) -> int | None:
     """The fp32 values per parameter; None if the optimizer is not in the config or unknown."""
-    if optimizer is None:
+    if optimizer is None or (states := _STATES.get(optimizer.type.lower())) is None:
         return None
-    states = _STATES.get(optimizer.type.lower())
-    params: Mapping[str, Any] = optimizer.params
-    return (
-        None
-        if states is None
-        else states
-        + sum(
-            extra
-            for option, extra in _OPTIONAL_STATES.items()
-            if params.get(option) not in (None, "auto", 0, False)
-        )
-    )
+    off = (None, "auto", 0, False)
+    return states + sum(optimizer.params.get(option) not in off for option in _OPTIONAL_STATES)
 
 
 def is_stepped_whole(optimizer: OptimizerConfig | None) -> bool:

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-from torch import nn
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
@@ -32,10 +29,8 @@ from zero_checkpoint.state.torch_state import (
     plain,
     set_option,
 )
-from zero_comm.exchange.collectives import Collectives
 from zero_engine.optim.owner_steps import StepByOwners
-from zero_engine.optim.zero_optimizer import ZeroOptimizer
-from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.parts import Core
 from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut
 from zero_engine.state.owner_state import WHOLE, StateOfOwners
 from zero_engine.state.selection import LoadOptions, Selection, select, without_frozen
@@ -43,29 +38,23 @@ from zero_engine.state.selection import LoadOptions, Selection, select, without_
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """The parts of an engine that a checkpoint holds."""
+    """What a checkpoint holds of an engine."""
 
-    module: nn.Module
-    units: Sequence[FlatUnit]
-    zero: ZeroOptimizer | None
-    collectives: Collectives
-    scheduler: Any
-    aliases: Mapping[str, str]
-    frozen_by_group: Sequence[Sequence[str]] = ()
-    """Of each param group the names of the parameters that are not trained."""
-    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """Tensors and pieces of the last capture, used again while the memory is the same."""
+    def __init__(self, core: Core, scheduler: Any) -> None:
+        self.core = core
+        self._scheduler = scheduler
+        self._kept: dict[str, Any] = {}
+        """Tensors and pieces of the last capture, used again while the memory is the same."""
 
     @property
     def _optimizer(self) -> OptimizerState | None:
-        if self.zero is None:
+        if self.core.zero is None:
             return None
-        steps = self.zero.steps
+        steps = self.core.zero.steps
         if isinstance(steps, StepByOwners):
-            return StateOfOwners(self.zero, steps)
-        return StateOfSegments(self.zero, steps, self.collectives)
+            return StateOfOwners(self.core.zero, steps)
+        return StateOfSegments(self.core.zero, steps, self.core.collectives)
 
     @uncollected()
     def capture(
@@ -73,9 +62,9 @@ class EngineState:
     ) -> State:
         """The state to save; the pieces are views, `meta` is a copy as of now."""
         groups: list[dict[str, Any]] = []
-        if self.zero is not None and self._optimizer is not None:
+        if self.core.zero is not None and self._optimizer is not None:
             records = self._optimizer.records()
-            params = self.zero.optimizer.param_groups
+            params = self.core.zero.optimizer.param_groups
             for (named, frozen), group, record in zip(self._groups(), params, records, strict=True):
                 options = {
                     key: plain(value, f"param group option {key}")
@@ -87,10 +76,10 @@ class EngineState:
         engine = {
             **run,
             "groups": groups,
-            "scheduler": schedule_as_json(self.scheduler),
-            "loss_scaler": self.zero.scale_to_json() if self.zero is not None else None,
+            "scheduler": schedule_as_json(self._scheduler),
+            "loss_scaler": self.core.zero.scale_to_json() if self.core.zero is not None else None,
             "excludes_frozen": exclude_frozen,
-            EXTRA_STATE: extra_state(self.module),
+            EXTRA_STATE: extra_state(self.core.module),
         }
         state = self._state({"engine": engine, "client": dict(client)})
         return without_frozen(state, self._frozen()) if exclude_frozen else state
@@ -103,7 +92,7 @@ class EngineState:
             ModelMismatch: The checkpoint is of another model or optimizer, or its parameters are
                 grouped in another way. Nothing has been changed.
         """
-        weights_only = self.zero is None or not options.wants_optimizer
+        weights_only = self.core.zero is None or not options.wants_optimizer
         chosen = partial(
             select,
             manifest=manifest,
@@ -125,27 +114,27 @@ class EngineState:
 
     def _frozen(self) -> frozenset[str]:
         """The names of the parameters that are not trained."""
-        return frozenset(s.fqn for u in self.units if not u.trained for s in u.layout.slots)
+        return frozenset(s.fqn for u in self.core.units if not u.trained for s in u.layout.slots)
 
     def adopt(self, engine: Mapping[str, Any], options: LoadOptions) -> None:
         """Finish a load whose pieces are filled: everything except weights. Collective."""
-        for name, buffer in persistent_buffers(self.module):
-            self.collectives.broadcast(buffer, f"buffer {name}")
-        absent = restore_extra_state(self.module, engine.get(EXTRA_STATE))
-        if absent and self.collectives.rank == 0:
+        for name, buffer in persistent_buffers(self.core.module):
+            self.core.collectives.broadcast(buffer, f"buffer {name}")
+        absent = restore_extra_state(self.core.module, engine.get(EXTRA_STATE))
+        if absent and self.core.collectives.rank == 0:
             _log.warning("the checkpoint has no extra state of %s: it stays", ", ".join(absent))
-        if self.zero is not None and options.wants_optimizer:
+        if self.core.zero is not None and options.wants_optimizer:
             assert self._optimizer is not None
             records = matched(engine["groups"], self._groups())
             self._optimizer.finish(records)
-            for group, record in zip(self.zero.optimizer.param_groups, records, strict=True):
+            for group, record in zip(self.core.zero.optimizer.param_groups, records, strict=True):
                 for key, value in record["hyperparameters"].items() if record is not None else ():
                     set_option(group, key, value)
             if engine.get("loss_scaler"):
-                self.zero.restore_scale(engine["loss_scaler"])
+                self.core.zero.restore_scale(engine["loss_scaler"])
         saved_scheduler = engine["scheduler"] if options.wants_scheduler else None
-        if self.scheduler is not None and saved_scheduler is not None:
-            restore_schedule(self.scheduler, saved_scheduler)
+        if self._scheduler is not None and saved_scheduler is not None:
+            restore_schedule(self._scheduler, saved_scheduler)
 
     # ---- tensors and pieces ----
 
@@ -158,39 +147,39 @@ class EngineState:
             of_optimizer = self._optimizer.tensors() if self._optimizer is not None else {}
             tensors = self._tensors(of_optimizer)
             pieces: list[Piece] = []
-            for unit in self.units:
+            for unit in self.core.units:
                 pieces += cut(unit, PARAM, unit.shard, unit.interval[0], None)
             if self._optimizer is not None:
                 pieces += self._optimizer.pieces()
-            if self.collectives.rank == 0:
-                for name, buffer in persistent_buffers(self.module):
+            if self.core.collectives.rank == 0:
+                for name, buffer in persistent_buffers(self.core.module):
                     pieces.append(Piece(TensorId(BUFFER, name), 0, buffer.view(-1)))
-            seen = frozenset(p.untyped_storage().data_ptr() for p in self.module.parameters())
+            seen = frozenset(p.untyped_storage().data_ptr() for p in self.core.module.parameters())
             self._kept.update(memory=memory, tensors=tensors, pieces=Pieces(pieces), visible=seen)
         if same is not None and self._kept["tensors"].same_as(same):
             self._kept["tensors"] = table_of(same)
         kept = self._kept
         return State(
-            kept["tensors"], kept["pieces"], dict(self.aliases), meta, visible=kept["visible"]
+            kept["tensors"], kept["pieces"], dict(self.core.aliases), meta, visible=kept["visible"]
         )
 
     def _memory(self) -> tuple[Any, ...]:
         """Identifies the tensors that the pieces are views of."""
-        mark, live = None, [unit.shard for unit in self.units]
+        mark, live = None, [unit.shard for unit in self.core.units]
         if self._optimizer is not None:
             mark = self._optimizer.mark()
             live.extend(self._optimizer.live())
-        live.extend(buffer for _, buffer in persistent_buffers(self.module))
+        live.extend(buffer for _, buffer in persistent_buffers(self.core.module))
         return (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in live))
 
     def _tensors(self, of_optimizer: Mapping[TensorId, TensorInfo]) -> TensorTable:
         tensors = TensorTable(
             (TensorId(PARAM, slot.fqn), TensorInfo(tuple(slot.shape), unit.shard.dtype))
-            for unit in self.units
+            for unit in self.core.units
             for slot in unit.layout.slots
         )
         tensors.update(of_optimizer)
-        for name, buffer in persistent_buffers(self.module):
+        for name, buffer in persistent_buffers(self.core.module):
             tensors[TensorId(BUFFER, name)] = TensorInfo(tuple(buffer.shape), buffer.dtype)
         return tensors
 
@@ -198,8 +187,10 @@ class EngineState:
 
     def _groups(self) -> list[tuple[list[str], Sequence[str]]]:
         """Of each param group the names of its trained and of its frozen parameters."""
-        assert self.zero is not None
-        return [*zip(self.zero.names_by_group(), self.frozen_by_group, strict=True)]
+        assert self.core.zero is not None
+        return [
+            *zip(self.core.zero.names_by_group(), self.core.as_given.frozen_by_group, strict=True)
+        ]
 
     def _check_groups(self, manifest: Manifest, options: LoadOptions) -> None:
         records = manifest.meta["engine"]["groups"]
@@ -217,7 +208,7 @@ class EngineState:
         }
         if not differ and not counts:
             return
-        params = {slot.fqn for unit in self.units for slot in unit.layout.slots}
+        params = {slot.fqn for unit in self.core.units for slot in unit.layout.slots}
         same_model = params == {t.fqn for t in manifest.tensors if t.kind == PARAM}
         # With strict loading another model is refused later, tensor by tensor.
         if differ and (same_model or not options.strict):
@@ -248,11 +239,11 @@ class EngineState:
         Raises:
             ModelMismatch: The optimizer cannot continue.
         """
-        assert self.zero is not None
+        assert self.core.zero is not None
         there = manifest.meta["engine"].get("optimizer")
-        here = type(self.zero.optimizer).__name__
+        here = type(self.core.zero.optimizer).__name__
         groups = manifest.meta["engine"]["groups"]
-        whole = isinstance(self.zero.steps, StepByOwners)
+        whole = isinstance(self.core.zero.steps, StepByOwners)
         if any(group.get(WHOLE) for group in groups) != whole:
             raise ModelMismatch(
                 f"checkpoint {manifest.tag}: optimizer {there or 'another'} was stepped on "
@@ -262,7 +253,7 @@ class EngineState:
                 "load_optimizer_states=False"
             )
         saved = [group["hyperparameters"] for group in groups]
-        differing = _options(self.zero.optimizer.param_groups) ^ _options(saved)
+        differing = _options(self.core.zero.optimizer.param_groups) ^ _options(saved)
         if there not in (None, here) and differing:
             raise ModelMismatch(
                 f"checkpoint {manifest.tag}: its optimizer state is that of {there}, and only one "
