@@ -8,7 +8,7 @@ the same answer, and where sums wait changes no bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -45,8 +45,7 @@ def check_memory(core: Core, run: Run) -> None:
     """
     zero, collectives = core.zero, core.collectives
     assert zero is not None
-    where = run.accumulation.where if run.withholds else Where.OWNER
-    chosen = replace(run.accumulation, where=where, block=zero.reduction_block)
+    chosen = run.acting(zero.reduction_block)
     micro_batches = run.plan().microbatches
     elements = sum(unit.padded for unit in zero.units)
     by_owner = chosen.kept_by_owner_bytes(micro_batches, elements)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -123,6 +123,11 @@ class Run:
         if chosen.native_bytes is not None:
             return self.managed and chosen.where is not Where.OWNER
         return self.reduction_plan() is not None
+
+    def acting(self, block: int) -> Accumulation:
+        """Where sums are formed, as this run loads its batches, in blocks of so many."""
+        where = self.accumulation.where if self.withholds else Where.OWNER
+        return replace(self.accumulation, where=where, block=block)
 
     @property
     def _is_planned(self) -> bool:

@@ -71,7 +71,7 @@ def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 def _in_host_memory() -> AbstractContextManager[None]:
     """A context in which what autograd keeps rests in host memory."""
-    return saved_tensors_hooks(_to_host, _from_host)
+    return saved_tensors_hooks(_to_host, lambda kept: kept[1].to(kept[0], non_blocking=True))
 
 
 def goes_to_host(tensor: Tensor) -> bool:
@@ -85,11 +85,6 @@ def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
         return tensor.device, tensor
     kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
-
-
-def _from_host(kept: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = kept
-    return tensor.to(device, non_blocking=True)
 
 
 # ---- modules that the config names ----

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -295,20 +295,14 @@ class MicroSteps:
     def _check_memory(self) -> None:
         """Check that the sums of a step fit, if it is the first of its kind. Collective."""
         assert self._core.zero is not None
-        kind = self._run.batch, self._core.zero.reduction_block
-        if kind != self._checked:
+        block = self._core.zero.reduction_block
+        if (self._run.batch, block) != self._checked:
             with self._core.guard():
                 check_memory(self._core, self._run)
-            self._report_spread(kind[1])
-            self._checked = kind
-
-    def _report_spread(self, block: int) -> None:
-        """Say that rounded blocks travel in fp32, once the block of the run is known."""
-        run, known = self._run, None if self._checked is None else self._checked[1]
-        where = run.accumulation.where if run.withholds else Where.OWNER
-        told = replace(run.accumulation, where=where, block=block).spread
-        if told and block != known and run.rank == 0:
-            _log.warning("%s", told)
+            told = self._run.acting(block).spread
+            if told and self._tells(f"blocks of {block}") and self._run.rank == 0:
+                _log.warning("%s", told)
+            self._checked = self._run.batch, block
 
     def _finish(self, loss: Weighted, *, shared: bool = False) -> None:
         core = self._core
@@ -457,9 +451,7 @@ class MicroSteps:
 
     def ends_step(self) -> bool:
         """Whether a `step()` now ends the step, not only its micro-step."""
-        if self._run.managed:
-            return self.at_boundary
-        return self.declared_boundary is not False
+        return self.at_boundary if self._run.managed else self.declared_boundary is not False
 
     @property
     def at_boundary(self) -> bool:
