@@ -263,7 +263,7 @@ Every metric but `zero_etcd_up` has the label `{job}`, and every metric of a nod
 
 def metrics() -> str:
     """Every metric of a job and of a node."""
-    from zero_agent.loop.metrics import NODE, NODE_METRICS
+    from zero_agent.loop.observed.metrics import NODE, NODE_METRICS
     from zero_orchestrator.observe.metrics import ETCD_UP, JOB, JOB_METRICS, RECOVERY_METRICS, Row
 
     lines = [_METRICS.format(job=JOB, node=NODE).rstrip()]

@@ -12,7 +12,7 @@ from msgspec import structs
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
-from zero_agent.loop.job_history import JobHistory
+from zero_agent.loop.observed.job_history import JobHistory
 from zero_contract import worker
 from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot

@@ -6,7 +6,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.loop.metrics import NODE_METRICS, Readings, of_node
+from zero_agent.loop.observed.metrics import NODE_METRICS, Readings, of_node
 from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers
 from zero_agent.workers.step_times import Spent, StepTimes

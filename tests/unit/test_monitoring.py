@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero_agent.loop.metrics import NODE_METRICS
+from zero_agent.loop.observed.metrics import NODE_METRICS
 from zero_orchestrator.observe.metrics import ETCD_UP, JOB_METRICS, Type
 
 MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.loop.node_time import NodeTime, doing, process_age_s
+from zero_agent.loop.observed.node_time import NodeTime, doing, process_age_s
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.worker import Progress

@@ -32,7 +32,7 @@ from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
 from zero_agent.loop.config import AgentConfig
-from zero_agent.loop.node_time import process_age_s
+from zero_agent.loop.observed.node_time import process_age_s
 from zero_agent.node import signals
 from zero_agent.node.health_checks import await_fit
 from zero_agent.node.health_endpoint import Health, served

@@ -60,10 +60,6 @@ class Look:
 def refuse(line: Line, environ: Mapping[str, str]) -> None:
     """Return if the command line is valid, as far as that is known before a start.
 
-    Args:
-        line: The parsed command line.
-        environ: The environment of this process.
-
     Raises:
         SpecError: The command line is wrong: the message has one line for each error. With
             --preflight only parse errors count, since --preflight checks the other flags itself.

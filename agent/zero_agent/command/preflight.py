@@ -28,10 +28,6 @@ _PIPE_COLUMNS = 250
 def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
     """Check this node before a job begins; returns the exit code.
 
-    Args:
-        args: The flags with which the agent is to be started; a script is not needed.
-        conf: The settings of --rdzv-conf.
-
     Raises:
         SpecError: A flag that a check uses is wrong.
     """

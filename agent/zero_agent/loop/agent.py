@@ -16,7 +16,6 @@ import logging
 import queue
 import secrets
 import signal
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -24,18 +23,15 @@ from types import MappingProxyType
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.answers import Answers, kinds_of, last_output, prober, reacher
 from zero_agent.loop.config import AgentConfig
-from zero_agent.loop.job_history import JobHistory
-from zero_agent.loop.leaving import Leaving, failure_of, log_end, log_traceback, root_cause
+from zero_agent.loop.leaving import Leaving, failure_of, log_end, root_cause
 from zero_agent.loop.limits import STORE_FAILS, Limits, LogLimit, pause_when_full_s
 from zero_agent.loop.link_watch import Links, reach_by
-from zero_agent.loop.node_time import NodeTime, await_ledgers, in_a_sentence
 from zero_agent.loop.node_workers import SOCKET, Handlers, NodeWorkers
+from zero_agent.loop.observed.telemetry import Telemetry
 from zero_agent.loop.pumped_store import PumpedStore
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.loop.suspects import Suspects
-from zero_agent.loop.traces import Traces
-from zero_agent.loop.verdicts import Verdicts, ask_through
 from zero_agent.node.health_checks import HealthChecks
 from zero_agent.node.health_endpoint import STALLED_S, Status
 from zero_agent.node.memory import NodeMemory
@@ -45,17 +41,12 @@ from zero_agent.node.state import BUSY, Workers
 from zero_agent.node.strain import Strain, devices
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
-from zero_contract.journal import Journal
 from zero_contract.signing import Purpose, derive
-from zero_contract.values import in_words
-from zero_contract.worker import Progress, Saved, SaveWaits
 from zero_orchestrator.errors import StoreFull, StoreUnavailable
-from zero_orchestrator.membership.job_state import ENDED, Failure, Node, State
-from zero_orchestrator.membership.moves import Move, Wait
+from zero_orchestrator.membership.job_state import ENDED, Failure, Node
+from zero_orchestrator.membership.moves import Wait
 from zero_orchestrator.membership.rendezvous import Rendezvous
-from zero_orchestrator.observe.detectors.detector import Idle
-from zero_orchestrator.observe.events import Publisher
-from zero_orchestrator.observe.goodput import Use, in_parts, to_record, total_ns
+from zero_orchestrator.observe.goodput import Use
 from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
@@ -66,8 +57,6 @@ LAST_OUTPUT_BYTES = 16 << 10
 """Output of a node's workers that stays in etcd after its agent, compressed."""
 LAST_OUTPUT_OF_ALL_BYTES = 1 << 20
 """The same for all nodes of a job together."""
-SAID_BY_ALL = frozenset({Move.INTERRUPT, Move.FAIL, Move.GIVE_UP})
-"""Transitions whose cause every agent logs, and not only the agent that decided them."""
 
 
 class Agent:
@@ -86,15 +75,8 @@ class Agent:
     ) -> None:
         """Nothing is written before `run`.
 
-        Args:
-            config: What this agent was asked to do.
-            job: The job's name.
-            store: The key-value store with the job's state.
-            clock: Measures the agent's limits.
-            environ: The environment that workers inherit.
-            telemetry: Another connection to the same store, for events and progress: they are many,
-                and must not delay the calls of the rendezvous.
-            before_ns: What the time of this process was used for until now.
+        `telemetry` is another connection to the same store: events and progress are many, and must
+        not delay the calls of the rendezvous.
         """
         self._config = config
         self._job = job
@@ -102,18 +84,22 @@ class Agent:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._turned_s = clock.now()
         self._scratch = Scratch("zero-agent-", socket=SOCKET)
-        events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
         incarnation = secrets.token_hex(4)
-        self._publisher = Publisher(telemetry, job, config.node_id, incarnation, clock)
-        self._journal = Journal(
-            config.node_id, events, publish=self._publisher.event, unlogged=SAID_BY_ALL
+        self._told = Telemetry(
+            config,
+            job,
+            incarnation,
+            telemetry,
+            clock,
+            self._post,
+            environ=environ,
+            before_ns=before_ns,
         )
+        self._journal = self._told.journal
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
         self._limits.remark = lambda: self._store_writes.remark
-        ask = partial(ask_through, telemetry, job)
-        self._verdicts = Verdicts(self._publisher, self._journal, clock, self._post, ask)
         self._node_workers = self._make_workers(environ)
         self._strain = Strain(clock)
         self._devices = devices()
@@ -125,10 +111,7 @@ class Agent:
             ports=config.ports,
             advertised=config.advertised,
         )
-        self._time = NodeTime(clock, before_ns)
-        self._history = JobHistory()
-        self._store_writes.on_published = self._history.saved
-        self._traces = Traces(job, config.node_id, telemetry, environ)
+        self._store_writes.on_published = self._told.history.saved
         self._ring = _ring(config, self._post(self._suspects.add))
         reach = reach_by(self._ring)
         self._links = Links(clock, self._journal, self._post, reach)
@@ -148,7 +131,6 @@ class Agent:
             post=self._post,
         )
         self._log_limit = LogLimit(clock)
-        self._over = 0
         self.took_part = False
         """This agent saw the job before its end."""
 
@@ -158,8 +140,8 @@ class Agent:
             on_port=lambda n, port: self._store_writes.master(n, self._config.where_store_is(port)),
             on_commit=self._store_writes.commit,
             on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
-            on_times=self._verdicts.add,
-            why_stuck=lambda: self._verdicts.why_stuck,
+            on_times=self._told.verdicts.add,
+            why_stuck=lambda: self._told.verdicts.why_stuck,
         )
         made = NodeWorkers(
             self._config,
@@ -171,8 +153,8 @@ class Agent:
             post=self._post,
             handlers=handlers,
         )
-        made.steps.on_report = self._on_step
-        made.steps.on_saved = self._on_saved
+        made.steps.on_report = partial(self._told.stepped, made)
+        made.steps.on_saved = self._told.saved
         return made
 
     def _make_rendezvous(self, incarnation: str) -> Rendezvous:
@@ -204,9 +186,9 @@ class Agent:
     def preparing(self) -> str:
         """What the workers do before their first step of the round; may be read on any thread."""
         workers = self._node_workers
-        if workers.state is not Workers.RUNNING or workers.steps.begun:
+        if workers.group.state is not Workers.RUNNING or workers.steps.begun:
             return ""
-        rank = min(workers.ranks, default=0)
+        rank = min(workers.group.ranks, default=0)
         return self._links.meeting(rank) or workers.steps.preparing
 
     @property
@@ -219,8 +201,8 @@ class Agent:
             round=job.n,
             state=job.state or "",
             reason=self._rdzv.reason,
-            workers=self._node_workers.state,
-            workers_round=self._node_workers.round,
+            workers=self._node_workers.group.state,
+            workers_round=self._node_workers.group.round,
             preparing=self.preparing,
             turned_s=self._clock.now() - self._turned_s,
             store_silent_s=self._limits.store_silent_s,
@@ -228,20 +210,20 @@ class Agent:
 
     def metrics(self) -> bytes:
         """The metrics of this node for Prometheus; may be called on any thread."""
-        from zero_agent.loop.metrics import Readings, of_node  # 0.1 s
+        from zero_agent.loop.observed.metrics import Readings, of_node  # 0.1 s
         from zero_orchestrator.observe.metrics import exposition
 
         steps = self._node_workers.steps
         readings = Readings(
             status=self.status,
-            used_ns=self._time.settled_ns(),
+            used_ns=self._told.time.settled_ns(),
             progress=steps.last,
             step_times=steps.times.read(),
             spent=steps.spent,
             etcd=self._store.durations,
             memory=self._ram.use(),
             speed=steps.speed,
-            published=self._history.published,
+            published=self._told.history.published,
         )
         return exposition(lambda: of_node(readings))
 
@@ -281,9 +263,9 @@ class Agent:
             self._ram.close,
             self._rdzv.close,
             self._ring.close,
-            partial(self._publish_time, nodes=0, last=True),
-            self._traces.close,
-            self._publisher.close,
+            partial(self._told.publish_time, nodes=0, last=True),
+            self._told.traces.close,
+            self._told.publisher.close,
             self._journal.close,
             self._scratch.close,
         ]
@@ -297,9 +279,6 @@ class Agent:
         """Leave at the next step boundary, or at once if this signal has come before.
 
         May be called from a signal handler.
-
-        Args:
-            number: One of --signals-to-handle.
         """
 
         def leave() -> None:
@@ -335,15 +314,13 @@ class Agent:
         """One turn of the loop; the exit code when it was the last."""
         self._turned_s = self._clock.now()
         try:
-            self._store_writes.run(
-                self._rdzv, self._node_workers.fence if self._node_workers.state in BUSY else 0
-            )
+            group = self._node_workers.group
+            self._store_writes.run(self._rdzv, group.fence if group.state in BUSY else 0)
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
             self._links.run(self._rdzv, self._node_workers)
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
-            self._look_at_time()
-            self._publish_progress()
+            self._look()
             # The other nodes learn whether this node is healthy before it reports that its workers
             # have stopped.
             if (
@@ -353,7 +330,7 @@ class Agent:
                 self._rdzv.set_unhealthy(self._health_checks.complaint)
             action, reason = self._next_action()
             if action is Action.EXIT:
-                self._log_time()
+                self._told.log_time(self._store, self._rdzv.snapshot, self._rdzv.node)
                 return log_end(
                     self._job,
                     self._rdzv,
@@ -365,7 +342,7 @@ class Agent:
             if action is not Action.WAIT:
                 _ACTIONS[action](self, reason)
             self._limits.store_answers(self._rdzv.snapshot.fence)
-            self._log_end_of_round()
+            self._told.log_end_of_round(self._rdzv.snapshot, self._rdzv.node)
             if action is not Action.WAIT:
                 return None
         except STORE_FAILS as error:
@@ -399,7 +376,7 @@ class Agent:
         action, reason = next_action(self._situation())
         if action is Action.REPORT_DONE:
             return action, reason
-        stopping = self._node_workers.state is Workers.STOPPING
+        stopping = self._node_workers.group.state is Workers.STOPPING
         self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
         return next_action(self._situation())
 
@@ -428,12 +405,12 @@ class Agent:
         return Situation(
             job=job,
             node=self._rdzv.node,
-            workers=node_workers.state,
-            round=node_workers.round,
+            workers=node_workers.group.state,
+            round=node_workers.group.round,
             asked_to_leave=node_workers.asked_to_leave,
             can_leave=node_workers.can_leave,
             overdue=node_workers.overdue,
-            unkillable=node_workers.unkillable,
+            unkillable=node_workers.group.unkillable,
             checking=self._health_checks.checking,
             hosting=node_workers.hosts_store_of(job.n),
         )
@@ -453,117 +430,38 @@ class Agent:
 
     def _report_failure(self, reason: str) -> None:
         failure = failure_of(self._node_workers, self._rdzv.node.id)
-        self._rdzv.report_failure(self._node_workers.round, failure)
+        self._rdzv.report_failure(self._node_workers.group.round, failure)
         if not failure.symptom:
             self._health_checks.examine()  # ends before this node reports its workers as stopped
 
-    # ---- what is published and logged ----
+    # ---- what is published ----
 
-    def _publish_progress(self) -> None:
-        """Publish the state and the progress of this node's workers, for `zero-ctl status`."""
-        job = self._rdzv.snapshot
-        nodes = len(job.members.nodes)
+    def _look(self) -> None:
+        """Publish what is due, for `zero-ctl`."""
+        job, workers = self._rdzv.snapshot, self._node_workers
         self.took_part |= job.state not in ENDED
-        self._journal.round, self._journal.nodes = job.n, nodes
-        self._publisher.alive(nodes=nodes)
-        steps, runs = self._node_workers.steps, self._node_workers.state is Workers.RUNNING
-        if steps.begun:
-            self._rdzv.stepped(self._node_workers.round, steps.idle_s())
+        if workers.steps.begun:
+            self._rdzv.stepped(workers.group.round, workers.steps.idle_s())
         preparing = self.preparing
-        if self._config.imports and not self._node_workers.prepared:
+        if self._config.imports and not workers.prepared:
             preparing = f"importing {self._config.imports}"
-        self._publisher.progress(
-            steps.last,
-            lease=self._rdzv.lease,
-            nodes=nodes,
+        self._told.look(
+            self._situation(),
+            workers,
+            self._rdzv.lease,
             preparing=preparing,
-            pids={each.rank: each.pid for each in self._node_workers.processes},
             devices=self._devices,
             ram=self._ram.use,
             strain=self._strain.look,
-            pace=lambda: steps.pace,
         )
-        self._verdicts.follow(job, self._rdzv.lease)
-        idle_s = steps.idle_s() if runs and steps.is_missing() else None
-        if job.members.index(self._rdzv.node) == 0:
-            warming_up = steps.may_be_warming_up
-            now = Idle(step=steps.finished or 0, idle_s=idle_s, warming_up=warming_up)
-            self._verdicts.add(now)
-        else:
-            self._verdicts.listen(idle_s)
 
     def _publish_last_output(self) -> None:
         """Leave the workers' last output in etcd, for `zero-ctl logs` after the end."""
         nodes = max(1, len(self._rdzv.snapshot.members.nodes))
         limit_bytes = min(LAST_OUTPUT_BYTES, LAST_OUTPUT_OF_ALL_BYTES // nodes)
         recent, incarnation = self._node_workers.recent, self._rdzv.node.incarnation
-        node = self._config.node_id
-        self._publisher.last_output(last_output(recent, node, incarnation, limit_bytes))
-
-    # ---- the goodput ledger, and the history of the job ----
-
-    def _on_step(self, rank: int, progress: Progress, took_s: float | None) -> None:
-        self._time.report(rank, progress, self._node_workers.steps.long_s)
-        self._history.report(rank, progress, took_s)
-        if rank == 0:
-            self._traces.stepped(self._node_workers.round, time.time())
-
-    def _on_saved(self, rank: int, saved: Saved | SaveWaits) -> None:
-        if rank == 0:
-            self._history.heard(saved, self._journal, self._traces.saved)
-
-    def _look_at_time(self) -> None:
-        """Mark what this node does, and publish its ledger and the history, for `zero-ctl`."""
-        workers = self._node_workers
-        reports = workers.steps.finished is not None
-        self._time.look(self._situation(), prepared=workers.prepared, reports=reports)
-        led = self._history.leads
-        self._history.look(self._rdzv.snapshot, self._rdzv.node)
-        if led and not self._history.leads:
-            self._publish_history(last=True)
-        self._publish_time(nodes=len(self._rdzv.snapshot.members.nodes), last=False)
-
-    def _log_time(self) -> None:
-        used_ns = self._time.used_ns()
-        total = in_words(total_ns(used_ns) / 1e9)
-        text = f"this node's time, {total}: {in_parts(used_ns)}"
-        self._journal.tell("time", text, ns=to_record(used_ns))
-        members = self._rdzv.snapshot.members
-        if not self.ended or members.index(self._rdzv.node) != 0 or len(members.nodes) < 2:
-            return
-        self._publish_time(nodes=0, last=True)
-        ending = [node.id for node in self._rdzv.snapshot.nodes]  # spares as well
-        of_all_ns, missing = await_ledgers(self._store, self._job, ending)
-        if of_all_ns:
-            sentence = in_a_sentence(of_all_ns, missing)
-            self._journal.tell("job time", sentence, ns=to_record(of_all_ns), missing=missing)
-
-    def _publish_time(self, *, nodes: int, last: bool) -> None:
-        used_ns, lane = self._time.used_ns, self._time.lane
-        self._publisher.goodput(used_ns, nodes=nodes, last=last, lane=lane)
-        if self._history.leads:
-            self._publish_history(last=last)
-
-    def _publish_history(self, *, last: bool) -> None:
-        history = self._history
-        self._publisher.history(history.history, reign=history.reign, last=last)
-
-    def _log_end_of_round(self) -> None:
-        """Log, once and on every node, the failure that has ended the round, and its cost.
-
-        The node of the failure logs its traceback as well. The job's last failure is logged at its
-        end.
-        """
-        job = self._rdzv.snapshot
-        if job.state is not State.FORMING or job.n == self._over:
-            return
-        self._over = job.n
-        text = f"round {job.n} is over: {job.cause}"
-        logged = self._journal.last.startswith(text)  # as the reason why the workers were stopped
-        if job.by == Move.INTERRUPT and not logged:
-            log.warning("%s", text)
-        if (cause := self.root_cause) and cause.node == self._rdzv.node.id:
-            log_traceback(cause)
+        value = last_output(recent, self._config.node_id, incarnation, limit_bytes)
+        self._told.publisher.last_output(value)
 
 
 def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:

@@ -49,14 +49,7 @@ class Answers:
     def __init__(
         self, store: KeyValueStore, job: str, node: str, kinds: Mapping[str, Reply]
     ) -> None:
-        """Start the thread.
-
-        Args:
-            store: A connection that may wait without delaying the rendezvous.
-            job: The job's name.
-            node: The agent's node.
-            kinds: What makes the answer, by kind of question; called on the thread.
-        """
+        """Start the thread, on which `kinds` are called and the store may be waited for."""
         self._store, self._job, self._node = store, job, node
         self._kinds = kinds
         self._closed = threading.Event()
@@ -140,23 +133,18 @@ class Answers:
 
 
 def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
-    """What an agent answers about its workers.
-
-    Args:
-        workers: The node's workers.
-        agent: Id of the agent process, which the numbers of its output belong to.
-    """
+    """What an agent answers about its workers; the numbers of their output are of this `agent`."""
 
     def stack(query: Query) -> dict[str, Any]:
         only = query.arguments.get("rank")
-        processes = [one for one in workers.processes if only in (None, one.rank)]
+        processes = [one for one in workers.group.processes if only in (None, one.rank)]
         native = bool(query.arguments.get("native"))
         found = stacks.take(processes, native=native, within_s=query.within_s)
         waits = workers.waits(WAITS_S) if query.arguments.get("waits") else {}
         for one in found:
             if (wait := waits.get(one["rank"])) is not None:
                 one["wait"] = wait
-        return {"host": socket.gethostname(), "round": workers.round, "ranks": found}
+        return {"host": socket.gethostname(), "round": workers.group.round, "ranks": found}
 
     def logs(query: Query) -> dict[str, Any]:
         asked = query.arguments
@@ -171,12 +159,7 @@ def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
 
 
 def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
-    """What an agent answers about the network to another node.
-
-    Args:
-        ring: Connects to the ring of the other agent.
-        nodes: Returns the nodes of the job.
-    """
+    """What an agent answers about the network to another node."""
 
     def probe_to(query: Query) -> dict[str, Any]:
         name = query.arguments.get("to")
@@ -193,12 +176,7 @@ def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
 
 
 def reacher(reach: Reach, rdzv: Rendezvous) -> Reply:
-    """What an agent answers about which other members of the round it reaches.
-
-    Args:
-        reach: Connects to their agents.
-        rdzv: Knows the members.
-    """
+    """What an agent answers about which other members of the round it reaches."""
 
     def others(query: Query) -> dict[str, Any]:
         dead = reach(others_of(rdzv.snapshot, rdzv.node))

@@ -113,12 +113,7 @@ class AgentConfig:
         )
 
     def node(self, incarnation: str, ring_port: int) -> Node:
-        """This agent's registration, as the other nodes read it.
-
-        Args:
-            incarnation: The id of this agent process.
-            ring_port: The port of its liveness ring.
-        """
+        """This agent's registration, as the other nodes read it."""
         return Node(
             id=self.node_id,
             incarnation=incarnation,

@@ -141,14 +141,14 @@ def root_cause(job: Snapshot) -> Failure | None:
 
 def failure_of(node_workers: NodeWorkers, node: str) -> Failure:
     """The failure that a node reports for its failed workers."""
-    end = node_workers.first_failure
+    end = node_workers.group.first_failure
     return Failure(
         node=node,
-        symptom=node_workers.state is Workers.PEER_LOST,
+        symptom=node_workers.group.state is Workers.PEER_LOST,
         summary=f"{end.summary} on node {node}",
         rank=end.rank,
         traceback=end.traceback,
-        hang=node_workers.hung,
+        hang=node_workers.group.hung,
         step=node_workers.steps.finished,
         host=socket.gethostname(),
         local_rank=end.local_rank,

@@ -54,11 +54,7 @@ REMEDIES: Mapping[Wait | None, str] = {
 
 
 def pause_when_full_s(nodes: int) -> float:
-    """Pause of an agent before it writes again to an etcd that is full, with random jitter.
-
-    Args:
-        nodes: The number of nodes of the job.
-    """
+    """Pause of an agent before it writes again to an etcd that is full, with random jitter."""
     return max(FULL_PAUSE_S, FULL_PAUSE_PER_NODE_S * nodes) * random.uniform(0.5, 1.5)
 
 
@@ -117,11 +113,7 @@ class Limits:
             )
 
     def store_answers(self, fence: int) -> None:
-        """Record that etcd answered.
-
-        Args:
-            fence: The job's fence; a new fence was written, so etcd had room for it.
-        """
+        """Record that etcd answered; it had room for a fence that is new."""
         after_s = self._outage.elapsed_s or 0.0
         if self._outage.stop():
             text = f"etcd answers again, after {after_s:.0f} s"
@@ -188,12 +180,7 @@ class LogLimit:
         self._wait = Stopwatch(clock)
 
     def is_news(self, reason: str, waits_for: Wait | None = None) -> bool:
-        """Whether to log this reason now; if so, it counts as logged.
-
-        Args:
-            reason: What the job does or waits for, in words.
-            waits_for: What it waits for, if that may take long.
-        """
+        """Whether to log this reason now; if so, it counts as logged."""
         if waits_for is not Wait.WORKERS:
             self._wait.stop()
         elif self._wait.running and not self._wait.past(AGAIN_S):

@@ -78,13 +78,9 @@ class LinkWatch:
     """Looks at the links to some nodes, again and again, as long as it is asked to."""
 
     def __init__(self, clock: Clock, post: Post, reach: Reach, growth: float = 1.0) -> None:
-        """Nothing is known of any link.
+        """Nothing is known of any link; `reach` is called on a thread of its own.
 
-        Args:
-            clock: Paces the looks.
-            post: Wraps handlers so that they run on the agent's thread.
-            reach: Called on a thread of its own.
-            growth: The pause after a look that finds nothing is so many times the one before.
+        The pause after a look that finds nothing is `growth` times the one before.
         """
         self._clock, self._post, self._reach, self._growth = clock, post, reach, growth
         self._number = 0
@@ -139,14 +135,7 @@ class Links:
     """This node's links; used on the agent's thread alone."""
 
     def __init__(self, clock: Clock, journal: Journal, post: Post, reach: Reach) -> None:
-        """As `LinkWatch`.
-
-        Args:
-            clock: Paces the looks.
-            journal: Receives an event when this node is set aside, and when it comes back.
-            post: Wraps handlers so that they run on the agent's thread.
-            reach: Called on a thread of its own.
-        """
+        """As `LinkWatch`."""
         self._journal = journal
         self._in_round = LinkWatch(clock, post, reach, GROWTH)
         self._aside = LinkWatch(clock, post, reach)
@@ -175,10 +164,13 @@ class Links:
 
     def _look(self, job: Snapshot, me: Node, workers: NodeWorkers) -> tuple[DeadLink, ...] | None:
         """What is to be reported; None: nothing."""
-        if job.state is not State.ACTIVE or workers.round != job.n or not job.has_member(me):
+        if job.state is not State.ACTIVE or workers.group.round != job.n or not job.has_member(me):
             self._in_round.forget()
             return self._told
-        lost, runs = workers.state is Workers.PEER_LOST, workers.state is Workers.RUNNING
+        lost, runs = (
+            workers.group.state is Workers.PEER_LOST,
+            workers.group.state is Workers.RUNNING,
+        )
         if not (lost or (runs and workers.steps.is_missing(EARLY))):
             self._in_round.forget()
             return None
@@ -208,11 +200,7 @@ class Links:
             rdzv.come_back()
 
     def meeting(self, rank: int) -> str:
-        """What keeps workers from their first step, if it is a link; else empty.
-
-        Args:
-            rank: The first one of this node.
-        """
+        """What keeps workers from their first step, if it is a link; else empty."""
         dead = self._in_round.dead
         if not dead:
             return ""

@@ -27,16 +27,15 @@ from zero_agent.node.network import interface_of
 from zero_agent.node.state import BUSY, Workers
 from zero_agent.workers.channel import Channel, WaitReplies
 from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
-from zero_agent.workers.exits import Exit, describe
+from zero_agent.workers.exits import describe
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.recent import RecentOutput
 from zero_agent.workers.output.tap import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps, load_in_words
-from zero_agent.workers.stacks import Process
 from zero_agent.workers.world_size import WorldSize
-from zero_contract.clock import Clock
+from zero_contract.clock import Clock, Stopwatch
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
 from zero_contract.signing import Key, Secret
@@ -112,16 +111,7 @@ class NodeWorkers:
     ) -> None:
         """Start the forkserver, so that its imports overlap with the rendezvous.
 
-        Args:
-            config: The agent's configuration.
-            job: The job's name.
-            scratch: The directory of the socket (`SOCKET`), and without a log directory of the
-                workers' error files as well.
-            clock: Measures how long workers take to leave or stop.
-            journal: Receives the events of the workers.
-            environ: The environment that workers inherit.
-            post: Wraps handlers so that they run on the agent's thread.
-            handlers: What the agent does about them.
+        `scratch` has the socket, and without a log directory the workers' error files as well.
         """
         self._config = config
         self._clock = clock
@@ -157,13 +147,14 @@ class NodeWorkers:
         self._forkserver = self._open_forkserver()
         self._imports_lost = False
         """Whether the forkserver before this one was killed while it imported."""
-        self._group: WorkerGroup | None = None
+        self.group = self._new_group(0, 0)
+        """The workers of the last round."""
         self._can_leave: set[int] = set()
         self._world_size = WorldSize(clock)
         self._askings = LeaveRequests({})
-        self._asked_s: float | None = None
-        self._stop_s: float | None = None
-        self._kill_s: float | None = None
+        self._asked, self._stopping, self._dying = (Stopwatch(clock) for _ in range(3))
+        """Since the workers were asked to leave, to stop, and to write their stacks before a kill.
+        """
         self._wait_replies = WaitReplies()
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
@@ -173,76 +164,29 @@ class NodeWorkers:
     # ---- the state ----
 
     @property
-    def state(self) -> Workers:
-        """The state of the workers, taken together."""
-        return self._group.state if self._group else Workers.NONE
-
-    @property
     def prepared(self) -> bool:
         """Whether workers can be started at once: what they need has been imported."""
         return self._forkserver.ready
 
     @property
-    def round(self) -> int:
-        """The round of the workers; 0 before the first."""
-        return self._group.round if self._group else 0
-
-    @property
-    def fence(self) -> int:
-        """The fence of that round."""
-        return self._group.fence if self._group else 0
-
-    @property
     def asked_to_leave(self) -> bool:
         """Whether the workers were asked to leave."""
-        return self._asked_s is not None
+        return self._asked.running
 
     @property
     def can_leave(self) -> bool:
         """Whether every worker can save and leave when asked: its engine, or its script."""
-        if self._group is None:
-            return False
-        return all(r in self._can_leave or self._askings.listens(r) for r in self._group.ranks)
+        ranks = self.group.ranks
+        return all(rank in self._can_leave or self._askings.listens(rank) for rank in ranks)
 
     @property
     def overdue(self) -> bool:
         """Whether the workers have not left in time after they were asked to."""
-        return self._past(self._asked_s, self._config.boundary_timeout_s)
-
-    @property
-    def hung(self) -> bool:
-        """Whether a worker counts as hung."""
-        return self._group is not None and self._group.hung
-
-    @property
-    def unkillable(self) -> str:
-        """Why workers still exist long after SIGKILL; empty if none does."""
-        return self._group.unkillable if self._group is not None else ""
-
-    @property
-    def first_failure(self) -> Exit:
-        """The exit that ended the group."""
-        assert self._group is not None
-        return self._group.first_failure
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of the workers that run; may be called on any thread."""
-        return self._group.ranks if self._group is not None else []
-
-    @property
-    def processes(self) -> list[Process]:
-        """The processes of the workers that run; may be called on any thread."""
-        group = self._group
-        return group.processes if group is not None else []
+        return self._asked.past(self._config.boundary_timeout_s)
 
     def waits(self, within_s: float) -> dict[int, dict[str, Any]]:
-        """What each worker waits for, if it says so in time; called on any thread but the agent's.
-
-        Args:
-            within_s: Seconds to wait for the replies.
-        """
-        ranks = {one.rank for one in self.processes}
+        """What each worker waits for, if it says so in time; not for the agent's own thread."""
+        ranks = {one.rank for one in self.group.processes}
 
         def ask(number: int) -> None:
             for rank in ranks:
@@ -257,12 +201,7 @@ class NodeWorkers:
     # ---- actions ----
 
     def leave_word(self, listener: int, key: Key) -> None:
-        """Give the forkserver what it needs to prove this agent's death to its ring neighbour.
-
-        Args:
-            listener: The descriptor of the ring's listening socket.
-            key: The ring's.
-        """
+        """Give the forkserver what it needs to prove this agent's death to its ring neighbour."""
         self._word = listener, key
         self._pass_word()
 
@@ -279,19 +218,13 @@ class NodeWorkers:
         """Start the workers of the job's round on this node, given the job's secret."""
         self._can_leave.clear()
         self._channel.hang_up()
-        self._asked_s = self._stop_s = self._kill_s = None
+        for since in (self._asked, self._stopping, self._dying):
+            since.stop()
         for store, of_round in list(self._stores.items()):
             if of_round != job.n:
                 del self._stores[store]
                 self._forkserver.signal(store, signal.SIGKILL)
-        self._group = WorkerGroup(
-            self._forkserver,
-            self._hub,
-            job.n,
-            fence=job.fence,
-            clock=self._clock,
-            recent=self.recent,
-        )
+        self.group = self._new_group(job.n, job.fence)
         # A new one in each round: torch's timer server ends when it has ended a worker.
         if self._timers is not None:
             if self._timer_host is not None:
@@ -305,7 +238,7 @@ class NodeWorkers:
         if self._config.log_dir is not None and directory != self._directory:
             self._journal.tell("logs", f"the workers' output is kept in {directory}")
         self._directory = directory
-        self._group.start(self._config.program, orders)
+        self.group.start(self._config.program, orders)
         self._journal.tell(
             "start",
             f"round {job.n}: this node runs rank {', '.join(str(o.rank) for o in orders)} "
@@ -316,9 +249,9 @@ class NodeWorkers:
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
         """Ask the workers to save and leave at their next step boundary, within `within_s`."""
-        self._asked_s = self._clock.now()
+        self._asked.start()
         within_s = min(within_s, self._config.boundary_timeout_s)
-        leave = Leave(round=self.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
+        leave = Leave(round=self.group.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
         for rank in self._can_leave:
             self._channel.send(rank, leave)
         own = self._askings.ask()
@@ -327,16 +260,15 @@ class NodeWorkers:
 
     def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
         """Send this signal now, and SIGKILL once the shutdown timeout since the first is over."""
-        if self._stop_s is None:
-            self._stop_s = self._clock.now()
-        now = Leave(round=self.round, when=When.NOW, reason=reason)
+        self._stopping.start()
+        now = Leave(round=self.group.round, when=When.NOW, reason=reason)
         for rank in self._can_leave:  # they ignore SIGTERM until their agent has said so
             self._channel.send(rank, now)
         self._end(number, reason)
 
     def pass_on(self, number: signal.Signals) -> None:
         """Forward a signal of the agent to workers that cannot stop at a step boundary."""
-        if self.state in BUSY and not self.can_leave:
+        if self.group.state in BUSY and not self.can_leave:
             self.stop(f"{number.name} is passed on to the workers", number)
 
     def kill(self, reason: str, *, show_stacks: bool = False) -> None:
@@ -344,37 +276,31 @@ class NodeWorkers:
         if not show_stacks:
             self._end(signal.SIGKILL, reason)
             return
-        assert self._group is not None
-        self._kill_s = self._clock.now()
-        self._group.show_stacks()
+        self._dying.start()
+        self.group.show_stacks()
         self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._directory}")
 
     def check_limits(self) -> None:
         """Kill workers that were asked to stop too long ago, and a forkserver that is stuck."""
-        if self._past(self._stop_s, self._config.shutdown_timeout_s):
-            self._stop_s = None
+        if self._stopping.past(self._config.shutdown_timeout_s):
+            self._stopping.stop()
             self.kill("the workers did not stop in time")
-        if self._group and self._past(self._kill_s, STACKS_S):
-            self._kill_s = None
-            self._group.stop(signal.SIGKILL)
-        if self.state is Workers.RUNNING:
-            # A worker that has taken no step for too long makes the whole group fail.
-            assert self._group is not None
-            if hung := self.steps.too_slow():
-                rank, verdict = hung
-                if why := self._handlers.why_stuck():
-                    verdict = f"{verdict}; {why}"
-                self._kill_s = self._clock.now()
-                self._group.mark_hung(rank, verdict)
-                self._journal.tell(
-                    "hang",
-                    f"rank {rank}: {verdict}",
-                    level=logging.WARNING,
-                    rank=rank,
-                    pid=self.first_failure.pid,
-                )
-        if self.state in (Workers.RUNNING, Workers.SUCCEEDED):
-            self._warn_of_world_size()
+        if self._dying.past(STACKS_S):
+            self._dying.stop()
+            self.group.stop(signal.SIGKILL)
+        # A worker that has taken no step for too long makes the whole group fail.
+        if self.group.state is Workers.RUNNING and (hung := self.steps.too_slow()):
+            rank, verdict = hung
+            if why := self._handlers.why_stuck():
+                verdict = f"{verdict}; {why}"
+            self._dying.start()
+            self.group.mark_hung(rank, verdict)
+            pid, text = self.group.first_failure.pid, f"rank {rank}: {verdict}"
+            self._journal.tell("hang", text, level=logging.WARNING, rank=rank, pid=pid)
+        if self.group.state in (Workers.RUNNING, Workers.SUCCEEDED):
+            done = self.group.state is Workers.SUCCEEDED
+            if text := self._world_size.warning(done=done):
+                self._journal.tell("world size", text, level=logging.WARNING)
         # A forkserver that is stuck would keep its workers, and the whole job, for ever.
         # (A short --join-timeout, torchrun's "timeout" of --rdzv-conf, is about nodes alone.)
         imports_s = max(self._config.join_timeout_s, AgentConfig.join_timeout_s)
@@ -384,11 +310,6 @@ class NodeWorkers:
             text += ", and the workers with it"
             self._journal.tell("forkserver", text, level=logging.WARNING)
             self._forkserver.kill()
-
-    def _warn_of_world_size(self) -> None:
-        text = self._world_size.warning(done=self.state is Workers.SUCCEEDED)
-        if text:
-            self._journal.tell("world size", text, level=logging.WARNING)
 
     def close(self) -> None:
         """End every process of this node."""
@@ -401,14 +322,15 @@ class NodeWorkers:
         FILES.flush()
 
     def _end(self, number: signal.Signals, reason: str) -> None:
-        assert self._group is not None
-        self._journal.tell("stop", reason, round=self.round, signal=number.name)
-        self._group.stop(number)
-
-    def _past(self, since_s: float | None, limit_s: float) -> bool:
-        return since_s is not None and self._clock.now() - since_s > limit_s
+        self._journal.tell("stop", reason, round=self.group.round, signal=number.name)
+        self.group.stop(number)
 
     # ---- events ----
+
+    def _new_group(self, n: int, fence: int) -> WorkerGroup:
+        return WorkerGroup(
+            self._forkserver, self._hub, n, fence=fence, clock=self._clock, recent=self.recent
+        )
 
     def _open_forkserver(self) -> ForkserverClient:
         news = self._post(self._on_news)
@@ -429,9 +351,9 @@ class NodeWorkers:
         elif "port" in news and news["id"] in self._stores:
             self._listening.add(news["id"])
             self._handlers.on_port(self._stores[news["id"]], news["port"])
-        elif "pid" in news and self._group is not None:
+        elif "pid" in news:
             pid = news["pid"]
-            rank = self._group.runs_as(news["id"], pid)
+            rank = self.group.runs_as(news["id"], pid)
             if rank is not None:
                 text = f"rank {rank} runs as process {pid}"
                 self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
@@ -445,15 +367,14 @@ class NodeWorkers:
                 f"the workers' store cannot listen on {self._config.store_listens_on}; the message "
                 "of torch's TCPStore is above",
             )
-        if self._stores.pop(process, 0) == self.round and self.state is Workers.RUNNING:
-            assert self._group is not None
-            self._group.store_ended(status)
-            self._journal.tell("exit", self.first_failure.summary, round=self.round)
-        end = self._group.ended(process, status) if self._group else None
+        if self._stores.pop(process, 0) == self.group.round and self.group.state is Workers.RUNNING:
+            self.group.store_ended(status)
+            self._journal.tell("exit", self.group.first_failure.summary, round=self.group.round)
+        end = self.group.ended(process, status)
         if end is not None and end.status != 0 and not end.wanted:
             facts = {"symptom": True} if end.symptom else {}
             self._journal.tell(
-                "exit", end.summary, round=self.round, rank=end.rank, pid=end.pid, **facts
+                "exit", end.summary, round=self.group.round, rank=end.rank, pid=end.pid, **facts
             )
 
     def _forkserver_is_gone(self) -> None:
@@ -471,8 +392,7 @@ class NodeWorkers:
         self._imports_lost = imports
         text = f"the forkserver is gone: {describe(status)}"
         self._journal.tell("forkserver", text, level=logging.WARNING)
-        if self._group is not None:
-            self._group.orphaned()
+        self.group.orphaned()
         self._stores.clear()
         self._timer_host = None
         if path := self._installed.changed:
@@ -486,7 +406,7 @@ class NodeWorkers:
     def _on_message(self, rank: int, message: Message) -> None:
         """Handle a message of a worker."""
         match message:
-            case Hello() | CommitRequest() if message.round not in (0, self.round):
+            case Hello() | CommitRequest() if message.round not in (0, self.group.round):
                 # The worker is gone: a reply would reach nobody, and the fence is another round's.
                 log.debug("rank %d of round %d, which is over: %s", rank, message.round, message)
             case Hello() if Ability.BOUNDARY in message.can:
@@ -496,8 +416,8 @@ class NodeWorkers:
             case CommitRequest():
                 request = message.request
                 self._handlers.on_commit(
-                    self.round,
-                    self.fence,
+                    self.group.round,
+                    self.group.fence,
                     message,
                     lambda granted, reason, passing: self._channel.send(
                         rank,

@@ -13,25 +13,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from zero_orchestrator.observe.pace import Histogram
-from zero_orchestrator.store.kv import (
-    NO_LEASE,
-    Change,
-    Compare,
-    KeyValue,
-    KeyValueStore,
-    Range,
-    Read,
-    TxnResult,
-    Watch,
-    Write,
-)
+from zero_orchestrator.store.kv import KeyValueStore, Watch
 
 T = TypeVar("T")
+
+
+def _pumped(method: str) -> Callable[..., Any]:
+    """A method of `KeyValueStore`, which handles events while it waits."""
+
+    def call(self: PumpedStore, *args: Any, **options: Any) -> Any:
+        return self._call(getattr(self._store, method), *args, **options)
+
+    return call
 
 
 class PumpedStore:
@@ -94,59 +92,20 @@ class PumpedStore:
         self.durations = self.durations.add(time.monotonic() - begin_s)
         return answer
 
-    def get(self, key: str) -> KeyValue | None:
-        """As `KeyValueStore.get`."""
-        return self._call(self._store.get, key)
+    get = _pumped("get")
+    range = _pumped("range")
+    read = _pumped("read")
+    put = _pumped("put")
+    delete = _pumped("delete")
+    txn = _pumped("txn")
+    grant = _pumped("grant")
+    keep_alive = _pumped("keep_alive")
+    time_left = _pumped("time_left")
+    revoke = _pumped("revoke")
 
-    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
-        """As `KeyValueStore.range`."""
-        return self._call(self._store.range, prefix, limit=limit, oldest=oldest)
-
-    def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
-        """As `KeyValueStore.read`."""
-        return self._call(self._store.read, reads)
-
-    def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
-        """As `KeyValueStore.put`."""
-        return self._call(self._store.put, key, value, lease=lease)
-
-    def delete(self, key: str) -> bool:
-        """As `KeyValueStore.delete`."""
-        return self._call(self._store.delete, key)
-
-    def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
-        """As `KeyValueStore.txn`."""
-        return self._call(self._store.txn, compares, writes)
-
-    def grant(self, ttl_s: int) -> int:
-        """As `KeyValueStore.grant`."""
-        return self._call(self._store.grant, ttl_s)
-
-    def keep_alive(self, lease: int) -> float:
-        """As `KeyValueStore.keep_alive`."""
-        return self._call(self._store.keep_alive, lease)
-
-    def time_left(self, lease: int) -> float:
-        """As `KeyValueStore.time_left`."""
-        return self._call(self._store.time_left, lease)
-
-    def revoke(self, lease: int) -> None:
-        """As `KeyValueStore.revoke`."""
-        self._call(self._store.revoke, lease)
-
-    def watch(
-        self,
-        prefix: str,
-        on_changes: Callable[[Sequence[Change]], None],
-        *,
-        after: int,
-        cluster: int = 0,
-        on_compacted: Callable[[int], None] | None = None,
-    ) -> Watch:
+    def watch(self, *args: Any, **options: Any) -> Watch:
         """As `KeyValueStore.watch`, which waits for nothing."""
-        return self._store.watch(
-            prefix, on_changes, after=after, cluster=cluster, on_compacted=on_compacted
-        )
+        return self._store.watch(*args, **options)
 
     def close(self) -> None:
         """As `KeyValueStore.close`."""

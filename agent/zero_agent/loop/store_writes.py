@@ -45,13 +45,7 @@ class StoreWrites:
     def __init__(
         self, journal: Journal, clock: Clock, on_failure: Callable[[StoreError], None]
     ) -> None:
-        """No write is queued at the beginning.
-
-        Args:
-            journal: Receives an event when etcd refuses or delays commits.
-            clock: Measures the deadlines of commits.
-            on_failure: Receives the error when etcd does not take the address of a TCPStore.
-        """
+        """No write is queued; `on_failure` learns why etcd takes no address of a TCPStore."""
         self._journal = journal
         self._clock = clock
         self._on_failure = on_failure
@@ -76,14 +70,7 @@ class StoreWrites:
         )
 
     def commit(self, n: int, fence: int, request: CommitRequest, reply: Reply) -> None:
-        """Queue the publication of a checkpoint; it is granted only while its round is current.
-
-        Args:
-            n: The round of the workers.
-            fence: The fence of that round.
-            request: The worker's request.
-            reply: Sends the reply to the worker.
-        """
+        """Queue the publication of a checkpoint; it is granted only while its round is current."""
         until_s = self._clock.now() + request.patience_s
         self._commits.append(
             _Commit(round=n, fence=fence, request=request, reply=reply, until_s=until_s)
@@ -94,12 +81,7 @@ class StoreWrites:
         self._master = (n, address)
 
     def run(self, rdzv: Rendezvous, fence: int) -> None:
-        """Make all queued writes; a write that fails stays queued.
-
-        Args:
-            rdzv: The agent's rendezvous.
-            fence: The fence of the workers that run; 0 if there are none.
-        """
+        """Make all queued writes; one that fails stays queued. Without workers the fence is 0."""
         commits, self._commits = self._commits, []
         for commit in commits:
             if commit.fence == fence:

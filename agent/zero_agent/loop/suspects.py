@@ -41,25 +41,14 @@ class Suspicion:
     """The readings of one lease since a suspicion arose; the caller supplies the times."""
 
     def __init__(self, ttl_s: float, since_s: float) -> None:
-        """Nothing has been read yet.
-
-        Args:
-            ttl_s: The lease's time to live; the lease is refreshed every third of that.
-            since_s: When the suspicion arose.
-        """
+        """Nothing has been read yet."""
         self._ttl_s = ttl_s
         self._since_s = self._asked_s = since_s
         self._refreshed_by_s = float("inf")
         """The last refresh was not after this time."""
 
     def judge(self, left_s: float, asked_s: float, answered_s: float) -> Verdict:
-        """Judge the suspicion with one more reading.
-
-        Args:
-            left_s: The time left of the lease, rounded down to whole seconds.
-            asked_s: When the request was sent.
-            answered_s: When the answer was received.
-        """
+        """Judge with one more reading; `left_s` is rounded down to whole seconds."""
         age_s = self._ttl_s - left_s  # an upper bound; at least COARSE_S less
         if asked_s - age_s > self._since_s:
             return Verdict.ALIVE
@@ -87,12 +76,7 @@ class Suspects:
         self._suspects: list[_Suspect] = []
 
     def add(self, node: Node, certain: bool) -> None:
-        """Record that the ring no longer reaches the agent of this node.
-
-        Args:
-            node: The node, as it was registered.
-            certain: Whether its death is certain.
-        """
+        """Record that the ring no longer reaches this node, whose death may be certain."""
         if certain:
             self._dead.append(node)
         elif not node.evicted and node not in [suspect.node for suspect in self._suspects]:

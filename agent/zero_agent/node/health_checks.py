@@ -352,13 +352,7 @@ class _Run:
 
 
 def patience(timeout_s: float, *, max_nodes: int, others: bool) -> tuple[float, str]:
-    """How long an unhealthy node waits to become healthy, in seconds, and what sets that limit.
-
-    Args:
-        timeout_s: --join-timeout.
-        max_nodes: The job's largest number of nodes; if it is 1, no other node will come.
-        others: Whether another node of the job is alive.
-    """
+    """How long an unhealthy node waits to become healthy, in seconds, and what sets that limit."""
     alone_s = SINGLE_S if max_nodes == 1 else ALONE_S
     if others or timeout_s <= alone_s:
         return timeout_s, "--join-timeout"
@@ -374,13 +368,6 @@ def await_fit(
     others: Callable[[], bool],
 ) -> None:
     """Return when this node is healthy, and may join.
-
-    Args:
-        node: What the checks look at.
-        timeout_s: --join-timeout: how long to wait while other nodes run the job.
-        on_unhealthy: Receives the complaint after each health check that finds one.
-        max_nodes: The job's largest number of nodes.
-        others: Whether another node of the job is alive.
 
     Raises:
         AgentFailed: The node has not become healthy in time.
@@ -422,16 +409,7 @@ class HealthChecks:
         journal: Journal,
         post: Callable[[Callable[..., None]], Callable[..., None]],
     ) -> None:
-        """The node was healthy when it joined.
-
-        Args:
-            node: What the checks look at.
-            timeout_s: --join-timeout.
-            max_nodes: The job's largest number of nodes.
-            clock: Paces the health checks of an unhealthy node.
-            journal: Receives an event when the node becomes unhealthy or healthy again.
-            post: Wraps a handler so that it runs on the agent's thread.
-        """
+        """The node was healthy when it joined."""
         self._node = node
         self._journal = journal
         self._timeout_s = timeout_s
@@ -456,10 +434,7 @@ class HealthChecks:
             ).start()
 
     def check_limit(self, *, needed: bool) -> None:
-        """Examine an unhealthy node again when it is time.
-
-        Args:
-            needed: Another node is alive, or this one holds in-memory checkpoints: it may wait.
+        """Examine an unhealthy node again when it is time; it may wait only if it is needed.
 
         Raises:
             AgentFailed: The node has been unhealthy for too long.

@@ -101,11 +101,7 @@ class Heartbeats:
     """The agent's side: the heartbeat files of a round's workers."""
 
     def __init__(self, files: dict[int, Path]) -> None:
-        """No heartbeat has been seen yet.
-
-        Args:
-            files: The heartbeat file of each rank; it need not exist before the first heartbeat.
-        """
+        """No heartbeat has been seen yet."""
         self._files = files
         self._seen_ns: dict[int, int] = {}
 

@@ -17,11 +17,7 @@ class Installed:
     """The files as they were at the beginning."""
 
     def __init__(self, *directories: Path) -> None:
-        """Record each file's time of modification and size.
-
-        Args:
-            directories: The packages to watch; none given: zero_agent and zero_orchestrator.
-        """
+        """Record time of modification and size of each file; by default those of the agent."""
         own = [Path(package.__path__[0]) for package in (zero_agent, zero_orchestrator)]
         self._directories = directories or tuple(own)
         self._before = self._look()

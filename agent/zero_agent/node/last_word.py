@@ -34,17 +34,7 @@ def answer(connection: socket.socket, key: Key, node: str, incarnation: str) -> 
 
 
 def last_word(listener: socket.socket, parent: int, key: Key, node: str) -> bool:
-    """In the forkserver: answer one client in the place of the agent, if the agent has ended.
-
-    Args:
-        listener: The agent's listening socket.
-        parent: The agent's pid, as it was when the agent lived.
-        key: The ring's.
-        node: The id of the agent's node.
-
-    Returns:
-        Whether a client was answered.
-    """
+    """In the forkserver: answer a client in the place of an agent that has ended; if it did."""
     deadline_s = time.monotonic() + _PARENT_S
     while os.getppid() == parent:
         if time.monotonic() > deadline_s:

@@ -55,11 +55,7 @@ class LeaveRequests:
     """The agent's side: the leave files of a round's workers."""
 
     def __init__(self, files: Mapping[int, Path]) -> None:
-        """No worker has been asked to leave yet.
-
-        Args:
-            files: The leave file of each rank; it need not exist before the script's first call.
-        """
+        """No worker has been asked to leave yet."""
         self._files = files
 
     def listens(self, rank: int) -> bool:

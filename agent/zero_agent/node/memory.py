@@ -91,15 +91,7 @@ class NodeMemory:
         sweep(directory, spare=f"{self._name}.*", grace_s=GRACE_S)
 
     def open(self, request: PeerMemoryRequest, secret: Secret) -> PeerMemoryReply:
-        """Give a worker the directory, the address and the key for its snapshots.
-
-        Args:
-            request: The worker's; the budget of the last request counts.
-            secret: The job's.
-
-        Returns:
-            What the worker needs, or the reason why there is no memory.
-        """
+        """What a worker needs, or the reason why there is no memory; the last budget counts."""
         key = derive(secret, Purpose.PEER_MEMORY)
         try:
             if self._memory is None:
@@ -161,14 +153,7 @@ class NodeMemory:
 def sweep(
     directory: Path = DIRECTORY, names: str = "*", *, spare: str = "", grace_s: float = 0.0
 ) -> None:
-    """Remove the in-memory checkpoints of dead agents; never raises.
-
-    Args:
-        directory: The tmpfs with the agents' directories.
-        names: The pattern of names to remove: the job and what follows it.
-        spare: The pattern of names to keep.
-        grace_s: A directory that was in use less than this long ago is kept for a successor.
-    """
+    """Remove what dead agents left, if it was not used for `grace_s` seconds; never raises."""
     spare = _PREFIX + spare if spare else ""
     for path in owned_dir.sweep(directory, _PREFIX + names, spare=spare, grace_s=grace_s):
         log.info("removed %s, left by an agent that died", path)

@@ -23,12 +23,7 @@ class Strain:
     """The strain of this node since the look before."""
 
     def __init__(self, clock: Clock, root: Path = Path("/")) -> None:
-        """Begin to measure.
-
-        Args:
-            clock: Measures the time between two looks.
-            root: The directory with proc and sys.
-        """
+        """Begin to measure."""
         self._clock = clock
         self._root = root
         self._before = (clock.now(), self._counts())

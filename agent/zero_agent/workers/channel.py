@@ -138,13 +138,7 @@ class WaitReplies:
     def collect(
         self, ranks: Collection[int], ask: Callable[[int], None], within_s: float
     ) -> dict[int, dict[str, Any]]:
-        """Ask, and wait for the replies of these ranks; the records of those that came in time.
-
-        Args:
-            ranks: The ranks that are asked.
-            ask: Sends the question of a number, on the agent's thread.
-            within_s: Seconds to wait.
-        """
+        """Ask, and wait for the replies of these ranks; the records of those that came in time."""
         with self._came:
             self._replies.clear()
             self._number += 1

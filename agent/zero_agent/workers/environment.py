@@ -65,19 +65,7 @@ def worker_env(
     leave_file: str,
     secret: Secret,
 ) -> dict[str, str]:
-    """The variables that a worker of the job's round gets beside those of its agent.
-
-    Args:
-        job: The job; its round must be ACTIVE and the address of the round's TCPStore known.
-        node: The agent's node, a member of the round.
-        place: The worker's rank and local rank.
-        name: The job's name.
-        socket_path: The socket on which the worker reaches its agent.
-        error_file: The file for the worker's traceback.
-        heartbeat_file: The file that the worker touches as its heartbeat.
-        leave_file: The file in which the agent asks the worker to leave.
-        secret: The job's secret: the key of the round and the id of the run are derived from it.
-    """
+    """The variables of a worker, beside those of its agent; the round has its store."""
     assert job.master is not None, f"round {job.n} has no master yet"
     host, port = split_host_port(job.master)
     world_size = str(job.members.world_size)
@@ -122,10 +110,6 @@ def _slots_of_role(nodes: Sequence[Node], role: str) -> int:
 def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """The variables of `--virtual-local-rank`: the worker sees only its own GPU, as device 0.
 
-    Args:
-        environ: The agent's environment; its CUDA_VISIBLE_DEVICES may show only some GPUs.
-        local_rank: The index of the worker's GPU among those.
-
     Raises:
         SpecError: CUDA_VISIBLE_DEVICES shows fewer GPUs.
     """
@@ -149,11 +133,7 @@ def timer_file(environ: Mapping[str, str], default: Path) -> Path | None:
 def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:
     """The forkserver's environment, which must be set before torch is imported.
 
-    Args:
-        environ: The agent's environment.
-        slots: Workers on this node.
-        interface: The network interface that has the node's address, if it is known; otherwise
-            gloo takes the one that the host's name resolves to.
+    Without the interface, gloo takes the one that the host's name resolves to.
     """
     env = dict(environ)
     if slots > 1:  # as torchrun: each of several workers would otherwise take every core
@@ -198,16 +178,8 @@ class Orders:
     ) -> None:
         """No file is made before a round begins.
 
-        Args:
-            job: The job's name.
-            log_dir: The directory above the workers' error files, and their output if it is kept.
-            environ: The environment that workers inherit.
-            socket_path: The socket on which workers reach the agent.
-            streams: The routes of the workers' output.
-            cpus: The CPUs of each worker, by local rank; empty: no worker is bound.
-            virtual_local_rank: Whether each worker sees only its own GPU, as device 0.
-            store_host: The host by which this node reaches a TCPStore that it hosts itself; empty:
-                as the other nodes do.
+        `store_host` is the host by which this node reaches a TCPStore that it hosts itself; empty:
+        as the other nodes do.
         """
         self._streams = streams
         self._cpus = cpus

@@ -70,11 +70,6 @@ def is_symptom(status: int, message: str, *, gpus: bool) -> bool:
     the program that ends so leaves a message, or happens on a machine without GPUs as well; of an
     error of the device, the message is what the watchdog has printed (`device_error`). A script
     without the engine ends with gloo's own error.
-
-    Args:
-        status: As `Exit.status`.
-        message: As `Exit.message`.
-        gpus: Whether the machine has GPUs.
     """
     if status == 1 and _GLOO.search(message):
         return True
@@ -104,15 +99,7 @@ class Exit:
     def of(
         cls, rank: int, status: int, error_file: Path, *, wanted: bool, killer: str = ""
     ) -> Exit:
-        """The end of a worker, with the contents of its error file.
-
-        Args:
-            rank: The worker's rank.
-            status: As the field.
-            error_file: The worker's error file; it need not exist.
-            wanted: As the field.
-            killer: Why the worker was killed, if that is known: the message if it left none.
-        """
+        """The end of a worker; a `killer` is its message if its error file has none."""
         left = ErrorFile() if status == ExitCode.OK else read_error_file(error_file)
         return cls(
             rank=rank,
@@ -194,14 +181,7 @@ def _shortened(message: str) -> str:
 
 
 def leave_error_file(path: str | None, message: str, traceback: str, code: int) -> None:
-    """Write the agent's own error file in torchelastic's format, for the process that started it.
-
-    Args:
-        path: The agent's own TORCHELASTIC_ERROR_FILE; None or empty if it has none.
-        message: The root cause in one line.
-        traceback: The traceback of the worker that failed first; empty if there is none.
-        code: The agent's exit code.
-    """
+    """Write the agent's own error file, if it has one, in torchelastic's format."""
     if not path:
         return
     facts = {"py_callstack": traceback, "timestamp": str(int(time.time()))}

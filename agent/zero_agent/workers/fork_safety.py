@@ -61,13 +61,7 @@ class Native:
 
 
 def hindrance(module: str, before: Native, after: Native) -> str:
-    """Why a process must not be forked after an import; empty if it may.
-
-    Args:
-        module: What was imported.
-        before: The process before that.
-        after: The process after that.
-    """
+    """Why a process must not be forked after an import; empty if it may."""
     if after.cuda and not before.cuda:
         return f"importing {module} initializes CUDA, which does not work in forked workers"
     new = {

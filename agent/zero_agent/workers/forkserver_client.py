@@ -50,15 +50,7 @@ class ForkserverClient:
         on_news: Callable[[ForkserverClient, dict[str, Any]], None],
         clock: Clock | None = None,
     ) -> None:
-        """Start the forkserver.
-
-        Args:
-            hub: Waits for its messages.
-            env: Its environment, which workers inherit.
-            preload: Modules that it imports.
-            on_news: Receives each of its messages on any thread, and `{"gone": True}` at its end.
-            clock: Measures how long it owes an answer.
-        """
+        """Start it; `on_news` gets its messages, on any thread, and `{"gone": True}` at its end."""
         self._hub = hub
         self._on_news = on_news
         self.ready = False
@@ -122,11 +114,7 @@ class ForkserverClient:
             self._outbox.give(worker, {"op": "signal", "signal": int(number)}, [])
 
     def stuck_s(self, imports_s: float) -> float | None:
-        """Seconds that the forkserver has owed an answer, if that is too long; to be polled.
-
-        Args:
-            imports_s: How long an order may wait for the imports.
-        """
+        """Seconds that the forkserver has owed an answer, if that is too long; to be polled."""
         limit_s = ANSWER_S if self.ready else imports_s
         answered = self._obeyed + self.ready
         if answered != self._answered or self._outbox.given <= self._obeyed:

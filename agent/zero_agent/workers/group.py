@@ -182,7 +182,9 @@ class WorkerGroup:
 
     @property
     def state(self) -> Workers:
-        """The state of the group as a whole."""
+        """The state of the group as a whole; NONE before the first round."""
+        if not self.round:
+            return Workers.NONE
         if self._running:
             return Workers.STOPPING if self._stopping else Workers.RUNNING
         ends = [end for end in self.exits if not end.wanted]

@@ -55,12 +55,6 @@ class Machine:
 def cpus_of(mode: str, machine: Machine, local_rank: int, slots: int) -> Cpus:
     """The CPUs that one worker may use.
 
-    Args:
-        mode: node, socket, exclusive or core-complex.
-        machine: This machine.
-        local_rank: The worker's local rank.
-        slots: Workers on this node.
-
     Raises:
         SpecError: The mode is `exclusive`, and there are more workers than cores.
     """
@@ -96,13 +90,7 @@ def cpus_of(mode: str, machine: Machine, local_rank: int, slots: int) -> Cpus:
 def read_machine(
     root: Path = Path("/"), allowed: Collection[int] | None = None, visible: str | None = None
 ) -> Machine | None:
-    """Read this machine's topology; None if the kernel does not show it.
-
-    Args:
-        root: The root of the file system with /sys and /proc.
-        allowed: CPUs that may be used; this process's own by default.
-        visible: CUDA_VISIBLE_DEVICES, if it is set.
-    """
+    """Read this machine's topology; None if the kernel does not show it."""
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     try:
         nodes = {

@@ -193,11 +193,7 @@ class Steps:
         )
 
     def is_missing(self, part: float = 1.0) -> bool:
-        """Whether workers that report their steps should have ended one by now.
-
-        Args:
-            part: Of the time after which it is missing.
-        """
+        """Whether workers that report steps take longer than `part` of the time for one."""
         reports = self.begun or self.finished is not None or bool(self._preparing)
         return reports and self.idle_s() > part * self._missing_s
 
@@ -227,11 +223,7 @@ class Steps:
         return self._clock.now() - max(last, default=self._began_s)
 
     def begin(self, heartbeats: Mapping[int, Path]) -> None:
-        """A round begins.
-
-        Args:
-            heartbeats: The heartbeat file of each worker, by rank.
-        """
+        """A round begins."""
         self._clocks = {}
         self._began_s = self._clock.now()
         self._reporting = set()
@@ -311,12 +303,7 @@ class Steps:
 
 
 def load_in_words(loaded: Restored, *, begun: bool) -> str:
-    """A load for people: workers resume, or load later, as the Trainer loads the best weights.
-
-    Args:
-        loaded: The report of the load.
-        begun: Whether a worker has finished a step of this round.
-    """
+    """A load for people: workers resume, or load later, as the Trainer loads the best weights."""
     what = "have loaded" if begun else "resume from"
     where = "in memory" if loaded.in_memory else "on disk"
     return (

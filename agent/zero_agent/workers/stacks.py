@@ -51,11 +51,6 @@ def take(processes: Sequence[Process], *, native: bool, within_s: float) -> list
     """The stacks of some workers: `rank`, `pid`, and `text`, `spy` or `problem`.
 
     `text` is the output of faulthandler, `spy` that of `py-spy dump --json`.
-
-    Args:
-        processes: The workers.
-        native: Whether to show native frames.
-        within_s: Seconds until py-spy is given up.
     """
     if native:
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
@@ -155,12 +150,7 @@ _FRAMES = 8
 
 
 def describe(pid: int, proc: Path = Path("/proc")) -> str:
-    """`process 7 (python) in state D (uninterruptible sleep), waiting in nfs_wait; stack: ...`.
-
-    Args:
-        pid: The process; its thread in state D, if there is one, is described.
-        proc: The mount point of procfs.
-    """
+    """`process 7 (python) in state D (uninterruptible sleep), waiting in nfs_wait; stack: ...`."""
     threads = sorted((proc / str(pid) / "task").glob("*"), key=lambda path: _state(path) != "D")
     if not threads:
         return f"process {pid}, of which /proc shows nothing"

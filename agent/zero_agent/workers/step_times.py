@@ -41,11 +41,6 @@ class StepTimes:
     def add(self, rank: int, now_s: float, progress: Progress | None) -> float | None:
         """A worker has reported a step, or the same step again.
 
-        Args:
-            rank: The rank of the worker.
-            now_s: The time now.
-            progress: The step; None: a step without a number.
-
         Returns:
             How long the step took, without saves; None: the same step again, or the round's first.
         """

@@ -162,13 +162,7 @@ def write_error_file(error: Exception) -> None:
 
 
 def write_error(message: str, text: str = "", *, permanent: bool = False) -> None:
-    """Write the error file, unless there is one already.
-
-    Args:
-        message: The error in one line.
-        text: Its traceback.
-        permanent: Whether a restart would meet the same error.
-    """
+    """Write the error file, unless there is one; a restart would meet a `permanent` error again."""
     path = os.environ.get(ENV_ERROR_FILE)
     if path is None or Path(path).exists():
         return

@@ -27,12 +27,7 @@ class WorldSize:
         self._tells = self._settled = False
 
     def begin(self, world_size: int, *, tells: bool) -> None:
-        """A round begins.
-
-        Args:
-            world_size: The number of its ranks.
-            tells: Whether this node warns, for all nodes of the round.
-        """
+        """A round begins; a node that `tells` warns, for all nodes."""
         if self._now != world_size:
             self._before, self._now = self._now, world_size
         self._tells = tells
@@ -44,11 +39,7 @@ class WorldSize:
         self._settled = True
 
     def warning(self, *, done: bool) -> str:
-        """What to warn of, once; empty if there is nothing, or not yet.
-
-        Args:
-            done: Whether all workers have ended with exit code 0. Otherwise they run.
-        """
+        """What to warn of, once; empty if there is nothing, or, while workers run, not yet."""
         if self._settled or not (self._before and self._tells):
             return ""
         if not (done or self._runs.past(QUIET_S)):

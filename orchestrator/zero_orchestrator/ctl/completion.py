@@ -56,10 +56,6 @@ def complete(
 ) -> NoReturn:
     """Answer the shell's question, which the environment holds, and end.
 
-    Args:
-        parser: The parser of `zero-ctl`.
-        open_store: Opens the etcd that arguments name, with the longest time of a call.
-
     Raises:
         SystemExit: Always.
     """

@@ -46,13 +46,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def conclusions(slow: Sequence[SlowLink], silent: Sequence[Link], links: int) -> list[str]:
-    """What a probe has found, in sentences; what cannot be reached comes last.
-
-    Args:
-        slow: The links that were slow in each of several probes.
-        silent: Those that were not measured.
-        links: The number of all.
-    """
+    """What a probe has found, in sentences; what cannot be reached comes last."""
     texts = [one.text for one in slow]
     if silent:
         which = ", ".join(f"{link.source} -> {link.target}" for link in silent)

@@ -69,14 +69,7 @@ def ask_to_stop(store: KeyValueStore, job: str, by: str, reason: str) -> bool:
 
 
 def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> Exclusion:
-    """Exclude a host from a job: no later round has a node of the host.
-
-    Args:
-        store: The store that holds the job.
-        job: Name of the job.
-        name: Name of the host, or of a node on it.
-        why: Who excludes the host, and the reason.
-        for_s: Seconds until the exclusion ends, by the store's clock; 0: until `include`.
+    """Exclude a host from a job, by the store's clock for `for_s`; 0: until `include`.
 
     Raises:
         NoSuchNode: The job has no such node or host, or the name is that of one of several nodes

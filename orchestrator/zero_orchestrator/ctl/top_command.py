@@ -112,14 +112,7 @@ Lines = Sequence[list[Segment]]
 
 
 def scrolled(top: int, key: str, lines: int, height: int) -> int:
-    """The first line that is shown after a key; no line beyond the last one is.
-
-    Args:
-        top: The first line that is shown now.
-        key: As `Keyboard.key` returns it; "" if the lines have changed.
-        lines: The number of all lines.
-        height: The number of lines that fit.
-    """
+    """The first line that is shown after a key; "": the lines have changed."""
     page = max(1, height - 1)
     moves = {"up": -1, "down": 1, "page up": -page, "page down": page, "home": -lines, "end": lines}
     return max(0, min(top + moves.get(key, 0), lines - height))

@@ -202,15 +202,7 @@ class Publisher:
     def __init__(
         self, store: KeyValueStore, job: str, node: str, incarnation: str, clock: Clock
     ) -> None:
-        """Start the thread; nothing is written before the first event.
-
-        Args:
-            store: Receives the keys, on the publisher's thread alone.
-            job: The job's name.
-            node: The agent's node.
-            incarnation: Distinguishes this agent process from earlier ones of the node.
-            clock: Paces the keys.
-        """
+        """Start the thread, on which alone the store is used."""
         self._store = store
         self._job = job
         self._node = node
@@ -313,11 +305,7 @@ class Publisher:
         self._enqueue("", read)
 
     def alive(self, *, nodes: int) -> None:
-        """Write a sign of life if the time for it has come; call it often.
-
-        Args:
-            nodes: Number of nodes in the round, 0 before the first round.
-        """
+        """Write a sign of life if the time has come; call it often. Without a round: 0 nodes."""
         if SEEN not in self._due_s and nodes:  # a thousand agents that start together spread out
             spread_s = random.uniform(0, SEEN.pause_s(nodes)) * (nodes > 1)
             self._due_s[SEEN] = self._clock.now() + spread_s
@@ -332,14 +320,7 @@ class Publisher:
         last: bool,
         lane: Callable[[], Lane | None] = lambda: None,
     ) -> None:
-        """Publish this node's goodput ledger if the time for it has come; call it often.
-
-        Args:
-            used_ns: Returns the ledger of this agent; called at each write.
-            nodes: Number of nodes in the round.
-            last: Whether to write in any case, because the agent ends.
-            lane: Returns the lane of this agent, or None; called at each write.
-        """
+        """Publish this node's ledger if the time for it has come, or if the agent ends (`last`)."""
         if not self._is_due(GOODPUT, nodes, last=last):
             return
         key = goodput_prefix(self._job) + self._node

@@ -136,13 +136,7 @@ class Ledger:
         return now._begin(mark) if isinstance(mark, Begins) else now._report(mark)
 
     def shown(self, at_ns: int, *, reports: bool = True, usual_ns: int = 0) -> Mapping[Use, int]:
-        """The use of the time up to now; pending time counts as if its step were about to end.
-
-        Args:
-            at_ns: Now, by the clock of the agent.
-            reports: Whether the workers report their steps.
-            usual_ns: As in `Stepped`.
-        """
+        """The use of the time up to now; pending time counts as if its step were about to end."""
         now = self._until(at_ns)
         use = now._use_of_step((now.step or 0) + 1, reports=reports)
         return now._settle_step(use, usual_ns).used_ns

@@ -2,7 +2,7 @@
 
 A metric's name begins with `zero_`, and ends in its unit; a time is in seconds, a size in bytes.
 Every metric has the label `zero_job`: Prometheus itself sets a label `job`. The table of the
-metrics of a node is `zero_agent.loop.metrics`.
+metrics of a node is `zero_agent.loop.observed.metrics`.
 
 Must always hold: a metric whose value is not known is left out, never 0.
 """
@@ -367,11 +367,6 @@ ETCD_UP: Row[bool] = Row(
 def of_jobs(
     jobs: Sequence[JobStatus], recovered: Mapping[str, Sequence[Recovery]] = MappingProxyType({})
 ) -> Iterator[Metric]:
-    """The metrics of some jobs, each metric with the samples of all of them.
-
-    Args:
-        jobs: The jobs.
-        recovered: By job, its recoveries, oldest first.
-    """
+    """The metrics of some jobs and their recoveries, each with the samples of all of them."""
     yield from collected(JOB_METRICS, [JOB], [((job.job,), job) for job in jobs])
     yield from collected(RECOVERY_METRICS, [JOB], [((job,), of) for job, of in recovered.items()])

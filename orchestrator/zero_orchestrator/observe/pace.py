@@ -101,11 +101,7 @@ def from_record(record: Any) -> Pace:
 
 
 def stall_s(usual_s: float) -> float:
-    """The time after which a step takes unusually long.
-
-    Args:
-        usual_s: The usual time of a long step.
-    """
+    """The time after which a step takes unusually long, given the usual time of a long one."""
     return max(STALL_S, STALL_FACTOR * usual_s)
 
 

@@ -152,12 +152,9 @@ class Asker:
             self._store.revoke(self._lease)
 
     def ask(self, kind: str, arguments: Mapping[str, Mapping[str, Any]], *, within_s: float) -> int:
-        """Ask some nodes; the question before is withdrawn where it has no answer yet.
+        """Ask some nodes, each with its arguments; returns the number of the question.
 
-        Args:
-            kind: What is asked for.
-            arguments: The nodes, and the arguments of the question for each.
-            within_s: Seconds for which the caller waits for the answers.
+        A question before is withdrawn where it has no answer yet.
 
         Returns:
             The number of the question, which its answers have.

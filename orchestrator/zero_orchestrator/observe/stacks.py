@@ -133,12 +133,7 @@ def _users(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def groups(stacks: Iterable[RankStack], *, all_threads: bool = False) -> list[Group]:
-    """Workers with equal stacks, the smallest group first: the odd one out is what one looks for.
-
-    Args:
-        stacks: The stacks of workers; those without any are left out.
-        all_threads: Whether to compare all threads rather than the main threads.
-    """
+    """Workers with equal stacks, the smallest group first: one looks for the odd one out."""
     by_calls: dict[tuple[tuple[Frame, ...], ...], list[RankStack]] = {}
     for stack in stacks:
         if stack.threads:

@@ -100,10 +100,6 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
 
     A part whose events are not kept, as those of the nodes of a large job, belongs to the part
     after it.
-
-    Args:
-        found: The recovery.
-        first_step_s: When the first step of the next round has ended, seconds since the epoch.
     """
     last = {str(event.record.get("event")): event for event in found.events}
     at_s = {kind: _time_s(event) for kind, event in last.items()}
@@ -145,11 +141,6 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
 
     A recovery lasts until a step ends after it. One without is over when the next failure comes;
     both are then one band.
-
-    Args:
-        found: The recoveries, oldest first.
-        steps_s: When steps have ended, as far as it is known, ascending; seconds since the epoch.
-        end_s: Now, or the end of the job.
     """
     made: list[Band] = []
     for place, one in enumerate(found):

@@ -1,7 +1,7 @@
 """The verdicts that hold now about the ranks of a job, as the store keeps them.
 
-The agent of rank 0 makes and writes them (`zero_agent.loop.verdicts`), with its lease, so they
-vanish with it; `zero-ctl status` reads them.
+The agent of rank 0 makes and writes them (`zero_agent.loop.observed.verdicts`), with its lease, so
+they vanish with it; `zero-ctl status` reads them.
 """
 
 from __future__ import annotations

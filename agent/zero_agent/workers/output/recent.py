@@ -97,12 +97,7 @@ class RecentOutput:
         self._by_local_rank: dict[int, _Kept] = {}
 
     def add(self, facts: Mapping[str, Any], text: bytes) -> None:
-        """Keep whole lines of one worker.
-
-        Args:
-            facts: `local_rank`, `rank`, `round` and `stream` of the output.
-            text: The lines.
-        """
+        """Keep whole lines of one worker."""
         with self._lock:
             self._count += 1
             chunk = Chunk(
@@ -117,13 +112,7 @@ class RecentOutput:
             kept.add(chunk, self._limit_bytes)
 
     def last(self, lines: int, limit_bytes: int, rank: int | None = None) -> Page:
-        """The last lines of each worker, or of one rank, in the order in which they came.
-
-        Args:
-            lines: Number of lines of each worker.
-            limit_bytes: If they are larger together, the oldest are left out.
-            rank: Only the lines of this rank.
-        """
+        """The last lines of each worker, or of one rank; within the limit, the newest."""
         with self._lock:
             found = [
                 chunk
@@ -137,13 +126,7 @@ class RecentOutput:
         return Page(chunks=newest[::-1], number=count, lost=lost)
 
     def after(self, number: int, limit_bytes: int, rank: int | None = None) -> Page:
-        """The chunks that follow the one with a number, the oldest first.
-
-        Args:
-            number: Number of the last chunk that the reader has.
-            limit_bytes: If they are larger together, the newest are left for the next call.
-            rank: Only the chunks of this rank.
-        """
+        """The chunks after that of a number, the oldest first; within the limit, the oldest."""
         with self._lock:
             every = [
                 chunk

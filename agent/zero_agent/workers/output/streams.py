@@ -141,15 +141,7 @@ class Streams:
         return self.keep_all or bool(self.redirects or self.tee or any(self.filters.values()))
 
     def route(self, stream: Std, directory: Path, rank: int, local_rank: int, role: str) -> Route:
-        """The route of one stream of one worker.
-
-        Args:
-            stream: OUT or ERR.
-            directory: The attempt's directory; a worker's files are in `<local rank>` below it.
-            rank: The worker's rank.
-            local_rank: The worker's local rank.
-            role: The worker's role.
-        """
+        """The route of one stream of one worker."""
         teed = bool(self.tee.of(local_rank) & stream)
         redirected = bool(self.redirects.of(local_rank) & stream)
         filtered_out = self.local_ranks is not None and local_rank not in self.local_ranks

@@ -16,12 +16,7 @@ from zero_orchestrator.ctl.page.picture import Json
 
 
 def page(picture: Json, *, live: bool) -> str:
-    """The page.
-
-    Args:
-        picture: What the page shows.
-        live: Whether the page is served by the dashboard, which sends news to it.
-    """
+    """The page; a `live` one is served by the dashboard, which sends news to it."""
     files = resources.files("zero_orchestrator.ctl.page")
     css, js = ((files / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     parts = {

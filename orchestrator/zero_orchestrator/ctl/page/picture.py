@@ -95,12 +95,7 @@ def read(store: KeyValueStore, job: str) -> Records:
 
 
 def picture(records: Records, *, now_s: float) -> Json:
-    """What the page shows, section by section.
-
-    Args:
-        records: The records of the job.
-        now_s: The time now, by the clock of the machine that asks.
-    """
+    """What the page shows, section by section."""
     job, history, told = records.status, records.history, records.events
     end_s = _end_s(records, now_s)
     lanes = [_lane(records, row, end_s) for row in _rows(records)]

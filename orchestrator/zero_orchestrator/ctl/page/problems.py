@@ -52,14 +52,7 @@ def withdraws(record: Mapping[str, Any]) -> bool:
 def problems(
     events: Sequence[Event], status: JobStatus, points: Sequence[Point], now_s: float
 ) -> list[Problem]:
-    """All that is known, oldest first.
-
-    Args:
-        events: Of the job, in their order.
-        status: The job now: a verdict that holds may have no event that is kept.
-        points: The steps of the job.
-        now_s: The end of the job, or now.
-    """
+    """All that is known, oldest first."""
     found: list[Problem] = []
     open_: dict[object, Problem] = {}
     for event in events:

@@ -82,12 +82,7 @@ class Feed:
     """The newest picture of the job, and whoever waits for the next one."""
 
     def __init__(self, look: Callable[[], Json], every_s: float = EVERY_S) -> None:
-        """Nothing is looked at before somebody watches.
-
-        Args:
-            look: Makes the picture; runs on a thread. Raises ZeroError, such as without etcd.
-            every_s: Seconds between two looks.
-        """
+        """Nothing is looked at before somebody watches; `look` may raise ZeroError."""
         self._look = look
         self._every_s = every_s
         self._watchers = 0
@@ -143,13 +138,7 @@ class Server:
     """The answers to all requests."""
 
     def __init__(self, look: Callable[[], Json], token: str, acts: Mapping[str, Act]) -> None:
-        """Nothing is opened.
-
-        Args:
-            look: Makes the picture; runs on a thread. Raises ZeroError.
-            token: Whoever knows it may act.
-            acts: Name of the path -> what a request to it does.
-        """
+        """Nothing is opened; `look` is that of `Feed`; whoever knows the token may act."""
         self._look = look
         self._token = token.encode()
         self._acts = acts

@@ -2,8 +2,8 @@
 
 A detector has state, and does nothing else: no I/O, no thread, no clock. Where reports alone do not
 tell the cause, it says which `Question` is to be asked; the answer is one more report. The agent of
-rank 0 runs all of them in one loop (`zero_agent.loop.verdicts`), which makes a verdict of what is
-found, and withdraws what no longer is.
+rank 0 runs all of them in one loop (`zero_agent.loop.observed.verdicts`), which makes a verdict of
+what is found, and withdraws what no longer is.
 """
 
 from __future__ import annotations
@@ -96,9 +96,4 @@ class Detector(Protocol):
         """What is to be asked now; None: nothing."""
 
     def add(self, report: Report, now_s: float) -> Sequence[Finding]:
-        """What holds after one more report; a report that it does not know changes nothing.
-
-        Args:
-            report: The report.
-            now_s: The time, by the agent's clock.
-        """
+        """What holds after one more report; a report that it does not know changes nothing."""

@@ -83,12 +83,7 @@ class SlowLink:
 
 
 def slow_links(links: Iterable[Link], earlier: Mapping[Way, float]) -> list[SlowLink]:
-    """The slow links of one probe, the slowest first.
-
-    Args:
-        links: What was measured.
-        earlier: The highest rate of each link in earlier probes.
-    """
+    """The slow links of one probe, the slowest first; `earlier`: their highest rates before."""
     measured = [link for link in links if link.bytes_per_s]
     judged = {link.way: _judge(link, measured, earlier) for link in measured}
     slow = {way: one for way, one in judged.items() if one is not None}

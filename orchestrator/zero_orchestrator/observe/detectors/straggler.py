@@ -130,12 +130,7 @@ def _per_step(begin_s: Sequence[float], end_s: Sequence[float], steps: int) -> l
 def slow_ranks(
     compute_s: Sequence[float], wait_s: Sequence[float]
 ) -> dict[int, tuple[float, float]]:
-    """By rank that is slow in the mean: its factor, and the seconds that the others lose in a step.
-
-    Args:
-        compute_s: By rank, the mean time of computing in a step.
-        wait_s: By rank, the mean time of waits for others in a step.
-    """
+    """By rank that is slow in the mean: its factor, and what the others lose in a step."""
     found = {}
     usual_s, others_wait_s = _others_median(compute_s), _others_median(wait_s)
     for rank, (own_s, usual) in enumerate(zip(compute_s, usual_s, strict=True)):

@@ -63,12 +63,7 @@ CAUSES: Sequence[Cause] = (
 
 
 def cause(strain: Mapping[str, float], others: Sequence[Mapping[str, float]]) -> str:
-    """The causes of a slow rank, in words; empty if none can be seen.
-
-    Args:
-        strain: That of its node.
-        others: Those of the nodes whose ranks are not slow: what they all have is no cause.
-    """
+    """The causes of a slow rank, in words, without what `others` all have."""
 
     def strained(each: Cause, one: Mapping[str, float]) -> bool:
         return each.name in one and each.is_cause(one[each.name])

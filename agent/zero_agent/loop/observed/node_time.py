@@ -43,12 +43,7 @@ _START_TICKS = 19
 
 
 def doing(now: Situation, *, prepared: bool) -> Doing:
-    """What this node does.
-
-    Args:
-        now: The job and the workers, as for `next_action`.
-        prepared: Whether workers could be started at once: their imports are done.
-    """
+    """What this node does."""
     found = next(doing for doing, applies in _RULES if applies(now))
     return Doing.STARTING if found is Doing.WAITING and not prepared else found
 
@@ -91,12 +86,7 @@ class NodeTime:
     """The ledger and the lane of this agent, up to now; used on the agent's thread alone."""
 
     def __init__(self, clock: Clock, before_ns: Mapping[Use, int] = MappingProxyType({})) -> None:
-        """The time of a node begins.
-
-        Args:
-            clock: The clock of the agent.
-            before_ns: What the time of its process was used for until now.
-        """
+        """The time of a node begins."""
         self._clock = clock
         self._ledger = Ledger(at_ns=self._now_ns(), used_ns=before_ns)
         self._lane = Lane(until_s=time.time()).begin(Phase.STARTING, time.time())
@@ -107,13 +97,7 @@ class NodeTime:
         self._rank: int | None = None
 
     def look(self, now: Situation, *, prepared: bool, reports: bool) -> None:
-        """Mark what the node does, if that has changed.
-
-        Args:
-            now: The job and the workers, as for `next_action`.
-            prepared: Whether workers could be started at once.
-            reports: Whether the workers report their steps.
-        """
+        """Mark what the node does, if that has changed."""
         self._reports = reports
         seen = doing(now, prepared=prepared), now.round
         if seen == self._seen:
@@ -123,13 +107,7 @@ class NodeTime:
         self._mark(Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports))
 
     def report(self, rank: int, progress: Progress, usual_s: float | None) -> None:
-        """A worker has reported its step; those of one worker count, the first that reports.
-
-        Args:
-            rank: The worker's rank.
-            progress: What it has reported.
-            usual_s: The usual time of a long step; None: not known.
-        """
+        """A worker has reported its step; those of one worker count, the first that reports."""
         self._usual_ns = round((usual_s or 0.0) * _NS)
         if self._rank is None:
             self._rank = rank
@@ -173,12 +151,6 @@ def await_ledgers(
     store: KeyValueStore, job: str, nodes: Collection[str], wait_s: float = WAIT_S
 ) -> tuple[Mapping[Use, int], int]:
     """The time of all nodes that a job has had: each writes its ledger last.
-
-    Args:
-        store: The store with the ledgers.
-        job: The job's name.
-        nodes: The nodes whose agents end now.
-        wait_s: The longest wait for their ledgers.
 
     Returns:
         The time by use, and the number of these nodes whose last seconds are not in it. Without

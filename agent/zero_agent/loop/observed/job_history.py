@@ -53,13 +53,7 @@ class JobHistory:
             self._round, self._rank = job.n, None
 
     def report(self, rank: int, progress: Progress, took_s: float | None = None) -> None:
-        """A worker has reported its step; those of one worker count, the first that reports.
-
-        Args:
-            rank: Its rank.
-            progress: The step.
-            took_s: How long the step took, without saves; None: not known.
-        """
+        """A worker has reported its step; those of one worker count, the first that reports."""
         if self._rank is None:
             self._rank = rank
         if rank == self._rank:

@@ -128,12 +128,7 @@ class Traces:
     ) -> None:
         """Log why no traces are sent, if they are asked for and cannot be.
 
-        Args:
-            job: The job's name.
-            node: This node, for the attributes.
-            store: Read for the events of all nodes, on the thread of the traces alone.
-            environ: The environment of the agent.
-            settle_s: How long to wait for the events of other nodes.
+        The store is read on the thread of the traces alone.
         """
         self._store = store
         self._job = job
@@ -151,12 +146,7 @@ class Traces:
             self._thread.start()
 
     def stepped(self, n: int, at_s: float) -> None:
-        """Rank 0, which is here, has ended a step of round n; the first is the end of a recovery.
-
-        Args:
-            n: The round.
-            at_s: When, seconds since the epoch.
-        """
+        """Rank 0, which is here, has ended a step of round n; the first ends a recovery."""
         if n != self._round:
             self._round = n
             if n > 1:

@@ -61,15 +61,7 @@ class Verdicts:
     def __init__(
         self, publisher: Publisher, journal: Journal, clock: Clock, post: Post, ask: Ask
     ) -> None:
-        """No verdict yet.
-
-        Args:
-            publisher: Writes the verdicts, and reads those of the agent of rank 0.
-            journal: Receives the events.
-            clock: Paces the questions.
-            post: Wraps handlers so that they run on the agent's thread.
-            ask: Called on a thread of its own.
-        """
+        """No verdict yet; `ask` is called on a thread of its own."""
         self._publisher = publisher
         self._journal = journal
         self._clock = clock
@@ -140,11 +132,7 @@ class Verdicts:
         self._write()
 
     def listen(self, idle_s: float | None) -> None:
-        """Find out, on another node than that of rank 0, what its agent says; call it often.
-
-        Args:
-            idle_s: Seconds since the last step, if that is unusually long; else None.
-        """
+        """Find out, on another node than that of rank 0, what its agent says; call it often."""
         if idle_s is None:
             self._heard = self._listens_again_s = None
         elif self._listens_again_s is None or idle_s > self._listens_again_s:

@@ -1,0 +1,172 @@
+"""What this agent tells: events, progress, ledger, history, verdicts and traces, for `zero-ctl`.
+
+Must always hold: a look costs nothing while nothing changes, so the agent looks in every turn of
+its loop; what is told waits for nothing, except at the end of a job. Used on the agent's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from zero_agent.loop.config import AgentConfig
+from zero_agent.loop.leaving import log_traceback, root_cause
+from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.loop.observed.job_history import JobHistory
+from zero_agent.loop.observed.node_time import NodeTime, await_ledgers, in_a_sentence
+from zero_agent.loop.observed.traces import Traces
+from zero_agent.loop.observed.verdicts import Post, Verdicts, ask_through
+from zero_agent.loop.supervise import Situation
+from zero_agent.node.state import Workers
+from zero_contract.clock import Clock
+from zero_contract.journal import Journal
+from zero_contract.values import in_words
+from zero_contract.worker import Progress, Saved, SaveWaits
+from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot, State
+from zero_orchestrator.membership.moves import Move
+from zero_orchestrator.observe.detectors.detector import Idle
+from zero_orchestrator.observe.events import MemoryUse, Publisher
+from zero_orchestrator.observe.goodput import Use, in_parts, to_record, total_ns
+from zero_orchestrator.store.kv import KeyValueStore
+
+log = logging.getLogger("zero")
+
+SAID_BY_ALL = frozenset({Move.INTERRUPT, Move.FAIL, Move.GIVE_UP})
+"""Transitions whose cause every agent logs, and not only the agent that decided them."""
+
+
+class Telemetry:
+    """What is told, from the start of an agent to its end."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        job: str,
+        incarnation: str,
+        store: KeyValueStore,
+        clock: Clock,
+        post: Post,
+        *,
+        environ: Mapping[str, str],
+        before_ns: Mapping[Use, int],
+    ) -> None:
+        """Nothing is told yet; the store is another connection than that of the rendezvous."""
+        self._job = job
+        events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
+        self.publisher = Publisher(store, job, config.node_id, incarnation, clock)
+        self.journal = Journal(
+            config.node_id, events, publish=self.publisher.event, unlogged=SAID_BY_ALL
+        )
+        ask = partial(ask_through, store, job)
+        self.verdicts = Verdicts(self.publisher, self.journal, clock, post, ask)
+        self.time = NodeTime(clock, before_ns)
+        self.history = JobHistory()
+        self.traces = Traces(job, config.node_id, store, environ)
+        self._over = 0
+        """The last round whose end was logged."""
+
+    def look(
+        self,
+        now: Situation,
+        workers: NodeWorkers,
+        lease: int,
+        *,
+        preparing: str,
+        devices: str,
+        ram: Callable[[], MemoryUse | None],
+        strain: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Publish what is due of the state and the progress of this node's workers."""
+        job, steps = now.job, workers.steps
+        nodes = len(job.members.nodes)
+        self._look_at_time(now, workers)
+        self.journal.round, self.journal.nodes = job.n, nodes
+        self.publisher.alive(nodes=nodes)
+        self.publisher.progress(
+            steps.last,
+            lease=lease,
+            nodes=nodes,
+            preparing=preparing,
+            pids={each.rank: each.pid for each in workers.group.processes},
+            devices=devices,
+            ram=ram,
+            strain=strain,
+            pace=lambda: steps.pace,
+        )
+        self.verdicts.follow(job, lease)
+        runs = now.workers is Workers.RUNNING
+        idle_s = steps.idle_s() if runs and steps.is_missing() else None
+        if job.members.index(now.node) == 0:
+            step, warming_up = steps.finished or 0, steps.may_be_warming_up
+            self.verdicts.add(Idle(step=step, idle_s=idle_s, warming_up=warming_up))
+        else:
+            self.verdicts.listen(idle_s)
+
+    def stepped(
+        self, workers: NodeWorkers, rank: int, progress: Progress, took_s: float | None
+    ) -> None:
+        """A worker has ended a step."""
+        self.time.report(rank, progress, workers.steps.long_s)
+        self.history.report(rank, progress, took_s)
+        if rank == 0:
+            self.traces.stepped(workers.group.round, time.time())
+
+    def saved(self, rank: int, saved: Saved | SaveWaits) -> None:
+        """A save of a worker has ended, or waits."""
+        if rank == 0:
+            self.history.heard(saved, self.journal, self.traces.saved)
+
+    def _look_at_time(self, now: Situation, workers: NodeWorkers) -> None:
+        """Mark what this node does, and publish its ledger and the history."""
+        reports = workers.steps.finished is not None
+        self.time.look(now, prepared=workers.prepared, reports=reports)
+        led = self.history.leads
+        self.history.look(now.job, now.node)
+        if led and not self.history.leads:
+            self._publish_history(last=True)
+        self.publish_time(nodes=len(now.job.members.nodes), last=False)
+
+    def publish_time(self, *, nodes: int, last: bool) -> None:
+        """Publish the ledger of this node, and the history if rank 0 is here."""
+        used_ns, lane = self.time.used_ns, self.time.lane
+        self.publisher.goodput(used_ns, nodes=nodes, last=last, lane=lane)
+        if self.history.leads:
+            self._publish_history(last=last)
+
+    def _publish_history(self, *, last: bool) -> None:
+        history = self.history
+        self.publisher.history(history.history, reign=history.reign, last=last)
+
+    def log_time(self, store: KeyValueStore, job: Snapshot, me: Node) -> None:
+        """Log the time of this node; on the node of rank 0, that of a job that has ended, too."""
+        used_ns = self.time.used_ns()
+        total = in_words(total_ns(used_ns) / 1e9)
+        text = f"this node's time, {total}: {in_parts(used_ns)}"
+        self.journal.tell("time", text, ns=to_record(used_ns))
+        members = job.members
+        if job.state not in ENDED or members.index(me) != 0 or len(members.nodes) < 2:
+            return
+        self.publish_time(nodes=0, last=True)
+        ending = [node.id for node in job.nodes]  # spares as well
+        of_all_ns, missing = await_ledgers(store, self._job, ending)
+        if of_all_ns:
+            sentence = in_a_sentence(of_all_ns, missing)
+            self.journal.tell("job time", sentence, ns=to_record(of_all_ns), missing=missing)
+
+    def log_end_of_round(self, job: Snapshot, me: Node) -> None:
+        """Log, once and on every node, the failure that has ended the round, and its cost.
+
+        The node of the failure logs its traceback as well. The job's last failure is logged at its
+        end.
+        """
+        if job.state is not State.FORMING or job.n == self._over:
+            return
+        self._over = job.n
+        text = f"round {job.n} is over: {job.cause}"
+        logged = self.journal.last.startswith(text)  # as the reason why the workers were stopped
+        if job.by == Move.INTERRUPT and not logged:
+            log.warning("%s", text)
+        if (cause := root_cause(job)) and cause.node == me.id:
+            log_traceback(cause)
