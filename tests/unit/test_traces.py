@@ -12,7 +12,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.loop import traces
+from zero_agent.loop.observed import traces
 from zero_agent.loop.observed.traces import Traces, refusal
 from zero_contract.worker import Saved
 from zero_orchestrator.observe.events import Event, events_prefix

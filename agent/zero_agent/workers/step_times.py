@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from zero_contract.worker import Progress, Restored, Saved
 from zero_orchestrator.observe.pace import Histogram, Speed, add_up, bucket
+
+T = TypeVar("T", "Saves", "Spent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,11 @@ class StepTimes:
         return self._by_rank
 
 
+def _grown(record: T, **by: float) -> T:
+    """A record whose fields are larger by so much."""
+    return replace(record, **{name: getattr(record, name) + more for name, more in by.items()})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Saves:
     """The saves of a rank to disk, or in memory."""
@@ -83,16 +91,10 @@ class Saves:
     def add(self, saved: Saved) -> Saves:
         """After the end of one more."""
         if not saved.committed:
-            return replace(self, failed=self.failed + 1)
-        return replace(
-            self,
-            committed=self.committed + 1,
-            size_bytes=self.size_bytes + saved.size_bytes,
-            stall_s=self.stall_s + saved.stall_s,
-            write_s=self.write_s + saved.write_s,
-            publish_s=self.publish_s + saved.publish_s,
-            last_s=saved.total_s,
-        )
+            return _grown(self, failed=1)
+        names = ("size_bytes", "stall_s", "write_s", "publish_s")
+        more = {name: getattr(saved, name) for name in names}
+        return replace(_grown(self, committed=1, **more), last_s=saved.total_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +116,8 @@ class Spent:
 
     def with_progress(self, progress: Progress) -> Spent:
         """After a step."""
-        return replace(
-            self,
-            compute_s=self.compute_s + progress.compute_s,
-            wait_s=self.wait_s + progress.wait_s,
-            saving_s=self.saving_s + progress.saving_s,
-        )
+        names = ("compute_s", "wait_s", "saving_s")
+        return _grown(self, **{name: getattr(progress, name) for name in names})
 
     def with_save(self, saved: Saved) -> Spent:
         """After the end of a save."""
@@ -128,12 +126,8 @@ class Spent:
 
     def with_restore(self, restored: Restored) -> Spent:
         """After the load of a checkpoint."""
-        return replace(
-            self,
-            restores=self.restores + 1,
-            restore_s=self.restore_s + restored.load_s,
-            restored_bytes=self.restored_bytes + restored.read_bytes,
-        )
+        read_bytes = restored.read_bytes
+        return _grown(self, restores=1, restore_s=restored.load_s, restored_bytes=read_bytes)
 
 
 WINDOW_S = 60.0

@@ -18,7 +18,8 @@ import logging
 import os
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os.path import samestat
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -203,58 +204,38 @@ class Kept:
         """Do nothing: the output is kept."""
 
 
-class AsJson:
-    """Shows each line as a JSON object."""
+class Changed:
+    """Passes whole lines on to another sink, changed."""
 
-    def __init__(self, sink: Sink, facts: Mapping[str, Any]) -> None:
+    def __init__(self, sink: Sink, change: Callable[[bytes], bytes]) -> None:
         self._sink = sink
-        self._facts = facts
+        self._change = change
 
     def write(self, data: bytes) -> None:
         """Take whole lines."""
-        facts = {"time": round(time.time(), 3), **self._facts}
-        lines = data.decode(errors="replace").splitlines()
-        whole = (json.dumps({**facts, "text": line}) + "\n" for line in lines)
-        self._sink.write("".join(whole).encode())
+        self._sink.write(self._change(data))
 
     def close(self) -> None:
         """Close the sink behind this one."""
         self._sink.close()
 
 
-class Prefixed:
-    """Puts the worker's name before each line."""
-
-    def __init__(self, sink: Sink, prefix: bytes) -> None:
-        self._sink = sink
-        self._prefix = prefix
-
-    def write(self, data: bytes) -> None:
-        """Take whole lines."""
-        self._sink.write(b"".join(self._prefix + line for line in data.splitlines(keepends=True)))
-
-    def close(self) -> None:
-        """Close the sink behind this one."""
-        self._sink.close()
+def _as_json(facts: Mapping[str, Any], data: bytes) -> bytes:
+    """Each line as a JSON object."""
+    facts = {"time": round(time.time(), 3), **facts}
+    lines = data.decode(errors="replace").splitlines()
+    return "".join(json.dumps({**facts, "text": line}) + "\n" for line in lines).encode()
 
 
-class Matching:
-    """Forwards only the lines that contain one of some texts."""
+def _prefixed(prefix: bytes, data: bytes) -> bytes:
+    """Each line with the worker's name before it."""
+    return b"".join(prefix + line for line in data.splitlines(keepends=True))
 
-    def __init__(self, sink: Sink, texts: Sequence[bytes]) -> None:
-        self._sink = sink
-        self._texts = texts
 
-    def write(self, data: bytes) -> None:
-        """Take whole lines."""
-        lines = data.splitlines(keepends=True)
-        self._sink.write(
-            b"".join(line for line in lines if any(text in line for text in self._texts))
-        )
-
-    def close(self) -> None:
-        """Close the sink behind this one."""
-        self._sink.close()
+def _matching(texts: Sequence[bytes], data: bytes) -> bytes:
+    """The lines that contain one of some texts."""
+    lines = data.splitlines(keepends=True)
+    return b"".join(line for line in lines if any(text in line for text in texts))
 
 
 class Tap:
@@ -290,8 +271,9 @@ class Tap:
             tap._by_line.append(Kept(recent, route.facts))
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
-            copy = Prefixed(File(route.copy, route.file_limit_bytes), route.copy_prefix.encode())
-            tap._by_line.append(Matching(copy, texts))
+            prefix, file = route.copy_prefix.encode(), File(route.copy, route.file_limit_bytes)
+            copy = Changed(file, lambda data: _prefixed(prefix, _matching(texts, data)))
+            tap._by_line.append(copy)
         return tap
 
     def started(self) -> None:
@@ -330,10 +312,10 @@ class Tap:
 def _shown(terminal: Terminal, route: Route) -> Sink:
     """What shows a stream on a terminal, in the format of its route."""
     if route.as_json:
-        return AsJson(terminal, route.facts)
+        return Changed(terminal, partial(_as_json, route.facts))
     if not route.prefix:
         return terminal
     prefix = route.prefix.encode()
     if terminal.has_colours:
         prefix = b"\x1b[%dm%b\x1b[0m" % (31 + route.facts.get("rank", 0) % 6, prefix)
-    return Prefixed(terminal, prefix)
+    return Changed(terminal, partial(_prefixed, prefix))
