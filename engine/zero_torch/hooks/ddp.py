@@ -142,6 +142,8 @@ class _Buckets:
             return
         mine = torch.cat(list(rests.values()))
         mine.mul_(self.gradients.pipeline.weight)
+        # A peer may still wait in its hook for an exchange that this rank has to begin.
+        self.gradients.pipeline.complete()
         everybodys = self._collectives.everybodys(mine, "the ends of gradients")
         for (name, rest), microbatches in zip(
             rests.items(), everybodys.split(widths, dim=1), strict=True
