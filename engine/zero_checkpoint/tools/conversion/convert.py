@@ -16,7 +16,6 @@ from zero_checkpoint.loading.foreign import hint
 from zero_checkpoint.tools import locate, output
 from zero_checkpoint.tools.conversion import adopt, export
 from zero_checkpoint.tools.conversion.deepspeed import read_deepspeed
-from zero_checkpoint.tools.conversion.export_dcp import export_dcp
 from zero_checkpoint.tools.conversion.foreign import Foreign, read_hf, read_torch
 from zero_checkpoint.tools.parser import DTYPES
 from zero_checkpoint.tools.records import Exported, Imported
@@ -87,6 +86,9 @@ def _export_dcp(checkpoint: Candidate, options: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} is not for --to dcp, which exports all of a training "
                 "as it was saved; leave it out"
             )
+    # DCP brings DTensors along: half a second that no other command should take.
+    from zero_checkpoint.tools.conversion.export_dcp import export_dcp
+
     with output.progress(checkpoint, quiet=options.json) as progress:
         count, files = export_dcp(checkpoint, options.out, progress)
     _show(checkpoint, count, files, options)
