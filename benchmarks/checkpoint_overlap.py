@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_worker import distributed
+from inside import persistence_of
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,9 +108,7 @@ class Savers:
         """On any rank: all of them begin the next one together."""
         own = self._future is not None and not self._future.done()
         own |= self._copy is not None and self._copy.poll() is None
-        flags = torch.tensor(
-            [own or self.engine._session._persistence.saver.busy], dtype=torch.int32
-        )
+        flags = torch.tensor([own or persistence_of(self.engine).saver.busy], dtype=torch.int32)
         dist.all_reduce(flags)
         return bool(flags)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_memory import node_memory
 from counters import begin_memory, bytes_read, forget, resident_bytes
+from inside import persistence_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -108,7 +109,7 @@ class Bench:
             for _ in range(2)
         ]
         for staging in self._stagings:  # reserves it: what is measured is a later save
-            staging.snapshot(self.engine._session._persistence.saver.lay_out(state))
+            staging.snapshot(persistence_of(self.engine).saver.lay_out(state))
         self._kept = 0
 
     def _peer_state(self, *, per_tensor: bool) -> dict[str, DTensor]:
@@ -178,7 +179,7 @@ class Bench:
 
         def begin() -> Callable[[], object]:
             state = self.engine._state.capture({"weight_hash": None}, {})
-            layout = self.engine._session._persistence.saver.lay_out(state)
+            layout = persistence_of(self.engine).saver.lay_out(state)
             save = MemorySave(
                 root=self.root / "ours",
                 state=state,

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+from inside import persistence_of
 from training_model import GPT, Shape
 
 import zero_deepspeed
@@ -36,7 +37,7 @@ torch.manual_seed(0)
 engine, _, loader, _ = zero_deepspeed.initialize(
     model=GPT(shape), training_data=Tokens(), config=sys.argv[2]
 )
-keep = engine._session._persistence.keep_in_memory
+keep = persistence_of(engine).keep_in_memory
 stalls_s = [0.0]
 
 
@@ -46,7 +47,7 @@ def timed_keep() -> None:
     stalls_s.append(time.perf_counter() - begin)
 
 
-engine._session._persistence.keep_in_memory = timed_keep
+persistence_of(engine).keep_in_memory = timed_keep
 engine.load_checkpoint(directory / "checkpoints")
 begin = time.perf_counter()
 with (directory / "steps" / f"{time.time_ns()}-{os.getpid()}").open("a", buffering=1) as notes:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import zero_deepspeed
+from tests.numerics.promises.back_ends import WITH_EVERYTHING, hashes, training
+from tests.numerics.promises.test_leaving import drained
 from tests.numerics.test_branches import (
     EVERY,
     LEFT_OUT,
@@ -27,11 +30,8 @@ from tests.numerics.test_branches import (
 )
 from tests.numerics.test_leaving import ROUND, die_in, exit_code_of, under_agent
 from tests.numerics.test_lifetime import left_over
-from tests.numerics.test_node_reduction import hashes
+from tests.numerics.test_node_reduction import hashes as hashes_of_cases
 from tests.numerics.test_reduction_order import digest, expected
-from tests.numerics.test_sessions import drained
-from tests.numerics.test_stages import train_at_every_stage
-from tests.numerics.test_stock_torch import batches, protected
 from tests.support.queued import BACKEND, QueuedGroup
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
@@ -47,6 +47,7 @@ from zero_deepspeed.zero import GatheredParameters
 from zero_engine.core.engine import Engine
 
 CPU = torch.device("cpu")
+CLIPPED = replace(WITH_EVERYTHING, max_norm=0.05)
 
 # ---- the group: NCCL's rules ----
 
@@ -128,10 +129,17 @@ def test_the_group_is_as_strict_as_nccl(worlds: WorldPool, rule: str, seen: list
 # ---- the engine over it ----
 
 
-def test_every_stage_gives_the_same_bits_over_it(worlds: WorldPool) -> None:
-    (alone,) = worlds.run(1, train_at_every_stage, False, 3)
-    over = worlds.run(3, train_at_every_stage, False, 3, backend=BACKEND)
-    assert over == [alone] * 3
+def normed(back_end: str) -> float | None:
+    """The last norm, of gradients at the weights of the steps before: every bit of them counts."""
+    own = training(CLIPPED, back_end)
+    own.train(3)
+    return own.norm
+
+
+def test_every_back_end_gives_the_same_bits_over_it(worlds: WorldPool) -> None:
+    (alone,) = worlds.run(1, normed, "plain")
+    for back_end in ("stage0", "stage1", "stage2", "stage3", "ddp", "fsdp2"):
+        assert worlds.run(3, normed, back_end, backend=BACKEND) == [alone] * 3, back_end
 
 
 def in_flight(stage: int, blocks: int) -> int:
@@ -224,8 +232,8 @@ def test_a_script_s_group_without_the_cpu_is_given_one_for_small_exchanges(
     worlds: WorldPool,
 ) -> None:
     """As `init_process_group("nccl")` leaves it, after the script has made a group of one rank."""
-    (alone,) = worlds.run(1, train_at_every_stage, False, 2)
-    assert worlds.run(2, without_cpu, backend="cuda:queued") == [alone[:1]] * 2
+    alone = worlds.run(1, hashes, CLIPPED, "plain", 2)
+    assert worlds.run(2, without_cpu, backend="cuda:queued") == alone * 2
 
 
 @pytest.mark.full
@@ -242,15 +250,9 @@ def inside_without_cpu() -> Any:
     return run(3, LEFT_OUT, HPZ)
 
 
-def without_cpu() -> Any:
-    import tests.numerics.test_stages as stages
-
+def without_cpu() -> list[str]:
     dist.new_group([0])
-    kept, stages.STAGES = stages.STAGES, (0,)
-    try:
-        return train_at_every_stage(False, 2)
-    finally:
-        stages.STAGES = kept
+    return hashes(CLIPPED, "stage0", 2)
 
 
 # ---- two nodes of two ranks ----
@@ -317,7 +319,7 @@ def test_what_some_ranks_give_to_all_is_passed_on_inside_of_nodes(
 def test_on_two_nodes_every_stage_trains_to_the_bits_of_one_rank(worlds: WorldPool) -> None:
     cases = [(0, "bf16", 8), (1, "fp32", 4), (3, "bf16", 8)]
     wanted = [digest(expected(dtype, block)) for _, dtype, block in cases]
-    assert worlds.run(4, hashes, "2,2", "0", cases, backend=BACKEND) == [wanted] * 4
+    assert worlds.run(4, hashes_of_cases, "2,2", "0", cases, backend=BACKEND) == [wanted] * 4
 
 
 def left_while_it_waits() -> bool | None:
@@ -401,20 +403,20 @@ def abort_and_found_again(store_port: int) -> Any:
     leave_group()
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world)
-    return train_at_every_stage(False, 1)
+    return hashes(CLIPPED, "stage2", 1)
 
 
 def test_a_group_that_hangs_is_aborted_and_another_founded_in_the_same_process(
     worlds: WorldPool,
 ) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (alone,) = worlds.run(1, train_at_every_stage, False, 1)
+    (alone,) = worlds.run(1, hashes, CLIPPED, "plain", 1)
     found = worlds.run(2, abort_and_found_again, store.port, backend=BACKEND)
     assert found == [alone] * 2
 
 
 def test_all_ranks_leave_at_the_same_boundary_over_it(worlds: WorldPool, tmp_path: Path) -> None:
-    ranks = worlds.run(3, drained, str(tmp_path), "stage 3", "directory known", backend=BACKEND)
+    ranks = worlds.run(3, drained, str(tmp_path), "stage3", "directory known", backend=BACKEND)
     assert [rank[:3] for rank in ranks] == [(ExitCode.LEFT, 3, [Left(round=ROUND, step=3)])] * 3
 
 
@@ -436,7 +438,7 @@ def test_every_case_of_the_reduction_gives_the_same_bits_over_it(
     worlds: WorldPool, nodes: str
 ) -> None:
     wanted = [digest(expected(dtype, block)) for _, dtype, block in CASES]
-    found = worlds.run(4, hashes, nodes, "0", CASES, backend=BACKEND, deadline_s=300)
+    found = worlds.run(4, hashes_of_cases, nodes, "0", CASES, backend=BACKEND, deadline_s=300)
     assert found == [wanted] * 4
 
 
@@ -476,21 +478,6 @@ def test_what_travels_through_host_memory_is_what_travels_directly(worlds: World
 
 
 # ---- stock PyTorch ----
-
-
-def normed(wrapper: str) -> tuple[float | None, int]:
-    """The last norm, of gradients at the weights of the steps before: every bit of them counts."""
-    model, _, run = protected(wrapper)
-    for tokens in batches(run):
-        run.backward(model(tokens))
-        run.step(1.0)
-    return run.grad_norm, run.samples
-
-
-def test_ddp_and_fsdp2_train_to_the_same_bits_over_it(worlds: WorldPool) -> None:
-    (alone,) = worlds.run(1, normed, "plain")
-    for wrapper in ("ddp", "fsdp2"):
-        assert worlds.run(3, normed, wrapper, backend=BACKEND) == [alone] * 3
 
 
 def groups(wrapper: str) -> int:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
-from tests.support.plain import summed
-from tests.support.stock import GPT, LENGTH, VOCABULARY, make
+from tests.support.stock import LENGTH, VOCABULARY, make
 from tests.support.world import WorldPool
 from zero_checkpoint import weight_hash
-from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ZeroError
-from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
-from zero_data.ledger import read_ledger, verify
 from zero_torch.wrapped import local, recognize
 
 SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
@@ -76,37 +69,6 @@ def trained(wrapper: str, max_norm: float | None = None, **options: Any) -> Any:
     return run.weight_hash(), run.grad_norm, run.samples
 
 
-def by_hand() -> str:
-    """The same training by torch alone: sums of the gradients of micro-batches, in their order."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = GPT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    data, batch = dataset(), BatchShape(microbatches=MICROBATCHES, micro_batch=2)
-    plans = itertools.chain(*(plan_epoch(start, batch, SAMPLES) for start in (0, SAMPLES)))
-    for step, plan in enumerate(itertools.islice(plans, STEPS)):
-        gradients = []
-        for index in range(plan.microbatches):
-            microbatch = plan.microbatch(index, 0, 1)
-            tokens = data[sample_ids(plan, microbatch, SAMPLES, SAMPLES, 42)][0]
-            torch.manual_seed(mix(42, step, index))
-            optimizer.zero_grad()
-            (model(tokens) * (microbatch.size / plan.samples)).backward()
-            gradients.append([p.grad for p in model.parameters()])
-        for parameter, *addends in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = summed(addends, 8)
-        optimizer.step()
-    return weight_hash(model.named_parameters())
-
-
-def test_ddp_and_fsdp2_give_one_hash_at_every_world_size(worlds: WorldPool) -> None:
-    expected = by_hand()
-    runs = [("plain", 1), *itertools.product(("ddp", "fsdp2"), (1, 3, 4))]
-    found = {run: worlds.run(run[1], trained, run[0]) for run in runs}
-    hashes = {run: {rank[0] for rank in ranks} for run, ranks in found.items()}
-    assert hashes == {run: {expected} for run in runs}
-
-
 def trained_with(wrapper: str, options: dict[str, Any]) -> str:
     weights: str = trained(wrapper, **options)[0]
     return weights
@@ -138,51 +100,6 @@ def test_the_options_of_a_wrapper_change_no_bit(
     found = worlds.run(5, trained_with, wrapper, options)  # a step is one micro-step
     found += worlds.run(2, trained_with, wrapper, options)
     assert found == [expected[0]] * 7
-
-
-def trained_on_nodes(wrapper: str, nodes: str) -> tuple[str, bool]:
-    """Its hash, and whether the ranks know of several nodes of several ranks."""
-    os.environ[ENV_NODE_RANKS] = nodes
-    try:
-        model, _, run = protected(wrapper)
-    finally:
-        del os.environ[ENV_NODE_RANKS]
-    for tokens in batches(run):
-        run.backward(model(tokens))
-        run.step()
-    return run.weight_hash(), run._collectives.topology.divides
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "nodes"),
-    [
-        ("ddp", "2,2"),
-        ("fsdp2", "2,2"),
-        pytest.param("hsdp", "2,2", marks=pytest.mark.full),
-        pytest.param("ddp", "1,3", marks=pytest.mark.full),
-        pytest.param("fsdp2", "1,3", marks=pytest.mark.full),
-    ],
-)
-def test_sums_that_begin_inside_of_nodes_are_the_same(
-    worlds: WorldPool, wrapper: str, nodes: str
-) -> None:
-    (expected, *_) = worlds.run(1, trained, "plain")
-    assert worlds.run(4, trained_on_nodes, wrapper, nodes) == [(expected[0], True)] * 4
-
-
-def test_hsdp_and_shards_by_columns_give_the_hash_of_one_process(worlds: WorldPool) -> None:
-    runs = [("plain", 1), ("hsdp", 4), ("columns", 4)]
-    found = {run: worlds.run(run[1], trained, run[0], 0.5) for run in runs}
-    assert len({rank for ranks in found.values() for rank in ranks}) == 1
-
-
-@pytest.mark.full
-def test_hsdp_gives_one_hash_on_every_mesh_and_columns_in_every_world(worlds: WorldPool) -> None:
-    expected = by_hand()
-    runs = [("hsdp", 1), ("hsdp", 3), ("hsdp", 4), ("columns", 1), ("columns", 2)]
-    found = {run: worlds.run(run[1], trained, run[0]) for run in runs}
-    hashes = {run: {rank[0] for rank in ranks} for run, ranks in found.items()}
-    assert hashes == {run: {expected} for run in runs}
 
 
 @pytest.mark.full
@@ -232,13 +149,6 @@ def by_the_scripts_own_calls(wrapper: str, order: Any = batches) -> str:
         optimizer.step()
         run.scheduler.step()
     return run.weight_hash()
-
-
-def test_a_script_may_call_backward_and_step_itself(worlds: WorldPool) -> None:
-    found = [*worlds.run(1, by_the_scripts_own_calls, "plain")]
-    found += worlds.run(3, by_the_scripts_own_calls, "ddp")
-    found += worlds.run(2, by_the_scripts_own_calls, "fsdp2")
-    assert len(set(found)) == 1
 
 
 def test_an_iteration_that_is_left_in_a_step_goes_on_behind_its_last_batch(
@@ -293,43 +203,9 @@ def test_a_loop_that_cannot_be_held_is_an_error_that_says_why(
     assert "got a second gradient" in told[1]
 
 
-def resumed(wrapper: str, directory: str, until: int) -> tuple[str, float, int]:
-    """Train to a step, from the newest checkpoint on, and save there."""
-    model, optimizer, run = protected(wrapper, schedule=True, seed=run_seed(directory))
-    run.load(directory)
-    for tokens in batches(run, until):
-        run.backward(model(tokens))
-        run.step(1.0)
-    run.save(directory)
-    result = run.weight_hash(), optimizer.param_groups[0]["lr"], run.samples
-    run.close()
-    return result
-
-
 def run_seed(directory: str) -> int:
     """Other weights for each run that resumes: all must come from the checkpoint."""
     return len(list(Path(directory).glob("step-*"))) if Path(directory).exists() else 0
-
-
-def test_a_checkpoint_resumes_under_another_wrapper_and_world_size(
-    worlds: WorldPool, tmp_path: Path
-) -> None:
-    (expected,) = worlds.run(1, resumed, "plain", str(tmp_path / "whole"), 4)
-    parts = [("ddp", 3, 1), ("fsdp2", 4, 2), ("plain", 1, 3), ("hsdp", 4, 4)]
-    for wrapper, world, until in parts:
-        found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
-    assert set(found) == {expected}
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_columns_resumes_under_hsdp_and_back(
-    worlds: WorldPool, tmp_path: Path
-) -> None:
-    (expected,) = worlds.run(1, resumed, "plain", str(tmp_path / "whole"), 4)
-    parts = [("columns", 4, 1), ("hsdp", 4, 2), ("columns", 2, 3), ("plain", 1, 4)]
-    for wrapper, world, until in parts:
-        found = worlds.run(world, resumed, wrapper, str(tmp_path / "parts"), until)
-    assert set(found) == {expected}
 
 
 def overflowing(wrapper: str) -> Any:
@@ -360,22 +236,6 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(worlds: WorldPool) 
     (alone,) = worlds.run(1, overflowing, "plain")
     assert alone[1:] == (1e-2 * 0.5**3, 128.0)
     assert set(worlds.run(2, overflowing, "fsdp2")) == {alone}
-
-
-def recorded(directory: str) -> tuple[bool, Any]:
-    model, _, run = protected("ddp", config={"elastic": {"sample_ledger": directory}})
-    for tokens in batches(run):
-        run.backward(model(tokens))
-        run.step()
-    ledger = run.ledger()
-    run.close()
-    return ledger is not None, protected("ddp")[2].ledger()
-
-
-def test_the_ledger_says_which_samples_were_consumed(worlds: WorldPool, tmp_path: Path) -> None:
-    assert worlds.run(2, recorded, str(tmp_path)) == [(True, None)] * 2
-    report = verify(read_ledger(tmp_path), SAMPLES)
-    assert (report.steps, report.samples, report.problems) == (STEPS, SAMPLES + 10, ())
 
 
 def alone_with_checkpoints(wrapper: str, directory: str, steps: int) -> Any:
@@ -483,47 +343,6 @@ def test_objects_of_the_script_are_saved_and_restored_at_another_world_size(
     found = worlds.run(2, averaged, "fsdp2", str(tmp_path / "parts"), 3)
     assert found == [expected] * 2
     assert expected[1] == (1, 2, 3)
-
-
-class Sometimes(nn.Module):
-    """Uses a layer for some samples only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.always, self.rarely = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.always(x)
-        return (y + self.rarely(x) if x[0, 0] > 0 else y).square().mean()
-
-
-def trained_sometimes(wrapper: str) -> list[str]:
-    torch.manual_seed(1)
-    samples = torch.randn(12, 4)
-    samples[:, 0] = -1.0
-    samples[2, 0] = 1.0  # in the middle of the first step, and never in the second
-    model: nn.Module = Sometimes()
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model, find_unused_parameters=True)
-    elif wrapper == "fsdp2":
-        fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(samples), batch_size=1)
-    run = zero_torch.protect(model, optimizer, loader, microbatches=6)
-    hashes = []
-    for (batch,) in run.loader:
-        run.backward(model(batch))
-        if run.step():
-            hashes.append(run.weight_hash())
-    return hashes
-
-
-def test_a_parameter_that_some_micro_batches_use_has_one_hash_too(worlds: WorldPool) -> None:
-    runs = [("plain", 1), ("ddp", 1), ("ddp", 3), ("fsdp2", 2)]
-    found = {tuple(rank) for w, n in runs for rank in worlds.run(n, trained_sometimes, w)}
-    assert len(found) == 1
-    assert len(set(*found)) == 2
 
 
 def trained_scale(wrapped: bool) -> str:

@@ -88,13 +88,6 @@ def backward(engine: Any, loss: tuple[Tensor, int], form: str) -> None:
             engine.backward(summed, tokens=count if engine.micro_steps % 2 else None)
 
 
-def test_every_stage_and_world_size_gives_the_same_bits(worlds: WorldPool) -> None:
-    results = one_result(worlds, train, (0, 1, 2, 3), "sum and count", sizes=(1, 2, 3, 4))
-    assert results == [results[0]] * 4
-    assert one_result(worlds, train, (2,), "plain") == results[:1]
-    assert one_result(worlds, train, (2,), "samples")[0][0] != results[0][0]
-
-
 def train_stock(wrapper: str, clip: float | None, form: str) -> list[Any]:
     """The same by stock PyTorch."""
     model: Any = net()
@@ -117,17 +110,6 @@ def train_stock(wrapper: str, clip: float | None, form: str) -> list[Any]:
             if run.global_step == STEPS:
                 break
     return [run.weight_hash(), curve]
-
-
-@pytest.mark.parametrize("clip", [0.3, None])
-@pytest.mark.corners(clip=[0.3])
-def test_stock_pytorch_gives_the_same_bits(worlds: WorldPool, clip: float | None) -> None:
-    more = json.dumps({"gradient_clipping": clip or 0.0})
-    ((weights, curve),) = worlds.run(1, train, (2,), "mean and tokens", more)[0]
-    norms = [norm for _, norm in curve] if clip else [None] * STEPS
-    for wrapper, world in (("plain", 1), ("ddp", 3), ("fsdp2", 2)):
-        assert worlds.run(world, train_stock, wrapper, clip, "tokens") == [[weights, norms]] * world
-    assert worlds.run(2, train_stock, "ddp", clip, "samples")[0][0] != weights
 
 
 def test_stock_pytorch_refuses_a_step_of_which_some_have_a_count(worlds: WorldPool) -> None:

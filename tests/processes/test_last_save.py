@@ -41,7 +41,7 @@ class Ending(Cluster):
         for passed in MOMENTS:
             if passed != moment:
                 self.let_pass(passed)
-        self.start("a", "b")
+        self.start("a", "b", PYTHONPATH=str(ROOT))
         ranks = 1 if moment == "assembled" else 2
         wait_for(lambda: len(self._at(moment)) == ranks, 120, f"{moment} on {ranks} ranks")
 

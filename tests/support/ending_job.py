@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zero_checkpoint
 import zero_deepspeed
 import zero_torch
+from tests.support.inside import persistence_of
 from zero_checkpoint.files.direct import DirectDisk
 
 ENGINE, DIRECTORY, OPTIONS = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
@@ -67,7 +68,7 @@ def by_engine() -> tuple[Callable[[], object], Callable[[], object]]:
     while engine.global_steps < STEPS:
         engine.backward(engine(DATA[:2]).sum())
         engine.step()
-    engine._session._persistence.saver.disk = Gated()
+    persistence_of(engine).saver.disk = Gated()
     return lambda: engine.save_checkpoint(ROOT), engine.destroy
 
 
@@ -79,7 +80,7 @@ def by_protect(alone: bool) -> tuple[Callable[[], object], Callable[[], object]]
     more = {} if alone else {"microbatches": 2}
     run = zero_torch.protect(wrapped, optimizer, loader, config=CONFIG, **more)
     run.load(ROOT)
-    run._persistence.saver.disk = Gated()
+    persistence_of(run).saver.disk = Gated()
 
     def step(batch: Tensor) -> None:
         wrapped(batch).sum().backward()

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
@@ -18,7 +18,9 @@ from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.saving import staging_memory as room
 from zero_engine.core.engine import Engine
 from zero_engine.observe.reporting import LOGGERS
+from zero_step import Session
 
+D = TypeVar("D", bound=Disk)
 ASYNC = {"checkpoint": {"async": True}}
 SAVED_AT, ENDS_AT = 2, 5
 
@@ -54,8 +56,11 @@ class Throttled(Disk):
 class Full(Disk):
     """A disk on which the files of one rank find no room."""
 
+    def __init__(self, rank: int = 1) -> None:
+        self._name = f"r{rank:05d}"
+
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
-        if "r00001" in file.name:
+        if self._name in file.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(file, data)
 
@@ -100,8 +105,8 @@ def heard(level: int = logging.INFO) -> Iterator[list[str]]:
             logging.getLogger(name).setLevel(before)
 
 
-def use(engine: Engine, disk: Disk) -> Disk:
-    persistence_of(engine).saver.disk = disk
+def use(training: Engine | Session, disk: D) -> D:
+    persistence_of(training).saver.disk = disk
     return disk
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,8 +51,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        return x
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens[:, :-1])
+        x = self.embedded(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -65,18 +70,12 @@ def make(wrapper: str, seed: int = 0, **options: Any) -> nn.Module:
     "reentrant" activations are computed again, in autograd's one way or the other.
     """
     torch.manual_seed(seed)
-    return wrap(GPT(), wrapper, **options)
-
-
-def wrap(model: GPT, wrapper: str, **options: Any) -> nn.Module:
-    """See `make`."""
+    model = GPT()
     if (reentrant := options.pop("reentrant", None)) is not None:
         kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         model.blocks = nn.ModuleList(
             checkpoint_wrapper(block, checkpoint_impl=kind) for block in model.blocks
         )
-    if wrapper == "ddp":
-        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.01, **options})
     if wrapper == "tensor":
         shape = (torch.distributed.get_world_size() // 2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
@@ -85,6 +84,15 @@ def wrap(model: GPT, wrapper: str, **options: Any) -> nn.Module:
             parallelize_module(block, mesh["tensor"], plan)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh["data"])
+    return wrap(model, wrapper, model.blocks, **options)
+
+
+def wrap(
+    model: nn.Module, wrapper: str, units: Iterable[nn.Module] = (), **options: Any
+) -> nn.Module:
+    """See `make`; `units` are sharded by themselves."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.001, **options})
     if wrapper in ("fsdp2", "hsdp", "columns"):
         world = torch.distributed.get_world_size()
         replicas = 1 if world % 2 else 2
@@ -97,6 +105,6 @@ def wrap(model: GPT, wrapper: str, **options: Any) -> nn.Module:
             )
         if dtype := options.pop("param_dtype", None):
             options["mp_policy"] = MixedPrecisionPolicy(dtype, torch.float32)
-        for module in (*model.blocks, model):
+        for module in (*units, model):
             fully_shard(module, mesh=mesh, **options)
     return model

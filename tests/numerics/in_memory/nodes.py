@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.numerics.test_leaving import Agent, under_agent
-from tests.support.inside import persistence_of
+from tests.support.inside import persistence_of, session_of
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from zero_agent.node.memory import NodeMemory
@@ -60,9 +60,9 @@ def in_memory(stage: int = 0, **ram: Any) -> dict[str, Any]:
     return config(stage, checkpoint={"ram": ram})
 
 
-def drop(engine: Engine) -> None:
+def drop(training: Engine | Session) -> None:
     """As a crash does: nothing is finished, the memory of the node stays."""
-    engine._link.close()
+    session_of(training)._link.close()
 
 
 def finish(root: str, stage: int) -> tuple[int, str]:

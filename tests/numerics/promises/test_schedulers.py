@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from tests.support.stock_recipes import Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import Recipe, by_torch_alone, everywhere
 from tests.support.world import WorldPool
 
-PLACES = [("plain", 1), ("ddp", 2), ("fsdp2", 2)]
+PLACES = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage3", 2)]
 
 
 def warm_up(step: int) -> float:
@@ -83,7 +83,9 @@ def test_its_bits_are_those_of_torch_alone(
     recipe = Recipe(optimizer=adam, scheduler=MADE[name], metric=metric, own_loop=own_loop)
     (expected,) = worlds.run(1, by_torch_alone, recipe)
     assert len(set(expected)) >= 3
-    assert everywhere(worlds, recipe, tmp_path, PLACES) == dict.fromkeys(PLACES, expected)
+    # Nobody gives the engine a scheduler that needs a metric, so it does not save it.
+    places = [place for place in PLACES if metric is None or place[0] != "stage3"]
+    assert everywhere(worlds, recipe, tmp_path, places) == dict.fromkeys(places, expected)
 
 
 def state_asked_for(model: nn.Module, optimizer: Optimizer, step: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.stock_recipes import IN, PLACES, Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import IN, PLACES, Recipe, by_torch_alone, everywhere
 from tests.support.world import WorldPool
 
 
@@ -100,9 +100,9 @@ def test_its_bits_are_those_of_torch_alone(
     )
     places = [p for p in PLACES if p[0] in ("plain", "ddp") or how not in NOT_IN_STOCK_FSDP2]
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    for (wrapper, _), found in everywhere(worlds, recipe, tmp_path, places).items():
-        if how in LOST_BY_FSDP2 and wrapper in ("fsdp2", "hsdp"):
+    for (back_end, _), found in everywhere(worlds, recipe, tmp_path, places).items():
+        if how in LOST_BY_FSDP2 and back_end in ("fsdp2", "hsdp"):
             assert "FSDP2 has not reduced all gradients of down" in found[0]
             assert "set use_reentrant=False" in found[0]
         else:
-            assert found == expected, wrapper
+            assert found == expected, back_end

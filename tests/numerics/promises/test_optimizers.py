@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.stock_recipes import PLACES, Net, Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import STOCK, Net, Recipe, by_torch_alone, everywhere
 from tests.support.torch_optimizers import OPTIONS, classes
 from tests.support.world import WorldPool
 
@@ -68,11 +68,11 @@ def test_its_bits_are_those_of_torch_alone_or_it_is_refused(
     unfused = {"fused": False, "foreach": True} if options.get("fused") else {}
     (expected,) = worlds.run(1, by_torch_alone, recipe_of(name, options | unfused))
     found = everywhere(worlds, recipe_of(name, options), tmp_path)
-    for (wrapper, world), hashes in found.items():
-        if name == "Muon" and wrapper in ("fsdp2", "hsdp"):
+    for (back_end, world), hashes in found.items():
+        if name == "Muon" and back_end in ("fsdp2", "hsdp"):
             assert f"ConfigError: {name} looks at whole parameters" in hashes[0]
         else:
-            assert hashes == expected, (wrapper, world)
+            assert hashes == expected, (back_end, world)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -145,4 +145,4 @@ def test_one_that_a_library_has_wrapped_is_unwrapped_or_refused(
 
 
 def test_hsdp_is_among_the_places() -> None:
-    assert {"plain", "ddp", "fsdp2", "hsdp"} == {wrapper for wrapper, _ in PLACES}
+    assert {"plain", "ddp", "fsdp2", "hsdp"} == {back_end for back_end, _ in STOCK}

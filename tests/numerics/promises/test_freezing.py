@@ -1,4 +1,4 @@
-"""`requires_grad` as it is at a step says what is trained in it, under every wrapper."""
+"""`requires_grad` as it is at a step says what is trained in it, under every back_end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tests.support.stock_recipes import PLACES, Net, Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import STOCK, Net, Recipe, by_torch_alone, everywhere
 from tests.support.world import WorldPool
 
 FROZEN: dict[str, list[tuple[str, ...]]] = {
@@ -54,9 +54,6 @@ def model_of(model: nn.Module) -> nn.Module:
     return inner
 
 
-UNUSED = (("find_unused_parameters", True),)
-
-
 WHOLE_AT_SAVE = ["a layer is unfrozen", "a layer is unfrozen before a save", "a layer is frozen"]
 CASES = [(momentum, each) for each in FROZEN] + [(adam_by_layers, each) for each in WHOLE_AT_SAVE]
 
@@ -66,9 +63,12 @@ CASES = [(momentum, each) for each in FROZEN] + [(adam_by_layers, each) for each
 def test_frozen_layers_stay_and_others_are_trained_as_by_torch_alone(
     worlds: WorldPool, tmp_path: Path, pattern: str, optimizer: Callable[[nn.Module], Optimizer]
 ) -> None:
-    recipe = Recipe(optimizer=optimizer, before=partial(freeze, pattern), of_wrapper=UNUSED)
+    recipe = Recipe(
+        optimizer=optimizer,
+        before=partial(freeze, pattern),
+    )
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    assert everywhere(worlds, recipe, tmp_path) == dict.fromkeys(PLACES, expected)
+    assert everywhere(worlds, recipe, tmp_path) == dict.fromkeys(STOCK, expected)
 
 
 @pytest.mark.full
@@ -76,12 +76,11 @@ def test_the_norm_is_that_of_the_layers_that_are_trained(worlds: WorldPool, tmp_
     recipe = Recipe(
         optimizer=momentum,
         before=partial(freeze, "layers take turns"),
-        of_wrapper=UNUSED,
         max_norm=0.01,
     )
     found = everywhere(worlds, recipe, tmp_path)
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    assert found == dict.fromkeys(PLACES, found["plain", 1]) != dict.fromkeys(PLACES, expected)
+    assert found == dict.fromkeys(STOCK, found["plain", 1]) != dict.fromkeys(STOCK, expected)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_the_norm_is_that_of_the_layers_that_are_trained(worlds: WorldPool, tmp_
 def test_ddp_that_waits_for_a_frozen_layer_is_an_error_with_the_remedy(
     worlds: WorldPool, tmp_path: Path, pattern: str
 ) -> None:
-    recipe = Recipe(optimizer=momentum, before=partial(freeze, pattern))
+    recipe = Recipe(optimizer=momentum, before=partial(freeze, pattern), of_wrapper=())
     (found,) = everywhere(worlds, recipe, tmp_path, [("ddp", 2)]).values()
     assert "DistributedDataParallel has not reduced" in found[-1]
     assert "find_unused_parameters=True" in found[-1]
@@ -105,20 +104,19 @@ def frozen_at_first() -> nn.Module:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "plain"])
+@pytest.mark.parametrize("back_end", ["ddp", "fsdp2", "plain"])
 def test_a_layer_that_is_unfrozen_after_it_was_wrapped_is_trained_or_an_error(
-    worlds: WorldPool, tmp_path: Path, wrapper: str
+    worlds: WorldPool, tmp_path: Path, back_end: str
 ) -> None:
     recipe = Recipe(
         model=frozen_at_first,
         optimizer=momentum,
         before=partial(freeze, "a layer is unfrozen before a save"),
-        of_wrapper=UNUSED,
     )
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    world = 1 if wrapper == "plain" else 2
-    (found,) = everywhere(worlds, recipe, tmp_path, [(wrapper, world)]).values()
-    if wrapper == "ddp":
+    world = 1 if back_end == "plain" else 2
+    (found,) = everywhere(worlds, recipe, tmp_path, [(back_end, world)]).values()
+    if back_end == "ddp":
         assert "DistributedDataParallel has not reduced up.weight" in found[-1]
         assert "wrap the model after the last change of requires_grad" in found[-1]
     else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero_engine
-from tests.support.stock_recipes import IN, PLACES, Net, Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import IN, STOCK, Net, Recipe, by_torch_alone, everywhere
 from tests.support.world import WorldError, WorldPool
 
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -71,11 +71,11 @@ def test_real_numbers_have_the_bits_of_torch_alone(
 ) -> None:
     recipe = Recipe(model=partial(Of, dtype), optimizer=momentum, own_loop=own_loop)
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    for (wrapper, _), found in everywhere(worlds, recipe, tmp_path).items():
-        if dtype.itemsize == 2 and wrapper in ("fsdp2", "hsdp"):
+    for (back_end, _), found in everywhere(worlds, recipe, tmp_path).items():
+        if dtype.itemsize == 2 and back_end in ("fsdp2", "hsdp"):
             assert f"has the dtype {dtype} on a CPU, whose optimizer kernels round" in found[0]
         else:
-            assert found == expected, wrapper
+            assert found == expected, back_end
 
 
 @pytest.mark.full
@@ -85,7 +85,7 @@ def test_complex_numbers_have_the_bits_of_torch_alone(
 ) -> None:
     recipe = Recipe(model=partial(Complex, torch.complex64), optimizer=adam, own_loop=own_loop)
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    assert everywhere(worlds, recipe, tmp_path) == dict.fromkeys(PLACES, expected)
+    assert everywhere(worlds, recipe, tmp_path) == dict.fromkeys(STOCK, expected)
 
 
 @pytest.mark.full
@@ -93,7 +93,7 @@ def test_complex_numbers_have_the_bits_of_torch_alone(
 def test_a_model_of_several_dtypes_has_the_bits_of_torch_alone(
     worlds: WorldPool, tmp_path: Path, own_loop: bool
 ) -> None:
-    for down, places in ((torch.float32, PLACES), (torch.bfloat16, [("plain", 1), ("ddp", 2)])):
+    for down, places in ((torch.float32, STOCK), (torch.bfloat16, [("plain", 1), ("ddp", 2)])):
         model, root = partial(Mixed, down), tmp_path / str(down)
         recipe = Recipe(model=model, optimizer=momentum, own_loop=own_loop, units=UNITS)
         (expected,) = worlds.run(1, by_torch_alone, recipe)
@@ -110,7 +110,7 @@ def test_the_norm_is_one_everywhere(
 ) -> None:
     recipe = Recipe(model=model, optimizer=momentum, max_norm=0.01, units=units)
     found = everywhere(worlds, recipe, tmp_path)
-    assert found == dict.fromkeys(PLACES, found["plain", 1])
+    assert found == dict.fromkeys(STOCK, found["plain", 1])
     assert len(found["plain", 1]) == 4
 
 
