@@ -185,34 +185,34 @@ class MovedStates:
         for hold in self.before_change:
             hold()
 
-    def need(
-        self,
-        what: str,
-        kinds: Iterable[Kind] = EVERYTHING,
-        *,
-        refills: bool = False,
-        changes: bool = True,
-        arrived: bool = True,
-    ) -> None:
-        """Refuse `what` if a state of these kinds is moved or inconsistent.
+    def need(self, what: str, kinds: Iterable[Kind] = EVERYTHING, *, refills: bool = False) -> None:
+        """Prepare for a call between steps, which may change states of these kinds.
 
-        Args:
-            what: The operation, for the error.
-            kinds: The states that it needs.
-            refills: Whether it replaces weights and optimizer state, so that these may be
-                inconsistent.
-            changes: Whether it may change a state, so that copies must end before.
-            arrived: Whether the weights of the last step must have arrived; if not, it waits for
-                what it reads by itself.
+        One that refills weights and optimizer state mends what is inconsistent.
 
         Raises:
             ZeroError: A state is moved or inconsistent, or another engine has the module.
         """
+        self._await_weights()
+        self._wait_for_reader()
+        self.hold_copies()
+        self._check(what, kinds, refills=refills)
+        self.take_writes()
+
+    def compute(
+        self, what: str, kinds: Iterable[Kind] = EVERYTHING, *, arrived: bool = True
+    ) -> None:
+        """Prepare for a part of a step; forward waits by itself for weights that have not arrived.
+
+        Raises:
+            ZeroError: As `need`.
+        """
         if arrived:
             self._await_weights()
         self._wait_for_reader()
-        if changes:
-            self.hold_copies()
+        self._check(what, kinds)
+
+    def _check(self, what: str, kinds: Iterable[Kind], *, refills: bool = False) -> None:
         if self.inconsistent is not None and not refills:
             raise ZeroError(
                 f"{what}: the state is neither the old one nor that of a checkpoint, because "
@@ -223,13 +223,9 @@ class MovedStates:
                 f"{what}: the module has been given to initialize() once more; use the engine that "
                 "came from there"
             )
-        if not self._copies:
-            if changes:
-                self._take_writes()
-            return
         away = [
             kind.value
-            for kind in kinds
+            for kind in (kinds if self._copies else ())
             if any(self._storage(t)._cdata in self._copies for t in self.tensors_of(kind))
         ]
         if away:
@@ -239,14 +235,11 @@ class MovedStates:
             )
 
     def take_writes(self) -> None:
-        """Let what the script has written to small parameters count, before a step."""
+        """Let what the script has written to small parameters count."""
         if not self._copies:
             self.hold_copies()
-            self._take_writes()
-
-    def _take_writes(self) -> None:
-        for unit in self._units:
-            unit.take_writes()
+            for unit in self._units:
+                unit.take_writes()
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """The storage of a tensor on the device, even if it shows a copy."""

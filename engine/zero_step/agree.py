@@ -140,12 +140,9 @@ class Agreement:
     def reach(
         self, shards: Sequence[Tensor], notes: Tensor, digest: Tensor | None = None
     ) -> Agreed:
-        """Tell all ranks. Collective.
+        """Tell all ranks this rank's flat and contiguous shards, and notes [n] in fp32. Collective.
 
-        Args:
-            shards: What this rank has of each gradient, flat and contiguous.
-            notes: [n] in fp32, the same n on all ranks.
-            digest: [] in int64, what has to be equal on all ranks.
+        The digest, [] in int64, has to be equal on all ranks.
 
         Raises:
             Diverged: The ranks have not exchanged the same in the same order.
@@ -188,13 +185,8 @@ class Agreement:
 def clipped(norm: float, factor: float, most: float | None) -> tuple[float, float]:
     """How gradients are unscaled and clipped: they are multiplied once.
 
-    Args:
-        norm: Of the gradients as they are.
-        factor: Of the gradients: the share of their micro-batches, without the loss scale.
-        most: The largest norm; None: no clipping.
-
-    Returns:
-        The norm behind `factor`, before clipping; and the one factor for both.
+    From the norm of the gradients as they are, and their factor (the share of their micro-batches,
+    without the loss scale): the norm behind it, before clipping, and the one factor for both.
     """
     norm *= factor
     clip = math.inf if most is None else most / (norm + _NORM_EPSILON)

@@ -74,13 +74,8 @@ def describe(
 ) -> dict[str, Any]:
     """Position, environment and what else is known of a run, as JSON.
 
-    Args:
-        cursor: The position.
-        hardware: What computes.
-        world: The number of ranks.
-        optimizer: None: nothing is trained.
-        known: Of the batch: "microbatches" of a step and samples of a "micro_batch". Of the sums:
-            "reduction", and "summed_over", a number of ranks. What else a result depends on.
+    Known are, of the batch, "microbatches" of a step and samples of a "micro_batch"; of the sums,
+    "reduction" and "summed_over", a number of ranks; and what else a result depends on.
     """
     return {
         **known,

@@ -125,10 +125,7 @@ def _name(thing: object) -> str:
 def without_effect(loader: DataLoader[Any], seed: int, torch_seed: int) -> list[str]:
     """The seeds of a script that change nothing: a sentence for each.
 
-    Args:
-        loader: The script's.
-        seed: The seed of the run.
-        torch_seed: What torch is seeded with; from 2**32 on it is torch's own or this project's.
+    From 2**32 on `torch_seed` is torch's own or this project's.
     """
     sampler: Any = loader.sampler
     found = []

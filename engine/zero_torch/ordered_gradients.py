@@ -187,16 +187,12 @@ class OrderedGradients:
         then: Callable[[], Pending] | None = None,
         now: bool = False,
     ) -> None:
-        """Begin to add the gradients of the micro-batches of all ranks. Collective.
+        """Begin to add the gradients [world * n] of the micro-batches of all ranks. Collective.
 
-        Args:
-            name: Of the sum.
-            gradient: [world * n], n elements for each rank; used up. Real numbers, see `as_real`.
-            out: [n], or all if the backend makes the sums; in the last micro-step it is filled with
-                the sums, until the end of the backward. It may be this rank's part of `gradient`.
-            then: Begins an exchange of the sums; called in the last micro-step, when `out` is
-                filled. The exchange has ended at the end of the backward, too.
-            now: Do all of it at once.
+        They are real numbers, see `as_real`, and used up. In the last micro-step `out` is filled
+        with the sums [n], or all if the backend makes them, until the end of the backward; it may
+        be this rank's part of `gradient`. `then` begins an exchange of the sums, which has ended at
+        that time, too.
 
         Raises:
             ZeroError: There is no micro-step, or a gradient of one comes a second time.

@@ -113,7 +113,7 @@ class Engine(WholeWeights):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; in training with the random state of this micro-batch."""
         kinds = FOR_FORWARD_OF_SHARDS if self._core.stage.shards_parameters else FOR_FORWARD
-        self._core.moved.need("forward", kinds, changes=False, arrived=False)
+        self._core.moved.compute("forward", kinds, arrived=False)
         training = self.module.training
         part = "forward" if training else "evaluation"
         call = partial(self._precision.call, self.module)
@@ -155,7 +155,7 @@ class Engine(WholeWeights):
         Returns:
             The weighted loss, without the loss scale of fp16 training.
         """
-        self._core.moved.need("backward()", changes=False)
+        self._core.moved.compute("backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
         with (
             exit_on_peer_loss(self._link),
@@ -171,7 +171,7 @@ class Engine(WholeWeights):
 
         `engine.scale(loss).backward()` does what `engine.backward(loss)` does.
         """
-        self._core.moved.need("scale()", changes=False)
+        self._core.moved.compute("scale()")
         scaled = self._micro_steps.await_plain_backward(self._micro_steps.weigh(loss, tokens))
         return self._profile.watch_backward(scaled, self._run.cursor.step)
 
@@ -185,7 +185,7 @@ class Engine(WholeWeights):
         Args:
             lr_kwargs: Arguments for the `step` of the script's scheduler.
         """
-        self._core.moved.need("step()", changes=False)
+        self._core.moved.compute("step()")
         if self._micro_steps.ends_by is EndsBy.NO_SYNC:
             raise ZeroError("step() inside no_sync(); leave it for the last micro-step")
         with exit_on_peer_loss(self._link):
@@ -282,7 +282,7 @@ class Engine(WholeWeights):
         Raises:
             ZeroError: In the middle of a step with another elastic.accumulate than "owner".
         """
-        self._core.moved.need("zero_grad()", changes=False)
+        self._core.moved.compute("zero_grad()")
         self._micro_steps.drop()
 
     @contextmanager

@@ -111,7 +111,7 @@ class PlainBackward:
                 "loss.backward() in fp16 training: the loss must be scaled first; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
-        self._core.moved.need("loss.backward()", changes=False)
+        self._core.moved.compute("loss.backward()")
         self._await_end(torch._C._current_graph_task_id())
         if not self._begun:
             self._begun, self._last_task = True, self._task

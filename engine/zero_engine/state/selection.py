@@ -81,13 +81,9 @@ def select(
 ) -> Selection:
     """The part of a state to fill from a checkpoint.
 
-    Args:
-        state: All tensors and pieces of this rank.
-        manifest: The checkpoint.
-        strict: See `LoadOptions`.
-        weights_only: Ignore optimizer state, and convert all weights of another dtype. Otherwise
-            only what the optimizer steps is converted: it may rest in fp32 or in 16 bits.
-        frozen: The parameters that may have been left out, see `without_frozen`.
+    Without optimizer state (`weights_only`) all weights of another dtype are converted, otherwise
+    only what the optimizer steps: it may rest in fp32 or in 16 bits. `frozen` parameters may have
+    been left out, see `without_frozen`.
     """
     if not weights_only and table_of(manifest.tensors).same_as(state.tensors):
         return Selection(state)
