@@ -1,7 +1,8 @@
 # make demo   everything the main job needs, and runs it
 # make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
-#                   test-numerics, test-groupings, test-processes, test-deploy
+#                   test-simulation, test-numerics, test-groupings, test-processes, test-deploy
+# make nightly      test-all, random tests, a deep search of the model, an hour of simulation
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
 # make coverage     which branches of the decisions no unit test takes; all are taken
 # make mutants      changes norm, sums, commit and restore in each small way: is it noticed? An hour
@@ -20,12 +21,12 @@ GPU_PYTHON ?= python3
 
 # The tests wait as much as they compute, so two of them run for each of two cores.
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal --durations=25 $(PYTEST_ARGS)
-PARTS := test-unit test-contract test-numerics test-groupings test-processes test-deploy
+PARTS := test-unit test-contract test-simulation test-numerics test-groupings test-processes test-deploy
 
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all $(PARTS) test-image test-peers coverage mutants gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all nightly $(PARTS) test-image test-peers coverage mutants gpu-test check dist docs reference install dev locks clean
 
 help:
 	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
@@ -40,6 +41,12 @@ test-all: $(PARTS) test-image
 
 $(PARTS): test-%: dev
 	$(PYTEST) -m 'not image' tests/$*
+
+nightly: test-all
+	HYPOTHESIS_PROFILE=searching $(PYTEST) -m 'not image' tests/unit tests/contract tests/simulation
+	$(BIN)/python -m tests.model
+	$(BIN)/python -m tests.model --nodes 50 --walk 100000
+	$(BIN)/python -m tests.simulation --minutes 60
 
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)

@@ -1,0 +1,47 @@
+"""The product's agents, simulated: whatever happens to the cluster, no invariant is broken.
+
+Each test simulates in a process of its own: nothing else runs beside the simulated threads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def simulated(*arguments: str, hash_seed: str = "random") -> str:
+    """What `python -m tests.simulation` prints; it fails if an invariant is broken."""
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    environ = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def test_the_same_seed_gives_the_same_history_to_the_letter() -> None:
+    first = simulated("--seed", "7", hash_seed="1")
+    assert first == simulated("--seed", "7", hash_seed="2")
+    assert first.count("\n") > 50
+
+
+def test_no_seed_breaks_an_invariant() -> None:
+    assert "no invariant is broken" in simulated("--first", "0", "--count", "20")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_no_seed_of_many_breaks_an_invariant(first: int) -> None:
+    assert "no invariant is broken" in simulated("--first", str(first), "--count", "100")
+
+
+@pytest.mark.full
+def test_what_is_free_costs_no_restart() -> None:
+    assert "no invariant is broken" in simulated("--first", "5000", "--count", "100", "--free")
