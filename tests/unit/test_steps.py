@@ -26,6 +26,22 @@ def test_steps_of_the_engine_and_pulses_of_a_script_count_the_same(tmp_path):
     assert steps.too_slow() == (1, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
 
 
+def test_a_worker_that_has_ended_does_not_hang_while_another_one_works_on(tmp_path):
+    """As rank 0 does, which evaluates or exports the model after the last step."""
+    steps, clock = begun(tmp_path)
+    steps.beat(0, Progress(step=9))
+    steps.beat(1, Progress(step=9))
+    steps.ended(1)
+    for _ in range(3):
+        clock.advance(4.0)
+        steps.beat(0, Progress(step=9))
+    assert steps.too_slow() is None
+    steps.begin({rank: tmp_path / str(rank) for rank in range(2)})
+    steps.beat(1, Progress(step=10))
+    clock.advance(6.0)
+    assert steps.too_slow() == (1, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
+
+
 def test_a_heartbeat_of_the_script_does_not_replace_what_its_run_reports(tmp_path):
     steps, clock = begun(tmp_path)
     steps.beat(0, Progress(step=40, samples=320, loss=0.5))

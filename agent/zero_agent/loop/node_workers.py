@@ -371,6 +371,8 @@ class NodeWorkers:
             self.group.store_ended(status)
             self._journal.tell("exit", self.group.first_failure.summary, round=self.group.round)
         end = self.group.ended(process, status)
+        if end is not None:
+            self.steps.ended(end.rank)
         if end is not None and end.status != 0 and not end.wanted:
             facts = {"symptom": True} if end.symptom else {}
             self._journal.tell(

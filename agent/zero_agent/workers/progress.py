@@ -143,6 +143,8 @@ class Steps:
         self._heartbeats = Heartbeats({})
         self._reporting: set[int] = set()
         """The ranks that report the steps of this round by messages."""
+        self._ended: set[int] = set()
+        """The ranks whose workers have ended in this round."""
         self._promised = False
         self._total_steps = 0
         """Steps of the whole job, as a heartbeat of a script has said; 0: none has."""
@@ -226,7 +228,7 @@ class Steps:
         """A round begins."""
         self._clocks = {}
         self._began_s = self._clock.now()
-        self._reporting = set()
+        self._reporting, self._ended = set(), set()
         self._looked_s = None
         self._preparing = {}
         self.times.begin()
@@ -268,6 +270,10 @@ class Steps:
             self.on_report(rank, progress, took_s)
         self._clocks.setdefault(rank, StepClock(self._policy)).beat(self._clock.now())
 
+    def ended(self, rank: int) -> None:
+        """Record that a worker has ended: it takes no more steps, and does not hang."""
+        self._ended.add(rank)
+
     def saved(self, rank: int, saved: Saved) -> None:
         """Record that a save of a worker has ended."""
         known = self.spent.get(rank, Spent())
@@ -297,7 +303,7 @@ class Steps:
         for rank, beat in self._heartbeats.beats():
             self._heard(rank, beat)
         for rank, clock in self._clocks.items():
-            if verdict := clock.verdict(now_s):
+            if rank not in self._ended and (verdict := clock.verdict(now_s)):
                 return rank, verdict
         return None
 

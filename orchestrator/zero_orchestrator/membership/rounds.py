@@ -80,8 +80,9 @@ class Timing:
     """A round runs for so long before it is asked to; None: as long as a re-forming is worth."""
     longest_growth_wait_s: float = 600.0
     """No node that could take part waits for longer because of what a re-forming costs."""
-    return_within_s: float = 4.0
-    """After the store was silent, nodes whose leases lapsed meanwhile have so long to return."""
+    return_within_s: float = 7.0
+    """After the store was silent, nodes whose leases lapsed meanwhile have so long to return. A
+    call to the store that has begun in the silence holds their loops up, for 5 s at most."""
     symptom_patience_s: float = 6.0
     """The cause of a lost peer (a failure, a lapsed lease) is expected within this time."""
 
