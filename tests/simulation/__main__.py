@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from dataclasses import replace
 
-from tests.simulation.faults import Fault
+from tests.simulation.cluster import Setting
+from tests.simulation.faults import HEAL, Fault
 from tests.simulation.shrink import shrink
-from tests.simulation.simulation import Plan, Result, plan, run
+from tests.simulation.simulation import Result, plan, run
 
 
 def main() -> int:
@@ -28,13 +30,20 @@ def main() -> int:
     parser.add_argument(
         "--fault", action="append", help="instead of those of the seed: '3 kill-agent a'"
     )
+    parser.add_argument("--setting", help="instead of that of the seed: 'nodes=2 steps=5'")
     parser.add_argument("--no-shrink", action="store_true", help="print the history as it is")
     args = parser.parse_args()
     if args.seed is not None:
-        planned = plan(args.seed)
+        planned = plan(args.seed, free=True if args.free else None)
+        if args.setting:
+            given = dict(word.split("=") for word in args.setting.split())
+            numbers = {k: float(v) if k.endswith("_s") else int(v) for k, v in given.items()}
+            planned = replace(planned, setting=Setting(**numbers))
         if args.fault:
-            faults = tuple(sorted(Fault.of(text) for text in args.fault))
-            planned = Plan(args.seed, planned.setting, faults)
+            faults = sorted(Fault.of(text) for text in args.fault)
+            over_s = max(fault.at_s + fault.for_s for fault in faults)
+            faults += [] if faults[-1].kind == HEAL else [Fault(over_s + 1.0, HEAL)]
+            planned = replace(planned, faults=tuple(faults))
         result = run(planned)
         print(result.text)
         return _report(result, args.no_shrink) if result.problems else 0

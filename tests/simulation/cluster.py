@@ -56,6 +56,8 @@ class Setting:
     join_timeout_s: float = 600.0
     shutdown_timeout_s: float = 20.0
     hang_s: float = 30.0
+    evaluation_s: float = 0.0
+    """Rank 0 works on for so long after the last step, and the other ranks end."""
 
 
 @dataclass
@@ -80,6 +82,7 @@ class AgentRun:
     agent: Agent | None = None
     code: int | None = None
     error: str = ""
+    signalled: bool = False
 
 
 @dataclass
@@ -112,6 +115,7 @@ class Cluster:
             save_every=setting.save_every,
             step_s=setting.step_s,
             grace_s=setting.etcd_grace_s,
+            evaluation_s=setting.evaluation_s,
         )
         self.machines.training = self.training
         self.training.tell = self.say
@@ -197,24 +201,15 @@ class Cluster:
             join_timeout_s=setting.join_timeout_s,
         )
 
-    def agent_of(self, name: str) -> Agent | None:
-        """The agent on a machine, if it runs."""
+    def signal(self, name: str, number: int = signal.SIGTERM, *, again: bool = False) -> None:
+        """Send a signal to an agent; a second one, which ends it at once, only with `again`."""
         process = self.machines.by_name[name].agent
-        found = [run.agent for run in self.runs if run.process is process and process is not None]
-        return found[0] if found else None
-
-    def signal(self, name: str, number: int = signal.SIGTERM) -> None:
-        """Send a signal to the agent on a machine."""
-        agent = self.agent_of(name)
-        process = self.machines.by_name[name].agent
-        if agent is not None and process is not None:
-            self.kernel.spawn(process, "signal", lambda: agent.on_signal(number))
-
-    def put(self, key: str, value: str, lease: int = 0) -> None:
-        """A write of a user."""
-        from zero_orchestrator.store.kv import Put
-
-        self.etcd.publish(self.etcd.database.write([Put(key, value, lease)]))
+        run = next((run for run in self.runs if run.process is process), None)
+        if process is None or run is None or run.agent is None or (run.signalled and not again):
+            return
+        run.signalled = True
+        agent = run.agent
+        self.kernel.spawn(process, "signal", lambda: agent.on_signal(number))
 
     @property
     def alive(self) -> bool:

@@ -105,6 +105,12 @@ def _alone(cluster: Cluster, fault: Fault) -> None:
             _cut(cluster, Fault(0, "", fault.node, other, fault.for_s), both=True)
 
 
+def _outage(cluster: Cluster, fault: Fault) -> None:
+    """No node reaches etcd, which works, so that leases end."""
+    for name in cluster.machines.by_name:
+        _cut(cluster, Fault(0, "", name, ETCD, fault.for_s), both=True)
+
+
 def _set(cluster: Cluster, fault: Fault, name: str, value: object, after: object) -> None:
     """Change something of the cluster for a while: `etcd.full`, `training.disk.full`."""
     path, _, attribute = name.rpartition(".")
@@ -149,8 +155,8 @@ def _suspect(cluster: Cluster, fault: Fault) -> None:
         ring.suspect()
 
 
-def _signal(cluster: Cluster, fault: Fault) -> None:
-    cluster.signal(fault.node)
+def _signal(cluster: Cluster, fault: Fault, *, again: bool) -> None:
+    cluster.signal(fault.node, again=again)
     if fault.for_s:
         _later(cluster, fault, partial(cluster.start, fault.node))
 
@@ -208,6 +214,7 @@ APPLY: Mapping[str, Callable[[Cluster, Fault], object]] = {
     "cut": partial(_cut, both=True),
     "cut-one-way": partial(_cut, both=False),
     "alone": _alone,
+    "outage": _outage,
     "loss": lambda c, f: _set(c, f, "network.loss", 0.2, 0.0),
     "no-leader": lambda c, f: c.etcd.lose_leader(f.for_s),
     "slow-etcd": lambda c, f: _set(c, f, "etcd.slow_s", 1.5, 0.0),
@@ -223,7 +230,8 @@ APPLY: Mapping[str, Callable[[Cluster, Fault], object]] = {
     "ill-node": lambda c, f: _machine(c, f, "ill", "disk: 0 MiB free", ""),
     "clock-jump": _clock,
     "suspect": _suspect,
-    "sigterm": _signal,
+    "sigterm": partial(_signal, again=False),
+    "sigterm-again": partial(_signal, again=True),
     "drain": _drain,
     "stop": _stop,
     HEAL: _heal,
@@ -240,11 +248,21 @@ FREE = (
     "slow-disk",
     "start",
     "no-leader",
+    "outage",
     "suspect",
 )
 """Faults that must cost no restart."""
 TWO = {"cut", "cut-one-way"}
-GLOBAL = {"loss", "no-leader", "slow-etcd", "full-etcd", "compact", "full-disk", "slow-disk"}
+GLOBAL = {
+    "loss",
+    "outage",
+    "no-leader",
+    "slow-etcd",
+    "full-etcd",
+    "compact",
+    "full-disk",
+    "slow-disk",
+}
 LONGEST_S = 25.0
 
 

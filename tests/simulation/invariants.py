@@ -151,8 +151,6 @@ class Invariants:
         draining = {n.id for n in job.nodes if n.draining and job.has_member(n)}
         if "leaving" in job.yielding and draining and draining <= job.done:
             self.broken(f"I12: round {job.n} is left for {draining}, which have finished")
-        if "join" in job.yielding and job.done:
-            self.broken(f"I12: round {job.n} is left for joiners after {set(job.done)} finished")
 
     def _charge(self, key: str, value: str, database: Database) -> None:
         if key in self._charges:

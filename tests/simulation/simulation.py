@@ -63,6 +63,7 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
         steps=source.choice([10, 20, 40]),
         save_every=source.choice([2, 5, 10]),
         step_s=source.choice([0.2, 0.5, 1.0]),
+        evaluation_s=random.Random(f"{seed} evaluation").choice([0.0] * 7 + [50.0]),
     )
     names = [chr(ord("a") + number) for number in range(nodes)]
     kinds = list(FREE) if free else [kind for kind in APPLY if kind not in {"stop", HEAL}]
@@ -91,7 +92,8 @@ def run(plan: Plan) -> Result:
 
         def ended(run: AgentRun) -> None:
             looked_at(run)
-            if run.code not in OVER and not over():
+            stays = run.code in OVER and made.kernel.now <= plan.faults[-1].at_s
+            if not (stays or over()):
                 made.kernel.after(AGAIN_S, partial(made.start, run.machine))
 
         made.on_agent_end = ended

@@ -207,6 +207,8 @@ class Worker:
         self.pid = next(training.machines.pids)
         self.alive, self.frozen, self.hangs, self.stepped = True, False, False, False
         self.step, self.digest = 0, ""
+        self.no_room = False
+        """Some rank had no room for its part of the last save."""
         self.attempt = 0
         """How often its last save has been repeated."""
         self.main: Strand | None = None
@@ -311,8 +313,8 @@ class Worker:
         self._told = True
         while not self.group.reaches_store(self):
             yield 0.2
-        self.group.members[self.rank] = self
         training.met(self)
+        self.group.members[self.rank] = self
         yield from self._exchange("meet", self.machine.name)
         yield about(0.3)  # load
         notes = yield from self._exchange("load", training.disk.newest)
@@ -337,12 +339,13 @@ class Worker:
             ends = self.step == training.total_steps
             if leaves or ends:
                 done = yield from self._save(patience_s=training.grace_s if ends else PATIENCE_S)
-                while ends and not done and training.disk.full:  # the last save waits for room
+                while ends and not done and self.no_room:  # the last save waits for room
                     self.tell(SaveWaits(step=self.step, what="room", left_s=3600.0))
                     yield 2.0
                     self.attempt += 1
                     done = yield from self._save(patience_s=training.grace_s)
                 if ends:
+                    yield from self._evaluate()
                     return ExitCode.OK if done else ExitCode.PEER_LOST
                 self.tell(Left(round=self.round, step=self.step))
                 return ExitCode.LEFT
@@ -351,6 +354,13 @@ class Worker:
                 self._saves = [one for one in self._saves if not one.over] + [save]
                 save.go()
         return ExitCode.OK
+
+    def _evaluate(self) -> Generator[float, Any, None]:
+        """On rank 0 alone, with heartbeats."""
+        until_s = self.training.kernel.now + (self.training.evaluation_s if self.rank == 0 else 0.0)
+        while self.training.kernel.now < until_s:
+            yield 5.0
+            self.tell(Progress(step=self.step, samples=self.step * MICROBATCHES))
 
     def _save_beside(self) -> Life:
         yield from self._save(patience_s=0.0)
@@ -366,7 +376,6 @@ class Worker:
         if not group.reaches_store(self):
             return False
         votes[self.rank] = not training.disk.full
-        verdict: list[bool] = []
         if self.rank == 0:
             while len(votes) < self.world and training.kernel.now < began_s + VOTES_S:
                 yield 0.05
@@ -382,9 +391,9 @@ class Worker:
             if late or not group.reaches_store(self):
                 return False
             yield 0.05
-        verdict.append(votes[-1])
-        self.tell(Saved(step=saved.step, committed=verdict[0], total_s=1.0))
-        return verdict[0]
+        self.no_room = not all(votes[rank] for rank in votes if rank >= 0)
+        self.tell(Saved(step=saved.step, committed=votes[-1], total_s=1.0))
+        return votes[-1]
 
     def _ask(self, saved: Checkpoint, patience_s: float) -> Generator[float, Any, bool]:
         self._requests += 1
@@ -428,6 +437,7 @@ class Training:
     save_every: int = 5
     step_s: float = 0.5
     grace_s: float = 60.0
+    evaluation_s: float = 0.0
     disk: Disk = field(default_factory=Disk)
     groups: dict[str, Group] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
@@ -459,7 +469,7 @@ class Training:
     def met(self, worker: Worker) -> None:
         """A worker has joined its group."""
         group = worker.group
-        if any(one.rank == worker.rank and one is not worker for one in self.alive_in(group)):
+        if any(one.rank == worker.rank for one in self.alive_in(group)):
             self.on_problem(f"I3: two workers of rank {worker.rank} in round {worker.round}")
         if worker.world != group.world:
             self.on_problem(f"I3: worlds of {worker.world} and {group.world} meet")

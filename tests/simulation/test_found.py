@@ -1,0 +1,38 @@
+"""What the simulation has found in the product, each with the faults that showed it.
+
+docs/simulation.md has the table. The seeds of random plans change with the plans; these do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from tests.simulation.test_simulation import simulated
+from zero_orchestrator.membership.rounds import Timing
+from zero_orchestrator.store.etcd.client import EtcdStore
+
+FOUND = {
+    "rank 0 works on after the others have ended": (
+        "--setting nodes=2 slots=2 steps=5 evaluation_s=50 --fault 0 start a --fault 0 start b"
+    ),
+    "all nodes are cut off from etcd for longer than their leases": (
+        "--setting nodes=3 steps=30 --fault 0 start a --fault 0 start b --fault 0 start c "
+        "--fault 4 outage for 9.3 s"
+    ),
+}
+"""What happens, and the arguments that make it happen."""
+
+
+@pytest.mark.parametrize("arguments", FOUND.values(), ids=FOUND)
+def test_what_was_found_once_is_not_found_again(arguments: str) -> None:
+    first, *parts = arguments.split(" --")
+    words = [part.split(" ", 1) for part in (first.removeprefix("--"), *parts)]
+    flags = [word for name, value in words for word in (f"--{name}", value)]
+    assert "job sim is done" in simulated("--seed", "1", "--free", *flags)
+
+
+def test_nodes_may_return_after_a_silence_for_longer_than_a_call_takes() -> None:
+    timeout_s = inspect.signature(EtcdStore).parameters["timeout_s"].default
+    assert Timing().return_within_s >= timeout_s + 1.0
