@@ -114,10 +114,8 @@ class StoreConsensus:
     def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
         """Return on every rank the record that `make` returns on rank 0. Raises as `ask`.
 
-        Args:
-            make: Makes the record; called on rank 0. Must not raise.
-            voted_on: A key of records that all ranks vote on next: then rank 0 need not wait until
-                all of them have read the record.
+        `make` must not raise. `voted_on` is a key of records that all ranks vote on next: then rank
+        0 need not wait until all of them have read the record.
         """
         question = self._next_question()
         if self.rank == COORDINATOR:

@@ -210,9 +210,8 @@ def agree(votes: Sequence[Record | None]) -> Record:
 
     Of the ranks that hold the same elements, the one with the fewest bytes so far writes them.
 
-    Args:
-        votes: By rank: "state", the packed structure, and "tensors", name -> dtype, shape, start
-            and count of the elements; or "problem". None for a rank that did not answer.
+    A vote has "state", the packed structure, and "tensors", name -> dtype, shape, start and count
+    of the elements; or "problem". It is None for a rank that did not answer.
 
     Returns:
         "state", "tensors" (name -> dtype and shape) and "writes" (by rank, names); or "problem".

@@ -55,10 +55,8 @@ class Training(Protocol):
     ) -> State:
         """The state to save, as of now; its pieces are views.
 
-        Args:
-            run: Stored in `meta["engine"]`, with "step" and the values that the training adds.
-            client: Stored in `meta["client"]`.
-            exclude_frozen: Leave out the parameters that are not trained.
+        `run` is stored in `meta["engine"]`, with "step" and the values that the training adds,
+        `client` in `meta["client"]`.
         """
 
     def loading(self) -> Loading:

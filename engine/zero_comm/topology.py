@@ -82,12 +82,9 @@ def place_of(environ: Mapping[str, str], rank: int, world: int) -> Place:
 
 
 def described(text: str, world: int) -> Topology:
-    """The topology that ZERO_NODE_RANKS describes.
+    """The topology that ZERO_NODE_RANKS describes, such as "4,4,2".
 
-    Args:
-        text: The ranks of each node, such as "4,4,2"; one number is that of every node, of which
-            the last may have fewer.
-        world: Ranks.
+    One number is that of every node, of which the last may have fewer.
 
     Raises:
         ConfigError: It describes no world, or another one.

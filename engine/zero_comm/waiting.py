@@ -266,11 +266,8 @@ class Waiter:
         A thread does it, one for each chain: an exchange that others have not begun then keeps no
         other one waiting.
 
-        Args:
-            works: Under way.
-            begin_next: Called by the thread.
-            in_order: One thread does it for all chains, in the order of these calls: where
-                exchanges are matched by their order, they also end in it.
+        `in_order`: one thread does it for all chains, in the order of these calls: where exchanges
+        are matched by their order, they also end in it.
         """
         job = _Chain(works, begin_next, self.interrupt.changed)
         if in_order:

@@ -104,10 +104,7 @@ def round_of_start(
 
     A job that is started again by hand, or under another name, counts its rounds from 0 or 1.
 
-    Args:
-        directory: The directory of the ledger; rank 0's view of it counts.
-        round: The round of the group.
-        everybodys: From a tensor [n] to those of all ranks, [world, n]; see `Collectives`.
+    Rank 0's view of the directory counts.
     """
     found = (_FILE.fullmatch(path.name) for path in Path(directory).glob("round*-rank*.jsonl"))
     newest = max((int(match[1]) for match in found if match), default=-1)

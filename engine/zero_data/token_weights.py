@@ -77,10 +77,8 @@ def correction(counts: Tensor, plan: StepPlan, assignment: Assignment) -> float:
     A script that divides by micro-steps and ranks assumes that all micro-batches are full; if some
     are short or padding, the factor turns its mean into the mean over the samples that there are.
 
-    Args:
-        counts: [world, micro-steps], the tokens of every micro-batch, or NOT_GIVEN, or BY_SCRIPT.
-        plan: The step; what is beyond its micro-batches is padding micro-batches.
-        assignment: Who has run which.
+    `counts` [world, micro-steps] are the tokens of every micro-batch, or NOT_GIVEN, or BY_SCRIPT.
+    What is beyond the micro-batches of the plan is padding.
 
     Raises:
         ZeroError: Not all micro-batches are weighted in the same way, or a number is none.

@@ -116,11 +116,8 @@ class Stored:
 def keys_of(manifest: Manifest, model: str, optimizer: str) -> Stored:
     """The keys of a checkpoint.
 
-    Args:
-        manifest: Its manifest.
-        model: The key of the model's state_dict, if `zero_engine` or `zero_torch` has saved it;
-            "": the model's names are keys.
-        optimizer: The same of the optimizer.
+    `model` and `optimizer` are the keys of the state_dicts, if `zero_engine` or `zero_torch` has
+    saved it; "": the names of the model are keys.
     """
     meta = manifest.meta.get(META)
     if meta is None and STRUCTURE in manifest.meta:

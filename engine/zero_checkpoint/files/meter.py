@@ -30,12 +30,8 @@ class Meter:
     ) -> None:
         """Begin.
 
-        Args:
-            what: What lasts, such as `loading step-000000020.g1.9f3a`.
-            total_bytes: Bytes in all.
-            now_s: The clock.
-            logs: Whether to log how far it has come: one rank does for all.
-            tell: Called with `what` and the part that is done; None: the agent is not told.
+        `what` lasts, such as `loading step-000000020.g1.9f3a`; one rank `logs` for all. `tell` is
+        called with it and the part that is done; None: the agent is not told.
         """
         self._what, self._total_bytes, self._now_s = what, total_bytes, now_s
         self._logs, self._tell, self._told_s = logs, tell, now_s() - TELL_S

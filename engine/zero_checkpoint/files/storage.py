@@ -91,9 +91,7 @@ class Disk:
         A save that is still alive, and publishes into it, must fail. So the directory is renamed:
         the path of that save's manifest does not exist any more.
 
-        Args:
-            path: The directory.
-            committed: Whether it is a checkpoint; if not, it must not become one either.
+        If it is not `committed`, it must not become one either.
 
         Returns:
             The directory's new path.

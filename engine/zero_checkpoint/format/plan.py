@@ -60,12 +60,8 @@ def plan(
     Bytes that two wants share (a tied tensor wanted under two names) are read once for each of
     them, after the rest of the file.
 
-    Args:
-        wants: Pieces of the manifest's tensors, in bounds; empty ones are skipped.
-        fragments: Sorted by (tensor, start), covering every tensor once.
-        n_tensors: The number of tensors that the fragments cover.
-        block_bytes: Bytes of a block, see `Manifest`.
-        most_bytes: The most that one read takes, but at least one block.
+    Wants are in bounds, and empty ones are skipped. Fragments are sorted by (tensor, start), and
+    cover each of `n_tensors` once. A read takes at most `most_bytes`, but at least one block.
     """
     files: dict[int, list[Part]] = defaultdict(list)
     for file, *part in _intersect(wants, fragments, n_tensors).T.tolist():

@@ -328,12 +328,9 @@ def raise_problem(
     attempt: Attempt | None = None,
     failure: type[CheckpointError] | None = None,
 ) -> None:
-    """Raise what a verdict says; return if it says that all is well.
+    """Raise what a verdict says, `failure` unless the commit was refused; return if all is well.
 
-    Args:
-        verdict: Of `vote`, or another record with `problem`.
-        attempt: Of rank 0, for `NotPublished`.
-        failure: The error, unless the commit was refused; None: as `save`.
+    `attempt` is rank 0's, for `NotPublished`.
     """
     if written := verdict.get("written"):
         raise NotPublished(verdict["problem"], written, attempt)

@@ -174,12 +174,9 @@ class InMemoryCheckpoints:
     ) -> None:
         """Copy the state, and begin to commit it; then the tensors may change, see `snapshot`.
 
-        Args:
-            root: The directory of the run's checkpoints on disk.
-            state: This rank's share. Its `meta` must not change any more.
-            lay_out: Returns the layout of this rank's file; may raise CheckpointError.
-            fence: From step and tag to the fence of the commit, see `commit.save`.
-            problem: Why this rank cannot save its state; then there are no more checkpoints.
+        The `meta` of the state must not change any more. `lay_out` may raise CheckpointError;
+        `fence` goes from step and tag to that of `commit.save`; with a `problem` there are no more
+        checkpoints.
         """
         if root != self._root:
             self._settle(root)

@@ -86,12 +86,8 @@ class StagingBuffer:
     ) -> None:
         """No memory is allocated before the first `snapshot`.
 
-        Args:
-            source: Allocates the memory.
-            before_change: Its functions are called before the state changes; gets `hold`. None:
-                the state may change at any time.
-            on_wait: Called while a reader of an image waits for a device; may raise.
-            choose: Returns the copier from a device.
+        `before_change` gets `hold`; None: the state may change at any time. `on_wait` is called
+        while a reader of an image waits for a device; may raise.
         """
         self._source = source
         self._memory: mmap.mmap | None = None

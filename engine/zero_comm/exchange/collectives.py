@@ -135,9 +135,7 @@ class Collectives:
     def lay_out(self, topology: Topology, owners: Sequence[int] | None = None) -> None:
         """Divide what is divided from now on by nodes; every rank with the same topology.
 
-        Args:
-            topology: The nodes.
-            owners: By shard, the rank that has it, where a framework decides that.
+        `owners`: by shard, the rank that has it, where a framework decides that.
         """
         self.topology = topology
         self.owners = tuple(owners) if owners is not None else rail_order(topology.nodes)
@@ -219,8 +217,7 @@ class Collectives:
     def check_order(self, checksums: Sequence[float]) -> None:
         """Compare the orders in which the ranks have begun exchanges since the last comparison.
 
-        Args:
-            checksums: `order.checksum()` of every rank, by rank, before any later exchange.
+        `checksums` are `order.checksum()` of every rank, by rank, before any later exchange.
 
         Raises:
             Diverged: They are not the same. Every rank raises it.
@@ -272,14 +269,9 @@ class Collectives:
         sent_bytes: int,
         start: Callable[[Transport, int], list[Work]],
     ) -> Pending:
-        """Begin an exchange of these buffers; without any, nothing travels.
+        """Begin an exchange of these buffers, on one device; without any, nothing travels.
 
-        Args:
-            kind: In the words of `comms_log`.
-            what: Its name.
-            buffers: What is sent and filled; all on one device.
-            sent_bytes: By this rank.
-            start: From the transport, and how many of this name came before, to what is under way.
+        `start`: from the transport, and how many of this name came before, to what is under way.
         """
         transport = self.transports.of(buffers[0].device) if buffers else None
         works: list[Work] = []
@@ -377,11 +369,8 @@ class Collectives:
     ) -> Pending:
         """Send this rank's own to one rank of each other node, and then inside of nodes.
 
-        Args:
-            own: What this rank has, if anything.
-            wanted: By rank, what this rank receives of other nodes.
-            inside: By rank of the node, what it then sends to the others.
-            what: The exchange's name.
+        `wanted`: by rank, what this rank receives of other nodes. `inside`: by rank of the node,
+        what it then sends to the others.
         """
         held = {} if own is None else dict.fromkeys(self._route.to, own)
         mine, others = inside[self.rank], [rank for rank in inside if rank != self.rank]

@@ -68,10 +68,8 @@ class Standing:
 def circle(standings: Mapping[int, Standing], rank: int) -> list[int]:
     """A circle of ranks through `rank`, each waiting for the next; empty if there is none.
 
-    Args:
-        standings: The ranks that have been waiting for long; a rank that is not here may still
-            begin the exchange.
-        rank: The rank at which the circle begins.
+    `standings` has the ranks that have been waiting for long; any other may still begin the
+    exchange.
     """
     paths, seen = [[rank]], set()
     while paths:

@@ -63,16 +63,13 @@ def timeout_of(group: dist.ProcessGroup | None) -> float:
 def own_group(
     groups: Sequence[Sequence[int]], timeout_s: float, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """This rank's of some groups. Collective of all ranks of the job.
+    """This rank's of some groups of ranks, in the numbers of the default group.
 
     Every rank creates all of them, so that all name them alike: torch names a group that its own
     ranks alone create by how many this rank is in, and that differs if a script has made groups of
     some ranks.
 
-    Args:
-        groups: The ranks of each, by their numbers in the default group; this rank is in one.
-        timeout_s: Seconds that a rank waits for an exchange.
-        backend: Of the groups; None: that of the default group.
+    Collective of the job.
     """
     timeout = timedelta(seconds=timeout_s)
     made: list[dist.ProcessGroup] = [
@@ -92,14 +89,10 @@ class Transports:
         world: int,
         division: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Exchange within a group.
+        """Exchange within a group; None: the default one.
 
-        Args:
-            group: The group; None: the default one.
-            rank: This rank's number in it.
-            world: Its ranks.
-            division: Of a group of some ranks: the ranks of each group that the job is divided
-                into, this one among them; see `own_group`.
+        `division`, of a group of some ranks: the ranks of each group that the job is divided into,
+        this one among them; see `own_group`.
         """
         self._group = group
         self._division = division

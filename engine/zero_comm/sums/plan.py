@@ -241,10 +241,9 @@ class Plan:
         One gradient is in the exchange inside of nodes, with what has come of others; the pieces of
         the one before travel to their owners.
 
-        Args:
-            gradient_bytes: Of an element of a micro-batch's gradient.
-            block_bytes: Of an element of a whole block that is rounded, on its way; there and at
-                its owner it is beside its sum in fp32. None: blocks are not rounded.
+        `gradient_bytes` and `block_bytes` are of an element of a micro-batch's gradient and of a
+        whole block that is rounded, on its way; there and at its owner it is beside its sum in
+        fp32. None: blocks are not rounded.
         """
         most, whole_bytes = 0.0, None if block_bytes is None else block_bytes + SUM_BYTES
         for step in self.micro_steps:
@@ -272,13 +271,9 @@ class Plan:
     def traffic(
         self, elements: int, gradient_bytes: int, block_bytes: float | None = None
     ) -> Traffic:
-        """The cost of the gradients of one step.
+        """The cost of the gradients of one step, of so many elements.
 
-        Args:
-            elements: Of the gradient.
-            gradient_bytes: Of an element of a micro-batch's gradient; sums are in fp32.
-            block_bytes: Of an element of a whole block that is rounded, on its way to its owner;
-                None: blocks are not rounded.
+        Bytes are as in `most_under_way`; sums are in fp32.
         """
         inside, between = [0.0] * len(self.nodes), [0.0] * len(self.nodes)
         first = 0

@@ -333,13 +333,8 @@ class AgentLink:
 
         It raises CommitRefused, a fence for workers of an earlier round.
 
-        Args:
-            step: The step of the checkpoint.
-            tag: Its tag.
-            samples: The samples consumed up to it.
-            in_memory: Whether it is an in-memory checkpoint.
-            last: Whether the workers leave with it: then it waits for etcd as long as they may.
-            written: Where its files are, if the script ends with it: it waits for etcd a while.
+        `last`: the workers leave with this checkpoint, so it waits for etcd as long as they may.
+        `written` says where its files are, if the script ends with it: it waits for etcd a while.
         """
         if not self.present:
             return None

@@ -72,9 +72,7 @@ LAUNCHERS = (
 def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
     """The variables that torchrun would have set; {} if no such launcher has started this process.
 
-    Args:
-        environ: The worker's environment.
-        port: The port of rank 0's store if MASTER_PORT is not set.
+    `port` is that of rank 0's store if MASTER_PORT is not set.
 
     Raises:
         ConfigError: The host of rank 0 is unknown.

@@ -71,9 +71,7 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     With RANK and WORLD_SIZE in the environment, or the variables of mpirun or srun, the group is
     that of all ranks; without them this process is a world of one and needs no network.
 
-    Args:
-        timeout_s: The timeout of a collective.
-        mpi_port: The port of rank 0's store under mpirun and srun; None: ignore these launchers.
+    `mpi_port` is that of rank 0's store under mpirun and srun; None: ignore these launchers.
 
     Raises:
         ConfigError: mpirun has started this worker, and the host of rank 0 is unknown. Or this
@@ -182,12 +180,9 @@ def local_device() -> torch.device:
 
 
 def device_index(local: int, visible: int, current: int) -> int:
-    """Which of its devices a worker uses.
+    """Which of its `visible` devices a worker uses, by its number on its node.
 
-    Args:
-        local: Its number on its node.
-        visible: The devices that it sees.
-        current: The one that is current; a script may have chosen it. 0 unless anybody has.
+    A script may have chosen the current one, which is 0 unless anybody has.
 
     Raises:
         ConfigError: There are fewer devices than workers.

@@ -154,14 +154,9 @@ def export_hf(
 
     One batch of tensors is in memory at a time (`tensors.BATCH_BYTES`), or one tensor.
 
-    Args:
-        checkpoint: The checkpoint to export.
-        selection: The tensors to write.
-        out: The new directory.
-        shard_bytes: The most that one file holds, unless one tensor is larger.
-        config: A directory with `config.json` (and a tokenizer) to copy; its dtype becomes that
-            of the weights.
-        progress: Called with the bytes of each tensor read.
+    A file holds at most `shard_bytes`, unless one tensor is larger. `config` has `config.json` (and
+    a tokenizer) to copy; its dtype becomes that of the weights. `progress` is called with the bytes
+    of each tensor read.
 
     Raises:
         CheckpointError: `out` exists, another export writes it, or there is no `config.json`.
