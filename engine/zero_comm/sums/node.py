@@ -93,6 +93,7 @@ class HeldPieces:
         passed = [(piece, memory[at[piece.start]]) for piece in formed.gives]
         for piece in keeps:
             self._held[piece.start] = self._spill.keep(piece, memory[at[piece.start]])
+        # What was added to another piece is free; a target is kept or passed on under its name.
         used = {id(tensor) for tensor in (*self, *(tensor for _, tensor in passed))}
         for tensor in fetched.values():
             if id(tensor) not in used:
@@ -298,6 +299,7 @@ class _Divided(Reducing):
         group, pending = self._via.collectives, []
         own = self._slices.slice_of(group.rank)
         of_node: list[tuple[Piece, Tensor]] = []
+        # As many exchanges as the most pieces of a rank: all ranks must begin the same ones.
         for turn in range(max(map(len, self._schedule.by_rank))):
             held, wanted = {}, {}
             if turn < len(passed):
@@ -312,6 +314,7 @@ class _Divided(Reducing):
                     of_node.append((piece, wanted[rank]))
             what = f"{self._what}, {turn}" if turn else self._what
             pending.append(group.exchange_pieces(held, wanted, what))
+        # They came by turn and rank; the plan takes them in the order of micro-batches.
         self._of_node = [tensor for _, tensor in sorted(of_node, key=lambda each: each[0])]
         self.pending = tuple(pending)
 
@@ -334,6 +337,7 @@ class _Divided(Reducing):
             }
             for piece, whole in formed
         ]
+        # Before the sums travel: the next gradient takes this memory while they are on their way.
         self._give_back([part for parts in sent for part in parts.values()])
         return sent
 
@@ -380,6 +384,7 @@ class _Divided(Reducing):
         assert self._arrived is not None
         rank, is_rounded = self._via.collectives.rank, self._is_rounded(piece)
         if [source for source, _, _ in sources] == [rank] and not is_rounded:
+            # This rank formed all of its shard: it is added from where it lies.
             self._arrived.append((piece, held[rank]))
             return
         shard = self._slices.shard_of(rank)
@@ -387,6 +392,7 @@ class _Divided(Reducing):
         for source, start, stop in sources:
             part = whole[start - shard.start : stop - shard.start]
             if is_rounded and source == rank:
+                # Its own part is rounded as well: the bits must not depend on who formed it.
                 self._packed.append((held[rank], part))
             elif is_rounded:
                 wanted[source] = self._take(packed_size(len(part)), torch.uint8)
