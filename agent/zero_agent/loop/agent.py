@@ -465,11 +465,7 @@ class Agent:
 
 
 def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:
-    """Open this node's listener of the liveness ring.
-
-    Raises:
-        AgentFailed: It cannot listen.
-    """
+    """Open this node's listener of the liveness ring. Raises AgentFailed: it cannot listen."""
     try:
         return Ring(config.address, on_dead, config.ports)
     except OSError as error:

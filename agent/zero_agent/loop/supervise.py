@@ -74,10 +74,6 @@ def next_action(now: Situation) -> Step:
     return _BY_STATE[now.job.state](now)
 
 
-def _not_begun(now: Situation) -> Step:
-    return Action.WAIT, "the job has not begun"
-
-
 def _forming(now: Situation) -> Step:
     job = now.job
     if now.busy:
@@ -188,7 +184,7 @@ _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
     Workers.FAILED: _once(Action.REPORT_FAILURE, "a worker failed"),
 }
 _BY_STATE: Mapping[State | None, Callable[[Situation], Step]] = {
-    None: _not_begun,
+    None: lambda now: (Action.WAIT, "the job has not begun"),
     State.FORMING: _forming,
     State.ACTIVE: _active,
     State.DONE: _ended,

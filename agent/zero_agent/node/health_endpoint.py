@@ -105,11 +105,7 @@ class Health:
     """The server; `watch` sets the agent whose state it reports."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen, and answer from now on.
-
-        Raises:
-            SpecError: It cannot listen at that address.
-        """
+        """Listen, and answer from now on. Raises SpecError: it cannot listen at that address."""
         self._look: Callable[[], Status] = lambda: STARTING
         self.metrics: Callable[[], bytes] = bytes
         """Returns the metrics of this node in Prometheus' text format."""

@@ -34,7 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -54,6 +54,8 @@ from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 KEEP = 1000
 """Number of events of a job's story that a trim keeps."""
@@ -114,48 +116,37 @@ def history_key(job: str) -> str:
     return progress_prefix(job) + "job/history"
 
 
-def seen_s(seen: KeyValue | None) -> float | None:
-    """The time in the value of a `seen_key`, seconds since the epoch; None without one."""
+def _read(item: KeyValue | None, of: Callable[[Any], T]) -> T | None:
+    """What a key holds; None without it, or if it is unreadable, as of another version."""
     try:
-        return float(json.loads(seen.value)["time"]) if seen is not None else None
-    except (ValueError, TypeError, KeyError):
+        return None if item is None else of(json.loads(item.value))
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def seen_s(seen: KeyValue | None) -> float | None:
+    """The time in the value of a `seen_key`, seconds since the epoch."""
+    return _read(seen, lambda record: float(record["time"]))
 
 
 def by_node(prefix: str, items: Sequence[KeyValue]) -> dict[str, dict[str, Any]]:
-    """The records below a prefix, by the rest of the key; empty for one of another version."""
-    found: dict[str, dict[str, Any]] = {}
-    for item in items:
-        try:
-            record = dict(json.loads(item.value))
-        except (ValueError, TypeError):
-            record = {}
-        found[item.key.removeprefix(prefix)] = record
-    return found
+    """The records below a prefix, by the rest of the key."""
+    return {item.key.removeprefix(prefix): _read(item, dict) or {} for item in items}
 
 
 def read_goodput(item: KeyValue | None) -> dict[Use, int]:
-    """The ledger in a key below `goodput_prefix`; empty without one, or if it is unreadable."""
-    try:
-        return from_record(json.loads(item.value)["ns"]) if item is not None else {}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return {}
+    """The ledger in a key below `goodput_prefix`."""
+    return _read(item, lambda record: from_record(record["ns"])) or {}
 
 
 def read_lane(item: KeyValue | None) -> Lane | None:
-    """The lane in a key below `goodput_prefix`; None without one, or if it is unreadable."""
-    try:
-        return lanes.from_record(json.loads(item.value)["lane"]) if item is not None else None
-    except (ValueError, TypeError, KeyError):
-        return None
+    """The lane in a key below `goodput_prefix`."""
+    return _read(item, lambda record: lanes.from_record(record["lane"]))
 
 
 def read_history(item: KeyValue | None) -> History:
-    """The history in a `history_key`; empty without one, or if it is unreadable."""
-    try:
-        return histories.from_record(json.loads(item.value)) if item is not None else History()
-    except (ValueError, TypeError, KeyError):
-        return History()
+    """The history in a `history_key`."""
+    return _read(item, histories.from_record) or History()
 
 
 # ---- writing ----

@@ -161,10 +161,6 @@ class History:
         """The history after one more step of a rank, new or repeated, that took so long."""
         return replace(self, durations=add_up([self.durations, {bucket(took_s): 1}]))
 
-    def points_alone(self) -> History:
-        """The history of an agent that continues a record, which has all the rest."""
-        return History(points=self.points, stride=self.stride)
-
     def with_checkpoint(self, saved: Saved) -> History:
         """The history after one more checkpoint."""
         kept = (*self.checkpoints, saved)[-CHECKPOINTS:]

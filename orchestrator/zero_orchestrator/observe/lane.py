@@ -90,7 +90,8 @@ class Lane:
             reached = max(self.reached, mark.reached)
             begun = now.begin(phase, at_s)
             return replace(begun, ran_s=ran_s, reached=reached, step=None, usual_s=0.0)
-        usual_s, saving_s = mark.usual_ns / 1e9, min(mark.saving_ns / 1e9, at_s - self._last_s)
+        last_s = self.spans[-1].from_s if self.spans else self.until_s
+        usual_s, saving_s = mark.usual_ns / 1e9, min(mark.saving_ns / 1e9, at_s - last_s)
         now = replace(self, usual_s=usual_s)._stalled(at_s - saving_s)
         if saving_s >= SAVE_S:
             now = now._saves(at_s - saving_s)
@@ -135,10 +136,6 @@ class Lane:
         gone = Span(from_s=before.until_s, phase=Phase.GONE)
         mine = tuple(s for s in self.spans if s.from_s > before.until_s)
         return replace(self, spans=_bounded((*before.spans, gone, *mine)))
-
-    @property
-    def _last_s(self) -> float:
-        return self.spans[-1].from_s if self.spans else self.until_s
 
 
 def intervals(

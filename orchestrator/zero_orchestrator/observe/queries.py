@@ -17,10 +17,8 @@ question changes nothing in the job.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import dataclasses
-import json
 import queue
 import secrets
 import time
@@ -29,11 +27,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zero_contract.decoding import decode, encode, inflate
 from zero_orchestrator.observe.events import progress_prefix
 from zero_orchestrator.store.kv import Change, KeyValueStore, Put
 
 ANSWER_BYTES = 512 << 10
 """Largest value of an answer, compressed; etcd's limit of a request is 1.5 MiB."""
+UNPACKED_BYTES = 256 << 20
+"""The same before it was compressed, at most."""
 LONGEST_S = 600.0
 """An agent works on an answer for no longer, however long the asker waits."""
 LEASE_S = 30
@@ -64,24 +65,11 @@ class Query:
     within_s: float = 5.0
     """Seconds for which the asker waits."""
 
-    def to_json(self) -> str:
-        """The value of its key."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Query:
-        """The question in a key; fields that are not known are ignored.
-
-        Raises:
-            ValueError: It is no question.
-        """
-        try:
-            record = json.loads(text)
-            known = {one.name: record[one.name] for one in dataclasses.fields(cls)}
-            known["within_s"] = min(float(known["within_s"]), LONGEST_S)
-            return cls(**known)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a question of zero-ctl: {text[:200]}") from error
+        """The question in a key. Raises ValueError: it is none."""
+        found = decode(cls, text, "a question of zero-ctl")
+        return dataclasses.replace(found, within_s=min(found.within_s, LONGEST_S))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +86,7 @@ class Answer:
 
 def pack(answer: Answer) -> str:
     """The value of an answer's key; one that is too large says so instead."""
-    packed = base64.b85encode(zlib.compress(json.dumps(dataclasses.asdict(answer)).encode()))
+    packed = base64.b85encode(zlib.compress(encode(answer).encode()))
     if len(packed) <= ANSWER_BYTES:
         return packed.decode()
     text = f"the answer has {len(packed)} bytes, the limit is {ANSWER_BYTES}; ask for one --rank"
@@ -106,27 +94,16 @@ def pack(answer: Answer) -> str:
 
 
 def unpack(text: str) -> Answer:
-    """The answer in a key's value.
-
-    Raises:
-        ValueError: It is no answer.
-    """
-    try:
-        record = json.loads(zlib.decompress(base64.b85decode(text)))
-        return Answer(**{one.name: record[one.name] for one in dataclasses.fields(Answer)})
-    except (binascii.Error, zlib.error, KeyError, TypeError) as error:
-        raise ValueError("not an answer of an agent") from error
+    """The answer in a key's value. Raises ValueError: it is no answer."""
+    whole = inflate(base64.b85decode(text), UNPACKED_BYTES)
+    return decode(Answer, whole, "an answer of an agent")
 
 
 class Asker:
     """Asks the agents of one job; use it as a context manager."""
 
     def __init__(self, store: KeyValueStore, job: str) -> None:
-        """Nothing is asked yet.
-
-        Raises:
-            StoreError: etcd does not answer, or does not allow it.
-        """
+        """Nothing is asked yet. Raises StoreError: etcd does not answer, or does not allow it."""
         self._store, self._job = store, job
         self._name = secrets.token_hex(8)
         self._number = 0
@@ -164,7 +141,7 @@ class Asker:
         for node, its in arguments.items():
             query = Query(number=self._number, kind=kind, arguments=dict(its), within_s=within_s)
             key = queries_prefix(self._job, node) + self._name
-            puts.append(Put(key, query.to_json(), self._lease))
+            puts.append(Put(key, encode(query), self._lease))
         for first in range(0, len(puts), _BATCH):
             self._store.txn([], puts[first : first + _BATCH])
         return self._number

@@ -6,11 +6,11 @@ they vanish with it; `zero-ctl status` reads them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
+from zero_contract.decoding import decode, encode
 from zero_orchestrator.store.kv import KeyValue
 
 
@@ -55,15 +55,21 @@ class Verdict:
     """How many times as long as others, or as usual, the rank, the write or the link takes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """The record of all that hold."""
+
+    verdicts: tuple[Verdict, ...]
+
+
 def to_value(verdicts: Iterable[Verdict]) -> str:
     """The value of the key of the verdicts."""
-    return json.dumps({"verdicts": [asdict(verdict) for verdict in verdicts]})
+    return encode(_Held(verdicts=tuple(verdicts)))
 
 
 def from_item(item: KeyValue | None) -> tuple[Verdict, ...]:
     """The verdicts in that key; none without it, or if it is unreadable."""
     try:
-        records = json.loads(item.value)["verdicts"] if item is not None else []
-        return tuple(Verdict(**{**record, "kind": Kind(record["kind"])}) for record in records)
-    except (ValueError, TypeError, KeyError):
+        return () if item is None else decode(_Held, item.value, "verdicts").verdicts
+    except ValueError:
         return ()

@@ -46,8 +46,8 @@ class JobHistory:
         leads = bool(members.nodes) and members.nodes[0].id == node.id
         if leads and not self.leads:
             self.reign += 1
-            # They are in the record.
-            self.history = self.history.points_alone()
+            # All the rest is in the record, which this agent continues.
+            self.history = History(points=self.history.points, stride=self.history.stride)
         self.leads, self._workers = leads, members.world_size
         if job.n != self._round:
             self._round, self._rank = job.n, None

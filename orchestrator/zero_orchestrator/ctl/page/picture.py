@@ -195,6 +195,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
         wanted = f"{least}{job.max_nodes} wanted, {wanted}"
     if spares and not job.ended:
         wanted = f"and {_count(spares, 'spare')}; {wanted}"
+    goodput = NOTHING if job.goodput is None else f"{100 * job.goodput:.1f} %"
     return [
         _tile("Step", NOTHING if step is None else f"{step:,}", f"{total}round {job.round}"),
         *_left_tile(job, step),
@@ -202,7 +203,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
         _tile("Throughput", *(("0", "no step is taken") if job.stuck else (_short(rate), unit))),
         *_tokens_tile(points),
         *_step_time_tile(job),
-        _tile("Goodput", _percent(job.goodput), "of all nodes' time"),
+        _tile("Goodput", goodput, "of all nodes' time"),
         _tile("Nodes", str(nodes), wanted),
         _tile("Restarts", *_restarts(records)),
         _checkpoint_tile(job, end_s),
@@ -274,10 +275,6 @@ def _short(value: float | None) -> str:
     if value is None:
         return NOTHING
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _percent(part: float | None) -> str:
-    return NOTHING if part is None else f"{100 * part:.1f} %"
 
 
 def _curve(history: History) -> Json:
@@ -354,7 +351,8 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
 def _since_written(records: Records, node: str, lane: Lane) -> Iterator[Span]:
     """What a node has done since it wrote its lane, as the rounds and the steps of the job show."""
     phase, step_times_s = lane.spans[-1].phase, [point.time_s for point in records.history.points]
-    for event in reversed(_late(records.events, lane.until_s)):
+    late = takewhile(lambda event: _time_s(event) > lane.until_s, reversed(records.events))
+    for event in reversed(list(late)):
         at_s, kind = _time_s(event), event.record.get("event")
         place = bisect_left(step_times_s, at_s)
         if kind in ENDS and phase in _WORKS:
@@ -366,11 +364,6 @@ def _since_written(records: Records, node: str, lane: Lane) -> Iterator[Span]:
         elif kind == "activate" and place < len(step_times_s):
             phase = Phase.TRAINING
             yield Span(from_s=step_times_s[place], phase=phase)
-
-
-def _late(events: Sequence[Event], since_s: float) -> list[Event]:
-    """The events after a time, the newest first."""
-    return list(takewhile(lambda event: _time_s(event) > since_s, reversed(events)))
 
 
 def _lost_s(records: Records, written_s: float) -> float:
