@@ -98,13 +98,6 @@ THREE = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
             {"managed_gradient_accumulation": False},
             "a step ends where the script calls step(), so the global batch follows from",
         ),
-        (
-            {
-                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-                "zero_optimization": {"stage": 1},
-            },
-            "master weights rest in bf16; gradients are summed in fp32 all the same",
-        ),
         ({"fp16": {"enabled": True, "loss_scale": 8}}, "the loss scale is fixed at 8"),
         ({"bf16": {"enabled": True}}, "stage 0 keeps all master weights and moments"),
     ],
@@ -113,6 +106,21 @@ def test_what_may_surprise_is_a_warning(data: dict[str, Any], warning: str) -> N
     told = lines(data)
     warnings = told[told.index("Warnings:") :]
     assert any(warning in line for line in warnings)
+
+
+def test_what_two_nodes_would_choose_is_told_with_the_reasons() -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+    data = {"bf16": bf16, "zero_optimization": {"stage": 1}, "elastic": {"accumulate": "node"}}
+    told = list(explain(load_config(data), data, 10**9, node_ranks=8))
+    at = told.index("\nOn two nodes of 8 GPUs:")
+    assert told[at + 1 : at + 5] == [
+        "  precision: computes in bf16, master weights rest in bf16, the optimizer's state in "
+        "fp32; gradients are summed in fp32",
+        "  stage 1: the optimizer's state divided among 16 ranks",
+        "  sums: in order, by blocks of 8 micro-batches",
+        "  nodes: gradients are added inside each node before they travel to others (ranks of the "
+        "nodes: 8, 8)",
+    ]
 
 
 def test_a_world_divides_no_batch_that_is_not_given() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_comm.topology import alone
+from zero_comm.topology import alone, described
 from zero_contract.errors import ConfigError
 from zero_contract.sections import AUTO
 from zero_data.global_batch import BatchShape, resolve_batch
@@ -57,6 +57,10 @@ def explain(
             f"no rank idles in these {len(chosen.worlds)} worlds, and every other trains as well:"
         )
         yield f"  {', '.join(str(world) for world in chosen.worlds)}"
+    ranks = node_ranks or 1
+    facts = Facts(topology=described(str(ranks), 2 * ranks), device="cuda", any_order=False)
+    yield f"\nOn two nodes of {ranks} GPUs:"
+    yield from (f"  {choice}" for choice in resolve(config, facts).choices)
     if warnings := list(_warnings(config)):
         yield "\nWarnings:"
         yield from (f"  {warning}" for warning in warnings)
@@ -181,11 +185,6 @@ def _warnings(config: Config) -> Iterator[str]:
         yield "gradients are not clipped"
     if config.fp16.enabled and config.fp16.loss_scale:
         yield f"the loss scale is fixed at {config.fp16.loss_scale:g}: it will not adapt"
-    if config.master != "fp32":
-        yield (
-            f"{config.master}_master_weights_and_grads: master weights rest in {config.master}; "
-            "gradients are summed in fp32 all the same"
-        )
     if config.zero_optimization.stage == 0 and config.compute != "fp32":
         yield "stage 0 keeps all master weights and moments on every rank; stage 1 costs nothing"
 

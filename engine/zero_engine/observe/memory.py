@@ -81,11 +81,6 @@ class Estimate:
         """The sum of what stays on the device."""
         return self.weights + self.master + self.moments + self.gradients
 
-    @property
-    def without_gpu(self) -> int:
-        """The sum of all memory if device and host are one."""
-        return self.total + self.host
-
 
 def estimate(
     config: Config,
