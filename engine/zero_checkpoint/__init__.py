@@ -2,9 +2,9 @@
 
 `save` and `load` store a plain structure of tensors, see `plain`; they need neither a process group
 nor an agent. A training that needs more (background saves, in-memory checkpoints, retention,
-leaving with a save) implements `training.Training`. `commit` and `restore` are the two protocols
-below both; `find` lists the checkpoints of a directory. `format.pieces` defines the terms for the
-state itself.
+leaving with a save) implements `training.Training`. `saving.commit` and `loading.restore` are the
+two protocols below both. `find` lists the checkpoints of a directory, and `verify` reads all of
+one. `format.pieces` defines the terms for the state itself.
 """
 
 from zero_checkpoint.consensus import StoreConsensus
@@ -12,9 +12,11 @@ from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.loading.candidates import Candidate, Found, Rejected, find
 from zero_checkpoint.plain import Part, Restored, load, save
 from zero_checkpoint.state.weight_hash import weight_hash
+from zero_checkpoint.tools.verify import Damage, verify
 
 __all__ = [
     "Candidate",
+    "Damage",
     "Found",
     "Manifest",
     "Part",
@@ -24,5 +26,6 @@ __all__ = [
     "find",
     "load",
     "save",
+    "verify",
     "weight_hash",
 ]

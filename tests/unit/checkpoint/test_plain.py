@@ -117,6 +117,16 @@ def test_a_damaged_checkpoint_makes_the_load_fall_back_to_the_one_before(tmp_pat
     assert (found.step, found.state["w"].tolist()) == (1, [0.0] * 4)
 
 
+def test_every_byte_of_a_checkpoint_can_be_verified_without_a_load(tmp_path: Path) -> None:
+    zero_checkpoint.save(tmp_path, {"w": torch.arange(9.0)}, step=1)
+    (whole,) = zero_checkpoint.find(tmp_path).candidates
+    assert zero_checkpoint.verify(whole) == []
+    file = tmp_path / whole.path.name / "r00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    (damage,) = zero_checkpoint.verify(whole)
+    assert (damage.file, damage.tensors) == ("r00000.safetensors", ("param/w[0:9]",))
+
+
 def test_another_shape_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     zero_checkpoint.save(tmp_path, {"w": torch.ones(4)}, step=1)
     mine = {"w": torch.zeros(5)}
