@@ -11,8 +11,8 @@ import random
 import time
 from dataclasses import replace
 
-from tests.simulation.cluster import Setting
 from tests.simulation.faults import HEAL, Fault
+from tests.simulation.scenarios import setting_of
 from tests.simulation.shrink import shrink
 from tests.simulation.simulation import Result, plan, run
 
@@ -36,9 +36,7 @@ def main() -> int:
     if args.seed is not None:
         planned = plan(args.seed, free=True if args.free else None)
         if args.setting:
-            given = dict(word.split("=") for word in args.setting.split())
-            numbers = {k: float(v) if k.endswith("_s") else int(v) for k, v in given.items()}
-            planned = replace(planned, setting=Setting(**numbers))
+            planned = replace(planned, setting=setting_of(args.setting))
         if args.fault:
             faults = sorted(Fault.of(text) for text in args.fault)
             over_s = max(fault.at_s + fault.for_s for fault in faults)

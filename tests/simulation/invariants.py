@@ -25,7 +25,15 @@ AGENTS_END_S = 90.0
 LOOK_S = 5.0
 SLACK_S = 20.0
 """A reply may come so much later than it was to: one call, and a loop that stood still."""
-COMMON = {AgentExit.OK, AgentExit.DRAINED, AgentExit.STOPPED, AgentExit.NO_STORE, 128 + 15}
+COMMON = {
+    AgentExit.OK,
+    AgentExit.DRAINED,
+    AgentExit.STOPPED,
+    AgentExit.NO_STORE,
+    AgentExit.JOB_FAILED,
+    128 + 15,
+}
+"""Exit codes of agents that have done their part."""
 CHARGED = (Move.INTERRUPT, Move.FAIL, Move.GIVE_UP)
 
 digest = cache(digest_of)

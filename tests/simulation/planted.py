@@ -165,7 +165,7 @@ BUGS: Sequence[Bug] = (
         "a commit that etcd did not take is forgotten",
         {"zero_agent.loop.store_writes:StoreWrites._publish": _publish_and_forget},
         ("full-etcd",),
-        "",
+        "no answer",
     ),
     Bug(
         "a commit is granted without an answer of etcd",
@@ -267,7 +267,8 @@ def planned(seed: int, kinds: Sequence[str]) -> Plan:
     faults = draw(source, names, count=10, until_s=1.2 * steps_s + 4.0, kinds=kinds)
     begin = [Fault(0.0, "start", name) for name in names]
     heal_s = max(fault.at_s + fault.for_s for fault in faults)
-    return Plan(seed, usual.setting, (*begin, *faults, Fault(round(heal_s + 0.01, 2), HEAL)))
+    patient = replace(usual.setting, hang_s=200.0)  # lest the end of a wait hides what waits
+    return Plan(seed, patient, (*begin, *faults, Fault(round(heal_s + 0.01, 2), HEAL)))
 
 
 def found(bug: Bug, seeds: int = SEEDS) -> Result | None:

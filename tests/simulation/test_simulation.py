@@ -48,6 +48,14 @@ def test_what_is_free_costs_no_restart() -> None:
 
 
 @pytest.mark.full
+def test_the_stories_of_failures_have_the_logs_that_are_written_down() -> None:
+    """`python -m tests.simulation.scenarios --rewrite` writes them anew."""
+    told = simulated(module="tests.simulation.scenarios").splitlines()
+    assert len(told) >= 20
+    assert all(line.endswith(": as written") for line in told)
+
+
+@pytest.mark.full
 def test_each_planted_bug_is_found() -> None:
     found = simulated(module="tests.simulation.planted").splitlines()
     assert len(found) >= 12
