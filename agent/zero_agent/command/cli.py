@@ -246,12 +246,9 @@ def _until_signal(wait: Callable[[], None], numbers: Sequence[signal.Signals]) -
 
 
 def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:
-    """Handle a signal that comes while no worker runs: end, and clean up on the way out.
+    """End, and clean up on the way out, on a signal that comes while no worker runs.
 
-    Args:
-        came: Records the signal: an exception raised here is lost if it comes within a `__del__`.
-        numbers: The signals to ignore from now on: the way out is short.
-        number: The signal.
+    It is recorded in `came`: an exception raised here is lost if it comes within a `__del__`.
 
     Raises:
         SystemExit: Always, with 128 + the signal's number.

@@ -80,10 +80,6 @@ class Leaving:
     def obey(self, order: DrainOrder | None, *, stopping: bool = False) -> None:
         """Leave if a drain was ordered, and announce it to the job; called in every turn.
 
-        Args:
-            order: The order of `zero-ctl drain`, if there is one.
-            stopping: The workers were asked to end, and have not ended yet.
-
         Raises:
             StoreError: The announcement could not be written.
         """
@@ -198,13 +194,8 @@ def log_end(
 ) -> int:
     """Log how the job `name`, or this node's part in it, ended; returns the agent's exit code.
 
-    Args:
-        name: The job's name.
-        rdzv: The agent's rendezvous.
-        journal: The agent's journal.
-        left: The exit code if this node has left a running job.
-        stopped: The exit code if the job was stopped.
-        named: Whether the user named the job; otherwise the name is derived from the command.
+    It is `left` if the node has left a running job, and `stopped` if the job was stopped. A job
+    that the user has not `named` has a name that is derived from the command.
     """
     job = rdzv.snapshot
     if job.state is State.FAILED:

@@ -133,13 +133,7 @@ class Limits:
         waits_for: Wait | None,
         confirm: Callable[[], object] = lambda: None,
     ) -> None:
-        """Check the limit of a job in which no round begins.
-
-        Args:
-            job: The job, as last read.
-            reason: What the job waits for, in words.
-            waits_for: The same, for the remedy.
-            confirm: Writes something, because a full etcd has no room for a new round either.
+        """Check the limit of a job in which no round begins; a full etcd has no room for one.
 
         Raises:
             AgentFailed: No round began within --join-timeout, although etcd had room for one.

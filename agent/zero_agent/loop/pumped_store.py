@@ -38,13 +38,10 @@ class PumpedStore:
     def __init__(
         self, store: KeyValueStore, meanwhile: Callable[[], None], wake: Callable[[], None]
     ) -> None:
-        """Nothing is called yet.
+        """Nothing is called yet; the store must be thread-safe.
 
-        Args:
-            store: The store behind this one; must be thread-safe.
-            meanwhile: Waits a moment for an event, and handles it. An exception of it ends the
-                wait: the call continues alone, and its answer is dropped.
-            wake: Called on another thread when an answer is there: `meanwhile` is to return.
+        `meanwhile` waits a moment for an event, and handles it; its exception ends the wait, and
+        the answer is dropped. `wake`, on another thread, lets it return when an answer is there.
         """
         self._store = store
         self._meanwhile = meanwhile

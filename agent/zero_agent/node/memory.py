@@ -67,15 +67,8 @@ class NodeMemory:
     ) -> None:
         """Remove what dead agents have left, except what a successor may still adopt.
 
-        Args:
-            job: The job's name; with `node` it names the directory.
-            node: The id of the node, or its machine's name, by which a successor finds its own.
-            address: The node's own address; the server listens there and nowhere else.
-            directory: A tmpfs.
-            limit_bytes: Upper limit of the budget, whatever workers ask for; None: no limit, and
-                half of the free space for workers that name no budget.
-            ports: The server takes the first free one of them.
-            advertised: The address under which other nodes reach the server, if not `address`.
+        By `node`, an id or the name of its machine, a successor finds its own. The server listens
+        at `address` alone, on the first free port; others reach it as `advertised`.
         """
         job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = f"{job}.{node}"

@@ -33,14 +33,9 @@ _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that forked it ends.
-
-    Args:
-        parent: The pid of the parent before the fork. If the parent is gone by now, the kernel
-            will not signal its death any more, so this process ends at once.
-    """
+    """Have the kernel kill this process when the thread that forked it ends; at once if it has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it has ended, and its death is not signalled any more
         os._exit(1)
 
 
@@ -55,14 +50,10 @@ def adopt_orphans() -> None:
 
 
 def set_title(title: str, name: str = "") -> None:
-    """Change what `ps` and `top` show of this process; a title that is too long is cut.
+    """Change what `ps` and `top` show of this process and its main thread, cut to what fits.
 
     The kernel reads the command line from the memory of this process, between the two addresses in
     `/proc/self/stat`, and a fork has a copy of it.
-
-    Args:
-        title: Replaces the command line.
-        name: Replaces the name of the main thread (the first 15 bytes); by default the title.
     """
     try:  # where it is installed, it must find the command line first: a script may use it as well
         importlib.import_module("setproctitle").setproctitle(title)
@@ -90,12 +81,9 @@ def children(pid: int) -> list[int]:
 def dying_with_parent(
     command: list[str], *, to_thread: bool = False, by: signal.Signals = signal.SIGKILL
 ) -> list[str]:
-    """The command line that runs `command` for no longer than this process lives.
+    """The command line that runs `command`, of which the first word is a path, while we live.
 
-    Args:
-        command: What to run; its first word is a path.
-        to_thread: The command may die with the calling thread, which need not be the main one.
-        by: The signal that the kernel sends to the command then; it must end the command.
+    The kernel sends it the signal `by` then. With `to_thread` it may die with the calling thread.
     """
     main = threading.current_thread() is threading.main_thread()
     assert main or to_thread, "it would die with this thread"

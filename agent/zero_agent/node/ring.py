@@ -57,13 +57,10 @@ class Ring:
     def __init__(
         self, address: str, on_dead: Callable[[Node, bool], None], ports: range = ANY_PORT
     ) -> None:
-        """Listen; no connection is answered and no node is watched before `start`.
+        """Listen at this address alone; nobody is answered or watched before `start`.
 
-        Args:
-            address: The node's own address; the ring listens there and nowhere else.
-            on_dead: Receives a neighbour that seems to be dead, and whether that is certain, on
-                the ring's thread.
-            ports: The ring listens on the first free one of them.
+        `on_dead` receives, on the ring's thread, a neighbour that seems to be dead, and whether
+        that is certain.
 
         Raises:
             OSError: It cannot listen there.

@@ -20,10 +20,8 @@ class Scratch:
     def __init__(self, prefix: str, *, socket: str = "") -> None:
         """Remove what dead processes of this user have left under this prefix, and make one.
 
-        Args:
-            prefix: The beginning of its name.
-            socket: The name of a Unix socket that will lie in it. A path that is too long for one
-                (Slurm and test runners make long TMPDIRs) moves the directory to /tmp.
+        A path that is too long for the Unix socket of this name (Slurm and test runners make long
+        TMPDIRs) moves the directory to /tmp.
         """
         parent = Path(tempfile.gettempdir())
         if len(os.fsencode(parent / f"{prefix}{'0' * 16}" / socket)) > _SOCKET_PATH_BYTES:

@@ -213,13 +213,7 @@ class Fitted:
     def __init__(
         self, *columns: str, least: Sequence[str] = (), optional: Sequence[str] = ()
     ) -> None:
-        """The table has no row yet.
-
-        Args:
-            columns: Their names.
-            least: The columns that are left out first, in this order.
-            optional: The columns that are absent where no row has a value.
-        """
+        """No row yet; `least` are left out first, `optional` where no row has a value."""
         self._columns, self._least, self._optional = columns, least, optional
         self._rows: list[tuple[str | Text, ...]] = []
 

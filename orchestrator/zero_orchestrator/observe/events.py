@@ -257,16 +257,8 @@ class Publisher:
     ) -> None:
         """Publish the progress of this node's workers if the time for it has come; call it often.
 
-        Args:
-            progress: The last step of any of the workers; None: none has ended one.
-            lease: Lease of the key, which vanishes with the agent.
-            nodes: Number of nodes in the round.
-            preparing: What the workers do before their first step of this round; empty: nothing.
-            pids: The process ids of the workers that run, by rank.
-            devices: The accelerators of the node, in words.
-            ram: Returns the memory that in-memory checkpoints use, or None; called at each write.
-            strain: Returns what slows the node down, see `strain`; called at each write.
-            pace: Returns how fast the workers train in this round; called at each write.
+        Without a step of any worker, progress is None. What the workers do before their first step
+        of the round is `preparing`. The functions are called at each write.
         """
         shown = progress, preparing, pids
         if shown == self._shown or not self._is_due(PROGRESS, nodes):
@@ -336,13 +328,9 @@ class Publisher:
         self._enqueue(key, lambda: self._store.put(key, value, lease=self._store.grant(OUTPUT_S)))
 
     def history(self, history: History, *, reign: int, last: bool) -> None:
-        """Publish the steps of the job if the time for it has come; rank 0's agent calls it often.
+        """Publish the steps of the job if the time for it has come, or if the agent ends (`last`).
 
-        Args:
-            history: The steps that this agent knows, and the checkpoints since it has rank 0.
-            reign: How often this agent has come to have rank 0: what another agent has written
-                meanwhile is read anew, and continued.
-            last: Whether to write in any case, because the agent ends.
+        With each `reign` of this agent, what another one has written meanwhile is continued.
         """
         if reign != self._reign:  # the agent of the last rank 0 may have something left to write
             self._reign, self._due_s[HISTORY] = reign, self._clock.now() + HISTORY.every_s

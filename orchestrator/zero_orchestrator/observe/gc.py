@@ -57,15 +57,10 @@ class Doomed:
 def due(
     found: Sequence[Remains], *, now_s: float, older_than_s: float, keep: int, lost: bool
 ) -> list[Doomed]:
-    """The jobs whose keys may be deleted, newest first.
+    """The jobs whose keys may be deleted, newest first: too old, or `keep` that ended later stay.
 
-    Args:
-        found: Jobs in which no agent is alive.
-        now_s: Wall clock, seconds since the epoch. It is compared with the clocks of nodes: a
-            difference of minutes does not matter to an age of days.
-        older_than_s: A job that ended at least this long ago is due; 0: every ended job.
-        keep: An ended job is due as well if this many jobs that ended later are kept.
-        lost: Jobs that did not end are due as well if all agents left at least that long ago.
+    Jobs that are `lost` are judged as well. The wall clock is compared with those of nodes: a
+    difference of minutes does not matter to an age of days.
     """
     doomed: list[Doomed] = []
     kept = 0

@@ -143,10 +143,8 @@ def intervals(
 ) -> list[tuple[float, float | None, Phase]]:
     """Each span with its end: without gaps, in order, none of them empty.
 
-    Args:
-        spans: In the order in which their phases began; a span whose start is known too late, after
-            the start of the one that follows, lasts no time.
-        end_s: The end of the last span; None: it lasts until now.
+    A span whose start is known too late, after that of the next one, lasts no time. Without an end,
+    the last one lasts until now.
     """
     found: list[tuple[float, float | None, Phase]] = []
     to_s = end_s

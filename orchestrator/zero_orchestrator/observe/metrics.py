@@ -73,12 +73,9 @@ _FAMILIES: Mapping[Type, Any] = {
 def collected(
     table: Iterable[Row[T]], common: Sequence[str], of: Sequence[tuple[Sequence[str], T]]
 ) -> Iterator[Metric]:
-    """The metrics of a table with their samples; none without one.
+    """The metrics of a table with their samples, of each source; none without one.
 
-    Args:
-        table: The table.
-        common: The names of the labels that all metrics of the table have.
-        of: The values of those labels, and what is read.
+    Each source comes with the values of the `common` labels.
     """
     for row in table:
         made: Any = _FAMILIES[row.type](row.name, row.help, labels=[*common, *row.labels])

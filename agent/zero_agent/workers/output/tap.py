@@ -100,10 +100,7 @@ class File(_Behind):
     def __init__(self, path: Path, limit_bytes: int = 0) -> None:
         """Open the file when the first bytes are written.
 
-        Args:
-            path: The file.
-            limit_bytes: Most bytes of this file and of its older part, `path` with `.1`; 0: no
-                limit. A file that has half of them becomes the older part.
+        With its older part, `path` with `.1`, it has at most `limit_bytes`, if that is not 0.
         """
         super().__init__(FILES)
         self._path = path
