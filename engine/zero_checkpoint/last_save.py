@@ -1,10 +1,10 @@
-"""The outcome of each save, and the one that a script must not end without.
+"""The outcome of each save; the last one must succeed before the script may exit with 0.
 
 A save that fails costs a warning, because the next one may succeed. So the last one is owed: at the
 end of the script it is tried again, and without it the script does not exit with 0. If etcd did not
 let it be published, its files are written already, and rank 0 alone publishes them.
 
-Must always hold: all ranks know of the same debt, since a verdict of the votes is its reason; what
+Must always hold: all ranks agree on which save is owed, because the votes decide it; what
 was written and not published is removed only when a newer checkpoint is published, or written, or
 when the workers leave; a worker that waits sends heartbeats; a script whose saves are refused again
 and again is told by an exception.
@@ -38,7 +38,7 @@ from zero_contract.worker import Saved
 _log = logging.getLogger(__name__)
 
 ROOM_WAIT_S = 3600.0
-"""The time that a save which a script relies on waits for room on a full disk."""
+"""How long a save waits for room on a full disk (ENOSPC), if the script needs it to succeed."""
 LEAVING_WAIT_S = 10.0
 """The same for a worker that leaves: its agent kills it if it takes longer."""
 _PAUSE_S = 5.0

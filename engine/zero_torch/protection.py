@@ -91,7 +91,8 @@ def protect(
         config: The sections "elastic" and "checkpoint", see `settings`.
 
     Raises:
-        ConfigError: The model, optimizer or loader cannot be protected; says why.
+        ConfigError: The model, optimizer or loader cannot be protected; says why. The checks are
+            those that the function calls, in their order; docs/stock-pytorch.md lists them.
         PeerLost: A peer is lost.
     """
     if (loader is None) != (microbatches is None):

@@ -7,8 +7,8 @@ than noticing a hang late. The user can set the limit with --hang-timeout. Befor
 there is no limit: the first step compiles, loads and warms up.
 
 Must always hold: a worker that has sent nothing never counts as hung; time in which the agent
-itself stood still counts for no worker; one step, however long it took before it ended by itself,
-does not raise the limit of those after it.
+itself stood still counts for no worker; a single very long step does not raise the limit of later
+steps.
 
 Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen); the
 quantile is ours.
@@ -41,12 +41,12 @@ it (`docker pause`, `scontrol suspend`), or it has not read what they reported m
 SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
 MEETING_S = 10.0
-"""The links of workers that have ended no step of their round are looked at until then: a round
+"""If no rank has begun a step after this time, the links between the nodes are looked at: a round
 whose ranks cannot meet is over."""
 RECENT_STEPS = 1000
-"""The steps of which the usual time of a long one is known."""
+"""The last steps, from whose times the usual time of a long step is taken."""
 LONG_PART = 0.99
-"""The part of them that takes at most that time; the longest one of all never counts."""
+"""The quantile of them that is this time; the longest step of all is always left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ class Steps:
 
     @property
     def may_be_warming_up(self) -> bool:
-        """Whether no step would be missing either if it compiled, loaded or warmed up."""
+        """Whether the delay is still short enough to be compilation, loading or a warm-up."""
         if self.begun and self.long_s is None:
             return self.idle_s() <= stall_s(SECOND_STEP_S)
         return not self.begun

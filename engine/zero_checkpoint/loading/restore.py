@@ -213,8 +213,8 @@ def _try(
     path = offered.path
     try:
         with ExitStack() as otherwise:
-            # If the weights are never filled, the exchange begins all the same, at the end: the
-            # other ranks have begun it, or will, and without this rank it would never end.
+            # Even if the weights are never filled, the exchange begins, at the end: the other ranks
+            # begin it as well, and without this rank they would wait for ever.
             otherwise.callback(exchange, False)
 
             def weights_filled() -> None:

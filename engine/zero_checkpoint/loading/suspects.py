@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A checkpoint with a block that some rank has read twice, and not as it was saved."""
+    """A checkpoint with a block whose digest was wrong in two reads by some rank."""
 
     path: Place
     reason: str

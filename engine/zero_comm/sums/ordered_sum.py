@@ -1,10 +1,10 @@
 """The reduce-scatter's order of addition at an owner: a chain over blocks, a tree inside a block.
 
-Owns the owner's half of `plan`: which buffers are added to which, in fp32. Must always
-hold: only siblings are added to each other and only whole blocks to the chain, whatever number of
-micro-batches comes at once, so the sum depends on their numbers alone; a sum that rounds its blocks
-rounds each once, and whoever completes a block does it; what is pending is log2(block) pieces at
-most, and the piece that begins the sum lies where the sum is going to be.
+Owns the owner's half of `plan`: which buffers are added to which, in fp32. Must always hold: only
+siblings are added to each other and only whole blocks to the chain, however many micro-batches come
+at once, so the sum depends on their indices alone; a sum that rounds its blocks rounds each once,
+and whoever completes a block does it; what is pending is log2(block) pieces at most, and the piece
+that begins the sum lies where the sum is going to be.
 
 What is to be added is decided before (`next_sums`, a pure function), then done by `fold`.
 `reduction` receives what is added here; `zero_optimizer` has one sum for each unit.

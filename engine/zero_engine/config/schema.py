@@ -178,8 +178,8 @@ class ZeroOptimization:
     stage3_prefetch_bucket_size: int | None = None
     """The number of elements that stage 3 prefetches. Null is one module, 0 is nothing."""
     stage3_param_persistence_threshold: int = 100_000
-    """Parameters of at most this number of elements stay whole at stage 3. At every stage scripts
-    may write to them between steps."""
+    """Parameters of at most this number of elements stay whole at stage 3. Scripts may write to
+    them between steps, at every stage; all ranks must write the same."""
     stage3_model_persistence_threshold: int = sys.maxsize
     """The most elements of all such parameters together."""
 

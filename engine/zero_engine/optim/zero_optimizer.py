@@ -281,7 +281,7 @@ class ZeroOptimizer:
                 wait(pending)
 
     def _written(self) -> Tensor:
-        """A number for each small parameter, which ranks have in common if they wrote the same."""
+        """A checksum of each small parameter, equal on all ranks if they wrote the same."""
         checksums = [unit.small.checksums().to(unit.full.device) for unit in self.units]
         return torch.cat(checksums)
 

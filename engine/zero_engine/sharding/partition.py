@@ -49,7 +49,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """Which parameters are small, in elements; see the config."""
+    """Which parameters are small, in elements: those stay whole at stage 3.
+
+    The keys are `stage3_param_persistence_threshold` and `stage3_model_persistence_threshold`;
+    `ZeroOptimizer` refuses a step before which ranks have written different values to one.
+    """
 
     most: int
     """Of one parameter."""

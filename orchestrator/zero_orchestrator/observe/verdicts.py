@@ -2,6 +2,10 @@
 
 The agent of rank 0 makes and writes them (`zero_agent.loop.observed.verdicts`), with its lease, so
 they vanish with it; `zero-ctl status` reads them.
+
+To add a verdict: a `Kind` here, in STOPS if no step is taken with it; a detector in `detectors/`,
+and its class in DETECTORS of `zero_agent.loop.observed.verdicts`. Status, metrics, page and events
+follow from `Kind`. `Finding.key` keeps one finding of each kind, one of each rank for stragglers.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Kind(StrEnum):
 
 
 STOPS = frozenset({Kind.STUCK, Kind.DEAD_LINK})
-"""What the job takes no step with."""
+"""Verdicts during which the job takes no step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class Finding:
 
     verdict: Verdict
     over: str
-    """How the event begins that tells its end; the last step follows."""
+    """The begin of the text of the event that tells its end; the last step follows."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the events of its beginning and of its end."""
     facts: Mapping[str, Any] = field(default_factory=dict)
