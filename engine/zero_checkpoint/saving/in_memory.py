@@ -1,7 +1,7 @@
 """In-memory checkpoints: when one is made, and in which of two staging buffers.
 
 At the end of a step the state is copied into a staging buffer, and training continues; a thread
-commits the copy with the other ranks (`memory.commit`). A worker that dies afterwards has lost
+commits the copy with the other ranks (`memory_commit`). A worker that dies afterwards has lost
 nothing: the staging buffer is in the agent's directory, and the next round loads it from there.
 
 Must always hold: the staging buffer of the newest committed checkpoint is not written to; all ranks
