@@ -47,6 +47,7 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_comm.worker.distributed import group_timeout_s
 from zero_comm.worker.distributed import init_distributed as _init_from_environment
 from zero_comm.worker.distributed import local_rank as get_local_rank
+from zero_deepspeed.engine import Asserted
 
 __all__ = [
     "ReduceOp",
@@ -134,15 +135,23 @@ def init_distributed(  # noqa: PLR0913 - DeepSpeed's arguments
         timeout: The timeout of a collective.
         init_method: A URL for torch.distributed, with `rank` and `world_size`. None: use the
             environment; without RANK there this process is a world of one.
-        dist_init_required: False: do nothing, because the script has a group or needs none.
+        dist_init_required: False: the script has made the process group.
         config: Without effect.
         rank: The rank, with `init_method`.
         world_size: The world size, with `init_method`.
         timeout_s: The timeout in seconds.
+
+    Raises:
+        Asserted: There is no process group, with `dist_init_required=False`.
     """
     del config
-    if dist_init_required is False or dist.is_initialized():
+    if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise Asserted(
+            "dist_init_required=False without a process group; call init_distributed() before, or "
+            "leave the argument out"
+        )
     limit = timeout.total_seconds() if timeout is not None else timeout_s
     if init_method is None:
         port = distributed_port if auto_mpi_discovery else None

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing
+from zero_deepspeed.comm import init_distributed
 from zero_deepspeed.engine import Asserted, DeepSpeedEngine
 from zero_deepspeed.shown import show
 from zero_deepspeed.utils.logging import log_dist, logger
@@ -75,11 +75,8 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if model is None:
         raise Asserted("initialize() needs a model")
     del distributed_port
-    if dist_init_required is False and not dist.is_initialized():
-        raise Asserted(
-            "initialize(dist_init_required=False) without a process group; call "
-            "init_distributed() before it, or leave the argument out"
-        )
+    if dist_init_required is False:
+        init_distributed(dist_init_required=False)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
     sources: dict[str, Config | None] = {

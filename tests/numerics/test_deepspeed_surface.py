@@ -441,16 +441,18 @@ def test_optimizers_show_their_loss_scaler_and_the_optimizer_inside(worlds: Worl
     assert worlds.run(1, shown_by_optimizers, None) == [expected * 4]
 
 
-def without_group(_: None) -> None:
+def without_group(name: str) -> None:
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    zero_deepspeed.initialize(model=make_model(), config=config(), dist_init_required=False)
+    more = {"model": make_model(), "config": config()} if name == "initialize" else {}
+    getattr(zero_deepspeed, name)(dist_init_required=False, **more)
 
 
-def test_a_group_that_the_script_is_to_make_is_not_made(worlds: WorldPool) -> None:
-    with pytest.raises(WorldError, match=r"initialize\(dist_init_required=False\) without a proc"):
-        worlds.run(1, without_group, None)
+@pytest.mark.parametrize("name", ["initialize", "init_distributed"])
+def test_a_group_that_the_script_is_to_make_is_not_made(worlds: WorldPool, name: str) -> None:
+    with pytest.raises(WorldError, match=r"dist_init_required=False without a process group"):
+        worlds.run(1, without_group, name)
 
 
 def change_micro_batch(_: None) -> list[Any]:
