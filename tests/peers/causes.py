@@ -77,7 +77,8 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         "internals",
-        r"flatten path|assert hooks_exist|'Epochs' object|no attribute '(DeepSpeedConfig|utils)'",
+        r"False = isinstance\(<class 'sitecustomize|flatten path|assert hooks_exist"
+        r"|'Epochs' object|no attribute '(DeepSpeedConfig|utils)'",
     ),
     ("internals", rf"has no attribute '(_(?!_version)|{_INTERNAL_NAMES})"),
 )

@@ -22,7 +22,15 @@ _WIDTHS = {
 _KINDS = {
     "gpt2": hf.GPT2Config(**_GPT, bos_token_id=1, eos_token_id=2),
     "gptj": hf.GPTJConfig(**_GPT, rotary_dim=4),
-    "t5": hf.T5Config(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=128),
+    "t5": hf.T5Config(
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=128,
+        decoder_start_token_id=0,
+    ),
     "qwen": hf.Qwen2MoeConfig(
         **_WIDTHS, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=2
     ),
