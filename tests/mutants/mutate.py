@@ -63,11 +63,22 @@ def _body(function: ast.FunctionDef) -> Iterator[ast.AST]:
         is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
         if number == 0 and is_docstring:
             continue
-        types = [node.annotation for node in ast.walk(statement) if isinstance(node, ast.AnnAssign)]
-        unused = {id(node) for each in types for node in ast.walk(each)}
+        unused = {id(node) for each in _types(statement) for node in ast.walk(each)}
         for node in ast.walk(statement):
             if id(node) not in unused and not isinstance(node, ast.FunctionDef | ast.arguments):
                 yield node
+
+
+def _types(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Annotations inside of it, which no call executes."""
+    for node in ast.walk(statement):
+        match node:
+            case ast.AnnAssign(annotation=annotation):
+                yield annotation
+            case ast.FunctionDef(args=args, returns=returns):
+                yield args
+                if returns is not None:
+                    yield returns
 
 
 def _changes(node: ast.AST) -> Iterator[Callable[[ast.AST], str]]:

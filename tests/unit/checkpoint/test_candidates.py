@@ -10,9 +10,10 @@ from tests.unit.checkpoint.support import adam_state, blank, load_all, same_bits
 from tests.unit.checkpoint.test_manifest import changed
 from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
+from zero_checkpoint.format.manifest import directory_name
 from zero_checkpoint.loading.candidates import Why
 from zero_checkpoint.loading.restore import Loaded
-from zero_checkpoint.saving.commit import generation
+from zero_checkpoint.saving.commit import Lineage, generation
 
 
 def steps(root):
@@ -43,6 +44,13 @@ def test_a_later_round_is_newer_than_a_later_step(tmp_path):
 def test_what_is_saved_last_is_newest(round_, step, newest, expected):
     assert generation(round_, step, newest) == expected
     assert newest is None or (expected, step) >= newest
+
+
+def test_what_a_run_saves_next_ranks_no_lower_than_what_it_has_saved_or_loaded():
+    lineage = Lineage(3)
+    for step, round_, least in ((100, 5, 5), (900, 4, 5), (7, 6, 6)):
+        lineage.advance_to(directory_name(step, round_, "abcd"))
+        assert lineage.round == least
 
 
 def test_work_resumed_from_an_earlier_tag_is_what_the_next_restart_finds(tmp_path):
