@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,8 @@ _KINDS: Mapping[str, tuple[str, type[Any]]] = {
 }
 """msgspec's name of a type -> the words for it, and the type of such a value."""
 _EXPECTED = re.compile(r"Expected `(.*)`, got `(.*)`")
+_SHOWN = 100
+"""The most characters of a value that a message shows."""
 _BOUND = re.compile(r"Expected `.*` ([<>]=) (.*)")
 _LACKS = re.compile(r"Object missing required field `(.*)`")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|\[(\.\.\.)\]")
@@ -71,7 +72,7 @@ def decode(
     try:
         found = parse(data) if isinstance(data, bytes | str) else data
         if isinstance(kind, type):
-            return msgspec.convert(found, kind)
+            return msgspec.convert(found, kind, str_keys=True)
         value: T = msgspec.convert({"": found}, _holder(kind)).value
         return value
     except msgspec.ValidationError as wrong:
@@ -79,7 +80,7 @@ def decode(
     except RecursionError:
         problem = "is nested too deeply"
     except ValueError as wrong:
-        problem = f"is not JSON: {wrong}"
+        problem = f"is not JSON: {str(wrong)[: 2 * _SHOWN]}"
     raise error("; ".join([f"{what}: {problem}", *([remedy] if remedy else [])]))
 
 
@@ -120,6 +121,12 @@ def line_of(record: Any) -> str:
     return json.dumps(json.loads(encode(record), parse_constant=lambda _: None))
 
 
+def shown_of(value: object) -> str:
+    """A value as a message shows it: the beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def inflate(packed: bytes, limit_bytes: int) -> bytes:
     """What `zlib.compress` has packed. Raises ValueError if it is not, or is larger than that."""
     stream = zlib.decompressobj()
@@ -143,7 +150,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _int(digits: str) -> int:
     number = int(digits)
     if not -(1 << 63) <= number < 1 << 64:  # whoever makes a float or a field of it would fail
-        raise ValueError(f"{reprlib.repr(number)} has more than 64 bits")
+        raise ValueError(f"{shown_of(number)} has more than 64 bits")
     return number
 
 
@@ -156,20 +163,26 @@ def _located(wrong: msgspec.ValidationError, data: object) -> str:
     problem, _, at = str(wrong).partition(" - at ")
     steps = [next(filter(None, step)) for step in _STEP.findall(at)]
     expected, lacks = _EXPECTED.fullmatch(problem), _LACKS.fullmatch(problem)
-    _, got = _KINDS.get(expected[2] if expected else "", ("", object))
-    places = [("", data)] if at.startswith("`key`") else _places(data, steps)
+    is_key = at.startswith("`key`")
+    got = dict if is_key or not expected else _KINDS.get(expected[2], ("", object))[1]
     where, value = next(
-        (place, value)
-        for place, value in places
-        if isinstance(value, got) and not (lacks and isinstance(value, dict) and lacks[1] in value)
+        (
+            (place, value)
+            for place, value in _places(data, steps)
+            if (isinstance(value, got) or expected is None)
+            and not (lacks and isinstance(value, dict) and lacks[1] in value)
+        ),
+        ("", data),
     )
+    if is_key:
+        return f"{where}: a key: {problem[:_SHOWN]}".removeprefix(".").removeprefix(": ")
     if lacks:
         return f"{where}.{lacks[1]}: is missing".removeprefix(".")
-    shown = f"{where}: {reprlib.repr(value)}".removeprefix(".").removeprefix(": ")
+    shown = f"{where}: {shown_of(value)}".removeprefix(".").removeprefix(": ")
     if bound := _BOUND.fullmatch(problem):
         return f"{shown} is {'less' if bound[1] == '>=' else 'more'} than {bound[2]}"
     if expected is None:
-        return f"{shown}: {problem}"
+        return f"{shown}: {problem[:_SHOWN]}"
     kinds = [_KINDS[one][0] if one in _KINDS else one for one in expected[1].split(" | ")]
     return f"{shown} is not {' or '.join(kinds)}"
 

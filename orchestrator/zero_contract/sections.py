@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zero_contract.decoding import shown_of
 from zero_contract.errors import ConfigError
 from zero_contract.values import nearest
 
@@ -129,7 +130,7 @@ class Parser:
             key = {str: "type", bool: "enabled"}.get(type(value))
             known = key in {field.name for field in dataclasses.fields(section)}
             hint = f"; write {json.dumps({key: value})}" if known else ""
-            raise ConfigError(f"{written}: {value!r} is not an object{hint}")
+            raise ConfigError(f"{written}: {shown_of(value)} is not an object{hint}")
         return self.parse(section, value, path)
 
 
@@ -206,7 +207,7 @@ def _scalar(wanted: str, value: Any, where: str) -> Any:
     try:
         made = convert(value)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"{where}: {value!r} is not {name}") from None
+        raise ConfigError(f"{where}: {shown_of(value)} is not {name}") from None
     if wanted in _BITS and made is not None:
         least, most = _BITS[wanted]
         for number in made if isinstance(made, tuple) else (made,):

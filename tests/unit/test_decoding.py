@@ -43,7 +43,7 @@ class Record:
         ('{"n": 1, "n": 2}', "is not JSON: key 'n' is there twice"),
         (
             f'{{"n": 1{"0" * 60}}}',
-            "is not JSON: 100000000000000000...0000000000000000000 has more than 64 bits",
+            f"is not JSON: 1{'0' * 60} has more than 64 bits",
         ),
         ("[" * 100_000, "is nested too deeply"),
         (b"\xff", "is not JSON: 'utf-8' codec can't decode byte 0xff in position 0"),

@@ -14,6 +14,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_agent.loop.observed.job_history import JobHistory
 from zero_contract import worker
+from zero_contract.decoding import decode
 from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec
@@ -291,7 +292,8 @@ def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
         (9, "training"),
         (10, "starting"),
     ]
-    assert lanes.from_record(json.loads(json.dumps(lanes.to_record(lane)))).spans == lane.spans
+    kept = decode(lanes.Kept, lanes.to_record(lane), "a lane")
+    assert lanes.from_record(kept).spans == lane.spans
 
 
 def test_steps_that_were_lost_are_repeated_until_the_first_new_one_begins():

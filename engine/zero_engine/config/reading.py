@@ -19,6 +19,7 @@ from typing import Any
 
 import hjson
 
+from zero_contract.decoding import shown_of
 from zero_contract.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ def read_json(source: str | Path) -> Mapping[str, Any]:
     text, name = str(source), "the config"
     if not text.lstrip().startswith("{"):
         decoded = _from_base64(text)
-        text, name = (decoded, name) if decoded else (_from_file(source), f"config {text!r}")
+        text, name = (
+            (decoded, name) if decoded else (_from_file(source), f"config {shown_of(text)}")
+        )
     if not text.strip():
         raise ConfigError(f"{name} is empty; write {{}} for a config without keys")
     try:
@@ -148,7 +151,9 @@ def _from_file(path: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read: it is not UTF-8 text") from error
     except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"config {shown_of(str(path))} cannot be read: {error.strerror}"
+        ) from error
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

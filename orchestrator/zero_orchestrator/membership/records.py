@@ -11,18 +11,20 @@ Who calls it: whatever reads or writes a record of the store.
 from __future__ import annotations
 
 import base64
+import contextlib
 import zlib
 from typing import Self, TypeVar
 
 from zero_contract.decoding import decode, encode, inflate
 from zero_orchestrator.errors import SpecMismatch
+from zero_orchestrator.store.kv import KeyValue
 
 PROTOCOL = 2
 """Of what agents tell each other in the store, of the keys and of the moves of a job."""
 FIRST_PROTOCOL = 1
 """That of records which do not say."""
 
-LARGEST_BYTES = 64 << 20
+LARGEST_BYTES = 16 << 20
 """The largest text that is packed in a value of the store."""
 
 T = TypeVar("T")
@@ -58,6 +60,13 @@ def read(kind: type[T], data: object) -> T:
         SpecMismatch,
         "install the version of zero-elastic with which the job was started",
     )
+
+
+def kept(kind: type[T], item: KeyValue | None) -> T | None:
+    """The record in a key that people read: None without one, or if it cannot be understood."""
+    with contextlib.suppress(SpecMismatch):
+        return read(kind, item.value) if item is not None else None
+    return None
 
 
 def pack(text: str) -> str:

@@ -41,7 +41,8 @@ from msgspec import structs
 from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
-from zero_orchestrator.errors import StoreError
+from zero_orchestrator.errors import SpecMismatch, StoreError
+from zero_orchestrator.membership.records import kept
 from zero_orchestrator.observe import history as histories
 from zero_orchestrator.observe import lane as lanes
 from zero_orchestrator.observe import pace as paces
@@ -116,37 +117,57 @@ def history_key(job: str) -> str:
     return progress_prefix(job) + "job/history"
 
 
-def _read(item: KeyValue | None, of: Callable[[Any], T]) -> T | None:
-    """What a key holds; None without it, or if it is unreadable, as of another version."""
-    try:
-        return None if item is None else of(json.loads(item.value))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
 def seen_s(seen: KeyValue | None) -> float | None:
-    """The time in the value of a `seen_key`, seconds since the epoch."""
-    return _read(seen, lambda record: float(record["time"]))
+    """The time in the value of a `seen_key`, seconds since the epoch; None without one."""
+    found = kept(_Seen, seen)
+    return None if found is None else found.time
 
 
 def by_node(prefix: str, items: Sequence[KeyValue]) -> dict[str, dict[str, Any]]:
-    """The records below a prefix, by the rest of the key."""
-    return {item.key.removeprefix(prefix): _read(item, dict) or {} for item in items}
+    """The records below a prefix, by the rest of the key; empty for one of another version."""
+    return {item.key.removeprefix(prefix): kept(dict[str, Any], item) or {} for item in items}
 
 
 def read_goodput(item: KeyValue | None) -> dict[Use, int]:
-    """The ledger in a key below `goodput_prefix`."""
-    return _read(item, lambda record: from_record(record["ns"])) or {}
+    """The ledger in a key below `goodput_prefix`; empty without one, or if it is unreadable."""
+    found = kept(_Ledger, item)
+    return {} if found is None else from_record(found.ns)
 
 
 def read_lane(item: KeyValue | None) -> Lane | None:
-    """The lane in a key below `goodput_prefix`."""
-    return _read(item, lambda record: lanes.from_record(record["lane"]))
+    """The lane in a key below `goodput_prefix`; None without one, or if it is unreadable."""
+    found = kept(_Ledger, item)
+    return None if found is None or found.lane is None else lanes.from_record(found.lane)
 
 
 def read_history(item: KeyValue | None) -> History:
-    """The history in a `history_key`."""
-    return _read(item, histories.from_record) or History()
+    """The history in a `history_key`; empty without one, or if it is unreadable."""
+    with contextlib.suppress(SpecMismatch):
+        return histories.from_record(kept(dict[str, Any], item) or {})
+    return History()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """The value of a `seen_key`."""
+
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ledger:
+    """The value of a key below `goodput_prefix`."""
+
+    ns: dict[str, int]
+    lane: lanes.Kept | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What orders an event."""
+
+    revision: int | None = None
+    late_s: float = 0.0
 
 
 # ---- writing ----
@@ -474,10 +495,9 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
     """
     found: list[tuple[float, Event]] = []
     for item in items:
-        try:
-            record = dict(json.loads(item.value))
-        except (ValueError, TypeError):  # an unreadable event must not hide the others
-            record = {"event": "?", "text": item.value}
+        record = kept(dict[str, Any], item)
+        if record is None or kept(_Told, item) is None:
+            record = {"event": "?", "text": item.value}  # that must not hide the others
         late_s = record.pop("late_s", 0.0) + LATE_S if "revision" not in record else 0.0
         found.append((late_s, Event(record.pop("revision", item.create_revision), record)))
     order: list[Event] = []

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
+from zero_orchestrator.errors import SpecMismatch
+from zero_orchestrator.membership.records import read
 from zero_orchestrator.observe.pace import Counts, add_up, bucket
 
 POINTS = 512
@@ -231,15 +233,12 @@ def _merged(points: Sequence[Point]) -> Point:
 
 # ---- the record ----
 
-_COLUMNS = ("step", "time_s", "samples", "workers", "loss", "low", "high", "losses")
-_TOKENS = "tokens"
-"""A column that a history of an older version lacks."""
 _CHECKPOINT = tuple(field.name for field in fields(Saved))
 
 
 def to_record(history: History) -> dict[str, Any]:
     """The history as JSON: a list for each field of the points, and one for each checkpoint."""
-    names = (*_COLUMNS, _TOKENS)
+    names = [each.name for each in fields(Point)]
     columns = {name: [_short(getattr(p, name)) for p in history.points] for name in names}
     return {
         "stride": history.stride,
@@ -253,26 +252,41 @@ def to_record(history: History) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The record of a history."""
+
+    points: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    stride: int = 1
+    checkpoints: tuple[tuple[Any, ...], ...] = ()
+    saved: int = 0
+    kept: int = 0
+    in_memory: tuple[Any, ...] | None = None
+    failing: Failing | None = None
+    durations: Counts = field(default_factory=dict)
+
+
 def from_record(record: Mapping[str, Any]) -> History:
     """The history in a record; columns that this version does not know are ignored.
 
     Raises:
-        KeyError: The record lacks a column.
-        ValueError: A column has values of another kind, or another length.
-        TypeError: As ValueError.
+        SpecMismatch: It is no such record.
     """
-    columns = record["points"]
-    names = (*_COLUMNS, *([_TOKENS] if _TOKENS in columns else []))
-    rows = zip(*(columns[name] for name in names), strict=True)
+    found = read(_Kept, record)
+    try:
+        rows = zip(*found.points.values(), strict=True)
+        points = [read(Point, dict(zip(found.points, row, strict=True))) for row in rows]
+    except ValueError as error:
+        raise SpecMismatch("the columns of a history in etcd differ in length") from error
     return History(
-        points=tuple(Point(**dict(zip(names, row, strict=True))) for row in rows),
-        stride=int(record["stride"]),
-        checkpoints=tuple(_saved(row) for row in record["checkpoints"]),
-        saved=int(record["saved"]),
-        kept=int(record.get("kept", 0)),
-        in_memory=_saved(record["in_memory"]) if record.get("in_memory") else None,
-        failing=_failing(record.get("failing")),
-        durations={int(place): int(n) for place, n in record.get("durations", {}).items()},
+        points=tuple(points),
+        stride=found.stride,
+        checkpoints=tuple(_saved(row) for row in found.checkpoints),
+        saved=found.saved,
+        kept=found.kept,
+        in_memory=_saved(found.in_memory) if found.in_memory else None,
+        failing=found.failing,
+        durations=found.durations,
     )
 
 
@@ -282,12 +296,7 @@ def _row(saved: Saved) -> list[Any]:
 
 def _saved(row: Sequence[Any]) -> Saved:
     """The checkpoint of a row; those of an older version are shorter."""
-    return Saved(**dict(zip(_CHECKPOINT, row, strict=False)))
-
-
-def _failing(record: Mapping[str, Any] | None) -> Failing | None:
-    known = {each.name for each in fields(Failing)}
-    return Failing(**{k: v for k, v in record.items() if k in known}) if record else None
+    return read(Saved, dict(zip(_CHECKPOINT, row, strict=False)))
 
 
 def _short(value: Any) -> Any:

@@ -179,17 +179,16 @@ def to_record(lane: Lane) -> dict[str, Any]:
     return {"spans": spans, "until_s": round(lane.until_s, 2)}
 
 
-def from_record(record: Mapping[str, Any]) -> Lane:
-    """The lane in a record; a phase that this version does not know is IDLE.
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The record of a lane: its spans with their starts."""
 
-    Raises:
-        KeyError: The record lacks a field.
-        ValueError: A field has another kind of value.
-        TypeError: As ValueError.
-    """
+    spans: tuple[tuple[float, str], ...]
+    until_s: float
+
+
+def from_record(record: Kept) -> Lane:
+    """The lane in a record; a phase that this version does not know is IDLE."""
     known = {str(phase): phase for phase in Phase}
-    spans = (
-        Span(from_s=float(at_s), phase=known.get(name, Phase.IDLE))
-        for at_s, name in record["spans"]
-    )
-    return Lane(spans=tuple(spans), until_s=float(record["until_s"]))
+    spans = (Span(from_s=at_s, phase=known.get(name, Phase.IDLE)) for at_s, name in record.spans)
+    return Lane(spans=tuple(spans), until_s=record.until_s)

@@ -7,12 +7,15 @@ the steps of a round fill a few dozen.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from zero_contract.decoding import MalformedError, decode
 
 PER_OCTAVE = 16
 """Buckets between a duration and its double."""
@@ -90,14 +93,9 @@ def to_record(pace: Pace) -> dict[str, Any]:
 
 def from_record(record: Any) -> Pace:
     """The pace in a record; an empty one if there is none, or it is of another version."""
-    try:
-        return Pace(
-            speed=Speed(**record["speed"]) if record["speed"] is not None else None,
-            counts={int(place): int(count) for place, count in record["counts"].items()},
-            ranks={str(rank): Quantiles(**of) for rank, of in record["ranks"].items()},
-        )
-    except (TypeError, KeyError, ValueError, AttributeError):
-        return Pace()
+    with contextlib.suppress(MalformedError):
+        return decode(Pace, record, "a pace")
+    return Pace()
 
 
 def stall_s(usual_s: float) -> float:

@@ -92,6 +92,8 @@ def load(path: Path, cls: type[Any]) -> tuple[Any, Source]:
         raise JobFileError(f"{path}:{line}: is not YAML: {error.problem}") from error
     except yaml.YAMLError as error:
         raise JobFileError(f"{path}: is not YAML: {error}") from error
+    except RecursionError as error:
+        raise JobFileError(f"{path}: is nested too deeply") from error
     if node is None:
         raise JobFileError(f"{path}: is empty; deploy/job.yaml is an example")
     walk = Walk()
