@@ -136,7 +136,8 @@ class Invariants:
         if job.stop is not None:
             self.broken(f"I11: round {job.n} begins after a stop")
         live = {(node.id, node.incarnation) for node in job.nodes}
-        former = before.members.nodes if before is not None else ()
+        # One that has come back too late for this round is not in it, and its workers are fenced.
+        former = [m for m in before.members.nodes if job.has_member(m)] if before else []
         prefix = KEYS.report(job.n - 1, "quiet/")
         busy = [
             member.id

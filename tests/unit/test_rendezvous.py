@@ -103,7 +103,8 @@ def test_the_job_goes_on_without_a_lost_node_for_one_restart():
     assert (cluster.view.n, cluster.order(), cluster.view.charges) == (2, "bcd", 1)
 
 
-def test_who_joins_at_the_end_of_an_outage_takes_nobody_for_lost_yet():
+@pytest.mark.parametrize("first", ["register", "has_begun"])
+def test_who_joins_at_the_end_of_an_outage_takes_nobody_for_lost_yet(first):
     """It has not seen the silence in which their leases have lapsed, but waited for its end."""
     cluster = Cluster()
     cluster.join("a")
@@ -118,6 +119,7 @@ def test_who_joins_at_the_end_of_an_outage_takes_nobody_for_lost_yet():
         return read(key)
 
     late._store.get = at_the_end
+    getattr(late, first)()
     late.register()
     job = late.poll()
     assert (job.state, job.charges) == (State.ACTIVE, 0)
