@@ -16,25 +16,22 @@ question changes nothing in the job.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import queue
 import secrets
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_contract.decoding import decode, encode, inflate
+from zero_contract.decoding import decode, encode
+from zero_orchestrator.membership import records
 from zero_orchestrator.observe.events import progress_prefix
 from zero_orchestrator.store.kv import Change, KeyValueStore, Put
 
 ANSWER_BYTES = 512 << 10
 """Largest value of an answer, compressed; etcd's limit of a request is 1.5 MiB."""
-UNPACKED_BYTES = 256 << 20
-"""The same before it was compressed, at most."""
 LONGEST_S = 600.0
 """An agent works on an answer for no longer, however long the asker waits."""
 LEASE_S = 30
@@ -86,17 +83,16 @@ class Answer:
 
 def pack(answer: Answer) -> str:
     """The value of an answer's key; one that is too large says so instead."""
-    packed = base64.b85encode(zlib.compress(encode(answer).encode()))
-    if len(packed) <= ANSWER_BYTES:
-        return packed.decode()
+    packed = records.pack(whole := encode(answer))
+    if len(packed) <= ANSWER_BYTES and len(whole) <= records.LARGEST_BYTES:
+        return packed
     text = f"the answer has {len(packed)} bytes, the limit is {ANSWER_BYTES}; ask for one --rank"
     return pack(dataclasses.replace(answer, record={}, problem=text))
 
 
 def unpack(text: str) -> Answer:
     """The answer in a key's value. Raises ValueError: it is no answer."""
-    whole = inflate(base64.b85decode(text), UNPACKED_BYTES)
-    return decode(Answer, whole, "an answer of an agent")
+    return decode(Answer, records.unpack(text), "an answer of an agent")
 
 
 class Asker:

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_contract.decoding import decode, encode
+from zero_contract.decoding import encode
+from zero_orchestrator.membership.records import kept
 from zero_orchestrator.store.kv import KeyValue
 
 
@@ -73,7 +74,5 @@ def to_value(verdicts: Iterable[Verdict]) -> str:
 
 def from_item(item: KeyValue | None) -> tuple[Verdict, ...]:
     """The verdicts in that key; none without it, or if it is unreadable."""
-    try:
-        return () if item is None else decode(_Held, item.value, "verdicts").verdicts
-    except ValueError:
-        return ()
+    found = kept(_Held, item)
+    return () if found is None else found.verdicts
