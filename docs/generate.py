@@ -1,7 +1,7 @@
 """The reference pages that are made from the code: `make reference` writes them.
 
 Must always hold: a page says what the code says at its tables, parsers and docstrings, and the same
-in every version of Python; tests/unit/test_reference.py compares.
+in every version of Python; tests/unit/house/test_reference.py compares.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from tests.mutants.mutate import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT / part) for part in ("orchestrator", "agent", "engine")]
 SUBJECTS = {
-    "zero_step.norm": ["tests/unit/test_norm.py", "tests/unit/test_division.py"],
+    "zero_step.norm": ["tests/unit/step/test_norm.py", "tests/unit/step/test_division.py"],
     "zero_comm.sums.ordered_sum": ["tests/numerics/test_reduction.py"],
     "zero_checkpoint.saving.commit": [
         "tests/unit/checkpoint/test_candidates.py",

@@ -17,7 +17,7 @@ import pytest
 from tests.support.browser import CHROMIUM, browser
 from tests.support.cluster import COLD, environment
 from tests.support.waiting import wait_for
-from tests.unit.test_json_output import SCHEMAS, closed
+from tests.unit.observe.test_json_output import SCHEMAS, closed
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import status

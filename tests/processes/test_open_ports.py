@@ -53,12 +53,12 @@ TABLE = {
     ),
     "liveness ring of the agents": (
         "a nonce",
-        "tests/unit/test_strangers.py"
+        "tests/unit/agent/test_strangers.py"
         "::test_a_stranger_hears_a_nonce_and_is_hung_up_on_while_the_job_is_served",
     ),
     "peer memory": (
         "a nonce",
-        "tests/unit/test_strangers.py"
+        "tests/unit/agent/test_strangers.py"
         "::test_a_stranger_hears_a_nonce_and_is_hung_up_on_while_the_job_is_served",
     ),
     "TCPStore of the round": (
@@ -72,7 +72,7 @@ TABLE = {
     ),
     "`--health-port`": (
         "read access to job, node, round, state and reason, and to the metrics of the agent",
-        "tests/unit/test_strangers.py"
+        "tests/unit/agent/test_strangers.py"
         "::test_who_talks_nonsense_to_the_health_port_leaves_it_answering",
     ),
     "`zero-ctl dashboard`": (
@@ -92,7 +92,7 @@ TABLE = {
     ),
     "workers of one host, while they meet": (
         "nothing: a worker hangs up on every process that is no rank of its job",
-        "tests/unit/test_same_host_peers.py"
+        "tests/unit/agent/test_same_host_peers.py"
         "::test_a_stranger_who_connects_while_ranks_meet_is_hung_up_on_and_they_meet",
     ),
 }

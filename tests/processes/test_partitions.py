@@ -4,7 +4,7 @@ Machines are network namespaces, packets vanish without a word, etcd is real. On
 weights and samples are those of a run without a cut. The workers of the others are a plain script
 that counts: which rounds there were, on which nodes, and how many restarts they cost. That a round
 that is over publishes nothing is proved by the fence (`tests/model`,
-`tests/unit/test_rendezvous.py`).
+`tests/unit/orchestrator/test_rendezvous.py`).
 """
 
 from __future__ import annotations

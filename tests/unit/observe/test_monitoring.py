@@ -12,7 +12,7 @@ import yaml
 from zero_agent.loop.observed.metrics import NODE_METRICS
 from zero_orchestrator.observe.metrics import ETCD_UP, JOB_METRICS, Type
 
-MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
+MONITORING = Path(__file__).resolve().parents[3] / "deploy" / "monitoring"
 ENDS = {
     Type.GAUGE: ("",),
     Type.COUNTER: ("_total",),

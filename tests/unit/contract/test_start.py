@@ -73,7 +73,7 @@ def test_a_character_that_the_terminal_cannot_show_ends_no_program(tmp_path, enc
 
 
 def test_every_console_script_begins_here_and_brings_little_along():
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
     assert {value.partition(":")[0] for value in scripts.values()} == {"zero_orchestrator.start"}
     text = (
@@ -96,5 +96,5 @@ def test_every_program_says_its_version(module, capsys):
     parser = importlib.import_module(module).make_parser()
     with pytest.raises(SystemExit, match="0"):
         parser.parse_args(["--version"])
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert capsys.readouterr().out == f"zero-elastic {project['version']}\n"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from tests.unit.test_rendezvous import Cluster
+from tests.unit.orchestrator.test_rendezvous import Cluster
 from zero_agent.node.installed import Installed
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import SpecMismatch

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.test_rounds import STEADY, TIMING, active, failed, forming, node, verdict
+from tests.unit.orchestrator.test_rounds import (
+    STEADY,
+    TIMING,
+    active,
+    failed,
+    forming,
+    node,
+    verdict,
+)
 from zero_orchestrator.membership.failures import (
     LONGEST_S,
     Charge,

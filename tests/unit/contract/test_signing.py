@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zero_contract.signing import Key, Purpose, Secret, derive, sign, verify
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = [
     path for part in ("orchestrator", "agent", "engine") for path in (ROOT / part).rglob("*.py")
 ]

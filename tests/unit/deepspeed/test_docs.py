@@ -10,7 +10,7 @@ import pytest
 from zero_contract.errors import ConfigError
 from zero_engine.config import keys, load_config
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "deepspeed.md"
 
 
 def drawn(name: str) -> list[str]:

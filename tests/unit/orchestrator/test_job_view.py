@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import Database, MemoryStore
-from tests.unit.test_rendezvous import Cluster
+from tests.unit.orchestrator.test_rendezvous import Cluster
 from zero_orchestrator.errors import StoreReplaced
 from zero_orchestrator.membership.job_state import Failure, Members, Node, State
 from zero_orchestrator.membership.job_view import REREAD_S

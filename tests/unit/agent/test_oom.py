@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_endings import group
+from tests.unit.agent.test_endings import group
 from zero_agent.workers import oom
 from zero_agent.workers.oom import OomKills
 

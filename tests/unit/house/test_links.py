@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
     page for pattern in ("*.md", "docs/*.md", "docs/adr/*.md", "deploy/*.md", "benchmarks/*.md")
     for page in ROOT.glob(pattern)

@@ -6,7 +6,7 @@ from pathlib import Path
 from zero_contract.user_files import is_own
 from zero_orchestrator.membership.rounds import LEGAL
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOUR = (ROOT / "ARCHITECTURE.md").read_text()
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.memory_store import MemoryStore
-from tests.unit.test_rendezvous import Cluster
+from tests.unit.orchestrator.test_rendezvous import Cluster
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, State
 from zero_orchestrator.store.etcd.client import EtcdStore

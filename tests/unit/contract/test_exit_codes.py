@@ -24,7 +24,7 @@ from zero_contract.exit_codes import (
     verdict,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 JOB = next(yaml.safe_load_all((ROOT / "deploy/kubernetes/base/job.yaml").read_text()))
 UNIT = (ROOT / "deploy/systemd/zero-agent@.service").read_text()
 

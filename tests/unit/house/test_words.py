@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LIST = ROOT / "tests/support/retired_words.txt"
 NOT_OURS = ("tests/data/", "deploy/locks/")
 """Scripts as users of other projects write them, and lists of packages."""

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from tests.support.waiting import wait_for
-from tests.unit.test_rendezvous import Cluster
+from tests.unit.orchestrator.test_rendezvous import Cluster
 from zero_agent.loop.suspects import Suspects, Suspicion, Verdict
 from zero_agent.node import identity
 from zero_contract.journal import Journal
