@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from tests.support.training import (
     train,
 )
 from tests.support.world import WorldError, WorldPool
-from zero_checkpoint.format.pieces import BUFFER
 from zero_engine.core.engine import Engine
 
 STAGES = (0, 1, 2, 3)
@@ -39,30 +36,6 @@ def engine_at(stage: int, bf16: bool, *, seed: int = 7) -> Engine:
     return make_engine(config(stage, bf16=bf16), seed=seed, lr_scheduler=halving)
 
 
-def source(stage: int, bf16: bool, root: str) -> tuple[Any, ...]:
-    engine = engine_at(stage, bf16)
-    train(engine, SAVED_AT)
-    engine.save_checkpoint(root, client_state={"note": [1, 2.5, None]})
-    return state_of(engine)
-
-
-def resume_all(
-    roots: Mapping[tuple[int, int], str], stage: int, bf16: bool
-) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """From every checkpoint, by stage and world: the loaded state and the hash at the end."""
-    results = {}
-    for saved_at, root in roots.items():
-        engine = engine_at(stage, bf16, seed=8)  # other weights, buffers and frozen values
-        path, client = engine.load_checkpoint(root)
-        assert path is not None
-        assert path.startswith(root)
-        assert client == {"note": [1, 2.5, None]}
-        loaded = state_of(engine)
-        train(engine, ENDS_AT)
-        results[saved_at] = (loaded, engine.weight_hash())
-    return results
-
-
 def state_of(engine: Engine) -> tuple[Any, ...]:
     """This rank's pieces by digest, and what all ranks share."""
     state = engine._state.capture({}, {})
@@ -75,64 +48,10 @@ def state_of(engine: Engine) -> tuple[Any, ...]:
     return pieces, (state.meta["engine"], buffers, position[:2], dict(state.aliases))
 
 
-def whole(states: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The digest of every whole tensor, put together from all ranks, and what they share."""
-    shared = states[0][1]
-    assert all(state[1] == shared for state in states)
-    tensors: dict[tuple[str, str], bytes] = {}
-    atoms = {key: data for pieces, _ in states for key, data in pieces.items()}
-    for (kind, fqn, _), data in sorted(atoms.items()):
-        tensors[kind, fqn] = tensors.get((kind, fqn), b"") + data
-    return {key: hashlib.sha256(data).hexdigest() for key, data in tensors.items()}, shared
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
-def run(request: pytest.FixtureRequest, worlds: WorldPool, tmp_path_factory: Any) -> Any:
-    """Checkpoints from every source, their state, and the hash of the uninterrupted run."""
-    bf16 = request.param
-    base = tmp_path_factory.mktemp("checkpoints")
-    roots = {(s, w): str(base / f"stage{s}-world{w}") for s, w in SOURCES}
-    states = {
-        (stage, world): whole(worlds.run(world, source, stage, bf16, roots[stage, world]))
-        for stage, world in SOURCES
-    }
-    end = worlds.run(1, uninterrupted, bf16)[0]
-    return bf16, roots, states, end
-
-
 def uninterrupted(bf16: bool) -> str:
     engine = engine_at(0, bf16)
     train(engine, ENDS_AT)
     return engine.weight_hash()
-
-
-@pytest.mark.corners(run=[False])
-def test_every_stage_and_world_saves_the_same_state(run: Any) -> None:
-    _, _, states, _ = run
-    tensors, shared = states[0, 1]
-    assert all(state == (tensors, shared) for state in states.values())
-    kinds = {kind for kind, _ in tensors}
-    assert kinds == {"param", "exp_avg", "exp_avg_sq", BUFFER}
-    assert (BUFFER, "scratch") not in tensors
-    assert ("param", "blocks.0.scale") in tensors
-    assert ("exp_avg", "blocks.0.scale") not in tensors
-    assert shared[3] == {"head.weight": "embed.weight"}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.corners(run=[False], world=[2], stage=[3])
-def test_it_loads_at_every_stage_and_world_and_goes_on_as_if_nothing_had_happened(
-    worlds: WorldPool, run: Any, world: int, stage: int
-) -> None:
-    bf16, roots, states, end = run
-    # In bf16 the buffers are the same as in fp32 but for their dtype: fewer sources will do.
-    chosen = {key: root for key, root in roots.items() if not bf16 or key[0] in (0, 3)}
-    ranks = worlds.run(world, resume_all, chosen, stage, bf16)
-    for key in ranks[0]:
-        loaded = whole([rank[key][0] for rank in ranks])
-        assert loaded == states[key], key
-        assert {rank[key][1] for rank in ranks} == {end}, key
 
 
 # ---- what a load must refuse, or say ----

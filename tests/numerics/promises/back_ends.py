@@ -199,8 +199,12 @@ class Training:
     def hash(self) -> str:
         raise NotImplementedError
 
-    def micro_step(self, batch: Tensor) -> None:
-        """Forward, backward, and the step, if the micro-batch is its last."""
+    def backward(self, batch: Tensor) -> None:
+        """Forward and backward of a micro-batch."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The calls after a backward, which end the step if the micro-batch is its last."""
         raise NotImplementedError
 
     def save(self, directory: str, client: Mapping[str, Any] | None = None) -> bool:
@@ -239,7 +243,8 @@ class Training:
             at = self.step
             self.prepare(at)
             for (batch,) in self.loader:
-                self.micro_step(batch)
+                self.backward(batch)
+                self.end()
                 if self.step > at:
                     break
             if self.recipe.metric:
@@ -285,13 +290,17 @@ class OfStockTorch(Training):
     def norm(self) -> float | None:
         return self.run.grad_norm
 
-    def micro_step(self, batch: Tensor) -> None:
+    def backward(self, batch: Tensor) -> None:
         loss = self.compute(self.model, batch)
-        if not self.recipe.own_loop:
+        if self.recipe.own_loop:
+            loss.backward()
+        else:
             self.run.backward(loss, **self.count(batch))
+
+    def end(self) -> None:
+        if not self.recipe.own_loop:
             self.run.step(self.recipe.max_norm)
             return
-        loss.backward()
         if self.recipe.max_norm:
             self.run.clip_grad_norm_(self.recipe.max_norm)
         self.optimizer.step()
@@ -350,12 +359,14 @@ class OfEngine(Training):
     def close(self) -> None:
         self.engine.destroy()
 
-    def micro_step(self, batch: Tensor) -> None:
+    def backward(self, batch: Tensor) -> None:
         loss = self.compute(self.engine, batch)
         if self.recipe.own_loop:
             loss.backward()
         else:
             self.engine.backward(loss, **self.count(batch))
+
+    def end(self) -> None:
         self.engine.step()
 
 
