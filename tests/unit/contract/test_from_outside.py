@@ -56,7 +56,7 @@ from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import events, history, lane, pace, queries, verdicts
 from zero_orchestrator.store.kv import KeyValue
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NODE = Node(id="a", incarnation="1", address="10.0.0.1", slots=2, topology="rack-1")
 FEW_BYTES = 1 << 20
 """What a reader may need beside a multiple of the text that it reads."""
