@@ -30,8 +30,14 @@ class Plan:
 
     @property
     def free(self) -> bool:
-        """Whether nothing happens that may cost a restart."""
-        return all(fault.kind in (*FREE, HEAL) for fault in self.faults)
+        """Whether nothing happens that may cost a restart.
+
+        An agent that starts soon after an outage knows nothing of it, and takes nodes for lost
+        whose leases have lapsed in it.
+        """
+        kinds = {fault.kind for fault in self.faults if fault.at_s > 0 or fault.kind != "start"}
+        blind = "outage" in kinds and kinds & {"start", "drain", "sigterm"}
+        return kinds <= {*FREE, HEAL} and not blind
 
 
 @dataclass
