@@ -1,4 +1,4 @@
-"""The one decoder of what comes from outside: messages, records of a store, manifests, configs.
+"""The one decoder of what programs write: messages, records of a store, manifests.
 
 A text is JSON as Python writes it, NaN and infinities included. The type of the value is anything
 that msgspec knows: a dataclass, a Struct, a union of tagged Structs, a container.

@@ -168,7 +168,7 @@ def read_error_file(path: Path) -> ErrorFile:
         traceback = str(facts.get("py_callstack", "")).replace(message, short)
         permanent = facts.get("permanent") is True
         return ErrorFile(short, traceback[-TRACEBACK_LIMIT:], permanent)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return ErrorFile()
 
 

@@ -86,7 +86,8 @@ def pack(answer: Answer) -> str:
     packed = records.pack(whole := encode(answer))
     if len(packed) <= ANSWER_BYTES and len(whole) <= records.LARGEST_BYTES:
         return packed
-    text = f"the answer has {len(packed)} bytes, the limit is {ANSWER_BYTES}; ask for one --rank"
+    sizes = f"{len(packed)} bytes, {len(whole)} unpacked, the limit is {ANSWER_BYTES}"
+    text = f"the answer has {sizes}; ask for one --rank"
     return pack(dataclasses.replace(answer, record={}, problem=text))
 
 

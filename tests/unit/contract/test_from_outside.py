@@ -29,6 +29,7 @@ import zero_agent
 import zero_checkpoint
 import zero_orchestrator
 from tests.unit.checkpoint.support import adam_state, saved
+from zero_agent.workers.exits import read_error_file
 from zero_checkpoint.format.parse import ManifestError
 from zero_checkpoint.format.parse import parse as manifest_of
 from zero_contract import peer_memory, worker
@@ -262,14 +263,20 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Format]:
         (root / "job.yaml").write_bytes(data)
         return load(root / "job.yaml")
 
+    def read_error(data: bytes) -> object:
+        (root / "error.json").write_bytes(data)
+        return read_error_file(root / "error.json")
+
+    failed = {"message": "it died", "extraInfo": {"py_callstack": "line 3", "permanent": True}}
     files = {
+        "error file": Format(read_error, (), [json.dumps({"message": failed})]),
         "manifest": Format(manifest_of, (ManifestError,), [json.dumps(manifest)], signed),
         "job file": Format(read_job, (JobFileError,), [json.dumps(job, default=str)], as_yaml),
     }
     return {**FORMATS, **files}
 
 
-NAMES = (*FORMATS, "manifest", "job file")
+NAMES = (*FORMATS, "manifest", "job file", "error file")
 
 
 @pytest.mark.parametrize("name", NAMES)
