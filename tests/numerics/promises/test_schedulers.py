@@ -100,7 +100,8 @@ def test_a_step_by_which_torch_makes_state_is_none_of_the_scripts(
 ) -> None:
     recipe = Recipe(optimizer=adam, scheduler=MADE["LambdaLR"], before=state_asked_for)
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    assert everywhere(worlds, recipe, tmp_path, PLACES) == dict.fromkeys(PLACES, expected)
+    places = PLACES[:3]  # the engine's optimizer has no state_dict for torch's function
+    assert everywhere(worlds, recipe, tmp_path, places) == dict.fromkeys(places, expected)
 
 
 def prepared(optimizer: Optimizer) -> Any:
