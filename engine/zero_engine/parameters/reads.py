@@ -149,6 +149,8 @@ def _absent(kind: type) -> type:
 def watch(core: Core) -> None:
     """Let reads of an engine's parameters find these while they are not there."""
     for unit in core.units:
+        for param in unit.params:  # an engine that had them before may have left them absent
+            _mark(param, absent=False)
         if core.stage.shards_parameters or unit in core.overlap.units:
             unit.on_change = _show
             _show(unit)

@@ -131,7 +131,7 @@ def test_a_lease_that_lapsed_while_etcd_was_silent_is_no_loss_yet():
         None,
         "etcd was silent; waiting for node c to register again",
     )
-    assert verdict(job, replace(STEADY, heard_s=5.0))[0] is Move.INTERRUPT
+    assert verdict(job, replace(STEADY, heard_s=8.0))[0] is Move.INTERRUPT
 
 
 def test_a_node_that_came_back_as_another_process_was_lost():
