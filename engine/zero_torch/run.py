@@ -185,11 +185,7 @@ class Run(Checkpoints):
                 each.register_hook(self._gradients.announce)
 
     def _refuse_failed(self) -> None:
-        """Not to be called within a backward.
-
-        Raises:
-            ZeroError: One has failed: another one of the micro-batch would add to its gradients.
-        """
+        """Raise if a backward has failed: another one would add to its gradients."""
         if self._phase.state is State.BACKWARD:
             self._gradients.see_failure()
             self._phase.check(Move.PASS)
@@ -518,11 +514,7 @@ class Run(Checkpoints):
             self._ledger.consume(microbatch.index, ticket.ids)
 
     def _end_micro_step(self) -> None:
-        """End the micro-step.
-
-        Raises:
-            ZeroError: It was the last one of its step, and the optimizer was not called.
-        """
+        """End the micro-step; an error if it was the last of its step, and nothing acted."""
         self._gradients.end()
         if self._gradients.pipeline.turn.last:
             self._end_step()
