@@ -46,7 +46,7 @@ class Move(StrEnum):
     RECALL = "recall"
     """A backward has failed that began the sums of its step: they can begin again."""
     FAIL = "fail"
-    """A backward has failed."""
+    """A backward has failed, or what belongs to a step after its optimizer has acted."""
     FINISH = "finish"
     """The last gradient has been added."""
     SHARE = "share"
@@ -73,7 +73,7 @@ LEGAL: Mapping[Move, tuple[tuple[State, ...], State]] = {
     Move.AGAIN: ((State.RUN,), State.DRAWN),
     Move.BEGIN: ((State.DRAWN,), State.BACKWARD),
     Move.RECALL: ((State.BACKWARD,), State.READY),
-    Move.FAIL: ((State.BACKWARD,), State.FAILED),
+    Move.FAIL: ((State.BACKWARD, State.STEPPED), State.FAILED),
     Move.FINISH: ((State.BACKWARD,), State.RUN),
     Move.SHARE: ((State.RUN,), State.SHARED),
     Move.STEP: (_RUN, State.STEPPED),

@@ -300,7 +300,11 @@ class Run(Checkpoints):
                 else:
                     self._optimizer.step()
                 if self._steps_scheduler and not self._skipped:
-                    self.scheduler.step()
+                    try:
+                        self.scheduler.step()
+                    except BaseException:  # the weights have stepped, and their rates have not
+                        self._phase.move(Move.FAIL)
+                        raise
         self._end_micro_step()
         return last
 

@@ -265,7 +265,7 @@ class OfStockTorch(Training):
         options = dict(recipe.of_wrapper) if back_end == "ddp" else {}
         if recipe.precision in DTYPES:
             options["param_dtype"] = DTYPES[recipe.precision]
-        units = [self.module.get_submodule(name) for name in recipe.units]
+        units = map(self.module.get_submodule, recipe.units)
         self.model = stock.wrap(self.module, back_end, units, **options)
         self.optimizer = recipe.optimizer(self.model)
         self.scheduler = self.scheduled(self.optimizer)

@@ -168,7 +168,6 @@ def break_a_step(root: str, back_end: str, where: str) -> tuple[str, str]:
         own.train(3)
     hook.remove()
     own.scheduler.breaks = False
-    assert own.step == 2
     with pytest.raises(ZeroError) as refused:
         own.save(root)
     own.load(root)
