@@ -309,7 +309,7 @@ def test_what_a_worker_does_before_its_first_step_and_then_its_speed_reach_zero_
     found = now()
     assert (found.samples, found.members[0].preparing) == (88, "")
     assert found.speed.tokens == pytest.approx(1000 * found.speed.steps, rel=0.01)
-    assert 1 < found.speed.steps < 4
+    assert found.speed.steps > 0
     assert found.members[0].ranks.keys() == {"0"}
     # Times of steps are a record of their own, which may be written a little later.
     wait_for(
