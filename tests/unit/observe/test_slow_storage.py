@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_contract.worker import RankTimes
-from zero_orchestrator.observe.detectors.slow_storage import SlowWrite, Storage
+from zero_orchestrator.membership.job_state import Members
+from zero_orchestrator.observe.detectors.slow_storage import SlowStorage, SlowWrite, Storage
 
 MB = 1e6
 
 
-def after(*checkpoints, size_bytes=1000 * MB):
-    """What is known after checkpoints with these rates in MB/s, each reported twice."""
-    found = Storage()
+def reports(*checkpoints, size_bytes=1000 * MB):
+    """Those of checkpoints with these rates in MB/s, each reported twice."""
     for rates in checkpoints:
         report = RankTimes(
             step=1,
@@ -24,7 +24,14 @@ def after(*checkpoints, size_bytes=1000 * MB):
             write_bytes_per_s=tuple(rate * MB for rate in rates),
             write_s=tuple(size_bytes / (rate * MB) if rate else 0.0 for rate in rates),
         )
-        found = found.add(report).add(report)
+        yield from (report, report)
+
+
+def after(*checkpoints, size_bytes=1000 * MB):
+    """What is known after them."""
+    found = Storage()
+    for report in reports(*checkpoints, size_bytes=size_bytes):
+        found = found.add(report)
     return found.verdict
 
 
@@ -43,6 +50,15 @@ def test_all_ranks_are_slow_if_they_were_three_times_as_fast_before():
     assert found is not None
     assert (found.rank, found.bytes_per_s) == (None, 21 * MB)
     assert after(*fast, (20, 21), (199, 200)) is None
+
+
+def test_a_storage_that_is_slow_for_all_names_no_rank_and_no_node():
+    detector = SlowStorage(Members())
+    for report in reports((200, 210), (201, 211), (202, 212), (20, 21), (19, 23)):
+        found = detector.add(report, 0.0)
+    [verdict] = [each.verdict for each in found]
+    assert (verdict.rank, verdict.node) == (None, "")
+    assert verdict.text == "all ranks write checkpoints at 21 MB/s; earlier: 206 MB/s"
 
 
 def test_writes_that_take_no_time_and_ranks_without_one_are_not_judged():
