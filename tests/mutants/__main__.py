@@ -77,10 +77,14 @@ def survives(module: str, path: Path, mutant: Mutant, tests: Sequence[str]) -> b
         sys.meta_path.insert(0, _Mutated(module, compile(mutant.tree, path, "exec")))
         os._exit(bool(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
     deadline_s = time.monotonic() + _LIMIT_S
-    while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > deadline_s:
-            os.killpg(child, signal.SIGKILL)
-        time.sleep(0.02)
+    try:
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline_s:
+                os.killpg(child, signal.SIGKILL)
+            time.sleep(0.02)
+    except KeyboardInterrupt:
+        os.killpg(child, signal.SIGKILL)
+        raise SystemExit(128 + signal.SIGINT) from None
     return done[1] == 0
 
 
@@ -95,6 +99,8 @@ def source_of(module: str) -> Path:
 
 def main(modules: Sequence[str]) -> int:
     """Try all mutants of these modules; print those that survive. 0: as EQUIVALENT says."""
+    if unknown := [module for module in modules if module not in SUBJECTS]:
+        raise SystemExit(f"{', '.join(unknown)}: not known; there are {', '.join(SUBJECTS)}")
     sys.path[:0] = PATHS
     wrong = 0
     for module in modules:

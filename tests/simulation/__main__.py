@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import time
 from dataclasses import replace
 
@@ -33,12 +34,16 @@ def main() -> int:
     parser.add_argument("--setting", help="instead of that of the seed: 'nodes=2 steps=5'")
     parser.add_argument("--no-shrink", action="store_true", help="print the history as it is")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written; threads would be waited for
     if args.seed is not None:
         planned = plan(args.seed, free=True if args.free else None)
         if args.setting:
             planned = replace(planned, setting=setting_of(args.setting))
         if args.fault:
-            faults = sorted(Fault.of(text) for text in args.fault)
+            try:
+                faults = sorted(Fault.of(text) for text in args.fault)
+            except (ValueError, IndexError):
+                parser.error(f"--fault: {args.fault} are not all as '3 kill-agent a'")
             over_s = max(fault.at_s + fault.for_s for fault in faults)
             faults += [] if faults[-1].kind == HEAL else [Fault(over_s + 1.0, HEAL)]
             planned = replace(planned, faults=tuple(faults))
