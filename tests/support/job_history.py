@@ -1,0 +1,174 @@
+"""What must hold in the history of a job's keys, revision by revision, simulated or real.
+
+ARCHITECTURE.md has the table of I1 to I12.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.mvcc import Batch, Database
+from zero_contract.exit_codes import AgentExit
+from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.moves import LEGAL, Move
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.store.kv import Range
+
+WORKERS_END_S = 1.0
+"""No worker outlives its agent by more (I8)."""
+COMMON = {
+    AgentExit.OK,
+    AgentExit.DRAINED,
+    AgentExit.STOPPED,
+    AgentExit.NO_STORE,
+    AgentExit.JOB_FAILED,
+    128 + 15,
+}
+"""Exit codes of agents that have done their part."""
+CHARGED = (Move.INTERRUPT, Move.FAIL, Move.GIVE_UP)
+_ROUND = re.compile(r"\.g(\d+)")
+
+
+def explained(code: int | None, error: str) -> bool:
+    """Whether an agent may end by itself with an exit code, and such an error."""
+    words = ("another agent has registered", "no round began", "not become healthy")
+    return code in COMMON or any(word in error for word in words)
+
+
+def replayed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Database]]:
+    """Each revision of a recorded history, and the keys as of it."""
+    database = Database()
+    for batch in batches:
+        for change in batch:
+            if change.item is None:
+                database.items.pop(change.key, None)
+            else:
+                database.items[change.key] = change.item
+            database.revision = change.revision
+        yield batch, database
+
+
+@dataclass
+class JobHistory:
+    """Judges one revision after the other."""
+
+    keys: Keys
+    broken: Callable[[str], None]
+    """Is told what does not hold."""
+    free: bool = False
+    """Nothing happens that costs a restart."""
+    on_begin: Callable[[int, set[str]], None] = lambda n, names: None
+    """A round begins, with these nodes of the round before."""
+    transitions: dict[int, Move] = field(default_factory=dict)
+    """By revision."""
+    job: Snapshot | None = None
+    """The job as of its last transition."""
+    granted: set[str] = field(default_factory=set)
+    """The tags of the checkpoints that may be published."""
+    _charges: set[str] = field(default_factory=set)
+    _members: set[str] = field(default_factory=set)
+
+    def changed(self, batch: Batch, database: Database) -> None:
+        """Judge a revision, whose keys are those of the database."""
+        keys = {change.key: change for change in batch}
+        for key, change in keys.items():
+            if change.item is None:
+                continue
+            if key.startswith(f"{self.keys.prefix}charged/"):
+                self._once(self._charges, key, f"I5: {key} is charged twice")
+            elif key.startswith(f"{self.keys.prefix}rounds/") and key.endswith("/members"):
+                self._once(self._members, key, f"I1: {key} is written again")
+            elif key == self.keys.latest:
+                self._commit(json.loads(change.item.value), database)
+        if (head := keys.get(self.keys.round)) is not None:
+            if head.item is None:
+                self.broken("I10: the round is deleted")
+            else:
+                self._transition(database, Move(json.loads(head.item.value)["by"]))
+        elif any(
+            key.startswith(self.keys.of_round(self.job.n, "yield")) for key in keys if self.job
+        ):
+            self._yield(database)
+
+    def unexplained(self, events: Iterable[Mapping[str, Any]]) -> dict[int, Move]:
+        """The transitions that no event tells of, by revision."""
+        told = {event.get("revision") for event in events}
+        return {at: move for at, move in self.transitions.items() if at not in told}
+
+    def _once(self, known: set[str], key: str, problem: str) -> None:
+        if key in known:
+            self.broken(problem)
+        known.add(key)
+
+    def _snapshot(self, database: Database) -> Snapshot:
+        items = tuple(database.under(self.keys.prefix))
+        spec = JobSpec.from_json(database.items[self.keys.spec].value)
+        return parse(self.keys, Range(database.revision, items), spec)
+
+    def _transition(self, database: Database, move: Move) -> None:
+        before, job = self.job, self._snapshot(database)
+        self.job = job
+        self.transitions[database.revision] = move
+        source, target = LEGAL[move]
+        state = before.state if before is not None else None
+        n = before.n if before is not None else 0
+        if (state, job.state) != (source, target):
+            self.broken(f"I1: {move} leads from {state} to {job.state}")
+        if job.n != n + (move is Move.ACTIVATE):
+            self.broken(f"I1: {move} leads from round {n} to round {job.n}")
+        if state in ENDED:
+            self.broken(f"I10: {move} after {state}")
+        if move is Move.ACTIVATE:
+            self._begins(before, job, database)
+        if job.state is State.STOPPED and job.stop is None:
+            self.broken("I11: stopped, and nobody has asked for it")
+        if (move in CHARGED) != (job.charges > (before.charges if before else 0)):
+            self.broken(f"I5: {move} with {job.charges} charges")
+        if move in CHARGED and self.free:
+            self.broken(f"budget: {job.cause}, and nothing has failed")
+
+    def _begins(self, before: Snapshot | None, job: Snapshot, database: Database) -> None:
+        ids = [node.id for node in job.members.nodes]
+        if len(set(ids)) < len(ids):
+            self.broken(f"I3: round {job.n} has the nodes {ids}")
+        if not job.spec.min_nodes <= len(ids) <= job.spec.max_nodes:
+            self.broken(f"I4: round {job.n} has {len(ids)} nodes")
+        if job.stop is not None:
+            self.broken(f"I11: round {job.n} begins after a stop")
+        live = {(node.id, node.incarnation) for node in job.nodes}
+        # One that has come back too late for this round is not in it, and its workers are fenced.
+        former = [m for m in before.members.nodes if job.has_member(m)] if before else []
+        prefix = self.keys.report(job.n - 1, "quiet/")
+        busy = [
+            member.id
+            for member in former
+            if (member.id, member.incarnation) in live and prefix + member.id not in database.items
+        ]
+        if busy:
+            self.broken(f"round {job.n} begins, and the workers of {busy} have not stopped")
+        stays = live & {(member.id, member.incarnation) for member in former}
+        self.on_begin(job.n, {name for name, _ in stays})
+
+    def _yield(self, database: Database) -> None:
+        job = self._snapshot(database)
+        if job.yielding is None or job.state is not State.ACTIVE:
+            return
+        draining = {n.id for n in job.nodes if n.draining and job.has_member(n)}
+        if "leaving" in job.yielding and draining and draining <= job.done:
+            self.broken(f"I12: round {job.n} is left for {draining}, which have finished")
+
+    def _commit(self, record: dict[str, Any], database: Database) -> None:
+        """A checkpoint may be published."""
+        head = database.items.get(self.keys.round)
+        job = json.loads(head.value) if head else {"n": 0, "state": None}
+        found = _ROUND.search(record["tag"])
+        if job["state"] != State.ACTIVE or found is None or job["n"] != int(found[1]):
+            where = f"round {job['n']} ({job['state']})"
+            self.broken(f"I2: {record['tag']} is published in {where}")
+        self.granted.add(record["tag"])
