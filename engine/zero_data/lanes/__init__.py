@@ -1,0 +1,1 @@
+"""Lanes: any data at any world size."""
