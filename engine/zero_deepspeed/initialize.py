@@ -17,6 +17,7 @@ from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing
 from zero_deepspeed.comm import init_distributed
 from zero_deepspeed.engine import Asserted, DeepSpeedEngine
+from zero_deepspeed.ops.adam import name_as_deepspeed
 from zero_deepspeed.shown import show
 from zero_deepspeed.utils.logging import log_dist, logger
 from zero_deepspeed.version import __version__
@@ -79,16 +80,6 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         init_distributed(dist_init_required=False)
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
-    sources: dict[str, Config | None] = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    given = {name: source for name, source in sources.items() if source is not None}
-    if len(given) > 1:
-        raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
-    if not given:
-        raise Asserted("initialize() needs a config: a dict, a JSON string or a path")
     log_dist(f"DeepSpeed info: version={__version__}, which is the ZeRO engine's", ranks=[0])
     engine = core.initialize(
         model,
@@ -96,7 +87,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         model_parameters,
         training_data,
         lr_scheduler,
-        config=next(iter(given.values())),
+        config=_the_one(config, config_params, args),
         collate_fn=collate_fn,
         num_workers=num_workers,
         engine_class=DeepSpeedEngine,
@@ -111,4 +102,21 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         checkpointing.use(made._config.activation_checkpointing)
     if made.optimizer is not None and made._core.zero is not None:
         show(made.optimizer, made._core.zero, made.zero_optimization_stage())
+        if optimizer is None:
+            name_as_deepspeed(made.optimizer, made._config)
     return made, stepped, engine.training_dataloader, engine.lr_scheduler
+
+
+def _the_one(config: Config | None, config_params: Config | None, args: Any) -> Config:
+    sources: dict[str, Config | None] = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    given = {name: source for name, source in sources.items() if source is not None}
+    if len(given) > 1:
+        raise ConfigError(f"a config is given as {' and as '.join(given)}; keep one")
+    if not given:
+        raise Asserted("initialize() needs a config: a dict, a JSON string or a path")
+    return next(iter(given.values()))

@@ -18,6 +18,7 @@ from tests.support.training import DATASET_SIZE, DIVIDED, config, make_engine, t
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_contract.errors import ConfigError
 from zero_deepspeed import checkpointing, comm
+from zero_deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from zero_deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zero_deepspeed.runtime.utils import see_memory_usage
 from zero_deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -113,6 +114,40 @@ def train_with(how: str, stage: int) -> str:
     )
     train(engine, 3)
     return engine.weight_hash()
+
+
+CLASSES: dict[str, tuple[dict[str, Any], bool, type, bool | None]] = {
+    "AdamW": ({}, False, FusedAdam, True),
+    "Adam": ({"adam_w_mode": False}, False, FusedAdam, False),
+    "adam": ({"adam_w_mode": False}, True, DeepSpeedCPUAdam, False),
+    "adamw": ({"torch_adam": True}, False, torch.optim.AdamW, None),
+    "Adagrad": ({}, True, DeepSpeedCPUAdagrad, None),
+    "SGD": ({}, False, torch.optim.SGD, None),
+}
+"""Name in a config -> its params, offloaded or not, the class that DeepSpeed makes, its mode."""
+
+
+def test_an_optimizer_of_the_config_has_deepspeeds_class(worlds: WorldPool) -> None:
+    expected = {name: (cls.__name__, mode) for name, (_, _, cls, mode) in CLASSES.items()}
+    assert worlds.run(1, classes_made) == [expected]
+
+
+def classes_made() -> dict[str, tuple[str, bool | None]]:
+    made = {}
+    for name, (params, offloaded, cls, _) in CLASSES.items():
+        settings = config(1)
+        settings["zero_optimization"]["offload_optimizer"] = {
+            "device": "cpu" if offloaded else "none"
+        }
+        settings["optimizer"] = {"type": name, "params": {"lr": 1e-2, **params}}
+        engine, optimizer, *_ = zero_deepspeed.initialize(
+            model=make_model(), training_data=Tokens(DATASET_SIZE), config=settings
+        )
+        train(engine, 1)
+        assert engine.optimizer is optimizer
+        assert isinstance(optimizer, cls)
+        made[name] = type(optimizer).__name__, getattr(optimizer, "adam_w_mode", None)
+    return made
 
 
 def test_options_of_deepspeeds_adam_that_would_change_the_result_are_refused() -> None:

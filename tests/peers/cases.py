@@ -17,6 +17,8 @@ class Outcome(StrEnum):
     PASSED = "passed"
     PUBLIC = "public behaviour"
     """It asks for what the peer documents, and does not get it."""
+    INTENDED = "intended"
+    """It asks for what the table of intended differences says is otherwise here, and why."""
     INTERNALS = "internals"
     """It reads or replaces parts of the peer that scripts do not see."""
     NOT_OFFERED = "not offered"

@@ -27,8 +27,17 @@ _NO_ERROR = (
 )
 """Their `pytest.raises` fails in a worker, which DeepSpeed's harness waits for until its limit."""
 
+_INTENDED = (
+    "test_dynamic_loss_scale.py::Test(Fused|Unfused)::test_(all|some)_overflow"  # hysteresis
+    "|TestZeROBFloat16::test_(detect|ignore)_grad_overflow"  # what is not finite is never applied
+    "|TestZeroDtypeCocktail::test.bf16-fp16"  # communication_data_type would round
+    r"|v1/zero/test_zero_(user_backward|autocast)[\s\S]*(mismatch|Tensors are not close)"  # 16 bits
+)
+"""Each has its row in docs/deepspeed.md, "Intended differences"."""
+
 CAUSES: tuple[tuple[str, str], ...] = (
     ("works here", _NO_ERROR),
+    ("intended", _INTENDED),
     ("internals", r"'(record|shutdown)' to (have been|be) called once|MockException not raised"),
     ("harness", r"contiguous_checkpointing needs num_checkpoints"),  # DeepSpeed asserts it, too
     (

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from zero_contract.errors import ConfigError
+from zero_deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from zero_engine.config import Config
+from zero_engine.config.offload import NONE
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
@@ -50,6 +53,11 @@ class FusedAdam(torch.optim.Adam):
             decoupled_weight_decay=adam_w_mode,
         )
 
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether the decay is no part of the gradient."""
+        return bool(self.defaults["decoupled_weight_decay"])
+
 
 class DeepSpeedCPUAdam(FusedAdam):
     """`FusedAdam` with DeepSpeed's order of arguments for the CPU's Adam."""
@@ -76,3 +84,19 @@ class DeepSpeedCPUAdam(FusedAdam):
         super().__init__(
             model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad
         )
+
+
+_NAMES = {
+    torch.optim.AdamW: (FusedAdam, DeepSpeedCPUAdam),
+    torch.optim.Adam: (FusedAdam, DeepSpeedCPUAdam),
+    torch.optim.Adagrad: (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+}
+"""Class that the engine makes from a config -> DeepSpeed's, on the device and offloaded."""
+
+
+def name_as_deepspeed(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Give an optimizer of the config the class that DeepSpeed would make: scripts ask for it."""
+    made = config.optimizer
+    if made is not None and type(optimizer) in _NAMES and not made.params.get("torch_adam"):
+        offloaded = config.zero_optimization.offload_optimizer.device != NONE
+        optimizer.__class__ = _NAMES[type(optimizer)][offloaded]

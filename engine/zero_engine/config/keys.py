@@ -49,6 +49,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
     "graph_harvesting": "torch.cuda.graph works on a module",
     "memory_breakdown": "python -m zero_engine estimates the memory",
+    "optimizer.legacy_fusion": _TORCH,
+    "optimizer.torch_adam": _TORCH,
     "pipeline": "there is no pipeline parallelism",
     "prescale_gradients": "the loss is weighted before backward and summed in fp32",
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
