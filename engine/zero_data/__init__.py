@@ -8,6 +8,7 @@ run, another `round` of the ledger, has done again counts once.
 """
 
 from zero_data.global_batch import BatchShape, Cursor
+from zero_data.lanes.lanes import Lanes
 from zero_data.ledger import Ledger, Report, read_ledger, verify
 
-__all__ = ["BatchShape", "Cursor", "Ledger", "Report", "read_ledger", "verify"]
+__all__ = ["BatchShape", "Cursor", "Lanes", "Ledger", "Report", "read_ledger", "verify"]

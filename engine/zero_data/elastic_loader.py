@@ -259,7 +259,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
             collate_fn=_Collate(collate_fn or default_collate),  # type: ignore[arg-type]
             num_workers=num_workers,
             pin_memory=pin_memory,
-            worker_init_fn=_BeginWorker(worker_init_fn),
+            worker_init_fn=BeginWorker(worker_init_fn),
             **{"persistent_workers": num_workers > 0, **of_workers},
         )
 
@@ -308,12 +308,13 @@ class _Collate:
 
 
 @dataclass(frozen=True, slots=True)
-class _BeginWorker:
+class BeginWorker:
     """The begin of a loading process, in which `get_worker_info()` has the user's own dataset."""
 
     then: Callable[[int], object] | None
 
     def __call__(self, number: int) -> None:
+        """See `worker_init_fn` of torch's DataLoader."""
         info = get_worker_info()
         assert info is not None
         seeded: Any = info.dataset

@@ -162,6 +162,9 @@ class StepPlan:
     micro_batch: int
     weighed_as: int | None = None
     """Samples that a micro-batch's weight is its share of; None: those of the step."""
+    sizes: tuple[int, ...] | None = None
+    """Samples of each micro-batch, 0: it is run as padding, and its gradient counts as zero; None:
+    all are full but the last."""
 
     @property
     def base(self) -> int:
@@ -171,7 +174,7 @@ class StepPlan:
     @property
     def microbatches(self) -> int:
         """Number of micro-batches; the last one may be smaller."""
-        return -(-self.samples // self.micro_batch)
+        return -(-self.samples // self.micro_batch) if self.sizes is None else len(self.sizes)
 
     def micro_steps(self, world: int) -> int:
         """Micro-steps that every rank runs."""
@@ -189,6 +192,11 @@ class StepPlan:
         """The micro-batch of `rank` at this micro-step."""
         number = assignment.number(micro, rank, self.microbatches)
         index = min(number, self.microbatches - 1)
+        if self.sizes is not None:
+            padding = number != index or not self.sizes[index]
+            return MicroBatch(
+                index, sum(self.sizes[:index]), 0 if padding else self.sizes[index], padding
+            )
         start = index * self.micro_batch
         size = min(self.micro_batch, self.samples - start)
         return MicroBatch(index, start, size, padding=number >= self.microbatches)
@@ -203,8 +211,15 @@ class StepPlan:
         return replace(self, samples=samples)
 
 
-def plan_step(position: int, batch: BatchShape, epoch_size: int | None = None) -> StepPlan:
-    """The step that starts at `position`; without an epoch size every step is full."""
+def plan_step(
+    position: int,
+    batch: BatchShape,
+    epoch_size: int | None = None,
+    sizes: tuple[int, ...] | None = None,
+) -> StepPlan:
+    """The step that starts at `position`; without epoch size and `sizes` every step is full."""
+    if sizes is not None:
+        return StepPlan(position, sum(sizes), batch.micro_batch, sizes=sizes)
     samples = batch.samples
     if epoch_size is not None:
         samples = min(samples, epoch_size - position % epoch_size)

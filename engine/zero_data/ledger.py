@@ -137,11 +137,14 @@ def read_ledger(directory: str | Path) -> list[Entry]:
     return entries
 
 
-def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
+def verify(entries: Iterable[Entry], dataset_size: int | None) -> Report:
     """Check that the committed steps consumed every sample of every epoch exactly once.
 
     The last epoch may be incomplete; then no sample of it may occur twice. `dataset_size` is the
-    number of samples per epoch, so it is for runs that keep the tail of every epoch.
+    number of samples per epoch, so it is for runs that keep the tail of every epoch. None: of a run
+    with lanes, whose length nobody knows. There the key of a sample is its micro-batch, which is
+    its lane, and its number in that; those of a lane must follow each other without a gap, all
+    lanes begin an epoch with the same step, and a step that was done again had the same samples.
     """
     executions: defaultdict[int, defaultdict[int, dict[int, Entry]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -159,20 +162,26 @@ def verify(entries: Iterable[Entry], dataset_size: int) -> Report:
     problems = [f"step {step} is in no ledger" for step in missing]
     consumed: list[int] = []
     for step, ranks in committed.items():
-        ids, wrong = _in_microbatch_order(step, ranks)
+        ids, wrong = _in_microbatch_order(step, ranks, lanes=dataset_size is None)
         consumed += ids
         problems += wrong
+    if dataset_size is None:
+        problems += _lane_problems(committed) + _again_problems(executions)
+    else:
+        problems += _epoch_problems(consumed, dataset_size)
     return Report(
         steps=len(committed),
         samples=len(consumed),
         repeated_steps=len(repeated),
         world_by_step={step: ranks[0].world for step, ranks in committed.items()},
-        problems=(*problems, *_epoch_problems(consumed, dataset_size)),
+        problems=tuple(problems),
     )
 
 
-def _in_microbatch_order(step: int, ranks: list[Entry]) -> tuple[list[int], list[str]]:
-    """The samples of one execution in micro-batch order, and its problems."""
+def _in_microbatch_order(
+    step: int, ranks: list[Entry], *, lanes: bool
+) -> tuple[list[int], list[str]]:
+    """The samples of one execution in micro-batch order, and its problems; `lanes` may end."""
     microbatches = [
         (microbatch, ids) for entry in ranks for microbatch, ids in entry.microbatches.items()
     ]
@@ -182,12 +191,50 @@ def _in_microbatch_order(step: int, ranks: list[Entry]) -> tuple[list[int], list
         for microbatch, n in counts.items()
         if n > 1
     ]
-    absent = sorted(set(range(max(counts, default=-1) + 1)) - counts.keys())
+    numbers = range(0 if lanes else max(counts, default=-1) + 1)
+    absent = sorted(set(numbers) - counts.keys())
     problems += [f"step {step}: micro-batch {microbatch} ran on no rank" for microbatch in absent]
     world = ranks[0].world
     if len(ranks) != world:
         problems.append(f"step {step}: {len(ranks)} of {world} ranks have an entry")
     return [i for _, ids in sorted(microbatches) for i in ids], problems
+
+
+def _lane_problems(committed: Mapping[int, list[Entry]]) -> list[str]:
+    """Gaps and repetitions within a lane, in the order of steps."""
+    problems = []
+    epoch, expected = 0, Counter[int]()
+    """The next number of each lane that has begun."""
+    ended: set[int] = set()
+    for step, ranks in committed.items():
+        lanes = {lane: ids for each in ranks for lane, ids in each.microbatches.items()}
+        if expected and all(ids[:1] == (0,) for ids in lanes.values()):
+            epoch, expected, ended = epoch + 1, Counter(), set()
+        begins = not expected
+        for lane, ids in sorted(lanes.items()):
+            name = f"step {step}, epoch {epoch}, lane {lane}"
+            if lane in ended or (lane not in expected and not begins):
+                problems.append(f"{name}: it had ended before")
+            first = expected[lane]
+            if ids != tuple(range(first, first + len(ids))):
+                problems.append(f"{name}: has samples {list(ids)}, and {first} comes next")
+            expected[lane] = ids[-1] + 1 if ids else first
+        ended |= expected.keys() - lanes.keys()
+    return problems
+
+
+def _again_problems(executions: Mapping[int, Mapping[int, Mapping[int, Entry]]]) -> list[str]:
+    """Steps that had other samples when they were done again."""
+    problems = []
+    for step, rounds in sorted(executions.items()):
+        whole = [
+            {lane: ids for each in ranks.values() for lane, ids in each.microbatches.items()}
+            for ranks in rounds.values()
+            if len(ranks) == next(iter(ranks.values())).world
+        ]
+        if any(each != whole[0] for each in whole):
+            problems.append(f"step {step} had other samples when it was done again")
+    return problems
 
 
 def _epoch_problems(consumed: list[int], dataset_size: int) -> list[str]:

@@ -23,9 +23,8 @@ class Reader(Protocol):
     def state(self) -> dict[str, Any] | None:
         """Where it is, after the samples that it has returned.
 
-        Of numbers, text, tensors, numpy arrays, and tuples, lists and dictionaries of them. None:
-        it cannot say here, and is found again by reading from the last state, or from the
-        beginning.
+        Of numbers, text, tensors, and tuples, lists and dictionaries of them. None: it cannot say
+        here, and is found again by reading from the last state, or from the beginning.
         """
 
 

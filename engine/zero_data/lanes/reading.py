@@ -1,0 +1,170 @@
+"""Lanes in a process that reads: the micro-batches of each, with a state where that is cheap.
+
+Must always hold: the random numbers with which a micro-batch is read depend on the seed, the lane,
+the epoch and its place in the lane alone, so what is read again is the same; what a lane reads does
+not touch the random numbers of anybody else in the process.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from zero_contract.errors import ConfigError
+from zero_data.global_batch import mix
+from zero_data.lanes.source import Source
+
+_READING = 2
+"""Separates the seeds of reading from those of augmentation and dropout."""
+_PACE = 10
+"""A state is taken after so many times the time that the last one took."""
+
+
+class Read(NamedTuple):
+    """One micro-batch of a lane, as it comes from the process that has read it."""
+
+    size: int
+    """Its samples; 0: the lane has ended."""
+    batch: Any
+    """Collated; None at the end."""
+    state: bytes | None
+    """The state of the reader after it; None: not taken, or it cannot say."""
+
+
+_END = Read(0, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the reading of a lane begins."""
+
+    number: int = 0
+    """Samples of the epoch before it."""
+    at: int = 0
+    """Samples before the state, of which the reading of `number - at` begins again."""
+    state: bytes | None = None
+    """None: of the beginning."""
+    ended: bool = False
+
+    def after(self, read: Read) -> Start:
+        """Where it is after a micro-batch."""
+        number = self.number + read.size
+        if read.state is None:
+            return Start(number, self.at, self.state)
+        return Start(number, number, read.state)
+
+
+@dataclass(kw_only=True)
+class Reading(IterableDataset[Read | None]):
+    """Some lanes of one epoch, which take turns; None where nobody's turn is."""
+
+    source: Source
+    dataset: Any
+    """The user's."""
+    lanes: int
+    starts: Mapping[int, Start]
+    """Where each lane begins; lanes in the order of their turns."""
+    epoch: int
+    micro_batch: int
+    collate: Callable[[list[Any]], Any]
+    seed: int
+
+    def __iter__(self) -> Iterator[Read | None]:
+        """Endless; of a process among several, the turns that fall to it."""
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        turns: list[Iterator[Read] | None] = [None] * -(-len(self.starts) // workers)
+        for place, lane in enumerate([*self.starts][number::workers]):
+            turns[place] = self.read(lane)
+        while True:
+            for turn in turns:
+                yield None if turn is None else next(turn)
+
+    def read(self, lane: int) -> Iterator[Read]:
+        """The micro-batches of a lane, then the end for ever."""
+        start = self.starts[lane]
+        if start.ended:
+            while True:
+                yield _END
+        with seeded(mix(self.seed, self.epoch, lane, start.at, _READING)):
+            state = None if start.state is None else load(start.state)
+            reader = self.source.open(lane, self.lanes, self.epoch, state)
+        number, took_s, read_s = start.at, 0.0, 0.0
+        while True:
+            begin_s = time.perf_counter()
+            again = number < start.number
+            with seeded(mix(self.seed, self.epoch, lane, number, _READING)):
+                samples = list(islice(reader, self.micro_batch))
+                batch = self.collate(samples) if samples and not again else None
+            number += len(samples)
+            read_s += time.perf_counter() - begin_s
+            taken = None
+            if samples and not again and read_s >= _PACE * took_s:
+                begin_s = time.perf_counter()
+                with seeded(0):
+                    given = reader.state()
+                    taken = None if given is None else dump(given)
+                    if taken is not None and not took_s:
+                        _check(taken, self.dataset)
+                took_s, read_s = time.perf_counter() - begin_s, 0.0
+            if not again:
+                yield Read(len(samples), batch, taken)
+            if len(samples) < self.micro_batch:
+                break
+        if number < start.number:
+            raise ConfigError(
+                f"training_data: lane {lane} of {self.lanes} has ended after {number} samples in "
+                f"epoch {self.epoch}, of which {start.number} were trained on before: it does not "
+                "read the same again; give data whose order depends on its seed and the epoch alone"
+            )
+        while True:
+            yield _END
+
+
+def _check(state: bytes, dataset: Any) -> None:
+    try:
+        load(state)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"training_data: the state of {type(dataset).__name__} has a value that no checkpoint "
+            f"stores ({str(error).splitlines()[0]}); give numbers, text, tensors, and tuples, "
+            "lists and dictionaries of them"
+        ) from error
+
+
+def dump(state: Mapping[str, Any]) -> bytes:
+    """A state as bytes, which are a copy."""
+    memory = io.BytesIO()
+    torch.save(state, memory)
+    return memory.getvalue()
+
+
+def load(state: bytes) -> Any:
+    """The inverse of `dump`."""
+    return torch.load(io.BytesIO(state), weights_only=True)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch on the CPU, Python and numpy from a seed; afterwards as before."""
+    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
