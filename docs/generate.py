@@ -24,18 +24,6 @@ DOCS = Path(__file__).resolve().parent
 
 # ---- reference-config ----
 
-_TYPES = {
-    "bool": "true or false",
-    "int": "integer",
-    "Seed": "integer",
-    "Interval": "integer",
-    "float": "number",
-    "SecondsOrAuto": 'number or "auto"',
-    "str": "string",
-    "tuple[str, ...]": "list of strings",
-    "tuple[int, ...]": "list of integers",
-    "dict[str, Any]": "object",
-}
 _CONFIG = """# Config keys
 
 The config is a dict, or a JSON file with DeepSpeed's names. Only the batch must be given. "auto"
@@ -48,21 +36,23 @@ DeepSpeed's [keys without effect](deepspeed.md#keys-without-effect) are accepted
 
 def config() -> str:
     """Each key of the config with its type, default and meaning."""
+    from zero_contract.sections import join, keys_of, words
     from zero_engine.config import keys, schema
 
     written = keys.WRITTEN
 
-    def sections(kind: type[Any], path: str) -> Iterator[str]:
+    def sections(kind: Any, path: str) -> Iterator[str]:
         docs, inner = attribute_docs(kind), []
         rows = []
         for field in dataclasses.fields(kind):
-            name = str(field.type).removesuffix(" | None")
-            key = f"{path}.{field.name}".removeprefix(".")
-            if name in schema.SECTIONS:
-                inner.append((schema.SECTIONS[name], key))
+            found = keys_of(kind)[field.name]
+            key = join(path, field.name)
+            if found.section is not None:
+                inner.append((found.section, key))
             else:
                 key = written.get(key, key)
-                row = (f"`{key.rpartition('.')[2]}`", _TYPES[name], _default(field))
+                what = words(found.kind).removeprefix("an ").removeprefix("a ")
+                row = (f"`{key.rpartition('.')[2]}`", what, _default(field))
                 rows.append((*row, docs[field.name]))
         yield f"\n## {path or 'Top level'}\n"
         if path:

@@ -74,23 +74,13 @@ class Deterministic(StrEnum):
         return _refusals() if self is Deterministic.ERROR else nullcontext()
 
 
-def check(value: str | None) -> None:
-    """Check elastic.deterministic of a config.
-
-    Raises:
-        ConfigError: It is no such value.
-    """
-    if value is not None and value not in list(Deterministic):
-        raise ConfigError(f'elastic.deterministic: {value!r} is not "error", "warn" or "off"')
-
-
-def mode_of(value: str | None, *, ordered: bool) -> Deterministic:
+def mode_of(value: Deterministic | None, *, ordered: bool) -> Deterministic:
     """The mode that `elastic.deterministic` comes to.
 
     Without an ordered sum the bits vary in any case.
     """
     if value is not None:
-        return Deterministic(value)
+        return value
     return Deterministic.WARN if ordered else Deterministic.OFF
 
 

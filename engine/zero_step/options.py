@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from zero_comm.determinism import check
-from zero_comm.sums.order import NATIVE, check_mode
+from zero_comm.determinism import Deterministic
+from zero_comm.sums.order import NATIVE
+from zero_contract.errors import ConfigError
+from zero_contract.sections import Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,14 +17,14 @@ class Elastic:
 
     sample_ledger: str | None = None
     """Directory for the record of consumed sample ids. Without it no record is kept."""
-    reduction_block: int | None = None
+    reduction_block: Count | None = None
     """Micro-batches that are summed in a tree, a power of two; the bits of every sum depend on it.
     null: 8 in a new run, and what it was in one that is resumed."""
-    reduction: str | None = None
+    reduction: Literal["ordered", "native"] | None = None
     """How gradients are summed: "ordered", with the same bits at every world size, or "native", by
     the backend's own reduce-scatter and all-reduce, with bits that depend on the number of ranks.
     null: "ordered"; a checkpoint of a "native" run is then refused."""
-    deterministic: str | None = None
+    deterministic: Deterministic | None = None
     """Whether kernels must repeat themselves and hardware must stay the same. "error": what breaks
     that is an error: an operator without such a kernel, unequal ranks, a resume on other hardware.
     "warn": it is logged. "off": torch chooses kernels as the script lets it. null: "warn"; where
@@ -33,5 +36,15 @@ class Elastic:
         return self.reduction == NATIVE
 
     def __post_init__(self) -> None:
-        check_mode(self.reduction, self.reduction_block)
-        check(self.deterministic)
+        block = self.reduction_block
+        if block is not None and self.is_native:
+            raise ConfigError(
+                'elastic.reduction_block: with elastic.reduction "native" the backend chooses the '
+                "order; remove one of the two"
+            )
+        if block is not None and block & (block - 1):
+            below = 1 << block.bit_length() - 1
+            raise ConfigError(
+                f"elastic.reduction_block is {block}, which is not a power of two; "
+                f"set it to {below} or {2 * below}"
+            )

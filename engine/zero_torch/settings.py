@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
-from zero_contract.sections import Parser
+from zero_checkpoint.options import Checkpoint
+from zero_contract.sections import Decoder, Seed
 from zero_step import options
-
-Seed = int  # from 0, of 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +27,7 @@ class Settings:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
-_PARSER = Parser(
-    sections={each.__name__: each for each in (Elastic, Checkpoint, KeepBest, NodeMemory)},
-    aliases={"checkpoint.async": "asynchronous"},
-)
+_DECODER = Decoder(aliases={"checkpoint.async": "asynchronous"})
 
 
 def read(config: Mapping[str, Any]) -> Settings:
@@ -41,5 +36,5 @@ def read(config: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: A key is unknown, or a value is wrong; names it.
     """
-    settings: Settings = _PARSER.parse(Settings, config)
+    settings: Settings = _DECODER.decode(Settings, config)
     return settings

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ def decode(
         value: T = msgspec.convert({"": found}, _holder(kind)).value
         return value
     except msgspec.ValidationError as wrong:
-        problem = _located(wrong, found)
+        problem = ": ".join(filter(None, located(wrong, found))).removeprefix(".")
     except RecursionError:
         problem = "is nested too deeply"
     except ValueError as wrong:
@@ -158,8 +159,11 @@ _JSON = json.JSONDecoder(object_pairs_hook=_once, parse_int=_int)
 _WIDE = json.JSONDecoder(object_pairs_hook=_once)
 
 
-def _located(wrong: msgspec.ValidationError, data: object) -> str:
-    """An error of msgspec in words, with the whole path of the value, and the value."""
+def located(wrong: msgspec.ValidationError, data: object, words: str = "") -> tuple[str, str]:
+    """An error of msgspec in words: the path of the value, and what is wrong with it.
+
+    `words` say what the value has to be, where they are more than the name of a type.
+    """
     problem, _, at = str(wrong).partition(" - at ")
     steps = [next(filter(None, step)) for step in _STEP.findall(at)]
     expected, lacks = _EXPECTED.fullmatch(problem), _LACKS.fullmatch(problem)
@@ -175,16 +179,21 @@ def _located(wrong: msgspec.ValidationError, data: object) -> str:
         ("", data),
     )
     if is_key:
-        return f"{where}: a key: {problem[:_SHOWN]}".removeprefix(".").removeprefix(": ")
+        return where, f"a key: {problem[:_SHOWN]}"
     if lacks:
-        return f"{where}.{lacks[1]}: is missing".removeprefix(".")
-    shown = f"{where}: {shown_of(value)}".removeprefix(".").removeprefix(": ")
-    if bound := _BOUND.fullmatch(problem):
-        return f"{shown} is {'less' if bound[1] == '>=' else 'more'} than {bound[2]}"
-    if expected is None:
-        return f"{shown}: {problem[:_SHOWN]}"
-    kinds = [_KINDS[one][0] if one in _KINDS else one for one in expected[1].split(" | ")]
-    return f"{shown} is not {' or '.join(kinds)}"
+        return f"{where}.{lacks[1]}", "is missing"
+    shown, bound = shown_of(value), _BOUND.fullmatch(problem)
+    if bound and value == value and abs(float(bound[2])) < sys.float_info.max:  # noqa: PLR0124
+        comparison = "less" if bound[1] == ">=" else "more"
+        return where, f"{shown} is {comparison} than {bound[2].removesuffix('.0')}"
+    if expected is None and not words:
+        return where, f"{shown}: {problem[:_SHOWN]}"
+    kinds = (
+        [_KINDS[one][0] if one in _KINDS else one for one in expected[1].split(" | ")]
+        if expected
+        else []
+    )
+    return where, f"{shown} is not {words or ' or '.join(kinds)}"
 
 
 def _places(value: Any, steps: Sequence[str], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -261,7 +261,7 @@ def test_a_groups_own_options_come_before_those_of_the_config() -> None:
         ({"momentum": 1}, "Muon: momentum 1 is not in"),
         ({"betas": [0.9, 1.0]}, "Muon: beta2 1.0 is not in"),
         ({"ns_method": "newton"}, "ns_method 'newton' must be one of gram, standard"),
-        ({"ns_step": 5}, "optimizer.params.ns_step: unknown config key; did you mean 'ns_steps'"),
+        ({"ns_step": 5}, "optimizer.params.ns_step: unknown key; did you mean 'ns_steps'"),
     ],
 )
 def test_what_muon_cannot_be_made_of_is_named(

@@ -135,7 +135,7 @@ def test_lion_steps_by_the_sign_and_decays_the_weight() -> None:
         ({"type": "Adam", "params": {"max_grad_norm": 1}}, "write it as gradient_clipping"),
         (
             {"type": "SGD", "params": {"rate": 1}},
-            "optimizer.params.rate: unknown config key; known",
+            "optimizer.params.rate: unknown key; known",
         ),
         (
             {"type": "AdamW", "params": {"lr": "fast"}},

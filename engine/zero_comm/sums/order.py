@@ -48,31 +48,6 @@ _FROM_NATIVE = (
 )
 
 
-def check_mode(mode: str | None, block: int | None) -> None:
-    """Check elastic.reduction and elastic.reduction_block of a config.
-
-    Raises:
-        ConfigError: One is no such value, or one excludes the other.
-    """
-    if mode not in (None, ORDERED, NATIVE):
-        raise ConfigError(f'elastic.reduction: {mode!r} is neither "{ORDERED}" nor "{NATIVE}"')
-    if mode == NATIVE and block is not None:
-        raise ConfigError(
-            'elastic.reduction_block: with elastic.reduction "native" the backend chooses the '
-            "order; remove one of the two"
-        )
-    if block is None:
-        return
-    if block < 1:
-        raise ConfigError(f"elastic.reduction_block: {block} is less than 1")
-    if block & (block - 1):
-        below = 1 << block.bit_length() - 1
-        raise ConfigError(
-            f"elastic.reduction_block is {block}, which is not a power of two; "
-            f"set it to {below} or {2 * below}"
-        )
-
-
 def record_of(block: int, *, rounds: bool = False) -> dict[str, Any]:
     """The record of a run that sums in blocks of B micro-batches, and may round each to int8."""
     return {**(_ROUNDED if rounds else _TREE), "block": block}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_contract.errors import ConfigError
-
 
 class Policy(StrEnum):
     """What is kept of a module's forward for its backward."""
@@ -27,16 +25,9 @@ class ActivationCheckpointing:
     """Classes of modules, such as "LlamaDecoderLayer", or patterns of their names, such as
     "layers.*.mlp": their activations are treated as `policy` says. Modules inside them are not
     treated once more."""
-    policy: str = Policy.RECOMPUTE.value
+    policy: Policy = Policy.RECOMPUTE
     """"recompute" keeps the inputs of a module, and runs its forward again in backward. "selective"
     also keeps the results of matrix products, convolutions and attention, and recomputes the rest.
     "offload" keeps everything in host memory, and recomputes nothing."""
     cpu_checkpointing: bool = False
     """Keep in host memory the inputs that "recompute" and "selective" keep."""
-
-    def __post_init__(self) -> None:
-        if self.policy not in list(Policy):
-            raise ConfigError(
-                f'activation_checkpointing.policy: {self.policy!r} is not "recompute", "selective" '
-                'or "offload"'
-            )

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from zero_contract.errors import ConfigError
-from zero_contract.ranges import check_least
+from zero_contract.sections import Count, Integer, Whole
 
 _HIGHLY_COMPOSITE = (
     *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040),
@@ -29,13 +29,13 @@ class Elasticity:
 
     enabled: bool = False
     """Whether this section chooses the batch."""
-    max_train_batch_size: int = 0
+    max_train_batch_size: Whole = 0
     """The largest global batch that may be chosen. Must be given."""
-    micro_batch_sizes: tuple[int, ...] = ()
+    micro_batch_sizes: tuple[Count, ...] = ()
     """The micro-batches that may be chosen. Must be given."""
-    min_gpus: int = 1
+    min_gpus: Integer = 1
     """The smallest world that the batch is chosen for."""
-    max_gpus: int = 10000
+    max_gpus: Integer = 10000
     """The largest world that the batch is chosen for."""
     prefer_larger_batch: bool = True
     """Of batches that equally many worlds divide, choose the larger one."""
@@ -43,10 +43,9 @@ class Elasticity:
     """Ignore the other batch sizes of the config. Otherwise it is an error to give them."""
 
     def __post_init__(self) -> None:
-        check_least("elasticity", self, {"max_train_batch_size": 0})
         if not self.enabled:
             return
-        if not self.micro_batch_sizes or min(self.micro_batch_sizes) < 1:
+        if not self.micro_batch_sizes:
             raise ConfigError("elasticity.micro_batch_sizes: give numbers of samples from 1")
         if max(self.micro_batch_sizes) > self.max_train_batch_size:
             raise ConfigError(

@@ -7,11 +7,14 @@ missing feature is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from zero_contract.ranges import Range
+from msgspec import Meta
+
+from zero_contract.sections import Count, Finite, Share, Whole
 
 _FIXED_ORDER = "gradients are exchanged unit by unit in one fixed order, overlapping backward"
 _UNIT = "stage 3 gathers the parameters of one module at a time"
@@ -236,24 +239,22 @@ WRITTEN = {"checkpoint.asynchronous": "checkpoint.async"}
 """Path of a field whose key is a word of Python -> the path of the key."""
 
 
-_SIZE, _COUNT = Range(), Range(least=1)
-
-INERT_NUMBERS: Mapping[str, Range] = {
-    "activation_checkpointing.number_checkpoints": _COUNT,
+INERT_NUMBERS: Mapping[str, Any] = {
+    "activation_checkpointing.number_checkpoints": Count,
     **{
-        f"aio.{name}": _COUNT
+        f"aio.{name}": Count
         for name in ("block_size", "intra_op_parallelism", "queue_depth", "thread_count")
     },
-    "comet.samples_log_interval": _COUNT,
-    "elasticity.min_time": _SIZE,
-    "elasticity.num_gpus_per_node": _COUNT,
-    "elasticity.version": Range(whole=False),
-    "flops_profiler.recompute_fwd_factor": Range(whole=False),
-    "flops_profiler.top_modules": _COUNT,
+    "comet.samples_log_interval": Count,
+    "elasticity.min_time": Whole,
+    "elasticity.num_gpus_per_node": Count,
+    "elasticity.version": Finite,
+    "flops_profiler.recompute_fwd_factor": Finite,
+    "flops_profiler.top_modules": Count,
     # A divisor: at 0 it would divide by zero, and so would what rounds to it in fp32.
-    "gradient_predivide_factor": Range(least=1e-30, whole=False),
+    "gradient_predivide_factor": Annotated[float, Meta(ge=1e-30, le=sys.float_info.max)],
     **{
-        f"zero_optimization.{name}": _SIZE
+        f"zero_optimization.{name}": Whole
         for name in (
             "allgather_bucket_size",
             "offload_optimizer.buffer_count",
@@ -265,10 +266,10 @@ INERT_NUMBERS: Mapping[str, Range] = {
             "stage3_module_granularity_threshold",
         )
     },
-    "zero_optimization.sub_group_size": _COUNT,
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Range(most=1, whole=False),
+    "zero_optimization.sub_group_size": Count,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": Share,
 }
-"""Path of a key without effect -> the range of its value, beside null and "auto".
+"""Path of a key without effect -> the type of its value, beside null and "auto".
 
 A number that makes no sense (a bucket of -1 elements) is a typo, also where nothing reads it: its
 author believes that it has an effect.

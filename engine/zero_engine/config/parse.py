@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_contract.errors import ConfigError
-from zero_contract.ranges import check_range
-from zero_contract.sections import AUTO, Parser, join, unknown_key
+from zero_contract.sections import AUTO, Decoder, Problem, Wrong, converted, join, unknown_key
 from zero_engine.config import keys
 from zero_engine.config.elasticity import choose_batch
 from zero_engine.config.reading import read_json
 from zero_engine.config.refusals import check
-from zero_engine.config.schema import SECTIONS, Config
+from zero_engine.config.schema import Config
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> Config:
         ConfigError: The config cannot be read, a key is unknown or repeated, or a value is wrong.
     """
     data = source if isinstance(source, Mapping) else read_json(source)
-    config: Config = _PARSER.parse(Config, data)
+    config: Config = _DECODER.decode(Config, data)
     if config.elasticity.enabled:
         sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu)
         given = any(size is not None for size in (*sizes, config.gradient_accumulation_steps))
@@ -72,15 +71,15 @@ def without_effect(data: Mapping[str, Any]) -> dict[str, str]:
 def _paths(data: Mapping[str, Any], parent: str) -> list[str]:
     found = []
     for written, value in data.items():
-        path = join(parent, _PARSER.canonical(parent, written))
+        path = join(parent, _DECODER.canonical(parent, written))
         found.append(path)
         if isinstance(value, Mapping) and path not in keys.WITHOUT_EFFECT:
             found += _paths(value, path)
     return found
 
 
-def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
-    """Check a key that is no field: without effect, a missing feature that is off, or an error."""
+def _others(path: str, key: str, value: Any, fields: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with a key that is no field: without effect, or of a missing feature."""
     where = join(path, key)
     if key.startswith(keys.COMMENT):
         return
@@ -88,44 +87,30 @@ def _check_other(path: str, key: str, value: Any, fields: set[str]) -> None:
     if inner and not path and section in fields:
         # Some libraries add such keys to a config that they have read: DeepSpeed does not see them.
         _log.warning("%s: not read; in a config, %r stands in the section %r", key, inner, section)
-        return
-    if where in keys.MISSING:
+    elif where in keys.MISSING:
         feature = keys.MISSING[where]
         if value not in (AUTO, None) and feature.asks(value):
-            raise ConfigError(f"{where}: not supported: {feature.why}")
+            yield where, f"not supported: {feature.why}"
     elif where not in keys.WITHOUT_EFFECT:
-        raise _unknown(path, key, fields)
-    elif where in keys.INSIDE and isinstance(value, Mapping):
-        for inner in value.keys() - keys.INSIDE[where]:
-            raise _unknown(where, inner, set(keys.INSIDE[where]))
-        for inner in value:
-            _check_inert_number(join(where, inner), value[inner])
+        prefix = f"{path}." if path else ""
+        others = {*keys.MISSING, *keys.WITHOUT_EFFECT}
+        here = {name.removeprefix(prefix) for name in others if name.startswith(prefix)}
+        here = {name for name in here if "." not in name}
+        yield unknown_key(where, {*fields} | here, listed=fields or here)
     else:
-        _check_inert_number(where, value)
+        # A typo is still an error.
+        inside = value if where in keys.INSIDE and isinstance(value, Mapping) else {}
+        for name in inside.keys() - keys.INSIDE.get(where, set()):
+            yield unknown_key(join(where, name), keys.INSIDE[where])
+        for at, number in {
+            where: value,
+            **{join(where, one): inside[one] for one in inside},
+        }.items():
+            if at in keys.INERT_NUMBERS and number not in (None, AUTO):
+                try:
+                    converted(number, keys.INERT_NUMBERS[at])
+                except Wrong as wrong:
+                    yield at, str(wrong)
 
 
-def _check_inert_number(where: str, value: Any) -> None:
-    """Check the range of a number in a key without effect: a typo is still an error."""
-    if where in keys.INERT_NUMBERS and value not in (None, AUTO):
-        check_range(where, value, keys.INERT_NUMBERS[where])
-
-
-def _unknown(path: str, key: str, fields: set[str]) -> ConfigError:
-    prefix = f"{path}." if path else ""
-    others = {*keys.MISSING, *keys.WITHOUT_EFFECT}
-    here = {name.removeprefix(prefix) for name in others if name.startswith(prefix)}
-    here = {name for name in here if "." not in name}
-    return unknown_key(join(path, key), fields | here, listed=fields or here)
-
-
-_PARSER = Parser(
-    sections=SECTIONS,
-    aliases=keys.ALIASES,
-    short={
-        "ZeroOptimization": lambda on: {"stage": int(on)},  # DeepSpeed: true means stage 1
-        # DeepSpeed's older "cpu_offload".
-        "OffloadOptimizer": lambda on: {"device": "cpu" if on else "none"},
-        "OffloadParam": lambda on: {"device": "cpu" if on else "none"},
-    },
-    unknown=_check_other,
-)
+_DECODER = Decoder(aliases=keys.ALIASES, unknown=_others)

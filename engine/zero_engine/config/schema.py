@@ -12,23 +12,21 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from zero_checkpoint.options import Checkpoint, KeepBest, NodeMemory
+from msgspec import Meta
+
+from zero_checkpoint.options import Checkpoint
 from zero_comm.determinism import Deterministic, mode_of
 from zero_comm.exchange.comms_log import CommsLogger
 from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
-from zero_contract.ranges import check_least
+from zero_contract.sections import MOST, Count, Finite, Number, Seed, Spelled, Whole
 from zero_engine.config.activations import ActivationCheckpointing
 from zero_engine.config.elasticity import Elasticity
-from zero_engine.config.offload import OffloadOptimizer, OffloadParam
-from zero_engine.stages import STAGES
+from zero_engine.config.offload import FROM_BOOL, OffloadOptimizer, OffloadParam
 from zero_step import options
 
-_LARGEST_POWER = 127
-Seed = int  # from 0, of 64 bits
-Interval = int  # of steps; infinity, as accelerate writes it, is never
 _DTYPE_NAMES = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -40,6 +38,11 @@ _DTYPE_NAMES = {
     "bfloat16": "bf16",
     "bfp16": "bf16",
 }
+INFINITY_IS_NEVER = Spelled(lambda steps: None if steps == math.inf else steps)  # accelerate's
+TRUE_IS_STAGE_ONE = Spelled(lambda on: {"stage": int(on)} if isinstance(on, bool) else on)
+Dtype = Annotated[
+    str, Meta(pattern=f"^({'|'.join(_DTYPE_NAMES)})$", description='"fp32", "bf16" or "fp16"')
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,34 +68,26 @@ class Fp16:
     """Whether the model computes in float16."""
     auto_cast: bool = False
     """Cast floating-point inputs of the model to float16."""
-    loss_scale: float = 0.0
+    loss_scale: Finite = 0.0
     """A fixed loss scale; 0 makes the scale dynamic, so that it follows the overflows."""
-    initial_scale_power: int = 16
-    """The dynamic loss scale begins at 2 to this power."""
-    loss_scale_window: int = 1000
+    initial_scale_power: Annotated[int, Meta(ge=0, le=127)] = 16
+    """The dynamic loss scale begins at 2 to this power, a number of fp32."""
+    loss_scale_window: Whole = 1000
     """Steps without overflow after which the dynamic loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Whole = 2
     """Overflows until the dynamic loss scale halves."""
     consecutive_hysteresis: bool = False
     """Every step without overflow restores the hysteresis, not only a doubling."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Finite = 1.0
     """The dynamic loss scale never becomes smaller than this."""
     fp16_master_weights_and_grads: bool = False
     """Keep the master weights in float16. Gradients are summed in fp32 all the same."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.loss_scale) and self.loss_scale >= 0):
-            raise ConfigError(f"fp16.loss_scale: {self.loss_scale} is not a finite number >= 0")
-        dynamic = self.enabled and self.loss_scale == 0  # else nothing reads them
-        for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0 or (dynamic and value == 0):
-                raise ConfigError(f"fp16.{name}: {value} is not a finite number > 0")
-        if not 0 <= self.initial_scale_power <= _LARGEST_POWER:
-            raise ConfigError(
-                f"fp16.initial_scale_power: {self.initial_scale_power} is not in "
-                f"[0, {_LARGEST_POWER}]: the scale is 2 to this power, a number of fp32"
-            )
+        if self.enabled and self.loss_scale == 0:  # dynamic; else nothing reads them
+            for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+                if getattr(self, name) == 0:
+                    raise ConfigError(f"fp16.{name}: 0 is not more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +116,10 @@ class TorchAutocast:
 class DataTypes:
     """The dtypes of parameters and buffers, where they differ from the rest."""
 
-    param_dtype: str | None = None
+    param_dtype: Dtype | None = None
     """The dtype of the parameters. It must be that of bf16.enabled or fp16.enabled, else fp32."""
-    buffer_dtype: str | None = None
+    buffer_dtype: Dtype | None = None
     """The dtype of floating-point buffers. Without it they keep their own."""
-
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "buffer_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in _DTYPE_NAMES:
-                raise ConfigError(f'data_types.{name}: {value!r} is not "fp32", "bf16" or "fp16"')
 
     @property
     def params(self) -> str | None:
@@ -159,12 +148,12 @@ class LeafModule:
 class ZeroOptimization:
     """ZeRO: which state is sharded over the ranks, and where it rests between uses."""
 
-    stage: int = 0
+    stage: Literal[0, 1, 2, 3] = 0
     """0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters."""
     leaf_module: LeafModule = LeafModule()
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()  # noqa: RUF009, it is frozen
-    offload_param: OffloadParam = OffloadParam()  # noqa: RUF009, it is frozen
-    zero_hpz_partition_size: int = 1
+    offload_optimizer: Annotated[OffloadOptimizer, FROM_BOOL] = OffloadOptimizer()  # noqa: RUF009
+    offload_param: Annotated[OffloadParam, FROM_BOOL] = OffloadParam()  # noqa: RUF009, is frozen
+    zero_hpz_partition_size: Count = 1
     """ZeRO++, at stage 3: this number of consecutive ranks, those of a node, keep a secondary copy
     of all weights, sharded over them. 1 keeps none."""
     zero_quantized_weights: bool = False
@@ -175,26 +164,13 @@ class ZeroOptimization:
     """ZeRO++: round the sum of each block of `elastic.reduction_block` micro-batches to int8, and
     send it as int8 between nodes if one node has all of them. The bits differ from those without
     it."""
-    stage3_prefetch_bucket_size: int | None = None
+    stage3_prefetch_bucket_size: Whole | None = None
     """The number of elements that stage 3 prefetches. Null is one module, 0 is nothing."""
-    stage3_param_persistence_threshold: int = 100_000
+    stage3_param_persistence_threshold: Whole = 100_000
     """Parameters of at most this number of elements stay whole at stage 3. Scripts may write to
     them between steps, at every stage; all ranks must write the same."""
-    stage3_model_persistence_threshold: int = sys.maxsize
+    stage3_model_persistence_threshold: Whole = sys.maxsize
     """The most elements of all such parameters together."""
-
-    def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise ConfigError(f"zero_optimization.stage: {self.stage} is not one of 0, 1, 2, 3")
-        check_least("zero_optimization", self, _ZERO_AT_LEAST)
-
-
-_ZERO_AT_LEAST = {
-    "stage3_prefetch_bucket_size": 0,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_model_persistence_threshold": 0,
-    "zero_hpz_partition_size": 1,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +203,9 @@ class Elastic(options.Elastic):
 
     shuffle: bool = True
     """Whether a map-style dataset is shuffled anew in every epoch."""
-    max_skipped_steps: int = 8
+    max_skipped_steps: Count = 8
     """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
-    accumulate: str = Where.OWNER.value
+    accumulate: Where = Where.OWNER
     """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
     owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
     which sends one sum of each block of `reduction_block` micro-batches. "local" (stages 0 and 1):
@@ -243,14 +219,6 @@ class Elastic(options.Elastic):
     """Stages 1 and 2: `step()` begins to all-gather the new weights and does not wait for them; the
     next forward waits, module by module. Until then parameters show NaN, as at stage 3. The bits
     are the same."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least("elastic", self, {"max_skipped_steps": 1})
-        if self.accumulate not in list(Where):
-            raise ConfigError(
-                f'elastic.accumulate: {self.accumulate!r} is not "owner", "node" or "local"'
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,34 +253,33 @@ class FlopsProfiler:
 
     enabled: bool = False
     """Whether a step is profiled."""
-    profile_step: int = 1
+    profile_step: Whole = 1
     """The number of steps before the profiled one."""
-    module_depth: int = -1
+    module_depth: Annotated[int, Meta(ge=-1, le=MOST)] = -1
     """The largest depth of the modules that are shown. -1 shows all."""
     detailed: bool = True
     """Whether each module is shown."""
     output_file: str | None = None
     """A file to write the profile into, besides the log."""
 
-    def __post_init__(self) -> None:
-        check_least("flops_profiler", self, {"profile_step": 0, "module_depth": -1})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration."""
 
-    train_batch_size: int | None = None
+    train_batch_size: Count | None = None
     """Samples of one optimizer step, over all ranks: the global batch, at every world size."""
-    train_micro_batch_size_per_gpu: int | None = None
+    train_micro_batch_size_per_gpu: Count | None = None
     """Samples of one forward and backward of one rank: the micro-batch."""
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: Count | None = None
     """Micro-batches of each rank in one step, for the world that the run begins with."""
     managed_gradient_accumulation: bool = True
     """Whether the global batch decides where a step ends. If false, the script calls `step()`."""
-    gradient_clipping: float = 1.0
+    gradient_clipping: Number = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    gradient_allreduce_op: str = "mean"
+    gradient_allreduce_op: Annotated[
+        str, Meta(pattern="(?i)^(mean|sum)$", description='"mean" or "sum"')
+    ] = "mean"
     """Gradients are averaged over the ranks ("mean"), or summed ("sum") over the ranks of the run's
     first round."""
     communication_data_type: str | None = None
@@ -321,7 +288,7 @@ class Config:
     is "fp32" there."""
     seed: Seed = 42
     """Decides the order of samples and dropout. DeepSpeed does not have this key."""
-    steps_per_print: Interval | None = None
+    steps_per_print: Annotated[Count | None, INFINITY_IS_NEVER] = None
     """Log step, loss, gradient norm and learning rates every this many steps."""
     wall_clock_breakdown: bool = False
     """Log the time of forward, backward and step."""
@@ -335,7 +302,7 @@ class Config:
     fp16: Fp16 = Fp16()
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
-    zero_optimization: ZeroOptimization = ZeroOptimization()
+    zero_optimization: Annotated[ZeroOptimization, TRUE_IS_STAGE_ONE] = ZeroOptimization()
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()  # noqa: RUF009
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -347,17 +314,6 @@ class Config:
     wandb: WandbMonitor = WandbMonitor()
     comms_logger: CommsLogger = CommsLogger()  # noqa: RUF009, it is frozen
     flops_profiler: FlopsProfiler = FlopsProfiler()
-
-    def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: {value} is less than 1")
-        if self.gradient_clipping < 0:
-            raise ConfigError(f"gradient_clipping: {self.gradient_clipping} is negative; 0 is off")
-        if self.gradient_allreduce_op.lower() not in ("mean", "sum"):
-            op = self.gradient_allreduce_op
-            raise ConfigError(f'gradient_allreduce_op: {op!r} is neither "mean" nor "sum"')
 
     @property
     def sums_gradients(self) -> bool:
@@ -400,20 +356,3 @@ class Config:
     def moments(self) -> str:
         """The dtype in which the optimizer's state rests: "fp32" or "bf16"."""
         return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
-
-
-_AT_LEAST_ONE = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "steps_per_print",
-)
-
-_SECTIONS: tuple[type[Any], ...] = (
-    Bf16, Fp16, TorchAutocast, DataTypes, LeafModule, OffloadOptimizer, OffloadParam,
-    ZeroOptimization, ActivationCheckpointing, OptimizerConfig, SchedulerConfig, Checkpoint,
-    KeepBest, NodeMemory, Elastic, Elasticity, FileMonitor, WandbMonitor, CommsLogger,
-    FlopsProfiler,
-)  # fmt: skip
-SECTIONS = {section.__name__: section for section in _SECTIONS}
-"""The sections by the name of their class, as the annotations above spell it."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 
 from zero_contract.errors import ConfigError
-from zero_contract.ranges import Range, check_range
+from zero_contract.sections import MOST, Finite, take
 from zero_engine.config import SchedulerConfig
 from zero_engine.config.nearest import check_params
 
@@ -361,7 +362,7 @@ def _per_group(
     else:
         rates = [value] * groups
     for rate in rates:
-        check_range(f"scheduler.params.{name}", rate, Range(whole=False))
+        take(f"scheduler.params.{name}", rate, Finite)
     return [float(rate) for rate in rates]
 
 
@@ -370,5 +371,4 @@ def _own_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _whole(value: float, name: str, least: int = 1) -> int:
-    check_range(f"scheduler.params.{name}", value, Range(least=least))
-    return int(value)
+    return int(take(f"scheduler.params.{name}", value, Annotated[int, Meta(ge=least, le=MOST)]))

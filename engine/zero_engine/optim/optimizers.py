@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero_contract.errors import ConfigError
+from zero_contract.sections import unquoted
 from zero_engine.config import OptimizerConfig
-from zero_engine.config.nearest import check_params, unquoted
+from zero_engine.config.nearest import check_params
 from zero_engine.layout import OptimizerFacts
 from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion

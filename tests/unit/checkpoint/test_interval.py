@@ -147,7 +147,7 @@ def test_no_interval_and_two_are_errors_that_say_what_to_write(asked):
         ({"ram": {"replica": 1}}, "did you mean 'replicas'"),
         ({"ram": True}, "checkpoint.ram: True is not an object"),
         ({"keep_best": {"metric": "loss"}}, "checkpoint.keep_best: only with keep_last"),
-        ({"keep_best": {"mode": "max"}, "keep_last": 2}, "checkpoint.keep_best.metric: missing"),
+        ({"keep_best": {"mode": "max"}, "keep_last": 2}, "checkpoint.keep_best.metric: is missing"),
         ({"keep_best": {"metric": "x", "mode": "up"}}, '\'up\' is not "min" or "max"'),
         ({"keep_best": {"metric": "x", "n": 0}}, "checkpoint.keep_best.n: 0 is less than 1"),
         ({"every_s": -1}, "checkpoint.every_s: -1 is less than 0"),

@@ -27,7 +27,9 @@ from hypothesis import strategies as st
 
 import zero_agent
 import zero_checkpoint
+import zero_engine
 import zero_orchestrator
+import zero_torch
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_agent.workers.exits import read_error_file
 from zero_checkpoint.format.parse import ManifestError
@@ -56,6 +58,7 @@ from zero_orchestrator.membership.records import LARGEST_BYTES
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import events, history, lane, pace, queries, verdicts
 from zero_orchestrator.store.kv import KeyValue
+from zero_torch.settings import read as read_settings
 
 ROOT = Path(__file__).parents[3]
 NODE = Node(id="a", incarnation="1", address="10.0.0.1", slots=2, topology="rack-1")
@@ -185,6 +188,11 @@ FORMATS: dict[str, Format] = {
         (ConfigError, UnicodeDecodeError),
         [json.dumps(CONFIG)],
     ),
+    "settings of protect": Format(
+        lambda data: read_settings(json.loads(data)),
+        (ConfigError, ValueError, RecursionError),
+        [json.dumps({"elastic": {"seed": 3}, "checkpoint": {"ram": {"replicas": 1}}})],
+    ),
 }
 """By the name of the type that a reader passes to the decoder, or of what it reads."""
 INSIDE = {
@@ -196,6 +204,8 @@ INSIDE = {
     "history": {"_Kept", "Point", "Saved"},
     "verdicts": {"_Held"},
     "events": {"_Told"},
+    "config": {"Config"},
+    "settings of protect": {"Settings"},
 }
 """Format -> the types that its reader passes to the decoder, where their names differ."""
 
@@ -346,7 +356,8 @@ def check(one: Format, data: bytes) -> None:
 def test_no_type_is_decoded_that_the_search_does_not_know() -> None:
     """The first argument of every call of the decoder, and the class of every `from_json`."""
     found = set()
-    for package in (zero_agent, zero_orchestrator, zero_checkpoint, peer_memory, worker):
+    packages = zero_agent, zero_orchestrator, zero_checkpoint, zero_engine, zero_torch
+    for package in (*packages, peer_memory, worker):
         top = Path(str(package.__file__))
         for path in top.parent.rglob("*.py") if top.name == "__init__.py" else [top]:
             found |= set(decoded(ast.parse(path.read_text())))
@@ -368,7 +379,8 @@ def decoded(tree: ast.Module) -> Iterator[str]:
             case ast.Call(func=ast.Name(id=name), args=[kind, *_]) if name in reads | {"_decode"}:
                 yield ast.unparse(kind)
             case ast.Call(
-                func=ast.Attribute(value=ast.Name("decoding"), attr="decode"), args=[kind, *_]
+                func=ast.Attribute(value=ast.Name("decoding" | "_DECODER"), attr="decode"),
+                args=[kind, *_],
             ):
                 yield ast.unparse(kind)
             case ast.Attribute(value=ast.Name(id=name), attr="from_json"):

@@ -131,7 +131,7 @@ def test_a_world_divides_no_batch_that_is_not_given() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train_batch": 3}', "train_batch: unknown config key; did you mean 'train_batch_size'?"),
+        ('{"train_batch": 3}', "train_batch: unknown key; did you mean 'train_batch_size'?"),
         (
             '{"seed": ',
             "config 'config.json' is not JSON: line 1: it ends here, and a bracket is still open",

@@ -11,7 +11,7 @@ from tests.unit.jobfile.support import LEAST, job
 from zero_contract.values import Size
 from zero_orchestrator.jobfile.reading import schema
 from zero_orchestrator.jobfile.reading.reader import JobFileError
-from zero_orchestrator.jobfile.reading.values import at_least
+from zero_orchestrator.jobfile.reading.schema import at_least
 
 
 def test_the_least_job_file_has_the_defaults_of_deploy(tmp_path):
@@ -61,46 +61,67 @@ def test_bounds_are_read_as_written_though_yaml_would_make_a_number_in_base_60_o
 
 
 WRONG = {
-    "resource: {cpu: 4}": "4: resource: there is no such key; did you mean resources?",
-    "resources: {cpus: 4}": "4: resources.cpus: there is no such key; did you mean cpu?",
-    "resources:\n  memory: 16GB": "5: resources.memory: 16GB: is not a size; write 512Mi, 16Gi "
-    "or 2Ti",
-    "resources: {cpu: 0}": "4: resources.cpu: 0: is not a number of cores; write 4, or 500m for "
-    "half of one",
-    "resources: [4, 16Gi]": "4: resources: a list: keys with values are needed here",
-    "resources: 4": "4: resources: 4: keys with values are needed here",
+    "resource: {cpu: 4}": "4: resource: unknown key; did you mean 'resources'?",
+    "resources: {cpus: 4}": "4: resources.cpus: unknown key; did you mean 'cpu'?",
+    "resources:\n  memory: 16GB": (
+        "5: resources.memory: '16GB' is not a size; write 512Mi, 16Gi or 2Ti"
+    ),
+    "resources: {cpu: 0}": (
+        "4: resources.cpu: '0' is not a number of cores; write 4, or 500m for half of one"
+    ),
+    "resources: [4, 16Gi]": "4: resources: a list is not an object",
+    "resources: 4": "4: resources: '4' is not an object",
     "name: b": "4: name: is given twice, first in line 1; keep one",
-    "spot: maybe": "4: spot: maybe: write true or false",
-    "max_restarts: many": "4: max_restarts: many: is not a whole number; write one, such as 3",
-    "max_restarts: {a: 1}": "4: max_restarts: keys with values: one value is needed here",
-    "grace_s: 2m": "4: grace_s: 2m: is not a length of time; write seconds, such as 120",
-    "grace_s: .inf": "4: grace_s: .inf: is not a length of time; write seconds, such as 120",
-    "exclude_after: -1": "4: exclude_after: -1: is not a whole number; write one, such as 3",
-    "exclude_for: 0s": "4: exclude_for: 0s: write more than 0 seconds, such as 30",
-    "node_unit: 0": "4: node_unit: 0: must be 1 or more",
-    "join_timeout: soon": "4: join_timeout: soon: is not a length of time; write seconds, such as "
-    "30, or 10m, or 2h, or 7d",
-    "hang_timeout: never": "4: hang_timeout: never: write seconds, such as 600, or 10m, or auto, "
-    "or off",
-    "hang-timeout: off": "4: hang-timeout: there is no such key; did you mean hang_timeout?",
-    "numa_binding: cpu": "4: numa_binding: cpu: write node, socket, exclusive or core-complex",
-    "checkpoint: {ram_budget: 16GB}": "4: checkpoint.ram_budget: 16GB: is not a size; write 512Mi, "
-    "16Gi or 2Ti",
-    "threads: 0": "4: threads: 0: must be 1 or more",
-    "parameters: huge": "4: parameters: huge: is not a number of parameters; write 125M or 7B",
-    "processes_per_node: all": "4: processes_per_node: all: write a number from 1, or auto, cpu or "
-    "gpu",
-    "etcd:\n  endpoints:\n  - etcd": "5: etcd.endpoints: etcd: is not an address of etcd; write "
-    "HOST:PORT, such as etcd-0:2379",
-    "checkpoint: {url: /mnt}": "4: checkpoint.url: /mnt: is not a URL in an object store; write "
-    "s3://BUCKET/PREFIX or gs://...",
-    "checkpoint: {access: RWX}": "4: checkpoint.access: RWX: write ReadWriteMany or ReadWriteOnce",
-    "environment: {A: [1]}": "4: environment.A: a list: one value is needed here",
-    "kubernetes: {namespace: My_Team}": "4: kubernetes.namespace: My_Team: is not a name that "
-    "every kind of cluster accepts; use at most 40 of a-z, 0-9 and '-', a letter first",
+    "spot: maybe": "4: spot: 'maybe' is not true or false",
+    "max_restarts: many": "4: max_restarts: 'many' is not an integer",
+    "max_restarts: {a: 1}": "4: max_restarts: a mapping is not an integer",
+    "grace_s: 2m": "4: grace_s: '2m' is not a length of time; write seconds, such as 120",
+    "grace_s: .inf": "4: grace_s: '.inf' is not a length of time; write seconds, such as 120",
+    "exclude_after: -1": "4: exclude_after: '-1' is less than 0",
+    "exclude_for: 0s": (
+        "4: exclude_for: '0s' is not more than 0 seconds; write seconds, such as 30, or 10m"
+    ),
+    "node_unit: 0": "4: node_unit: '0' is less than 1",
+    "join_timeout: soon": (
+        "4: join_timeout: 'soon' is not a length of time; write seconds, such as 30, or 10m, "
+        "or 2h, or 7d"
+    ),
+    "hang_timeout: never": (
+        "4: hang_timeout: 'never' is not a limit; write seconds, such as 600, or 10m, or "
+        "auto, or off"
+    ),
+    "hang-timeout: off": "4: hang-timeout: unknown key; did you mean 'hang_timeout'?",
+    "numa_binding: cpu": (
+        '4: numa_binding: \'cpu\' is not "node", "socket", "exclusive" or "core-complex"'
+    ),
+    "checkpoint: {ram_budget: 16GB}": (
+        "4: checkpoint.ram_budget: '16GB' is not a size; write 512Mi, 16Gi or 2Ti"
+    ),
+    "threads: 0": "4: threads: '0' is less than 1",
+    "parameters: huge": "4: parameters: 'huge' is not a number of parameters; write 125M or 7B",
+    "processes_per_node: all": (
+        "4: processes_per_node: 'all' is not a number of workers; write a number from 1, or "
+        "auto, cpu or gpu"
+    ),
+    "etcd:\n  endpoints:\n  - etcd": (
+        "6: etcd.endpoints[0]: 'etcd' is not an address of etcd; write HOST:PORT, such as "
+        "etcd-0:2379"
+    ),
+    "checkpoint: {url: /mnt}": (
+        "4: checkpoint.url: '/mnt' is not a URL in an object store; write s3://BUCKET/PREFIX "
+        "or gs://..."
+    ),
+    "checkpoint: {access: RWX}": (
+        '4: checkpoint.access: \'RWX\' is not "ReadWriteMany" or "ReadWriteOnce"'
+    ),
+    "environment: {A: [1]}": "4: environment.A: a list is not a string",
+    "kubernetes: {namespace: My_Team}": (
+        "4: kubernetes.namespace: 'My_Team' is not a name that every kind of cluster "
+        "accepts; use at most 40 of a-z, 0-9 and '-', a letter first"
+    ),
     "config: missing.json": "4: config: missing.json cannot be read: No such file or directory",
     "args: [a": "4: is not YAML: expected ',' or ']', but got '<stream end>'",
-    "spot: !!python/object/apply:os.system [x]": "4: spot: a list: one value is needed here",
+    "spot: !!python/object/apply:os.system [x]": "4: spot: a list is not true or false",
 }
 
 
@@ -113,7 +134,7 @@ def test_what_is_wrong_is_named_with_its_line_and_the_remedy(tmp_path, written):
 
 
 def test_a_key_unlike_any_other_is_told_which_there_are(tmp_path):
-    with pytest.raises(JobFileError, match=r"4: zzz: there is no such key; the keys here are name"):
+    with pytest.raises(JobFileError, match=r"4: zzz: unknown key; known: args, "):
         job(tmp_path, "zzz: 1")
 
 
@@ -123,9 +144,10 @@ def test_every_mistake_is_told_at_once_in_the_order_of_the_lines(tmp_path):
     lines = str(caught.value).splitlines()
     assert [line.removeprefix(f"{tmp_path}/job.yaml:") for line in lines] == [
         "1: nodes: 4:2: minimum 4 exceeds maximum 2; write 2:4",
-        "1: name: is missing; call the job something, such as gpt",
-        "2: spot: 1: write true or false",
-        "3: script: a list: one value is needed here",
+        "1: name: is missing; write a name that every kind of cluster accepts; use at most 40 of "
+        "a-z, 0-9 and '-', a letter first",
+        "2: spot: '1' is not true or false",
+        "3: script: a list is not a script that zero-agent runs, such as train.py",
     ]
 
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from zero_orchestrator.jobfile.reading.reader import Problem
-from zero_orchestrator.jobfile.reading.schema import Job
+from zero_orchestrator.jobfile.reading.schema import Job, at_least
 from zero_orchestrator.jobfile.reading.settings import FLAGS, variable
-from zero_orchestrator.jobfile.reading.values import at_least
 
 Check = Callable[[Job], Iterator[Problem]]
 

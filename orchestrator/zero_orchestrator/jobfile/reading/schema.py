@@ -6,47 +6,22 @@ several keys (`drain_s`, `threads_per_worker`) is computed here, once, for all k
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal
 
 import hjson
+from msgspec import Meta
 
+from zero_contract.sections import Count, Finite, Spelled, Whole, Wrong, keys_of
 from zero_contract.values import Size
+from zero_orchestrator.errors import SpecError
 from zero_orchestrator.jobfile.reading import reader
-from zero_orchestrator.jobfile.reading.reader import (
-    JobFileError,
-    Source,
-    either,
-    entry,
-    scalar,
-    section,
-    sequence,
-    table,
-    tree,
-)
-from zero_orchestrator.jobfile.reading.values import (
-    bounds,
-    cores,
-    cores_number,
-    duration,
-    endpoint,
-    hang,
-    more_than_none,
-    name,
-    one_of,
-    parameters,
-    positive,
-    seconds,
-    truth,
-    url,
-    whole,
-    workers,
-)
+from zero_orchestrator.jobfile.reading.reader import JobFileError, Source, Tree
+from zero_orchestrator.membership.spec import parse_nnodes
 
 GRACE_S = 120.0
 SPOT_GRACE_S = 15.0
@@ -56,32 +31,132 @@ _PLACES = re.compile(r"\$\((CHECKPOINTS|CONFIG)\)")
 
 Config = Mapping[str, Any]
 
+# ---- types of values ----
+
+
+def _number_of_parameters(text: Any) -> Any:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT]?)", text) if isinstance(text, str) else None
+    return round(float(match[1]) * _MILLIONS[match[2]]) if match else text
+
+
+def _bounds(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        low, high = parse_nnodes(text)
+    except SpecError as error:
+        raise Wrong("", f"{text}: {str(error).partition(': ')[2]}") from None
+    return {"min": low, "max": high}
+
+
+_16GI, _200GI, _10GI, _4GI = map(Size, ("16Gi", "200Gi", "10Gi", "4Gi"))
+_MILLIONS = {"": 1, "M": 10**6, "B": 10**9, "T": 10**12}
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+Parameters = Annotated[
+    int,
+    Meta(ge=0, description="a number of parameters; write 125M or 7B"),
+    Spelled(_number_of_parameters),
+]
+Truth = Annotated[bool, Spelled(lambda text: _TRUTH.get(str(text).lower(), text))]
+ONE_OR_MORE = Spelled(lambda value: value if isinstance(value, list) else [value])
+Words = Annotated[tuple[str, ...], ONE_OR_MORE]
+Bytes = Annotated[Size, Meta(description="a size; write 512Mi, 16Gi or 2Ti")]
+Name = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$",
+        description="a name that every kind of cluster accepts; use at most 40 of a-z, 0-9 and "
+        "'-', a letter first",
+    ),
+]
+Script = Annotated[str, Meta(description="a script that zero-agent runs, such as train.py")]
+Seconds = Annotated[Finite, Meta(description="a length of time; write seconds, such as 120")]
+_SPAN = r"(\d+\.?\d*|\.\d+)[smhd]?"
+_SOME = rf"(?=.*[1-9]){_SPAN}"
+Duration = Annotated[
+    str,
+    Meta(
+        pattern=f"^{_SPAN}$",
+        description="a length of time; write seconds, such as 30, or 10m, or 2h, or 7d",
+    ),
+]
+MoreThanNone = Annotated[
+    str,
+    Meta(
+        pattern=f"^{_SOME}$", description="more than 0 seconds; write seconds, such as 30, or 10m"
+    ),
+]
+Hang = Annotated[
+    str,
+    Meta(
+        pattern=f"^({_SOME}|auto|off)$",
+        description="a limit; write seconds, such as 600, or 10m, or auto, or off",
+    ),
+]
+Cores = Annotated[
+    str,
+    Meta(
+        pattern=r"^(?=.*[1-9])(\d+(\.\d+)?|\d+m)$",
+        description="a number of cores; write 4, or 500m for half of one",
+    ),
+]
+Workers = Annotated[
+    str,
+    Meta(
+        pattern=r"^(auto|cpu|gpu|0*[1-9]\d*)$",
+        description="a number of workers; write a number from 1, or auto, cpu or gpu",
+    ),
+]
+_PORT = r"(?!0+$)([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+Endpoint = Annotated[
+    str,
+    Meta(
+        pattern=rf"^(\[[0-9a-fA-F:]+\]|[\w.-]+):{_PORT}$",
+        description="an address of etcd; write HOST:PORT, such as etcd-0:2379",
+    ),
+]
+Url = Annotated[
+    str,
+    Meta(
+        pattern=r"^(s3|gs)://[^/\s]+(/\S*)?$",
+        description="a URL in an object store; write s3://BUCKET/PREFIX or gs://...",
+    ),
+]
+
+
+def at_least(size_bytes: float) -> Size:
+    """The smallest whole number of Mi or Gi that is at least `size_bytes`."""
+    gibibytes = -(-size_bytes // 2**30)
+    return Size(f"{gibibytes:.0f}Gi" if size_bytes > 2**30 else f"{-(-size_bytes // 2**20):.0f}Mi")
+
+
+def cores_number(text: str) -> float:
+    """The number of cores: `"500m"` -> 0.5."""
+    return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+
+
+# ---- the sections; docs/job-files.md says what each key means ----
+
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
     """The number of nodes."""
 
-    min: int = entry(scalar(positive), "write the minimum: with fewer nodes the job waits")
-    max: int = entry(scalar(positive), "write the maximum: further nodes are spares")
-    start: int | None = entry(
-        scalar(positive), "nodes that the cluster is asked for at first (min)", None
-    )
+    min: Count
+    max: Count
+    start: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """The resources of one node for its agent and its workers."""
 
-    cpu: str = entry(scalar(cores), "number of cores", "4")
-    memory: Size = entry(
-        scalar(Size),
-        "memory, including shared memory; on machines no limit if left out",
-        Size("16Gi"),
-    )
-    gpu: int = entry(scalar(whole), "number of GPUs", 0)
-    gpu_kind: str = entry(scalar(str), "resource name of the GPUs on Kubernetes", "nvidia.com/gpu")
-    shm: Size | None = entry(scalar(Size), "size of /dev/shm (4Gi, at most half of memory)", None)
-    scratch: Size = entry(scalar(Size), "size of /tmp", Size("10Gi"))
+    cpu: Cores = "4"
+    memory: Bytes = _16GI
+    gpu: Whole = 0
+    gpu_kind: str = "nvidia.com/gpu"
+    shm: Bytes | None = None
+    scratch: Bytes = _10GI
 
     @property
     def shared_memory(self) -> Size:
@@ -94,21 +169,15 @@ class Resources:
 class Checkpoint:
     """The place of checkpoints; every node must be able to read and write there."""
 
-    path: str | None = entry(scalar(str), "directory of checkpoints, on machines", None)
-    url: str | None = entry(scalar(url), "URL of checkpoints in an object store", None)
-    secret: str | None = entry(
-        scalar(str), "Secret with the credentials of the object store, on Kubernetes", None
-    )
-    claim: str | None = entry(scalar(str), "name of an existing PersistentVolumeClaim", None)
-    size: Size = entry(scalar(Size), "size of the claim that is created", Size("200Gi"))
-    storage_class: str | None = entry(scalar(str), "storage class of that claim", None)
-    access: str = entry(
-        scalar(one_of("ReadWriteMany", "ReadWriteOnce")),
-        "access mode of that claim",
-        "ReadWriteMany",
-    )
-    save_s: float | None = entry(scalar(seconds), "longest time of one save, seconds", None)
-    ram_budget: Size | None = entry(scalar(Size), "memory of a node for checkpoints", None)
+    path: str | None = None
+    url: Url | None = None
+    secret: str | None = None
+    claim: str | None = None
+    size: Bytes = _200GI
+    storage_class: str | None = None
+    access: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
+    save_s: Seconds | None = None
+    ram_budget: Bytes | None = None
 
     @property
     def makes_a_claim(self) -> bool:
@@ -120,18 +189,16 @@ class Checkpoint:
 class Etcd:
     """The etcd of the job: created for it, or the user's own."""
 
-    members: int = entry(scalar(positive), "members of the etcd that is created, on Kubernetes", 3)
-    storage: Size = entry(scalar(Size), "storage of each member", Size("4Gi"))
-    tls: bool = entry(
-        scalar(truth), "the etcd that is created uses TLS (needs cert-manager)", False
-    )
-    endpoints: tuple[str, ...] = entry(sequence(endpoint), "endpoints of your own etcd", ())
-    user: str | None = entry(scalar(str), "user of your own etcd", None)
-    password_file: str | None = entry(scalar(str), "file with the password of that user", None)
-    ca: str | None = entry(scalar(str), "CA that signed the certificate of etcd", None)
-    cert: str | None = entry(scalar(str), "the agents' certificate", None)
-    key: str | None = entry(scalar(str), "private key of that certificate", None)
-    secret: str | None = entry(scalar(str), "Secret with these files, on Kubernetes", None)
+    members: Count = 3
+    storage: Bytes = _4GI
+    tls: Truth = False
+    endpoints: Annotated[tuple[Endpoint, ...], ONE_OR_MORE] = ()
+    user: str | None = None
+    password_file: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    secret: str | None = None
 
     @property
     def files(self) -> dict[str, str]:
@@ -149,111 +216,66 @@ class Etcd:
 class Kubernetes:
     """Settings for Kubernetes only."""
 
-    namespace: str | None = entry(scalar(name), "namespace (that of kubectl's context)", None)
-    queue: str | None = entry(scalar(str), "Kueue LocalQueue that admits the job", None)
-    node_selector: Mapping[str, str] = entry(table, "labels of the machines for the agents", {})
-    priority_class: str | None = entry(scalar(str), "the agents' PriorityClass", None)
-    pull_secrets: tuple[str, ...] = entry(
-        sequence(str), "Secrets with the credentials of the registry", ()
-    )
-    pod: Mapping[str, Any] = entry(
-        tree, "metadata and spec of a pod template, merged into that of the agents", {}
-    )
+    namespace: Name | None = None
+    queue: str | None = None
+    node_selector: dict[str, str] = field(default_factory=dict)
+    priority_class: str | None = None
+    pull_secrets: Words = ()
+    pod: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
     """Settings for Slurm only."""
 
-    partition: str | None = entry(scalar(str), "--partition", None)
-    account: str | None = entry(scalar(str), "--account", None)
-    time: str = entry(scalar(str), "--time; the job is requeued before its end", "24:00:00")
-    options: Mapping[str, str] = entry(table, "further options of sbatch, without --", {})
+    partition: str | None = None
+    account: str | None = None
+    time: str = "24:00:00"
+    options: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFile:
     """One job."""
 
-    name: str = entry(scalar(name), "call the job something, such as gpt")
-    script: str = entry(scalar(str), "name the script that zero-agent runs, such as train.py")
-    args: tuple[str, ...] = entry(
-        sequence(str), "arguments; $(CONFIG) and $(CHECKPOINTS) stand for the paths", ()
-    )
-    image: str = entry(
-        scalar(str), "container image that contains the script", "zero-elastic:0.1.0"
-    )
-    config: str | None = entry(
-        scalar(str), "config file of the engine, relative to the job file", None
-    )
-    parameters: int | None = entry(
-        scalar(parameters), "parameters of the model, to check sizes", None
-    )
-    nodes: Nodes = entry(
-        either(lambda text: Nodes(**dict(zip(("min", "max"), bounds(text), strict=True))), Nodes),
-        "write the number of nodes: 4, 2:16 or {min: 2, max: 16, start: 4}",
-    )
-    processes_per_node: str = entry(
-        scalar(workers), "workers of each node: a number, auto, cpu or gpu", "1"
-    )
-    threads: int | None = entry(
-        scalar(positive), "threads of each worker; the bits depend on it (cpu / processes)", None
-    )
-    max_restarts: int = entry(
-        scalar(whole), "restart budget: failures that the job may survive", 20
-    )
-    refill_after_steps: int | None = entry(
-        scalar(whole), "steps after which the budget gets one restart back", None
-    )
-    max_restarts_without_progress: int | None = entry(scalar(whole), "restarts in a row", None)
-    exclude_after: int | None = entry(
-        scalar(whole), "failures of a host in a row before it is excluded", None
-    )
-    exclude_for: str | None = entry(
-        scalar(more_than_none), "duration of the first exclusion: 60, 10m", None
-    )
-    grow_every: str | None = entry(
-        scalar(duration), "time of a round before it can grow: 60, 10m", None
-    )
-    node_unit: int | None = entry(
-        scalar(positive), "the nodes of a round are a multiple of this", None
-    )
-    join_timeout: str | None = entry(scalar(duration), "wait for enough nodes: 600, 10m", None)
-    etcd_wait: str | None = entry(scalar(duration), "wait for etcd at the start: 30, 10m", None)
-    etcd_grace: str | None = entry(
-        scalar(duration), "time that workers continue without etcd: 600, 10m", None
-    )
-    lease_ttl: int | None = entry(scalar(positive), "seconds until a silent node is lost", None)
-    preload: str | None = entry(scalar(str), "modules that the fork server imports", None)
-    hang_timeout: str | None = entry(
-        scalar(hang), "time without a step: 600, 10m, auto or off", None
-    )
-    health_check: str | None = entry(
-        scalar(str), "command that exits with 0 on a healthy node", None
-    )
-    health_check_timeout: str | None = entry(
-        scalar(more_than_none), "timeout of health_check: 60, 10m", None
-    )
-    numa_binding: str | None = entry(
-        scalar(one_of("node", "socket", "exclusive", "core-complex")),
-        "NUMA binding of each worker",
-        None,
-    )
-    resources: Resources = entry(section(Resources), "resources of one node", Resources())
-    checkpoint: Checkpoint = entry(section(Checkpoint), "place of the checkpoints", Checkpoint())
-    etcd: Etcd = entry(section(Etcd), "etcd of the job", Etcd())
-    environment: Mapping[str, str] = entry(table, "variables of agents and workers", {})
-    secrets: Mapping[str, str] = entry(
-        table, "variables whose values are not in this file: NAME: SECRET/ENTRY", {}
-    )
-    spot: bool = entry(scalar(truth), "machines may be preempted at short notice", False)
-    grace_s: float | None = entry(
-        scalar(seconds), "from SIGTERM to SIGKILL (120; 15 with spot)", None
-    )
-    kubernetes: Kubernetes = entry(
-        section(Kubernetes), "settings for Kubernetes only", Kubernetes()
-    )
-    slurm: Slurm = entry(section(Slurm), "settings for Slurm only", Slurm())
+    name: Name
+    script: Script
+    args: Words = ()
+    image: str = "zero-elastic:0.1.0"
+    config: str | None = None
+    parameters: Parameters | None = None
+    nodes: Annotated[
+        Nodes,
+        Meta(description="a number of nodes: 4, 2:16 or {min: 2, max: 16, start: 4}"),
+        Spelled(_bounds),
+    ]
+    processes_per_node: Workers = "1"
+    threads: Count | None = None
+    max_restarts: Whole = 20
+    refill_after_steps: Whole | None = None
+    max_restarts_without_progress: Whole | None = None
+    exclude_after: Whole | None = None
+    exclude_for: MoreThanNone | None = None
+    grow_every: Duration | None = None
+    node_unit: Count | None = None
+    join_timeout: Duration | None = None
+    etcd_wait: Duration | None = None
+    etcd_grace: Duration | None = None
+    lease_ttl: Count | None = None
+    preload: str | None = None
+    hang_timeout: Hang | None = None
+    health_check: str | None = None
+    health_check_timeout: MoreThanNone | None = None
+    numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
+    resources: Resources = Resources()
+    checkpoint: Checkpoint = Checkpoint()
+    etcd: Etcd = Etcd()
+    environment: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
+    spot: Truth = False
+    grace_s: Seconds | None = None
+    kubernetes: Kubernetes = Kubernetes()
+    slurm: Slurm = Slurm()
 
     @property
     def start(self) -> int:
@@ -371,11 +393,11 @@ def _parsed(text: str) -> Config:
     return found
 
 
-def keys(cls: type[Any] = JobFile, path: str = "") -> set[str]:
+def keys(cls: Any = JobFile, path: str = "") -> set[str]:
     """All keys of a job file, by path: `name`, `resources.cpu`."""
     found = set()
-    for one, kind in get_type_hints(cls).items():
-        found.add(f"{path}{one}")
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            found |= keys(kind, f"{path}{one}.")
+    for name, key in keys_of(cls).items():
+        found.add(f"{path}{name}")
+        if key.section is not None:
+            found |= keys(key.section, f"{path}{name}.")
     return found

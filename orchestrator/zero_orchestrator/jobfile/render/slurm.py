@@ -10,9 +10,8 @@ import math
 import shlex
 from pathlib import Path
 
-from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job
+from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job, cores_number
 from zero_orchestrator.jobfile.reading.settings import etcd_settings, places, settings
-from zero_orchestrator.jobfile.reading.values import cores_number
 from zero_orchestrator.jobfile.render import files
 
 TEMPLATE = "slurm/zero_agent.sbatch"

@@ -11,8 +11,7 @@ from pathlib import PurePosixPath
 
 from zero_contract.values import Size
 from zero_orchestrator.jobfile.reading.reader import Problem
-from zero_orchestrator.jobfile.reading.schema import JobFile
-from zero_orchestrator.jobfile.reading.values import cores_number
+from zero_orchestrator.jobfile.reading.schema import JobFile, cores_number
 from zero_orchestrator.jobfile.start.facts import Cluster
 
 Check = Callable[[JobFile, Cluster], Iterator[Problem]]
