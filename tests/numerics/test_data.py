@@ -139,7 +139,7 @@ def test_a_stream_is_trained_on_as_the_same_data_with_random_access(worlds: Worl
 
 @pytest.mark.parametrize("kind", ["stream", "shuffling", "shards"])
 @pytest.mark.parametrize("at", [2, 3, 5], ids=lambda step: f"after {step}")
-@pytest.mark.corners(at=[3])
+@pytest.mark.corners(at=[3], kind=["shuffling", "shards"])
 def test_iterable_data_goes_on_at_the_sample_at_another_world(
     worlds: WorldPool, tmp_path: Path, kind: str, at: int
 ) -> None:

@@ -155,6 +155,7 @@ def accumulating(drops: bool, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["steps", "coalesce"])
+@pytest.mark.corners(how=["coalesce"])
 def test_dropped_micro_steps_of_an_accumulation_add_nothing_to_it(
     worlds: WorldPool, how: str
 ) -> None:

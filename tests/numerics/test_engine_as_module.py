@@ -64,6 +64,7 @@ def problem_of(engine: Any) -> str:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.corners(stage=[3])
 def test_hooks_of_the_engine_see_its_own_calls(worlds: WorldPool, stage: int) -> None:
     hooked, plain = worlds.run(2, train_with_hooks, stage), worlds.run(2, train_plainly, stage)
     for calls, result in hooked:
@@ -87,7 +88,7 @@ def train_plainly(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.corners(stage=[0, 3])
+@pytest.mark.corners(stage=[3])
 def test_moving_it_where_it_is_changes_no_bit(worlds: WorldPool, stage: int) -> None:
     moved, plain = worlds.run(2, train_after_moving, stage), worlds.run(2, train_plainly, stage)
     assert moved == plain
@@ -147,7 +148,7 @@ def copy_module() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.corners(stage=[0, 3])
+@pytest.mark.corners(stage=[3])
 def test_weights_that_are_loaded_are_those_that_are_trained(worlds: WorldPool, stage: int) -> None:
     loaded, made = worlds.run(2, train_loaded, stage), worlds.run(2, train_made, stage)
     assert loaded == made
@@ -199,8 +200,8 @@ def load_wrong_names() -> tuple[str, bool, list[str]]:
     return str(caught.value), engine.weight_hash() == before, missing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.corners(stage=[3])
 def test_compiled_it_trains_to_the_same_bits(worlds: WorldPool, stage: int) -> None:
     compiled, plain = worlds.run(2, train_compiled, stage), worlds.run(2, train_plainly, stage)
     assert compiled == plain

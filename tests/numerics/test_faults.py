@@ -95,7 +95,7 @@ FAULTS = {
         "test_a_rank_lost_in_mid_save_costs_no_sample_and_no_bit_at_three_ranks_and_at_four",
     ],
     "a node is lost with its memory, or two neighbours are": [
-        "test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size",
+        "test_a_lost_node_and_then_a_killed_worker_cost_a_restart_each_and_no_committed_step",
         "test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk",
     ],
     "the cluster and the stage are others than those of the save: 320 combinations": [

@@ -148,6 +148,7 @@ def train_in_nodes(size: int, wire: dict[str, bool]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("wire", [{}, WEIGHTS], ids=["plain", "quantized"])
+@pytest.mark.corners(wire=[WEIGHTS])
 def test_gathering_within_a_node_changes_where_bytes_travel_and_no_bit(
     worlds: WorldPool, wire: dict[str, bool]
 ) -> None:

@@ -70,7 +70,7 @@ def states(name: str, options: dict[str, Any], stages: tuple[int, ...]) -> list[
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.corners(name=["Adafactor"])
+@pytest.mark.corners(name=["Adafactor"], options=OPTIONS["Adafactor"][-1:])
 def test_by_object_and_by_name_it_is_plain_torch_at_every_stage_and_world(
     worlds: WorldPool, name: str, options: dict[str, Any]
 ) -> None:

@@ -75,7 +75,7 @@ def test_the_steps_of_a_script_have_the_bits_of_the_engines_own(
     """1/3 rounds alike in both; the rest of a micro-batch's share is a power of two, or one."""
     ours = one_result(worlds, fingerprints_of_managed_steps)
     assert len(set(ours)) == 1
-    assert one_result(worlds, fingerprints_of_own_steps, scaling, sizes=(1, 2, 3)) == ours
+    assert one_result(worlds, fingerprints_of_own_steps, scaling) == ours
 
 
 def fingerprints_scaled_by_the_script() -> list[tuple[Any, ...]]:

@@ -46,6 +46,7 @@ def assert_as_if_nothing_had_happened(job, undisturbed_hash):
     assert job.events("world size") == []
 
 
+@pytest.mark.full
 def test_a_killed_worker_costs_one_restart_and_nothing_else(cluster, undisturbed_hash, etcd_store):
     job = cluster(flags=("--nnodes=2", "--max-restarts=1"))
     job.start("a", "b")

@@ -18,23 +18,25 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import ROOT, TOGETHER, Cluster, final_hash, paced, run_alone, training
+from tests.support.cluster import (
+    ROOT,
+    SAMPLES,
+    STEPS,
+    TOGETHER,
+    Cluster,
+    final_hash,
+    paced,
+    training,
+)
 from tests.support.waiting import wait_for
-from zero_data.ledger import Report, read_ledger, verify
+from zero_data.ledger import Report
 from zero_orchestrator.observe import status
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
-STEPS = 41
-SAMPLES = 32 * 40 + 10
 PAUSE_S = 0.25
 NEVER = 10_000
 IMAGE_OF_RANK_1 = "r00001.safetensors"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> str:
-    return run_alone(tmp_path_factory.mktemp("undisturbed"), f"--samples={SAMPLES}")
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def ram_job(cluster):
         config["checkpoint"] = {"ram": ram}
         path = job.directory / "config.json"
         path.write_text(json.dumps(config))
-        more = (f"--samples={SAMPLES}", f"--save-every={save_every}", f"--config={path}")
+        more = (f"--save-every={save_every}", f"--config={path}")
         job.script = paced(training(job.directory, *more), job.directory)
         made.append(job)
         return job
@@ -66,17 +68,22 @@ def ram_job(cluster):
             shutil.rmtree(memory)
 
 
-def ended_well(job: Cluster, undisturbed: str) -> Report:
+def ended_well(job: Cluster, undisturbed_hash: str) -> Report:
     job.wait_for_end()
-    report = verify(read_ledger(job.directory / "ledger"), SAMPLES)
+    report = job.report()
     assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
-    assert final_hash(job.output) == undisturbed
-    assert {memory for memory in memories(job) if memory.name.split(".")[2] in job.agents} == set()
+    assert final_hash(job.output) == undisturbed_hash
+    assert memories_of_agents(job) == []
     return report
 
 
 def memories(job: Cluster) -> list[Path]:
     return sorted(Path("/dev/shm").glob(f"zero-ram.{job.job}.*"))
+
+
+def memories_of_agents(job: Cluster) -> list[Path]:
+    """Without those that killed agents have left."""
+    return [memory for memory in memories(job) if memory.name.split(".")[2] in job.agents]
 
 
 def kept_step(job: Cluster, least: int, world: int) -> int:
@@ -92,7 +99,7 @@ def kept_step(job: Cluster, least: int, world: int) -> int:
 
     def kept() -> int | None:
         job.check_agents()
-        step = min(map(newest, memories(job)), default=0)
+        step = min(map(newest, memories_of_agents(job)), default=0)
         return step if step >= least and step == done_steps(job, world) else None
 
     return wait_for(kept, 150, f"step {least} in memory")
@@ -114,18 +121,6 @@ def saved_to_disk(job: Cluster) -> int:
 
 
 @pytest.mark.full
-def test_a_killed_worker_loses_no_committed_step_and_no_disk_is_needed(ram_job, undisturbed):
-    job = ram_job(("--nnodes=2", "--max-restarts=3"))
-    job.start("a", "b")
-    kept = kept_step(job, least=15, world=2)
-    os.kill(job.worker_of("b"), signal.SIGKILL)
-    report = ended_well(job, undisturbed)
-    assert loaded_steps(job, "/dev/shm/")[0] >= kept
-    assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
-    assert saved_to_disk(job) == 1, "the one at the end of the script"
-
-
-@pytest.mark.full
 def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd_store):
     # It lasts for longer than agents take to tell the store twice.
     job = ram_job(("--nnodes=2", "--max-restarts=0"), pause_s=0.5, budget_bytes=200 << 20)
@@ -144,30 +139,38 @@ def test_the_memory_they_take_of_each_node_is_shown_beside_its_cap(ram_job, etcd
         assert used <= budget
 
 
-def test_a_lost_node_is_recovered_from_its_neighbour_at_another_world_size(
-    ram_job, undisturbed, etcd_store
+def test_a_lost_node_and_then_a_killed_worker_cost_a_restart_each_and_no_committed_step(
+    ram_job, undisturbed_hash, etcd_store
 ):
-    job = ram_job(("--nnodes=2:3", "--max-restarts=3"))
+    """A node's part is recovered from its neighbour, at another world size, and without a disk."""
+    job = ram_job(("--nnodes=2:3", "--max-restarts=2"))
     job.start("a", "b", "c")
-    kept = kept_step(job, least=15, world=3)
+    kept = [kept_step(job, least=15, world=3)]
     (left,) = [path for path in memories(job) if ".b." in path.name]
-    job.agents["b"].kill_node()
-    job.wait_for_step(kept + 1, world=2)
-    assert saved_to_disk(job) == 0
-    job.start("b")
-    report = ended_well(job, undisturbed)
-    assert loaded_steps(job, "/dev/shm/")[0] >= kept
-    assert report.repeated_steps <= len(job.events("interrupt")), "one for each failure"
-    assert not left.exists(), "what the dead agent has left went with its successor"
+    job.agents.pop("b").kill_node()
+    job.wait_for_step(kept[0] + 1, world=2)
+    kept.append(kept_step(job, least=kept[0] + 2, world=2))
+    os.kill(job.worker_of("c"), signal.SIGKILL)
+    report = ended_well(job, undisturbed_hash)
+    loaded = loaded_steps(job, "/dev/shm/")
+    assert [step >= least for step, least in zip(loaded, kept, strict=True)] == [True, True]
+    assert report.repeated_steps <= 2, "one for each failure"
+    lost, killed = [event["text"] for event in job.events("interrupt")]
+    assert lost.endswith("; restart 1 of 2")
+    assert re.fullmatch(r"rank [01]: killed by SIGKILL on node c; restart 2 of 2", killed)
+    assert saved_to_disk(job) == 1, "the one at the end of the script"
     last = status.read(etcd_store, job.job).last_save_in_memory
     assert last is not None
-    assert last.step > kept
+    assert last.step > kept[1]
     assert min(last.size_bytes, last.stall_s, last.write_s, last.publish_s) > 0
+    job.start("b")
+    job.wait_for_end()
+    assert not left.exists(), "what the dead agent has left went with its successor"
 
 
 @pytest.mark.full
 def test_all_agents_crash_at_once_and_their_successors_adopt_the_checkpoint_in_memory(
-    ram_job, undisturbed
+    ram_job, undisturbed_hash
 ):
     job = ram_job(("--nnodes=2", "--max-restarts=3"))
     job.start("a", "b")
@@ -177,27 +180,27 @@ def test_all_agents_crash_at_once_and_their_successors_adopt_the_checkpoint_in_m
     for node in "ab":
         job.agents[node].process.wait()
     job.start("a", "b")
-    ended_well(job, undisturbed)
+    ended_well(job, undisturbed_hash)
     assert loaded_steps(job, "/dev/shm/")[0] >= kept
     assert job.output.count("its memory is adopted") == 2
     assert saved_to_disk(job) == 1, "the one at the end of the script"
 
 
 @pytest.mark.full
-def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undisturbed):
+def test_two_neighbours_lost_at_once_mean_the_checkpoint_on_disk(ram_job, undisturbed_hash):
     job = ram_job(("--nnodes=1:3", "--max-restarts=4"), save_every=10)
     job.start("a", "b", "c")
     job.wait_for_step(15, world=3)
     for node in ("b", "c"):
         job.agents.pop(node).kill_node()
-    ended_well(job, undisturbed)
+    ended_well(job, undisturbed_hash)
     assert loaded_steps(job, f"{job.directory}/checkpoints/")[0] in (10, 20)
     assert "went with the nodes that held" in job.output
 
 
 @pytest.mark.full
 def test_without_a_good_copy_in_memory_the_damage_is_named_and_the_disk_is_used(
-    ram_job, undisturbed
+    ram_job, undisturbed_hash
 ):
     job = ram_job(("--nnodes=2:3", "--max-restarts=3"), save_every=10)
     job.start("a", "b", "c")
@@ -207,7 +210,7 @@ def test_without_a_good_copy_in_memory_the_damage_is_named_and_the_disk_is_used(
         for copy in copies:
             damage(copy)
         job.agents.pop("b").kill_node()
-    ended_well(job, undisturbed)
+    ended_well(job, undisturbed_hash)
     name = re.escape(copies[0].name)
     found = re.search(rf"falling back .*/dev/shm/\S+/{name}: block \d+ \(bytes .*", job.output)
     assert found is not None
@@ -216,7 +219,7 @@ def test_without_a_good_copy_in_memory_the_damage_is_named_and_the_disk_is_used(
 
 
 @pytest.mark.full
-def test_a_damaged_copy_in_memory_is_named_and_replaced_by_the_other_one(ram_job, undisturbed):
+def test_a_damaged_copy_in_memory_is_named_and_replaced_by_the_other_one(ram_job, undisturbed_hash):
     job = ram_job(("--nnodes=2:3", "--max-restarts=3"), replicas=2)
     job.start("a", "b", "c")
     kept = kept_step(job, least=15, world=3)
@@ -229,7 +232,7 @@ def test_a_damaged_copy_in_memory_is_named_and_replaced_by_the_other_one(ram_job
             if copy.is_relative_to(holder):
                 damage(copy)
         job.agents.pop(lost).kill_node()
-    report = ended_well(job, undisturbed)
+    report = ended_well(job, undisturbed_hash)
     damaged = rf"{holder}/\S+/{IMAGE_OF_RANK_1}: block \d+ .* is not what was saved"
     assert re.search(f"another copy is read: {damaged}", job.output)
     assert loaded_steps(job, "/dev/shm/")[0] >= kept
