@@ -24,11 +24,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from msgspec import Meta, Struct
 from torch._C._distributed_c10d import HashStore, Store
 
 from zero_checkpoint.errors import CheckpointError
+from zero_contract.decoding import decode, inflate, parse
 from zero_contract.errors import PeerLost
 from zero_contract.signing import PROOF_BYTES, Key, sign, verify
 
@@ -44,11 +46,20 @@ Judge = Callable[[list[Record | None]], Record]
 
 _MOST_PARTS = 1 << 12
 """The most parts of one record: 16 GiB."""
+_MOST_TEXT_BYTES = 256 << 20
+"""The most JSON of one record: a few bytes that are compressed may stand for any number."""
 _PART_BYTES = 4 << 20
 """A TCPStore refuses values of more than 8 MiB (libuv backend), so long ones go in parts."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _ANSWERED_S = 5.0
 """The time that rank 0 waits until all others have read a verdict; a dead rank never reads it."""
+
+
+class _Written(Struct, array_like=True):
+    """A record as it is in the store: without its `bytes` values, which follow in this order."""
+
+    record: dict[str, Any]
+    sizes: dict[str, Annotated[int, Meta(ge=0)]]
 
 
 class StoreConsensus:
@@ -229,19 +240,23 @@ class StoreConsensus:
         proof, packed = (value[:PROOF_BYTES], value[PROOF_BYTES:]) if self._key else (b"", value)
         if self._key and not verify(self._key, proof, key.encode(), packed):
             self._refuse(key)
-        length, rest = packed.split(b" ", 1)
-        at = int(length)
-        record, sizes = json.loads(zlib.decompress(rest[:at]))
-        for name, size in sizes.items():
-            record[name], at = rest[at : at + size], at + size
-        return record, names
+        try:
+            length, rest = packed.split(b" ", 1)
+            at = int(length)
+            text = parse(inflate(rest[:at], _MOST_TEXT_BYTES), wide=True)
+            vote = decode(_Written, text, key)
+        except (ValueError, RecursionError):
+            self._refuse(key)
+        for name, size in vote.sizes.items():
+            vote.record[name], at = rest[at : at + size], at + size
+        return vote.record, names
 
     def _refuse(self, key: str) -> NoReturn:
         if key not in self._refused:
             self._refused.add(key)
             _log.warning(
-                "rank %d: what is in the store as %s is not signed by a rank of this job and is "
-                "ignored: a stranger can reach the job's network, see SECURITY.md",
+                "rank %d: what is in the store as %s is no signed record of a rank of this job and "
+                "is ignored: a stranger can reach the job's network, see SECURITY.md",
                 self.rank,
                 key,
             )

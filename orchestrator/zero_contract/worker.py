@@ -17,6 +17,7 @@ import json
 from enum import IntEnum, StrEnum
 from typing import Any
 
+import msgspec
 from msgspec import Struct, to_builtins
 
 from zero_contract import decoding
@@ -315,6 +316,9 @@ Message = (
 )
 
 
+_MESSAGES = msgspec.json.Decoder[Message](Message)
+
+
 def encode(message: Message) -> bytes:
     """One line of JSON, ending in a newline."""
     return json.dumps(to_builtins(message), separators=(",", ":")).encode() + b"\n"
@@ -327,4 +331,8 @@ def decode(line: bytes) -> Message:
         ContractError: The line is not JSON, its kind is unknown, or a field is missing or of
             another type.
     """
-    return decoding.decode(Message, line, "not a message of the worker contract", ContractError)
+    try:
+        message: Message = _MESSAGES.decode(line)
+        return message
+    except msgspec.DecodeError:  # of NaN as well, which only Python's JSON knows
+        return decoding.decode(Message, line, "not a message of the worker contract", ContractError)

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Protocol
 
+from zero_contract.decoding import MalformedError, decode
 from zero_contract.user_files import is_own
 from zero_contract.worker import ENV_NODE
 
@@ -138,15 +139,17 @@ class DeadlockDetector:
             self._posted = True
             others = [rank for rank in range(self._world) if rank != self._rank]
             posted = {
-                rank: json.loads(self._board.get(str(rank)))
+                rank: decode(
+                    Standing | None, self._board.get(str(rank)), f"what rank {rank} awaits"
+                )
                 for rank in others
                 if self._board.check([str(rank)])
             }
-        except RuntimeError as error:  # the store's host is lost: the wait will end by itself
+        except (RuntimeError, MalformedError) as error:  # a lost host: the wait will end by itself
             _log.debug("cannot look at the other ranks: %s", error)
             return ""
         standings = {self._rank: own} | {
-            rank: Standing(**standing) for rank, standing in posted.items() if standing is not None
+            rank: standing for rank, standing in posted.items() if standing is not None
         }
         found = circle(standings, self._rank)
         if found:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from zipfile import is_zipfile
 
+from zero_contract.decoding import decode
 from zero_contract.errors import ConfigError, ZeroError
 
 RECORD = "zero_run.json"
@@ -87,10 +88,10 @@ class Record:
 def record_of(directory: Path, start: Start) -> Record | None:
     """The record of the run that this start resumes; None if it begins one."""
     try:
-        record = Record(**json.loads((directory / RECORD).read_text(encoding="utf-8")))
+        record = decode(Record, (directory / RECORD).read_bytes(), "record of the run")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise CannotGoOn(
             f"{directory / RECORD} cannot be read ({error}): it says which checkpoints here are "
             "this run's. Put it back, or give another output_dir"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
+import zlib
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -112,6 +114,26 @@ def test_a_vote_larger_than_a_tcp_store_takes_goes_through_in_parts():
     record, keys = ours._get("k")
     assert record == {"noise": noise * 2}
     assert len(keys) > 1
+
+
+FOREIGN = {
+    "bomb": zlib.compress(bytes(1 << 30)),
+    "no JSON": zlib.compress(b"{"),
+    "another type": zlib.compress(b'[{"a": 1}, {"b": -1}]'),
+    "no zlib": b"record",
+    "nested": zlib.compress(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_no_rank_has_written_is_no_vote_and_takes_little_memory(what, caplog):
+    store = HashStore()
+    store.set("consensus/1/1", b"1 %d %b" % (len(FOREIGN[what]), FOREIGN[what]))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    verdict = StoreConsensus(store, 0, 2, timeout_s=0.05).ask({}, lambda votes: {"votes": votes})
+    assert verdict == {"votes": [{}, None]}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10  # KiB
+    assert "consensus/1/1 is no signed record" in caplog.text
 
 
 def test_a_caller_can_leave_while_it_waits():

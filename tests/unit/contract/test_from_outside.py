@@ -24,6 +24,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 import zero_agent
 import zero_checkpoint
@@ -32,6 +33,7 @@ import zero_orchestrator
 import zero_torch
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_agent.workers.exits import read_error_file
+from zero_checkpoint import StoreConsensus
 from zero_checkpoint.format.parse import ManifestError
 from zero_checkpoint.format.parse import parse as manifest_of
 from zero_contract import peer_memory, worker
@@ -97,6 +99,15 @@ def as_yaml(text: str) -> bytes:
         return yaml.safe_dump(json.loads(text), sort_keys=False).encode(errors="surrogatepass")
     except (ValueError, RecursionError, yaml.YAMLError):
         return text.encode(errors="surrogatepass")
+
+
+def read_vote(packed: bytes) -> object:
+    """What rank 0 takes for the vote of rank 1."""
+    store = HashStore()
+    store.set("consensus/1/1", b"1 %d %b{}" % (len(packed), packed))  # type: ignore[arg-type]
+    heard: list[object] = []
+    StoreConsensus(store, 0, 2, timeout_s=0).ask({}, lambda votes: heard.extend(votes) or {})
+    return heard[1]
 
 
 MESSAGES = (
@@ -183,6 +194,12 @@ FORMATS: dict[str, Format] = {
         (),
         [verdicts.to_value([verdicts.Verdict(kind=verdicts.Kind.STUCK, text="x", rank=1)])],
     ),
+    "vote": Format(
+        read_vote,
+        (),
+        [json.dumps([{"step": 3, "files": ["a"]}, {"manifest": 2}])],
+        lambda text: zlib.compress(text.encode(errors="surrogatepass")),
+    ),
     "config": Format(
         lambda data: load_config(data.decode()),
         (ConfigError, UnicodeDecodeError),
@@ -205,6 +222,7 @@ INSIDE = {
     "verdicts": {"_Held"},
     "events": {"_Told"},
     "config": {"Config"},
+    "vote": {"_Written"},
     "settings of protect": {"Settings"},
 }
 """Format -> the types that its reader passes to the decoder, where their names differ."""
@@ -361,7 +379,9 @@ def test_no_type_is_decoded_that_the_search_does_not_know() -> None:
         top = Path(str(package.__file__))
         for path in top.parent.rglob("*.py") if top.name == "__init__.py" else [top]:
             found |= set(decoded(ast.parse(path.read_text())))
-    assert found - {"kind", "cls", "str", "dict[str, Any]"} <= {*FORMATS}.union(*INSIDE.values())
+    assert found - {"kind", "cls", "str", "dict[str, Any]", "dict[str, str]"} <= {*FORMATS}.union(
+        *INSIDE.values()
+    )
     assert INSIDE.keys() <= {*NAMES}
 
 

@@ -34,6 +34,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from zero_contract.decoding import MalformedError, decode
 from zero_contract.errors import ZeroError
 from zero_orchestrator.ctl.page import document
 from zero_orchestrator.ctl.page.picture import Json
@@ -221,9 +222,6 @@ async def _body(request: Request) -> dict[str, str] | None:
         if len(body) > MOST_BYTES:
             return None
     try:
-        found = json.loads(body)
-    except ValueError:
+        return decode(dict[str, str], body, "a request")
+    except MalformedError:
         return None
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        return None
-    return found
