@@ -328,8 +328,9 @@ def _digests(wish: Put) -> list[int]:
 def used_bytes(directory: Path) -> int:
     """The bytes of all files below a directory; a file with several hard links counts once."""
     sizes: dict[int, int] = {}
-    for path in directory.rglob("*"):
-        with suppress(OSError):  # gone meanwhile
-            facts = path.lstat()
-            sizes[facts.st_ino] = facts.st_size if S_ISREG(facts.st_mode) else 0
+    for parent, _, names in os.walk(directory):  # skips what is gone meanwhile
+        for name in names:
+            with suppress(OSError):
+                facts = os.lstat(os.path.join(parent, name))
+                sizes[facts.st_ino] = facts.st_size if S_ISREG(facts.st_mode) else 0
     return sum(sizes.values())

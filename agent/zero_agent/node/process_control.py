@@ -70,9 +70,10 @@ def set_title(title: str, name: str = "") -> None:
 def children(pid: int) -> list[int]:
     """The pids of the direct children of a process, of all its threads."""
     pids: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+    _, threads, _ = next(os.walk(f"/proc/{pid}/task"), ("", [], []))  # none once it has ended
+    for thread in threads:
         try:
-            pids += map(int, task.read_text().split())
+            pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
         except OSError:
             continue  # the thread ended meanwhile
     return pids

@@ -50,11 +50,13 @@ class MemoryNode:
     def holdings(self) -> Holdings:
         """All files of checkpoints on this node."""
         found: dict[str, dict[str, dict[str, int]]] = {}
-        for path in self.directory.glob("*/*/*"):
-            if NAME.fullmatch(path.parent.name) and not path.name.startswith("."):
-                with suppress(OSError):  # gone meanwhile
-                    home = found.setdefault(path.parent.parent.name, {})
-                    home.setdefault(path.parent.name, {})[path.name] = path.stat().st_size
+        for parent, _, names in os.walk(self.directory):  # skips what is gone meanwhile
+            home, name = Path(parent).parts[-2:]
+            for file in names if NAME.fullmatch(name) else ():
+                with suppress(OSError):
+                    size_bytes = os.stat(os.path.join(parent, file)).st_size
+                    if not file.startswith("."):
+                        found.setdefault(home, {}).setdefault(name, {})[file] = size_bytes
         return found
 
     def forget(self, home: str, names: Iterable[str]) -> None:

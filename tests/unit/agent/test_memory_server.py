@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,8 +17,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests.support.listing import before_listing
 from tests.support.waiting import wait_for
-from zero_agent.node.memory import GRACE_S, MemoryServer, NodeMemory, sweep
+from zero_agent.node.memory import GRACE_S, MemoryServer, NodeMemory, sweep, used_bytes
 from zero_contract import peer_memory
 from zero_contract.handshake import CLIENT, SERVER, StrangerError, WireError, receive
 from zero_contract.owned_dir import OWNER
@@ -339,3 +341,14 @@ def test_where_there_is_no_shared_memory_the_worker_is_told_so(tmp_path):
     assert reply.directory == ""
     assert reply.reason == f"{tmp_path}/none: No such file or directory"
     ram.close()
+
+
+def test_a_checkpoint_that_is_freed_while_the_memory_is_counted_counts_no_more(tmp_path):
+    """As often as the agent reports its memory, which its workers free after each step."""
+    kept, freed = (tmp_path / "0123456789abcdef" / f"step-{n:09}.g1.ab12" for n in (7, 6))
+    for directory in (kept, freed):
+        directory.mkdir(parents=True)
+        (directory / "r00000.safetensors").write_bytes(bytes(100))
+    before_listing(freed, lambda: shutil.rmtree(freed))
+    assert used_bytes(tmp_path) == 100
+    assert not freed.exists()

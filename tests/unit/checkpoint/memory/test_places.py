@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
+from tests.support.listing import before_listing
 from tests.unit.checkpoint.memory.nodes import FULL, loaded_from_memory
 from tests.unit.checkpoint.support import adam_state, blank, same_bits, saved
 from zero_checkpoint.format.manifest import age
@@ -148,3 +151,17 @@ def test_what_a_load_has_not_chosen_is_given_back(cluster):
     search = MemorySearch(cluster.nodes["a"])
     search.forget_others(home_of(cluster.root), None)
     assert cluster.files("a") == []
+
+
+def test_a_checkpoint_that_is_freed_while_a_worker_looks_for_it_is_not_held(cluster):
+    """Agents and neighbours free old ones at any time; the worker then loads what is left."""
+    cluster.add("a")
+    cluster.keep(FULL, 2)
+    node = cluster.nodes["a"]
+    held = node.holdings()
+    freed = node.directory_of(home_of(cluster.root), "step-000000001.g1.ab12")
+    freed.mkdir()
+    (freed / "r00000.safetensors").write_bytes(bytes(100))
+    before_listing(freed, lambda: shutil.rmtree(freed))
+    assert node.holdings() == held
+    assert not freed.exists()
