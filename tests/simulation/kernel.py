@@ -19,6 +19,7 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 Work = Callable[[], object]
 
@@ -61,6 +62,8 @@ class Process:
     """Every task wakes up to so much later than it should: the machine is overloaded."""
     wall_offset_s: float = 0.0
     """What its machine adds to the time of day."""
+    owner: Any = None
+    """Whoever has made it."""
     tasks: list[Task] = field(default_factory=list)
     deferred: list[tuple[Task | Work, int]] = field(default_factory=list)
     """What was due while it was frozen."""
