@@ -233,7 +233,8 @@ class LastSave:
                 began_s = time.monotonic()
                 self.begun(request)
                 self._saver.begin(request, copy=False)
-                outcome = self._saver.wait()
+                # Rank 0 may still evaluate; who waits for its verdict must not count as hung.
+                outcome = self._saver.wait(self._link.heartbeat)
                 assert outcome is not None
                 self._note(outcome)
                 if outcome.error is None:

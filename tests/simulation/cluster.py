@@ -23,6 +23,7 @@ from tests.simulation.machine import Machine, Machines
 from tests.simulation.network import Network
 from tests.simulation.standard_library import installed, replaced, standard_library
 from tests.simulation.training import Training, Worker
+from tests.simulation.worker_parts import worker_parts
 from zero_agent.command import cli
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.agent import Agent
@@ -50,6 +51,8 @@ class Setting:
     slots: int = 1
     steps: int = 60
     save_every: int = 5
+    memory_every: int = 0
+    """A checkpoint in memory every so many steps; 0: none."""
     step_s: float = 0.5
     max_restarts: int = 100
     etcd_grace_s: float = 60.0
@@ -111,17 +114,19 @@ class Cluster:
         self.machines = Machines(kernel, self.network)
         self.training = Training(
             self.machines,
+            self.scratch / "checkpoints",
             total_steps=setting.steps,
             save_every=setting.save_every,
+            memory_every=setting.memory_every,
             step_s=setting.step_s,
-            grace_s=setting.etcd_grace_s,
             evaluation_s=setting.evaluation_s,
         )
+        self.training.root.mkdir()
         self.machines.training = self.training
         self.training.tell = self.say
         self.training.on_problem = self.problem
         for name in NAMES[: setting.nodes]:
-            self.machines.by_name[name] = Machine(name)
+            self.machines.by_name[name] = Machine(name, shm=self.scratch / f"shm of {name}")
 
     # ---- the history ----
 
@@ -248,7 +253,14 @@ class _Records(logging.Handler):
         self._cluster.say(who, text, record.levelno)
 
 
-LOGGERS = ("zero", "zero_orchestrator", "zero_contract")
+LOGGERS = (
+    "zero",
+    "zero_orchestrator",
+    "zero_contract",
+    "zero_comm",
+    "zero_checkpoint",
+    "zero_step",
+)
 
 
 def _import_all() -> None:
@@ -263,7 +275,7 @@ def cluster(seed: object, setting: Setting) -> Iterator[Cluster]:
     """A cluster in which nothing runs yet."""
     _import_all()
     kernel = Kernel(seed)
-    scratch = Path(tempfile.mkdtemp(prefix="zero-simulation-"))
+    scratch = Path(tempfile.mkdtemp(prefix="zero-simulation-", dir="/dev/shm"))
     made = Cluster(kernel, setting, scratch)
     handler = _Records(made)
     levels: dict[str, int] = {}
@@ -285,6 +297,7 @@ def cluster(seed: object, setting: Setting) -> Iterator[Cluster]:
     told = Journal.tell
     parts: Mapping[str, Any] = {
         **made.machines.parts(),
+        **worker_parts(made.training),
         "zero_agent.loop.agent:Scratch": scratch_of,
         "zero_contract.journal:Journal.tell": tell,
     }
@@ -302,6 +315,8 @@ def cluster(seed: object, setting: Setting) -> Iterator[Cluster]:
                 for run in made.runs:
                     if run.process.alive:
                         kernel.kill(run.process)
+                for worker in list(made.workers):
+                    worker.end(-signal.SIGKILL)
     finally:
         for name in LOGGERS:
             logger = logging.getLogger(name)

@@ -12,6 +12,7 @@ from tests.simulation.etcd import SimulatedStore
 from tests.simulation.kernel import Process
 from tests.simulation.machine import Machine
 from tests.simulation.network import ETCD
+from zero_checkpoint.format.manifest import MANIFEST
 from zero_orchestrator.ctl.requests import ask_to_drain, ask_to_stop
 from zero_orchestrator.errors import StoreError
 
@@ -121,6 +122,20 @@ def _set(cluster: Cluster, fault: Fault, name: str, value: object, after: object
     _later(cluster, fault, lambda: setattr(holder, attribute, after))
 
 
+def _corrupt(cluster: Cluster, fault: Fault) -> None:
+    """A file of the newest checkpoint on disk is damaged, if there is another whole one."""
+    if (path := cluster.training.disk.corrupt()) is not None:
+        cluster.say("disk", f"damaged: {path.parent.name}/{path.name}")
+
+
+def _corrupt_memory(cluster: Cluster, fault: Fault) -> None:
+    """A file of a checkpoint in the memory of a node is damaged."""
+    files = sorted(cluster.machines.by_name[fault.node].shm.glob("*/*/step-*/*"))
+    files = [path for path in files if (path.parent / MANIFEST).exists()]
+    if files:
+        cluster.training.disk.flip(cluster.kernel.random(f"{fault}").choice(files))
+
+
 def _worker(cluster: Cluster, fault: Fault, what: str) -> None:
     found = [w for w in cluster.workers if w.machine.name == fault.node]
     if not found:
@@ -190,7 +205,7 @@ def _heal(cluster: Cluster, fault: Fault) -> None:
     """All faults are over: what was broken works, and every node has an agent."""
     cluster.network.mend_all()
     etcd, disk = cluster.etcd, cluster.training.disk
-    etcd.full, etcd.slow_s, disk.full, disk.slow = False, 0.0, False, 1.0
+    etcd.full, etcd.slow_s, disk.full, disk.slow, disk.fails = False, 0.0, False, 1.0, False
     for name, machine in cluster.machines.by_name.items():
         machine.ill, machine.slow = "", 1.0
         if (process := machine.agent) is not None:
@@ -222,6 +237,9 @@ APPLY: Mapping[str, Callable[[Cluster, Fault], object]] = {
     "compact": lambda c, f: c.etcd.compact(),
     "full-disk": lambda c, f: _set(c, f, "training.disk.full", True, False),
     "slow-disk": lambda c, f: _set(c, f, "training.disk.slow", 20.0, 1.0),
+    "failing-disk": lambda c, f: _set(c, f, "training.disk.fails", True, False),
+    "corrupt": _corrupt,
+    "corrupt-memory": _corrupt_memory,
     "fail-worker": partial(_worker, what="fail"),
     "kill-worker": partial(_worker, what="kill"),
     "hang-worker": partial(_worker, what="hang"),
@@ -246,6 +264,8 @@ FREE = (
     "clock-jump",
     "full-disk",
     "slow-disk",
+    "corrupt",
+    "corrupt-memory",
     "start",
     "no-leader",
     "outage",
@@ -262,6 +282,8 @@ GLOBAL = {
     "compact",
     "full-disk",
     "slow-disk",
+    "failing-disk",
+    "corrupt",
 }
 LONGEST_S = 25.0
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from pathlib import Path
+from typing import Any
 
 from tests.simulation.cluster import KEYS, AgentRun, Cluster
-from tests.simulation.training import Checkpoint, Worker, digest_of
+from tests.simulation.model import digest_of
+from tests.simulation.training import Watcher, Worker
 from tests.support.job_history import WORKERS_END_S, JobHistory, explained
+from zero_checkpoint.format.manifest import MANIFEST, age
+from zero_checkpoint.loading.candidates import find, read_manifest
+from zero_checkpoint.loading.restore import Loaded
+from zero_checkpoint.saving.retention import FEWEST_KEPT
+from zero_contract.worker import CommitRequest, Saved
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
 
 LOOK_S = 5.0
 SLACK_S = 20.0
 """A reply may come so much later than it was to: one call, and a loop that stood still."""
 
-digest = cache(digest_of)
-
 
 @dataclass
-class Invariants:
+class Invariants(Watcher):
     """Watches a cluster."""
 
     cluster: Cluster
@@ -29,15 +34,27 @@ class Invariants:
     """How often etcd has gone back in time, on purpose."""
     history: JobHistory = field(init=False)
     _published: set[tuple[int, int]] = field(default_factory=set)
-    _asked: dict[Worker, tuple[float, Checkpoint]] = field(default_factory=dict)
+    _asked: dict[tuple[Worker, int], tuple[float, int]] = field(default_factory=dict)
+    """By worker and request: until when it is to be answered, and the step."""
+    _askers: dict[str, Worker] = field(default_factory=dict)
+    """By the digest of a manifest."""
+    _names: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By step and fence: the directory of the checkpoint."""
+    _whole: set[str] = field(default_factory=set)
+    """Checkpoints on disk that are published, and not removed."""
+    _durable: set[str] = field(default_factory=set)
+    """Checkpoints on disk that some rank knows to be published."""
+    _resumed: dict[int, str] = field(default_factory=dict)
+    """By fence: from which checkpoint the workers resume."""
 
     def __post_init__(self) -> None:
         cluster = self.cluster
         self.history = JobHistory(KEYS, self.broken, free=self.free, on_begin=self.begins)
+        self.history.round_of = self._round_of
         cluster.etcd.observers.append(self.history.changed)
         cluster.training.disk.on_publish = self.published
-        cluster.training.asked = self.asked  # type: ignore[method-assign]
-        cluster.training.answered = self.answered  # type: ignore[method-assign]
+        cluster.training.disk.on_remove = self.removed
+        cluster.training.watcher = self
         cluster.on_agent_end = self.agent_ended
         cluster.on_agent_killed = self.no_worker_after
         cluster.kernel.after(LOOK_S, self.look)
@@ -58,28 +75,63 @@ class Invariants:
             if machine.name in names and worker.server.agent is machine.agent:
                 self.broken(f"round {n} begins, and rank {worker.rank} still runs")
 
+    def _round_of(self, record: dict[str, Any]) -> int | None:
+        asked = self._askers.get(record["digest"])
+        return asked.round if asked is not None else None
+
     # ---- the disk, and the samples ----
 
-    def published(self, saved: Checkpoint) -> None:
+    def published(self, directory: Path) -> None:
         """A manifest is renamed."""
-        who = saved.step, saved.fence
+        manifest = read_manifest(directory / MANIFEST)
+        asked = self._askers.get(manifest.digest)
+        if asked is None or manifest.digest not in self.history.granted:
+            self.broken(f"I2: {directory.name} is published unasked")
+            return
+        who = manifest.step, asked.fence
         if who in self._published:
-            self.broken(f"step {saved.step} is published twice under one fence")
+            self.broken(f"step {manifest.step} is published twice under one fence")
         self._published.add(who)
-        if f"step-{saved.step:09}.g{saved.round}" not in self.history.granted:
-            self.broken(f"I2: step {saved.step} of round {saved.round} is published unasked")
-        if saved.digest != digest(saved.step):
-            self.broken(f"I7: checkpoint {saved.step} has lost or repeated samples")
+        self._names[who] = directory.name
+        self._whole.add(directory.name)
+        if manifest.meta["client"]["digest"] != digest_of(manifest.step):
+            self.broken(f"I7: checkpoint {manifest.step} has lost or repeated samples")
+
+    def acknowledged(self, worker: Worker, saved: Saved) -> None:
+        """A rank knows that a checkpoint is published: it outlives whatever happens now."""
+        name = self._names.get((saved.step, worker.fence))
+        if saved.committed and not saved.in_memory and name is not None:
+            self._durable.add(name)
+
+    def removed(self, directory: Path) -> None:
+        """A checkpoint stops being one."""
+        self._whole.discard(directory.name)
+        newer = [name for name in self._whole if age(name) >= age(directory.name)]
+        if directory.name in self._durable and len(newer) < FEWEST_KEPT:
+            self.broken(f"{directory.name} is removed, and newer are only {sorted(newer)}")
+        self._durable.discard(directory.name)
+
+    def chosen(self, worker: Worker, loaded: Loaded | None) -> None:
+        """A rank resumes from a checkpoint: it is the newest, and all ranks have the same."""
+        damaged = {path.name for path in self.cluster.training.disk.damaged}
+        newest = max(self._durable - damaged, key=age, default="")
+        name = loaded.path.name if loaded is not None else ""
+        if newest and (not name or age(name) < age(newest)):
+            self.broken(f"rank {worker.rank} resumes from {name or 'nothing'}, not from {newest}")
+        if self._resumed.setdefault(worker.fence, name) != name:
+            self.broken(f"I7: ranks resume from {name} and {self._resumed[worker.fence]}")
 
     # ---- what is bounded ----
 
-    def asked(self, worker: Worker, saved: Checkpoint, patience_s: float) -> None:
+    def asked(self, worker: Worker, request: CommitRequest) -> None:
         """A worker has asked to publish."""
-        self._asked[worker] = (self.cluster.kernel.now + patience_s, saved)
+        self._askers[request.digest] = worker
+        until_s = self.cluster.kernel.now + request.patience_s
+        self._asked[worker, request.request] = until_s, request.step
 
-    def answered(self, worker: Worker, saved: Checkpoint) -> None:
+    def answered(self, worker: Worker, request: int) -> None:
         """It has its answer."""
-        self._asked.pop(worker, None)
+        self._asked.pop((worker, request), None)
 
     def agent_ended(self, run: AgentRun) -> None:
         """An agent has ended by itself."""
@@ -101,14 +153,14 @@ class Invariants:
     def look(self) -> None:
         """Is anybody waiting for too long?"""
         kernel = self.cluster.kernel
-        for worker, (until_s, saved) in list(self._asked.items()):
+        for (worker, number), (until_s, step) in list(self._asked.items()):
             agent = worker.server.agent
             if not worker.alive or not agent.alive or worker.frozen:
-                del self._asked[worker]
+                del self._asked[worker, number]
             elif agent.frozen or agent.lag_s:
-                self._asked[worker] = (kernel.now + SLACK_S, saved)
+                self._asked[worker, number] = (kernel.now + SLACK_S, step)
             elif kernel.now > until_s + SLACK_S:
-                self.broken(f"rank {worker.rank} has no answer about step {saved.step}")
+                self.broken(f"rank {worker.rank} has no answer about step {step}")
         kernel.after(LOOK_S, self.look)
 
     def at_the_end(self, expected: Callable[[Snapshot], bool]) -> None:
@@ -125,9 +177,8 @@ class Invariants:
         if not expected(job):
             self.broken(f"the job is {job.state}: {job.cause}")
         if job.state is State.DONE:
-            newest = cluster.training.disk.newest
-            steps = cluster.training.total_steps
-            if newest is None or (newest.step, newest.digest) != (steps, digest(steps)):
+            newest = next(iter(find(cluster.training.root).candidates), None)
+            if newest is None or newest.manifest.step != cluster.training.total_steps:
                 self.broken(f"I7: the job is done, and its last checkpoint is {newest}")
         if running := [run.machine for run in cluster.runs if run.process.alive]:
             self.broken(f"the agents of {running} have not ended")

@@ -213,8 +213,8 @@ class Kernel:
 
     def _due(self) -> Task:
         """The task whose turn it is; the events of the world on the way happen here."""
-        if (due := self._next) is not None:
-            self._next = None
+        due, self._next = self._next, None
+        if due is not None and not due.ended:  # whoever unwound may have killed it
             return due
         while self._failure is None and self._events and self._events[0][0] <= self._until_s:
             at_s, _, _, process, what, turn = heapq.heappop(self._events)

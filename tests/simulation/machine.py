@@ -8,17 +8,26 @@ signal, the workers die with the fork server, and it dies with its agent.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network
+from tests.simulation.sockets import AgentSocket, Service, between_nodes
+from tests.simulation.standard_library import Lock
+from zero_agent.node.memory import NodeMemory, _Caller
+from zero_agent.node.probe import Measured
 from zero_agent.node.ring import AnotherProcess, neighbour
-from zero_contract.worker import ENV_SOCKET, Hello, Message, decode, encode
+from zero_contract.worker import CommitReply, CommitRequest, Hello, Message, Saved
 from zero_orchestrator.membership.job_state import Node
 
 if TYPE_CHECKING:
@@ -45,6 +54,8 @@ class Machine:
     ring: Ring | None = None
     slow: float = 1.0
     """Its workers need so many times as long for a step."""
+    shm: Path = Path()
+    """Its memory, a directory."""
     stores: set[str] = field(default_factory=set)
     """Addresses of the TCPStores that are open here."""
 
@@ -63,6 +74,8 @@ class Machines:
         self.by_name: dict[str, Machine] = {}
         self.training: Training
         self.channels: dict[str, Channel] = {}
+        self.services: dict[tuple[str, int], Service] = {}
+        self.memories: dict[Process, NodeMemory] = {}
         self.forkservers: list[Forkserver] = []
         self.pids = itertools.count(1000)
         self.ports = itertools.count(20000)
@@ -81,10 +94,12 @@ class Machines:
         agent, machine.agent = machine.agent, None
         if power:
             machine.alive = False
-        if agent is None:
-            return
-        self.kernel.kill(agent)
-        self.bury(agent, word=not power)
+        if agent is not None:
+            self.kernel.kill(agent)
+            self.bury(agent, word=not power)
+        if power:
+            self.training.disk.lose_power(machine.name)
+            shutil.rmtree(machine.shm, ignore_errors=True)
 
     def bury(self, agent: Process, *, word: bool) -> None:
         """An agent has ended; the kernel kills what it has left.
@@ -93,15 +108,26 @@ class Machines:
             agent: The process.
             word: Its fork server lives long enough to answer in its place.
         """
-        for server in self.forkservers:
+        for server in list(self.forkservers):
             if server.agent is agent:
                 server.die(within_s=0.2 if word else 0.0)
         for path in [p for p, channel in self.channels.items() if channel.process is agent]:
-            del self.channels[path]
+            self.channels[path].close()
+        for where in [w for w, service in self.services.items() if service.process is agent]:
+            del self.services[where]
+        memory = self.memories.pop(agent, None)
+        if memory is not None and (owned := memory._memory) is not None and owned._lock >= 0:
+            os.close(owned._lock)
+            owned._lock = -1
         if word:
             for machine in self.by_name.values():
                 if machine.ring is not None:
                     machine.ring.neighbour_died(agent)
+
+    def unlock(self, memory: Any) -> None:
+        """The process of a `SharedStaging` is dead: its file is no longer locked."""
+        if (made := getattr(memory._remove, "detach", lambda: None)()) is not None:
+            os.close(made[2][1])
 
     def parts(self) -> dict[str, Any]:
         """What takes the place of what in the product; see `standard_library.replaced`."""
@@ -132,7 +158,12 @@ class Machines:
             "zero_agent.workers.group:Tap": tap,
             "zero_agent.workers.group:OomKills": lambda: SimpleNamespace(blame=lambda: ""),
             "zero_agent.loop.agent:Ring": HereRing,
-            "zero_agent.loop.agent:NodeMemory": lambda *_, **__: NoMemory(),
+            "zero_agent.loop.agent:NodeMemory": partial(Memory, self),
+            "zero_agent.node.memory:MemoryServer": partial(PageServer, self),
+            "zero_contract.peer_memory:socket": between_nodes(self),
+            "zero_agent.loop.answers:probe.measure": lambda connection: Measured(
+                latency_s=0.001, bytes_per_s=1e9, cpu_wait=0.0
+            ),
             "zero_agent.loop.agent:Strain": lambda clock: SimpleNamespace(look=lambda: {}),
             "zero_agent.loop.agent:devices": lambda: "",
             "zero_agent.loop.config:identity.own": lambda: f"pid of {self.here().name}",
@@ -147,20 +178,41 @@ class Machines:
         return machine.ill
 
 
-class NoMemory:
-    """In the place of `NodeMemory`: no in-memory checkpoints."""
+class Memory(NodeMemory):
+    """`NodeMemory` on the memory of a simulated machine, which outlives the agent's process."""
 
-    is_open = False
+    def __init__(self, machines: Machines, *words: Any, **options: Any) -> None:
+        machine = machines.here()
+        machine.shm.mkdir(exist_ok=True)
+        assert machines.kernel.current is not None
+        machines.memories[machines.kernel.current.process] = self
+        super().__init__(*words, **{**options, "directory": machine.shm})
 
-    def open(self, request: Any, secret: object) -> Any:
-        """Refuse."""
-        raise NotImplementedError("the simulated workers keep no checkpoints in memory")
 
-    def use(self) -> None:
-        """Nothing is used."""
+class PageServer:
+    """`MemoryServer`, which serves connections of the simulated network."""
+
+    def __init__(
+        self, machines: Machines, directory: Path, address: str, key: Any, budget: int, ports: Any
+    ) -> None:
+        assert machines.kernel.current is not None
+        self.port = next(machines.ports)
+        self.address = f"{address}:{self.port}"
+        self.budget_bytes = budget
+        self.directory, self.key = directory, key
+        self.taking = Lock(machines.kernel)
+        self._machines, self._where = machines, (address, self.port)
+        process = machines.kernel.current.process
+        machines.services[self._where] = Service(process, self._serve)
+
+    def _serve(self, connection: Any) -> None:
+        with contextlib.suppress(OSError):
+            _Caller(connection, (connection._there, 0), self)  # type: ignore[arg-type]
+        connection.close()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """As `MemoryServer.close`."""
+        self._machines.services.pop(self._where, None)
 
 
 class Forkserver:
@@ -302,27 +354,37 @@ class Channel:
         self.process: Process = machines.kernel.current.process
         self.path = path
         self._on_message = on_message
-        self._peers: dict[int, Worker] = {}
+        self._peers: dict[int, AgentSocket] = {}
         machines.channels[path] = self
 
-    def receive(self, worker: Worker, message: Message) -> None:
+    def receive(self, peer: AgentSocket, message: Message) -> None:
         """A worker has sent a message."""
-        rank = worker.rank
+        worker = peer.worker
         if isinstance(message, Hello):
-            self._peers[rank] = worker
-        self._on_message(rank, decode(encode(message).rstrip(b"\n")))
+            self._peers[worker.rank] = peer
+        if isinstance(message, CommitRequest):
+            self._machines.training.watcher.asked(worker, message)
+        if isinstance(message, Saved):
+            self._machines.training.watcher.acknowledged(worker, message)
+        self._on_message(worker.rank, message)
 
     def send(self, rank: int, message: Message) -> None:
         """As `Channel.send`."""
-        if (worker := self._peers.get(rank)) is not None:
-            self._kernel.after(self._machines.about(0.001), lambda: worker.hear(message))
+        if (peer := self._peers.get(rank)) is not None:
+            if isinstance(message, CommitReply):
+                self._machines.training.watcher.answered(peer.worker, message.request)
+            delay_s = self._machines.about(0.001)
+            self._kernel.after(delay_s, lambda: peer.arrive(message), peer.worker.process)
 
     def hang_up(self) -> None:
         """As `Channel.hang_up`."""
+        for peer in self._peers.values():
+            self._kernel.after(self._machines.about(0.001), peer.close, peer.worker.process)
         self._peers.clear()
 
     def close(self) -> None:
         """As `Channel.close`."""
+        self.hang_up()
         self._machines.channels.pop(self.path, None)
 
 
@@ -409,7 +471,7 @@ class Ring:
             raise ConnectionRefusedError(111, "Connection refused")
         if _key(other.ring.me) != _key(target):
             raise AnotherProcess(target.id)
-        return SimpleNamespace(close=lambda: None)
+        return Dialled()
 
     def close(self) -> None:
         """As `Ring.close`."""
@@ -418,8 +480,19 @@ class Ring:
             self.machine.ring = None
 
 
+class Dialled:
+    """A connection to another agent."""
+
+    def __enter__(self) -> Dialled:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _key(node: Node) -> tuple[str, str]:
     return node.id, node.incarnation
 
 
-__all__ = ["ENV_SOCKET", "Channel", "Forkserver", "Machine", "Machines", "Ring"]
+__all__ = ["Channel", "Forkserver", "Machine", "Machines", "Ring"]

@@ -69,6 +69,7 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
         steps=source.choice([10, 20, 40]),
         save_every=source.choice([2, 5, 10]),
         step_s=source.choice([0.2, 0.5, 1.0]),
+        memory_every=random.Random(f"{seed} memory").choice([0, 0, 1, 3]),
         evaluation_s=random.Random(f"{seed} evaluation").choice([0.0] * 7 + [50.0]),
     )
     names = [chr(ord("a") + number) for number in range(nodes)]

@@ -1,8 +1,8 @@
 """The parts of Python's standard library that wait, measure time or draw numbers, on a `Kernel`.
 
 `installed` puts them in the place of `threading`, `queue`, `time`, `random`, `secrets` and the
-thread pools of `concurrent.futures` in every module of the product. The product then runs unchanged, its own `SystemClock` too: a thread is a
-task, and a wait takes simulated time alone.
+thread pools of `concurrent.futures` in every module of the product. The product then runs
+unchanged, its own `SystemClock` too: a thread is a task, and a wait takes simulated time alone.
 """
 
 from __future__ import annotations

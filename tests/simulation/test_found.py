@@ -21,6 +21,10 @@ FOUND = {
         "--setting nodes=3 steps=30 --fault 0 start a --fault 0 start b --fault 0 start c "
         "--fault 4 outage for 9.3 s"
     ),
+    "rank 0 evaluates, and the others are at a last save that has found the disk full": (
+        "--setting nodes=2 steps=10 evaluation_s=50 --fault 0 start a --fault 0 start b "
+        "--fault 6 full-disk for 6 s"
+    ),
 }
 """What happens, and the arguments that make it happen."""
 

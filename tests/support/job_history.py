@@ -54,6 +54,12 @@ def replayed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, Database]]:
         yield batch, database
 
 
+def round_in(tag: str) -> int | None:
+    """The round in the name of a checkpoint, `step-000000012.g3`."""
+    found = _ROUND.search(tag)
+    return int(found[1]) if found is not None else None
+
+
 @dataclass
 class JobHistory:
     """Judges one revision after the other."""
@@ -69,8 +75,10 @@ class JobHistory:
     """By revision."""
     job: Snapshot | None = None
     """The job as of its last transition."""
+    round_of: Callable[[dict[str, Any]], int | None] = lambda record: round_in(record["tag"])
+    """From the record of a checkpoint to the round that has saved it."""
     granted: set[str] = field(default_factory=set)
-    """The tags of the checkpoints that may be published."""
+    """The digests of the manifests that may be published."""
     _charges: set[str] = field(default_factory=set)
     _members: set[str] = field(default_factory=set)
 
@@ -167,8 +175,7 @@ class JobHistory:
         """A checkpoint may be published."""
         head = database.items.get(self.keys.round)
         job = json.loads(head.value) if head else {"n": 0, "state": None}
-        found = _ROUND.search(record["tag"])
-        if job["state"] != State.ACTIVE or found is None or job["n"] != int(found[1]):
+        if job["state"] != State.ACTIVE or job["n"] != self.round_of(record):
             where = f"round {job['n']} ({job['state']})"
             self.broken(f"I2: {record['tag']} is published in {where}")
-        self.granted.add(record["tag"])
+        self.granted.add(record["digest"])

@@ -141,9 +141,12 @@ class Saver:
         self._start(request, LiveImage(layout, self._buffers))
         return False
 
-    def wait(self) -> Outcome | None:
-        """The outcome of the save in flight, once it has ended; None if it was returned before."""
-        return self._noted(self._background.wait())
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> Outcome | None:
+        """The outcome of the save in flight, once it has ended; None if it was returned before.
+
+        `meanwhile` is called now and then.
+        """
+        return self._noted(self._background.wait(meanwhile))
 
     def finished(self) -> Outcome | None:
         """The outcome as of `wait`; None if the save is still in flight."""

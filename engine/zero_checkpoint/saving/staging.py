@@ -18,6 +18,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from zero_checkpoint.saving.staging_memory import NoStagingMemory, StagingMemory
 
 _GRAIN_BYTES = 2 << 20
 """Capacities are multiples of it: a step count that grows by a digit needs no new buffer."""
+_MEANWHILE_S = 5.0
 WRITE, PUBLISH = "write", "publish"
 """The parts of a save: a rank's write, and what rank 0 does with the files of all ranks."""
 OnPart = Callable[[str, int, float], None]
@@ -222,8 +224,15 @@ class Background:
         self._running = self._threads.submit(_outcome_of, step, save)
         self._threads.shutdown(wait=False)  # what has been submitted is still run
 
-    def wait(self) -> Outcome | None:
-        """The outcome of the save that was started last, once it has ended; None after that."""
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> Outcome | None:
+        """The outcome of the save that was started last, once it has ended; None after that.
+
+        `meanwhile` is called now and then.
+        """
+        while self.busy and self._running is not None:
+            meanwhile()
+            with suppress(TimeoutError):
+                self._running.result(_MEANWHILE_S)
         outcome = self._running.result() if self._running is not None else None
         if self._running is not None:
             self._threads.shutdown()

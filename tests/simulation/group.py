@@ -1,0 +1,146 @@
+"""The process group of simulated workers: their exchanges in a step, and their TCPStore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.standard_library import Waiters
+from zero_comm.worker.distributed import GroupStore
+from zero_contract.errors import PeerLost
+
+if TYPE_CHECKING:
+    from tests.simulation.training import Training, Worker
+
+UNREACHABLE_S = 30.0
+"""A call to a TCPStore that does not answer fails after this time."""
+
+
+class Exchange:
+    """One exchange of a group: it ends when all ranks have come to it."""
+
+    def __init__(self, training: Training, name: str) -> None:
+        self.name = name
+        self.notes: dict[int, Any] = {}
+        self.over = False
+        self.waiters = Waiters(training.kernel)
+
+
+class Group:
+    """The workers of one round, as they meet at its TCPStore."""
+
+    def __init__(self, training: Training, store: str, world: int) -> None:
+        self.training, self.store, self.world = training, store, world
+        self.members: dict[int, Worker] = {}
+        self.exchanges: dict[str, Exchange] = {}
+        self.values: dict[str, bytes] = {}
+        """What the TCPStore holds."""
+
+    def reaches_store(self, worker: Worker) -> bool:
+        """Whether the TCPStore answers a worker."""
+        host = self.store.partition(":")[0]
+        connects = self.training.machines.network.connects
+        return self.is_open and connects(worker.machine.name, host)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process of the TCPStore lives."""
+        host = self.store.partition(":")[0]
+        return self.store in self.training.machines.by_name[host].stores
+
+    def exchange(self, worker: Worker, name: str, note: Any) -> dict[int, Any]:
+        """The notes of all ranks, by rank.
+
+        Raises:
+            PeerLost: A rank is lost.
+        """
+        worker.raise_if_lost(name)
+        exchange = self.exchanges.setdefault(name, Exchange(self.training, name))
+        exchange.notes[worker.rank] = note
+        if len(exchange.notes) == self.world:
+            self.training.kernel.after(0.002, lambda: self._complete(exchange))
+        worker.meets = exchange.waiters
+        while not exchange.over:
+            exchange.waiters.wait_until(lambda: exchange.over or worker.lost, 1.0)
+            if not exchange.over:
+                worker.raise_if_lost(name)
+        worker.meets = None
+        return dict(sorted(exchange.notes.items()))
+
+    def _complete(self, exchange: Exchange) -> None:
+        if exchange.over:
+            return
+        names = {member.machine.name for member in self.members.values()}
+        connects = self.training.machines.network.connects
+        if all(connects(one, other) for one in names for other in names if one < other):
+            exchange.over = True
+            self.exchanges.pop(exchange.name, None)
+            exchange.waiters.wake()
+        else:  # the kernel sends again until it arrives
+            self.training.kernel.after(0.5, lambda: self._complete(exchange))
+
+    def lose(self, dead: Worker, *, silent: bool) -> None:
+        """A member has ended; whom its machine reaches notices."""
+        connects = self.training.machines.network.connects
+        for member in list(self.members.values()):
+            if member is dead or silent or not connects(member.machine.name, dead.machine.name):
+                continue
+            self.training.kernel.after(0.01, member.peer_lost)
+
+
+class Votes:
+    """A part of the TCPStore of a group, as one worker sees it: what a torch `Store` does."""
+
+    votes_key = GroupStore.votes_key
+
+    def __init__(self, worker: Worker, part: str) -> None:
+        self.path = f"zero/{part}"
+        self._worker, self._group = worker, worker.group
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call(lambda: all(f"{self.path}/{key}" in self._group.values for key in keys))
+
+    def get(self, key: str) -> bytes:
+        found: bytes = self._call(lambda: self._group.values[f"{self.path}/{key}"])
+        return found
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self._call(lambda: self._group.values.update({f"{self.path}/{key}": data}))
+
+    def add(self, key: str, amount: int) -> int:
+        def add() -> int:
+            name = f"{self.path}/{key}"
+            sum_ = int(self._group.values.get(name, b"0")) + amount
+            self._group.values[name] = b"%d" % sum_
+            return sum_
+
+        return int(self._call(add))
+
+    def delete_key(self, key: str) -> bool:
+        return self._call(lambda: self._group.values.pop(f"{self.path}/{key}", None)) is not None
+
+    def _call(self, call: Callable[[], Any]) -> Any:
+        kernel, group = self._group.training.kernel, self._group
+        until_s = kernel.now + UNREACHABLE_S
+        kernel.park(0.0004)
+        while not group.reaches_store(self._worker):
+            if not group.is_open or kernel.now > until_s:
+                raise RuntimeError("Broken pipe")
+            kernel.park(0.5)
+        return call()
+
+
+class Meeting:
+    """What `zero_step.session` needs of the collectives of a group."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self.world = worker, worker.world
+
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks."""
+        self._worker.group.exchange(self._worker, what, None)
+
+    def everybodys(self, data: Any, what: str) -> Any:
+        """Not used: the simulated script gives its checkpoints no names."""
+        raise PeerLost(what)

@@ -1,0 +1,203 @@
+"""The sockets of simulated workers and agents: to the agent of a node, and between the nodes.
+
+Each is what the product finds under the name `socket` in one of its modules.
+"""
+
+from __future__ import annotations
+
+import socket as real_socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+from msgspec import structs
+
+from tests.simulation.standard_library import Waiters
+from zero_contract.worker import Hello, Message, decode, encode
+
+if TYPE_CHECKING:
+    from tests.simulation.kernel import Kernel, Process
+    from tests.simulation.machine import Channel, Machines
+    from tests.simulation.network import Network
+
+
+class AgentSocket:
+    """A worker's end of the socket of its agent."""
+
+    def __init__(self, machines: Machines, *_: object) -> None:
+        assert machines.kernel.current is not None
+        self._machines, self._kernel = machines, machines.kernel
+        self.worker: Any = machines.kernel.current.process.owner
+        self._channel: Channel | None = None
+        self._lines: list[bytes] = []
+        self._closed = False
+        self._waiters = Waiters(machines.kernel)
+
+    def setsockopt(self, *_: object) -> None: ...
+
+    def connect(self, path: str) -> None:
+        self._channel = self._machines.channels.get(path)
+        if self._channel is None:
+            raise ConnectionRefusedError(111, "Connection refused")
+
+    def sendall(self, data: bytes) -> None:
+        channel = self._channel
+        if self._closed or channel is None or not channel.process.alive:
+            raise BrokenPipeError(32, "Broken pipe")
+        for line in data.splitlines():
+            self._kernel.after(
+                self._machines.about(0.001),
+                partial(channel.receive, self, self._as_sent(line)),
+                channel.process,
+            )
+
+    def _as_sent(self, line: bytes) -> Message:
+        message = decode(line)
+        if isinstance(message, Hello):  # all simulated processes have the pid of this one
+            message = structs.replace(message, pid=self.worker.pid)
+        return message
+
+    def makefile(self, mode: str) -> Self:
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self._waiters.wait_until(lambda: self._lines or self._closed) and self._lines:
+            yield self._lines.pop(0)
+
+    def arrive(self, message: Message) -> None:
+        """The agent has sent a message."""
+        self._lines.append(encode(message).rstrip(b"\n"))
+        self._waiters.wake()
+
+    def shutdown(self, how: int) -> None: ...
+
+    def close(self) -> None:
+        """Hang up, from either end."""
+        self._closed = True
+        self._waiters.wake()
+
+
+def to_agent(machines: Machines) -> Any:
+    """The module `socket` for `zero_comm.worker.agent_link`."""
+    return SimpleNamespace(
+        socket=partial(AgentSocket, machines),
+        **{
+            name: getattr(real_socket, name)
+            for name in ("AF_UNIX", "SOCK_STREAM", "SOL_SOCKET", "SO_SNDTIMEO", "SHUT_RDWR")
+        },
+    )
+
+
+class Wire:
+    """One end of a connection between two machines; its bytes take as long as the network."""
+
+    def __init__(self, kernel: Kernel, network: Network, here: str, there: str) -> None:
+        self._kernel, self._network, self._here, self._there = kernel, network, here, there
+        self.peer: Wire
+        self._came = bytearray()
+        self._closed = False
+        self._arrives_s = 0.0
+        self._timeout_s: float | None = None
+        self._waiters = Waiters(kernel)
+
+    @classmethod
+    def pair(cls, kernel: Kernel, network: Network, one: str, other: str) -> tuple[Wire, Wire]:
+        """Both ends."""
+        here, there = cls(kernel, network, one, other), cls(kernel, network, other, one)
+        here.peer, there.peer = there, here
+        return here, there
+
+    def setsockopt(self, *_: object) -> None: ...
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        if self.peer._closed or self._closed:
+            raise BrokenPipeError(32, "Broken pipe")
+        self._later(partial(self.peer._receive, bytes(data)))
+
+    def sendfile(self, file: Any, offset: int, count: int) -> int:
+        file.seek(offset)
+        self.sendall(file.read(count))
+        return count
+
+    def _later(self, arrive: Callable[[], None]) -> None:
+        """In order; a link that is cut loses what is on its way."""
+        latency_s = self._network.latency_s(self._here, self._there)
+        self._arrives_s = max(self._kernel.now + latency_s, self._arrives_s + 1e-9)
+
+        def go() -> None:
+            if self._network.delivers(self._here, self._there):
+                arrive()
+            else:  # the kernel gives up some time after the readers
+                self._closed = self.peer._closed = True
+
+        self._kernel.after(self._arrives_s - self._kernel.now, go)
+
+    def _receive(self, data: bytes) -> None:
+        self._came += data
+        self._waiters.wake()
+
+    def recv(self, count: int) -> bytes:
+        self._waiters.wait_until(lambda: self._came or self._closed, self._timeout_s)
+        if not self._came and not self._closed:
+            raise TimeoutError("timed out")
+        data = bytes(self._came[:count])
+        del self._came[:count]
+        return data
+
+    def recv_into(self, buffer: memoryview) -> int:
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._later(self.peer.hang_up)
+
+    def hang_up(self) -> None:
+        """The other end is closed, or its process is dead."""
+        self._closed = True
+        self._waiters.wake()
+
+
+class Service:
+    """What listens on a machine: each connection is served by a task of its process."""
+
+    def __init__(self, process: Process, serve: Callable[[Wire], object]) -> None:
+        self.process, self.serve = process, serve
+
+
+def between_nodes(machines: Machines) -> Any:
+    """The module `socket` for `zero_contract.peer_memory`."""
+    kernel, network = machines.kernel, machines.network
+
+    def create_connection(address: tuple[str, int], timeout_s: float) -> Wire:
+        assert kernel.current is not None
+        here, there = kernel.current.process.name.partition("/")[0], address[0]
+        kernel.park(network.latency_s(here, there))
+        service = machines.services.get(address)
+        if not (network.connects(here, there) and machines.by_name[there].alive):
+            kernel.park(timeout_s)
+            raise TimeoutError("timed out")
+        if service is None or not service.process.alive:
+            raise ConnectionRefusedError(111, "Connection refused")
+        mine, theirs = Wire.pair(kernel, network, here, there)
+        mine.settimeout(timeout_s)
+        kernel.spawn(service.process, "connection", lambda: service.serve(theirs))
+        return mine
+
+    return SimpleNamespace(
+        create_connection=create_connection,
+        IPPROTO_TCP=real_socket.IPPROTO_TCP,
+        TCP_NODELAY=real_socket.TCP_NODELAY,
+        socket=Wire,
+    )
