@@ -26,7 +26,7 @@ PARTS := test-unit test-contract test-simulation test-numerics test-groupings te
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all nightly $(PARTS) test-image test-peers coverage mutants gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all nightly $(PARTS) test-image test-peers test-libraries coverage mutants gpu-test check dist docs reference install dev locks clean
 
 help:
 	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
@@ -50,6 +50,15 @@ nightly: test-all
 
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)
+
+# An environment of its own: these libraries want other versions of what the rest uses.
+test-libraries: $(VENV)-libraries/.installed
+	$(VENV)-libraries/bin/python -m pytest -m "" tests/libraries $(PYTEST_ARGS)
+
+$(VENV)-libraries/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-libraries
+	$(VENV)-libraries/bin/python -m pip install --quiet -e '.[dev]' datasets grain megatron-energon mosaicml-streaming torchdata webdataset
+	@touch $@
 
 coverage: dev
 	$(PYTEST) --cov --cov-report=term tests/unit
@@ -104,4 +113,4 @@ locks:
 	$(BIN)/python deploy/locks/make.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-libraries build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

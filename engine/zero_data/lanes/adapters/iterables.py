@@ -86,7 +86,9 @@ class Iterables:
         return parts or (lanes if self._divides else 1)
 
     def _stream(self, part: int, parts: int, epoch: int, state: Any) -> _Stream:
-        return _Stream(self._dataset, self._library, Worker(part, parts, epoch), state)
+        # A function has told its dataset already; as a worker it would be divided once more.
+        alone = not isinstance(self._dataset, Iterable)
+        return _Stream(self._dataset, self._library, Worker(part, parts, epoch, alone=alone), state)
 
 
 class _Stream(Iterator[Any]):

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
 
@@ -73,23 +75,33 @@ def _steps(dataset: Any) -> Iterator[Any]:
 class _WebDataset(Library):
     """Pipelines of WebDataset, which divide their archives among workers."""
 
+    def check(self, dataset: Any) -> None:
+        if isinstance(dataset.pipeline[0], DataLoader):
+            raise ConfigError(
+                "training_data: a WebLoader forms batches in processes of its own, and lanes read "
+                "samples; give the WebDataset"
+            )
+
     def parts(self, dataset: Any, lanes: int) -> int | None:
         first = dataset.pipeline[0]
         resampled = not hasattr(first, "__len__")  # an endless draw of archives, one per worker
         return lanes if resampled else min(lanes, len(first))
 
     def part(self, own: Any, part: int, parts: int, epoch: int) -> Any:
-        # Left alone, these steps take their seed from the clock.
+        # Left alone, these steps take their seed from the clock, or the dataset draws one.
+        drawn = getattr(own, "seed", None)
         for step in own.pipeline:
             if hasattr(step, "deterministic"):
                 step.deterministic = True
             if hasattr(step, "epoch"):
                 step.epoch = epoch - 1
-            if getattr(getattr(step, "f", None), "__name__", "") == "_shuffle":
-                given = step.kw.get("seed") or 0
-                step.kw = {"rng": None, **step.kw}
-                if step.kw["rng"] is None:
-                    step.kw["seed"] = mix(given, epoch, part)
+            if getattr(step, "seed", None) == drawn is not None:
+                step.seed = 0
+            shuffles = getattr(getattr(step, "f", None), "__name__", "") == "_shuffle"
+            if shuffles and step.kw.get("rng") is None:
+                given = step.kw.get("seed")
+                seed = 0 if given in (None, drawn) else given
+                step.kw = {**step.kw, "seed": mix(seed, epoch, part)}
         return own
 
 

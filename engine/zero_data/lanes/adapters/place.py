@@ -29,8 +29,9 @@ _FREE = threading.RLock()
 class Worker:
     """The answer of `get_worker_info()`; notes whether a dataset divides itself by it."""
 
-    def __init__(self, number: int, workers: int, epoch: int) -> None:
-        self.number, self.workers, self.epoch = number, workers, epoch
+    def __init__(self, number: int, workers: int, epoch: int, *, alone: bool = False) -> None:
+        """One of so many workers; `alone`: for whoever asks, there are no workers."""
+        self.number, self.workers, self.epoch, self.alone = number, workers, epoch, alone
         self.seed = mix(epoch, number) >> 1
         self.dataset: Any = None
         self.asked = False
@@ -52,7 +53,8 @@ class Worker:
 def reading_as(worker: Worker) -> Iterator[None]:
     """Let what a dataset asks be answered with the place of a worker."""
     with _FREE:
-        before, torch_worker._worker_info = torch_worker._worker_info, worker  # type: ignore[assignment]
+        before = torch_worker._worker_info
+        torch_worker._worker_info = None if worker.alone else worker  # type: ignore[assignment]
         asked = {name: getattr(torch.distributed, name, None) for name in _ALONE}
         for name, original in asked.items():
             setattr(torch.distributed, name, _answer(_ALONE[name], original))
