@@ -84,11 +84,20 @@ def describe(
         "skipped": cursor.skipped,
         "tokens": cursor.tokens or None,
         "world": world,
-        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+        "optimizer": name_of(optimizer) if optimizer is not None else None,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "hardware": [dict(each) for each in hardware.records],
     }
+
+
+def name_of(optimizer: object) -> str:
+    """The name of an optimizer in checkpoints: its class's, or the one that it says itself.
+
+    Classes of a peer that compute what torch's do have torch's name as `recorded_as`: checkpoints
+    are the same bytes, and either continues the other's.
+    """
+    return str(getattr(optimizer, "recorded_as", type(optimizer).__name__))
 
 
 @dataclass(frozen=True, kw_only=True)

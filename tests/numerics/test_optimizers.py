@@ -16,6 +16,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
 from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion
+from zero_step.record import name_of
 
 STAGES = (0, 1, 2, 3)
 STEPS = 4
@@ -168,7 +169,7 @@ def adam_options() -> list[tuple[str, float]]:
         settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
         engine, *_ = zero_deepspeed.initialize(model=nn.Linear(2, 1), config=settings)
         group = engine.optimizer.param_groups[0]
-        made.append((type(engine.optimizer).__name__, group["weight_decay"]))
+        made.append((name_of(engine.optimizer), group["weight_decay"]))
     return made
 
 

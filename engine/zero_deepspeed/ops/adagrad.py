@@ -13,6 +13,9 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """Adagrad, with DeepSpeed's arguments."""
 
+    recorded_as = "Adagrad"
+    """The name in checkpoints: torch's."""
+
     def __init__(
         self,
         model_params: Iterable[Any],

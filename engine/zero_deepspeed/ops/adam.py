@@ -58,6 +58,11 @@ class FusedAdam(torch.optim.Adam):
         """Whether the decay is no part of the gradient."""
         return bool(self.defaults["decoupled_weight_decay"])
 
+    @property
+    def recorded_as(self) -> str:
+        """The name in checkpoints: torch's."""
+        return "AdamW" if self.adam_w_mode else "Adam"
+
 
 class DeepSpeedCPUAdam(FusedAdam):
     """`FusedAdam` with DeepSpeed's order of arguments for the CPU's Adam."""

@@ -34,6 +34,7 @@ from zero_engine.parts import Core
 from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut
 from zero_engine.state.owner_state import WHOLE, StateOfOwners
 from zero_engine.state.selection import LoadOptions, Selection, select, without_frozen
+from zero_step.record import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class EngineState:
         """
         assert self.core.zero is not None
         there = manifest.meta["engine"].get("optimizer")
-        here = type(self.core.zero.optimizer).__name__
+        here = name_of(self.core.zero.optimizer)
         groups = manifest.meta["engine"]["groups"]
         whole = isinstance(self.core.zero.steps, StepByOwners)
         if any(group.get(WHOLE) for group in groups) != whole:
