@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.programs import works
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -26,9 +27,9 @@ _UNITS = {"m": 1e-3, "": 1.0, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 @functools.cache
 def _rendered_text(directory: Path) -> str:
-    renderer = next((one for one in _RENDERERS if shutil.which(one[0])), None)
+    renderer = next((one for one in _RENDERERS if works(one[0])), None)
     if renderer is None:
-        pytest.skip("rendering the overlays needs kubectl or kustomize on the PATH")
+        pytest.skip("rendering the overlays needs a kubectl or kustomize that works")
     done = subprocess.run(
         [*renderer, str(directory)], capture_output=True, text=True, timeout=120, check=False
     )

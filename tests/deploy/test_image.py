@@ -21,6 +21,7 @@ import pytest
 
 from tests.deploy.manifests import DEPLOY, ROOT
 from tests.deploy.test_run import job_file
+from tests.support.programs import works
 from zero_agent.etcd.etcd_process import find_etcd
 
 MIRROR = "http://deb.debian.org/debian"
@@ -65,7 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_installed_package_renders_what_the_checkout_does(installed, tmp_path):
     path = job_file(tmp_path, checkpoint={"path": "/c"}, etcd={"endpoints": ["e:1"]})
     targets = ["slurm", "systemd"]
-    targets += ["kubernetes"] if shutil.which("kubectl") or shutil.which("kustomize") else []
+    targets += ["kubernetes"] if works("kubectl") or works("kustomize") else []
     for target in targets:
         words = ("-m", "zero_orchestrator", "render", path, "--to", target)
         there = run(installed, *words, PYTHONPATH="")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import textwrap
 import tomllib
 from typing import Any
@@ -28,6 +27,7 @@ from tests.deploy.manifests import (
     render,
 )
 from tests.deploy.policies import POLICIES
+from tests.support.programs import works
 from zero_orchestrator.jobfile.reading import checks, schema
 from zero_orchestrator.jobfile.reading.schema import Job
 from zero_orchestrator.jobfile.render import RENDERERS
@@ -38,8 +38,8 @@ INSTANCE = "app.kubernetes.io/instance"
 FOREIGN = {"Certificate", "Issuer"}
 
 needs_kustomize = pytest.mark.skipif(
-    not (shutil.which("kubectl") or shutil.which("kustomize")),
-    reason="rendering for Kubernetes needs kubectl or kustomize",
+    not (works("kubectl") or works("kustomize")),
+    reason="rendering for Kubernetes needs a kubectl or kustomize that works",
 )
 
 

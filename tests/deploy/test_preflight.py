@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,13 @@ import pytest
 from tests.deploy.test_run import ctl, job_file
 from tests.support.kube_api import CERT_MANAGER, KUEUE, KubeApi, Object, served
 from tests.support.ports import free_port
+from tests.support.programs import works
 from tests.unit.jobfile.support import job
 from zero_orchestrator.jobfile.start import facts
 from zero_orchestrator.jobfile.start.facts import Cluster
 from zero_orchestrator.jobfile.start.preflight import DEFAULT_CLASS, check
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+needs_kubectl = pytest.mark.skipif(not works("kubectl"), reason="needs a kubectl that works")
 
 
 def storage_class(name: str, provisioner: str, *, default: bool = True) -> Object:
