@@ -5,7 +5,7 @@ function of (seed, position, world, rank), so a run that resumes at another worl
 every sample exactly once. Random augmentation is seeded per micro-batch, with and without worker
 processes, so that it does not depend on the rank or process that loads a sample.
 
-`streams` has the loader of iterable datasets, `own_loader` the order for other loaders.
+`lanes` has the loader of iterable datasets, `own_loader` the order for other loaders.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def make_source(
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"{type(dataset).__name__} has no length and no random access; give a map-style "
-            "dataset, or pass it to initialize(training_data=...), which reads it in its order"
+            "dataset, or pass it to initialize(training_data=...), which reads it in lanes"
         )
     size = len(dataset)
     epoch_size = size // batch.samples * batch.samples if drop_last else size
@@ -137,6 +137,9 @@ class MicroBatchSampler:
     def dataset_size(self) -> int:
         """Samples in the dataset."""
         return self.source.size
+
+    def sizes(self) -> None:
+        """All are full, but the last one of an epoch."""
 
     def expect(self, dataset_size: int) -> None:
         """Do nothing: the dataset has a length."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -71,6 +71,9 @@ class Order(Protocol):
     def dataset_size(self) -> int | None:
         """The samples in the dataset; None while unknown."""
 
+    def sizes(self) -> tuple[int, ...] | None:
+        """The samples of each micro-batch of the next step; None: `epoch_size` says it."""
+
     def expect(self, dataset_size: int) -> None:
         """Take the number of samples from a checkpoint."""
 
@@ -93,6 +96,10 @@ class Feed(Protocol):
         """The ticket of the batch that a micro-step runs now, if it is known."""
 
 
+def _nothing() -> None:
+    pass
+
+
 Ordered = TypeVar("Ordered", bound=Order)
 
 
@@ -107,6 +114,8 @@ class PositionLoader(ABC, Generic[Ordered]):
         self._thread = threading.get_ident()
         self.draws = Draws(cursor)
         self.last: Ticket | None = None
+        self.calls: tuple[Callable[[], object], ...] = (_nothing, _nothing, _nothing)
+        """Called before each iteration, for each batch, and at the end of an epoch."""
 
     @property
     def epoch(self) -> int:
@@ -140,6 +149,14 @@ class PositionLoader(ABC, Generic[Ordered]):
         Raises:
             ZeroError: A newer iteration has begun; or see `Draws`.
         """
+        begin, draw, end = self.calls
+        begin()
+        for batch in self._batches():
+            draw()
+            yield batch
+        end()
+
+    def _batches(self) -> Iterator[Any]:
         self.draws.begin()
         iteration = self._newest = object()
         until = self.epoch

@@ -46,6 +46,11 @@ def checked(tokens: int | Tensor) -> float:
     return float(count)
 
 
+def none_of(tokens: float | Tensor) -> float:
+    """The tokens of a micro-batch without samples, if those of others are counted as `tokens`."""
+    return 0.0 if isinstance(tokens, Tensor) or tokens >= 0 else tokens
+
+
 def unread(tokens: Tensor) -> Tensor:
     """A number of tokens that a device knows, in fp64: to read it here, the host would wait.
 

@@ -255,7 +255,9 @@ class DeepSpeedEngine(Engine):
                 f"deepspeed_io: batch_size {batch_size} is not the micro-batch size "
                 f"{run.batch.micro_batch}; change train_micro_batch_size_per_gpu"
             )
-        run.loader = training_loader(self._config, run, dataset, collate_fn, workers)
+        run.loader = training_loader(
+            self._config, run, self._core.collectives, dataset, collate_fn, workers
+        )
         self.training_dataloader = run.loader
         return run.loader
 

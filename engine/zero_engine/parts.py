@@ -94,9 +94,12 @@ class Run:
 
     def plan(self) -> StepPlan:
         """The current or next step; the largest that it can be, if the script ends it."""
-        epoch_size = self.loader.order.epoch_size if self.loader is not None else None
-        plan = plan_step if self.managed else plan_rest
-        return plan(self.cursor.samples, self.batch, epoch_size)
+        order = self.loader.order if self.loader is not None else None
+        epoch_size = order.epoch_size if order is not None else None
+        if not self.managed:
+            return plan_rest(self.cursor.samples, self.batch, epoch_size)
+        sizes = order.sizes() if order is not None else None
+        return plan_step(self.cursor.samples, self.batch, epoch_size, sizes)
 
     def ending(self) -> StepPlan:
         """The step that ends now, in its last micro-step."""

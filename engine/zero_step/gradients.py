@@ -119,6 +119,13 @@ class Pipeline:
         """Begin a micro-step."""
         self.turn, self.weight = turn, weight
 
+    def weigh(self, gradient: Tensor) -> None:
+        """Give a gradient of this rank its weight, in place."""
+        if self.turn.silent:  # it may be infinite
+            gradient.zero_()
+        elif self.weight != 1:
+            gradient.mul_(self.weight)
+
     def reduce(
         self,
         gradient: Tensor,
@@ -145,8 +152,7 @@ class Pipeline:
         self.poll()
         while not self._has_room(1):
             self._wait()
-        if self.weight != 1:
-            gradient.mul_(self.weight)
+        self.weigh(gradient)
         steps = self._steps(gradient, what, into, lent, then)
         pending = next(steps, None)
         while pending is not None and not pending:  # nothing travels in this micro-step

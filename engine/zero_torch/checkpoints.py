@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from zero_checkpoint.persistence import NOTES
 from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.determinism import meet, mode_of
 from zero_comm.exchange.collectives import Collectives
@@ -204,7 +205,7 @@ class Checkpoints(Session):
                 loss_scale=self.scaler.get_scale() if self.scaler is not None else None,
                 reduction=NATIVE if self._in_order and self._chosen.elastic.is_native else "",
             )
-            end_step(self, [row[:at] for row in notes], progress)
+            end_step(self, [row[:NOTES] for row in notes], progress)
 
     def _notes(self) -> Tensor:
         """The notes for all ranks at the end of a step."""
@@ -212,8 +213,12 @@ class Checkpoints(Session):
         if self._losses:  # the host waits here, once in a step, and can be interrupted
             losses = self._collectives.to_host(torch.stack(self._losses), "losses")
             loss = sum(losses.tolist())
-        notes = [*notes_of(self), loss, *self._tokens]
+        notes = [*notes_of(self), *self._of_loader(), loss, *self._tokens]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
+
+    def _of_loader(self) -> list[int]:
+        """What the loader tells to those of the other ranks; equally many numbers on all."""
+        return []
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if makes_state(self._optimizer):

@@ -7,7 +7,6 @@ compared exactly, because what derives from one of torch has another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -16,17 +15,23 @@ from torch.utils.data import (
 )
 
 from zero_contract.errors import ConfigError
-from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
+from zero_data.elastic_loader import ElasticLoader, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
+from zero_data.lanes.adapters import source_of
+from zero_data.lanes.loader import LaneLoader
+from zero_data.lanes.order import Exchange, LaneOrder
 
-_OF_WORKERS = (
+_AS_GIVEN = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
     "worker_init_fn",
     "multiprocessing_context",
     "prefetch_factor",
     "persistent_workers",
     "timeout",
 )
-"""The options of a DataLoader for its worker processes."""
+"""The options of a DataLoader that its batches are loaded with."""
 
 
 _SEQUENTIAL = ("torch.utils.data.sampler.SequentialSampler",)
@@ -49,7 +54,6 @@ _INSTEAD = {
 }
 """Sampler that is not taken -> another way to its order."""
 _WAYS_OUT = (
-    "zero_engine.initialize(training_data=...) reads iterables and shards exactly once; "
     "protect(model, optimizer) without a loader keeps checkpoints, and your script the position "
     "of its data in client_state"
 )
@@ -65,13 +69,8 @@ def check_loader(loader: object) -> None:
         raise ConfigError(
             f"protect() got a {type(loader).__name__} as its loader, which is no DataLoader of "
             "torch: its samples have no numbers, so they cannot be divided over any number of "
-            f"ranks. Give DataLoader(dataset, batch_size=...) with a map-style dataset; or "
+            f"ranks. Give DataLoader(dataset, batch_size=...), also of an IterableDataset; or "
             f"{_WAYS_OUT}"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ConfigError(
-            f"{type(loader.dataset).__name__} is an IterableDataset, whose samples have no "
-            f"numbers; give a map-style dataset, with __len__ and __getitem__; or {_WAYS_OUT}"
         )
     if loader.batch_size is None:
         raise ConfigError(
@@ -140,61 +139,41 @@ def without_effect(loader: DataLoader[Any], seed: int, torch_seed: int) -> list[
 
 
 def in_order(
-    loader: DataLoader[Any], batch: BatchShape, cursor: Cursor, rank: int, world: int, seed: int
-) -> MicroBatchSampler:
-    """This rank's micro-batches of a DataLoader, from the position of `cursor` on.
+    loader: DataLoader[Any],
+    batch: BatchShape,
+    cursor: Cursor,
+    rank: int,
+    world: int,
+    seed: int,
+    exchange: Exchange,
+) -> ElasticLoader | LaneLoader:
+    """`run.loader`: this rank's micro-batches of a DataLoader, from the position of `cursor` on.
 
     Raises:
         ConfigError: See `shuffles`; or the dataset is too small.
     """
     check_loader(loader)
-    return sampler_of(
+    options: dict[str, Any] = {name: getattr(loader, name) for name in _AS_GIVEN}
+    if not isinstance(loader.dataset, IterableDataset):
+        sampler = sampler_of(
+            loader.dataset,
+            batch=batch,
+            cursor=cursor,
+            rank=rank,
+            world=world,
+            seed=seed,
+            shuffle=shuffles(loader),
+            drop_last=loader.drop_last,
+            seeds_forward=True,
+        )
+        return ElasticLoader(sampler, **options)
+    order = LaneOrder(
         loader.dataset,
         batch=batch,
         cursor=cursor,
         rank=rank,
         world=world,
-        seed=seed,
-        shuffle=shuffles(loader),
         drop_last=loader.drop_last,
-        seeds_forward=True,
+        exchange=exchange,
     )
-
-
-class RunLoader(ElasticLoader):
-    """`run.loader`: an iteration is the rest of an epoch, and each of its batches a micro-batch."""
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        sampler: MicroBatchSampler,
-        begin: Callable[[], None],
-        draw: Callable[[], None],
-        end: Callable[[], object],
-    ) -> None:
-        """Load the batches of `sampler` as the script's `loader` would.
-
-        `begin` is called before each iteration, `draw` for each batch, `end` at the end of an
-        epoch.
-        """
-        super().__init__(
-            sampler,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            **{name: getattr(loader, name) for name in _OF_WORKERS},
-        )
-        self._calls = begin, draw, end
-
-    def __iter__(self) -> Iterator[Any]:
-        """This rank's micro-batches.
-
-        Raises:
-            ZeroError: The step of the micro-batches before was not taken.
-        """
-        begin, draw, end = self._calls
-        begin()
-        for batch in super().__iter__():
-            draw()
-            yield batch
-        end()
+    return LaneLoader(order, source_of(loader.dataset), seed=seed, seeds_forward=True, **options)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from zero_checkpoint.persistence import NOTES
 from zero_checkpoint.training import Loading
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
 from zero_comm.sums.order import NATIVE_RUN
@@ -32,16 +33,23 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step, strided
 from zero_data.ledger import Ledger, round_of_start
-from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal
+from zero_data.token_weights import (
+    NOT_GIVEN,
+    checked,
+    correction,
+    counted,
+    nominal,
+    none_of,
+)
 from zero_step.agree import Agreement, clipped
-from zero_step.gradients import Reduction, own_groups, reduction_over
+from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints, derive, makes_state, replace
 from zero_torch.hooks import ddp as hooks_ddp
 from zero_torch.hooks import fsdp2 as hooks_fsdp2
 from zero_torch.hooks import plain as hooks_plain
-from zero_torch.loader import RunLoader, in_order
+from zero_torch.loader import in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import LearningRates, check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
@@ -52,6 +60,7 @@ from zero_torch.wrapped import (
     check_gradients,
     division_of,
     local,
+    make_reduction,
     normed_part,
 )
 
@@ -90,14 +99,14 @@ class Run(Checkpoints):
         )
         options = chosen.elastic
         self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
+        begins = partial(self._collectives.everybodys, what=BEGINS)
         place = self._rank, self._world, options.seed
-        sampler = in_order(loader, self._batch, self._cursor, *place)
-        calls = self._begin_iteration, self._draw, self._between_steps
-        self.loader = RunLoader(loader, sampler, *calls)
+        self.loader = in_order(loader, self._batch, self._cursor, *place, begins)
+        self.loader.calls = self._begin_iteration, self._draw, self._between_steps
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,
-            self._make_reduction(),
+            make_reduction(wrapped, self._collectives, self._link.interrupt, options.is_native),
             self._parameters,
             options.reduction_block or DEFAULT_BLOCK,
             guard=partial(exit_on_peer_loss, self._link),
@@ -133,7 +142,7 @@ class Run(Checkpoints):
         self._training.ordered = Ordered(
             gradients=self._gradients,
             batch=self._batch,
-            dataset_size=self.loader.order.dataset_size,
+            feed=self.loader,
             seed=options.seed,
             chosen=options,
         )
@@ -143,23 +152,6 @@ class Run(Checkpoints):
         self._hold()
         if self._device.type == "cpu":
             keep_freed_memory()
-
-    def _make_reduction(self) -> Reduction:
-        """By the backend, or in order, which begins inside of nodes if it can. Collective."""
-        group, device = self._collectives, self._device
-        topology, any_order = group.find_nodes(os.environ), group.any_order(device)
-        is_fsdp = self._wrapped.wrapper is Wrapper.FSDP2
-        is_native = self._chosen.elastic.is_native
-        # Nodes give their partial sums on in fp32.
-        is_double = any(each.dtype == torch.float64 for each in self._parameters.values())
-        two = topology.divides and any_order and not is_double and not is_native
-        if two:  # FSDP2 says which rank has which shard
-            group.lay_out(topology, range(self._world) if is_fsdp else None)
-        # FSDP2's gathers of weights have the default group to themselves.
-        alone = is_native or (is_fsdp and not any_order)
-        groups = own_groups(group, device, self._link.interrupt, alone=alone, two=two)
-        sums = torch.float64 if is_double else torch.float32
-        return reduction_over(groups or [group], device, sums if is_native else None)
 
     def _attach(self) -> None:
         called = self._wrapped.called
@@ -221,6 +213,8 @@ class Run(Checkpoints):
         factor = 1.0
         if self._everybodys is None:
             counts, plan = everybodys[:, -len(self._tokens) :], self._plan()
+            if (lanes := lanes_of(self.loader)) is not None:
+                lanes.hear(everybodys[:, NOTES : -1 - len(self._tokens)].tolist())
             factor = self._correction = correction(counts, plan, strided(self._world))
             self._counted = counted(counts, plan, strided(self._world))
         self._everybodys = everybodys
@@ -256,7 +250,7 @@ class Run(Checkpoints):
             ZeroError: There is no micro-batch, or this is its second backward.
         """
         self._advance()
-        now = self._now()
+        self._now()
         self._refuse_failed()
         pipeline = self._gradients.pipeline
         before, pipeline.weight = pipeline.weight, 1.0  # for the loss has it
@@ -265,7 +259,7 @@ class Run(Checkpoints):
             self._count = checked(tokens)
             weight = self._count / nominal(self._plan())
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * weight
-        if now.micro_step * self._world + self._rank < self._plan().microbatches:
+        if not self._microbatch().padding:
             self._losses.append(loss.detach())  # read at the end of the step: a device is busy
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -421,7 +415,8 @@ class Run(Checkpoints):
         return False
 
     def _plan(self) -> StepPlan:
-        return plan_step(self._cursor.samples, self._batch, self.loader.order.epoch_size)
+        order = self.loader.order
+        return plan_step(self._cursor.samples, self._batch, order.epoch_size, order.sizes())
 
     def _begin_iteration(self) -> None:
         """Begin an iteration of the loader: what the one before has drawn and not run comes again.
@@ -477,6 +472,9 @@ class Run(Checkpoints):
         if gradients.now is None:
             self._begin_micro_step()
 
+    def _of_loader(self) -> list[int]:
+        return lanes.notes() if (lanes := lanes_of(self.loader)) is not None else []
+
     def _microbatch(self) -> MicroBatch:
         return self._plan().microbatch(self._cursor.micro, self._rank, self._world)
 
@@ -496,6 +494,7 @@ class Run(Checkpoints):
                 first=micro == 0,
                 last=micro == plan.micro_steps(world) - 1,
                 micro_step=micro,
+                silent=not self._microbatch().size,
             ),
             plan.weight(self._microbatch()),
         )
@@ -505,8 +504,8 @@ class Run(Checkpoints):
         if not self._gradients.has_received:
             raise ZeroError(NOT_REDUCED)
         self._owed = False
-        self._tokens.append(self._count)
         ticket, microbatch = self.loader.run(), self._microbatch()
+        self._tokens.append(self._count if microbatch.size else none_of(self._count))
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
             raise ZeroError(
                 "this is not the batch whose turn it is: run the batches of run.loader in the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from zero_comm.determinism import Hardware
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.order import NATIVE, ORDERED, record_of, record_of_native
 from zero_data.global_batch import BatchShape, Cursor
+from zero_data.lanes.order import LaneOrder
+from zero_data.position_loader import Feed
 from zero_step import record
+from zero_step.lane_states import LaneStates, lanes_of
 from zero_step.options import Elastic
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.shared_reads import SharedReads
@@ -51,17 +54,19 @@ class Ordered:
 
     gradients: OrderedGradients
     batch: BatchShape
-    dataset_size: int
+    feed: Feed
     seed: int
     chosen: Elastic
     """The script's own choice of the order."""
 
     def record(self) -> dict[str, Any]:
         """Under the names of the engine's record."""
+        lanes = lanes_of(self.feed)
         return {
             "microbatches": self.batch.microbatches,
             "micro_batch": self.batch.micro_batch,
-            "dataset_size": self.dataset_size,
+            "dataset_size": self.feed.order.dataset_size,
+            "lanes": lanes.record() if lanes is not None else None,
             "seed": self.seed,
             "reduction": record_of_native(dist.get_backend(), "that of the sums")
             if self.chosen.is_native
@@ -95,6 +100,7 @@ class Training:
     """A script may write to its parameters at any time."""
     captured: tuple[Piece, ...] = ()
     """The pieces of the last capture."""
+    lanes: LaneStates = field(default_factory=LaneStates)
 
     @property
     def rank(self) -> int:
@@ -125,7 +131,12 @@ class Training:
         meta = {"engine": engine, "client": dict(client), META: state.statefuls.take()}
         captured = State(state.tensors(), self._kept(state.owned()), state.aliases(), meta)
         state.statefuls.drop()
-        return captured
+        return self.lanes.saved(captured, self.order)
+
+    @property
+    def order(self) -> LaneOrder | None:
+        """That of the lanes; None without lanes."""
+        return lanes_of(self.ordered.feed) if self.ordered is not None else None
 
     def _kept(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
         """The pieces of the last capture, if these are the same: their layout is known.
@@ -182,6 +193,7 @@ class Training:
         if self.scaler is not None and run.get("grad_scaler"):
             self.scaler.load_state_dict(run["grad_scaler"])
         record.resume(self.cursor, run)
+        self.lanes.adopt(run, self.order)
 
 
 def _unasked(run: Mapping[str, Any]) -> str | None:
@@ -218,7 +230,9 @@ class Loading:
         return loaded
 
     def _wanted(self, manifest: Manifest) -> State:
-        self.filled, self._reads = self._training.state.wanted(manifest)
+        training = self._training
+        filled, self._reads = training.state.wanted(manifest)
+        self.filled = training.lanes.wanted(filled, manifest, training.order)
         return self.filled
 
     def adopt(self, run: Mapping[str, Any]) -> None:

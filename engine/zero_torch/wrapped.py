@@ -6,6 +6,7 @@ them, so that DDP, FSDP2 and one process name them alike.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,9 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.state.torch_state import persistent_buffers
+from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.additions import SUMS
+from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_step.division import Division, chunks, shares
+from zero_step.gradients import Reduction, own_groups, reduction_over
 from zero_torch.ordered_gradients import as_real
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -270,3 +274,23 @@ def normed_part(gradient: Tensor, division: Division, shard: int) -> Tensor:
     if not isinstance(gradient, DTensor):
         flat = flat[division.bounds[shard] :]
     return flat[: division.length(shard)]
+
+
+def make_reduction(
+    wrapped: Wrapped, collectives: Collectives, interrupt: Interrupt, is_native: bool
+) -> Reduction:
+    """By the backend, or in order, which begins inside of nodes if it can. Collective."""
+    parameters = wrapped.parameters().values()
+    device = next(iter(wrapped.trained().values())).device
+    topology, any_order = collectives.find_nodes(os.environ), collectives.any_order(device)
+    is_fsdp = wrapped.wrapper is Wrapper.FSDP2
+    # Nodes give their partial sums on in fp32.
+    is_double = any(each.dtype == torch.float64 for each in parameters)
+    two = topology.divides and any_order and not is_double and not is_native
+    if two:  # FSDP2 says which rank has which shard
+        collectives.lay_out(topology, range(collectives.world) if is_fsdp else None)
+    # FSDP2's gathers of weights have the default group to themselves.
+    alone = is_native or (is_fsdp and not any_order)
+    groups = own_groups(collectives, device, interrupt, alone=alone, two=two)
+    sums = torch.float64 if is_double else torch.float32
+    return reduction_over(groups or [collectives], device, sums if is_native else None)

@@ -9,7 +9,7 @@ from tests.support.world import WorldPool
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[WorldPool]:
-    """Worlds of up to five ranks."""
+    """Worlds of any number of ranks, of which five are there from the begin."""
     pool = WorldPool(5)
     yield pool
     pool.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
-from zero_contract.errors import ZeroError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_data.ledger import read_ledger, verify
 from zero_engine.core.engine import Engine
 
@@ -25,59 +24,16 @@ STEPS = 7
 
 
 class Stream(IterableDataset[Tensor]):
-    """The sequences of `Tokens`, one after the other; nobody knows how many."""
+    """The sequences of `Tokens`, divided among those who read."""
 
     def __init__(self, size: int = DATASET_SIZE) -> None:
         self.size = size
-        self.read = 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        for index in range(self.size):
-            self.read += 1
+        info = get_worker_info()
+        assert info is not None
+        for index in range(info.id, self.size, info.num_workers):
             yield Tokens(self.size)[index]
-
-
-class Shuffling(Stream):
-    """Out of a buffer, in an order of global random numbers and of the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Tensor]:
-        buffer: list[Tensor] = []
-        for sample in super().__iter__():
-            buffer.append((sample + self.epoch) % 131)
-            if len(buffer) > 4:
-                yield buffer.pop(random.randrange(len(buffer)))
-        yield from buffer
-
-
-class Shards(Stream):
-    """The same sequences in four shards; counts what is read."""
-
-    shard_sizes = (9, 2, 0, 12)
-
-    def read_shard(self, shard: int, start: int) -> Iterator[Tensor]:
-        before = sum(self.shard_sizes[:shard])
-        for number in range(start, self.shard_sizes[shard]):
-            self.read += 1
-            yield Tokens(self.size)[before + number]
-
-
-class ShardPerMicroBatch(Shards):
-    """A shard for each of the five micro-batches of a step."""
-
-    shard_sizes = (5, 4, 5, 4, 5)
-
-
-class Growing(Stream):
-    """One sample more in every pass."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.size += 1
-        return super().__iter__()
 
 
 class Map(Dataset[Tensor]):
@@ -88,91 +44,6 @@ class Map(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return Tokens(DATASET_SIZE)[index]
-
-
-KINDS: dict[str, Any] = {
-    "stream": Stream,
-    "shuffling": Shuffling,
-    "shards": Shards,
-    "shard per micro-batch": ShardPerMicroBatch,
-    "map": Map,
-}
-
-
-def make(kind: str, ledger: str | None = None, workers: int = 0, stage: int = 2) -> Engine:
-    elastic = {"shuffle": False, "sample_ledger": ledger}
-    return make_engine(
-        config(stage, elastic=elastic), training_data=KINDS[kind](), num_workers=workers
-    )
-
-
-def train_on(kind: str, ledger: str | None = None, workers: int = 0) -> str:
-    engine = make(kind, ledger, workers)
-    train(engine, STEPS)
-    assert engine.global_samples == 56  # 10 + 10 + 3, twice, and 10
-    assert engine.training_dataloader.epoch == 2
-    engine.destroy()
-    return engine.weight_hash()
-
-
-# ---- streams and shards ----
-
-
-@pytest.mark.parametrize("kind", ["stream", "shuffling", "shards"])
-@pytest.mark.full
-def test_iterable_data_gives_one_result_and_is_consumed_exactly_once_at_every_world(
-    worlds: WorldPool, tmp_path: Path, kind: str
-) -> None:
-    hashes = set()
-    for world in (1, 2, 3, 4):
-        ledger = tmp_path / str(world)
-        hashes |= set(worlds.run(world, train_on, kind, str(ledger)))
-        report = verify(read_ledger(ledger), DATASET_SIZE)
-        assert (report.problems, report.samples) == ((), 56)
-    hashes |= set(worlds.run(2, train_on, kind, None, 1))  # read ahead by another process
-    assert len(hashes) == 1
-
-
-def test_a_stream_is_trained_on_as_the_same_data_with_random_access(worlds: WorldPool) -> None:
-    assert one_result(worlds, train_on, "stream") == one_result(worlds, train_on, "map")
-
-
-@pytest.mark.parametrize("kind", ["stream", "shuffling", "shards"])
-@pytest.mark.parametrize("at", [2, 3, 5], ids=lambda step: f"after {step}")
-@pytest.mark.corners(at=[3], kind=["shuffling", "shards"])
-def test_iterable_data_goes_on_at_the_sample_at_another_world(
-    worlds: WorldPool, tmp_path: Path, kind: str, at: int
-) -> None:
-    (whole,) = worlds.run(1, train_on, kind)
-    worlds.run(2, begin, kind, str(tmp_path), at)
-    assert set(worlds.run(3, go_on, kind, str(tmp_path))) == {whole}
-
-
-def begin(kind: str, root: str, steps: int) -> None:
-    engine = make(kind)
-    train(engine, steps)
-    engine.save_checkpoint(root)
-
-
-def go_on(kind: str, root: str) -> str:
-    engine = make(kind, stage=3)
-    engine.load_checkpoint(root)
-    train(engine, STEPS)
-    return engine.weight_hash()
-
-
-def test_of_shards_a_rank_reads_what_it_runs_of_a_stream_everything(worlds: WorldPool) -> None:
-    assert worlds.run(4, count_read, "stream") == [23] * 4
-    # Five micro-batches on four ranks: all run the last one, one rank's and three padding
-    # micro-batches.
-    assert max(worlds.run(4, count_read, "shard per micro-batch")) <= 11
-
-
-def count_read(kind: str) -> int:
-    engine = make(kind)
-    train(engine, 3)
-    dataset = engine.training_dataloader.dataset
-    return getattr(dataset, "_dataset", dataset).read
 
 
 @pytest.mark.parametrize("size", [20, 23])
@@ -192,6 +63,25 @@ def drop_the_tail(size: int) -> tuple[list[int], int]:
     return positions, engine.training_dataloader.epoch
 
 
+def change_the_batch() -> list[str]:
+    engine = make_engine(config(1), training_data=Stream())
+    engine.set_train_batch_size(8)
+    train(engine, 1)
+    found = []
+    for change in (engine.set_train_batch_size, engine.set_train_micro_batch_size):
+        with pytest.raises(ConfigError) as refused:
+            change(4)
+        found.append(str(refused.value))
+    train(engine, 2)
+    return found
+
+
+def test_a_run_keeps_its_lanes_from_its_first_step_on(worlds: WorldPool) -> None:
+    (found,) = worlds.run(1, change_the_batch)
+    for text in found:
+        assert text.startswith("a lane gives one micro-batch to each step, so a run with 4 lanes")
+
+
 def misread(kind: str, root: str) -> None:
     match kind:
         case "iterator":
@@ -203,23 +93,25 @@ def misread(kind: str, root: str) -> None:
         case "small":
             settings = config(dataloader_drop_last=True)
             next(iter(make_engine(settings, training_data=Stream(7)).training_dataloader))
-        case "growing":
-            train(make_engine(config(), training_data=Growing(11)), 4)
+        case "unmanaged":
+            settings = config(managed_gradient_accumulation=False)
+            make_engine(settings, training_data=Stream())
         case "ledger":
             engine = make_engine(config(elastic={"sample_ledger": root}), training_data=None)
             engine.backward(engine(torch.stack([Tokens(2)[0], Tokens(2)[1]])))
         case "evaluation":
-            make("map").deepspeed_io(Stream(), route="eval")
+            engine = make_engine(config(), training_data=Map())
+            engine.deepspeed_io(Stream(), route="eval")
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("iterator", "training_data: list_iterator cannot be begun again"),
+        ("iterator", "list_iterator cannot be begun again"),
         ("loader", "training_data: a DataLoader, whose batches would be taken for samples"),
-        ("empty", "training_data: the dataset is empty"),
-        ("small", "training_data: less than one global batch of 10 samples"),
-        ("growing", "this epoch has more samples, the one before had 12: a position in it"),
+        ("empty", "training_data: no lane of 5 has a sample in epoch 0"),
+        ("small", "training_data: lanes do not fill one global batch of 10 samples"),
+        ("unmanaged", "Stream can only be iterated, and a step has one micro-batch of each"),
         ("ledger", "elastic.sample_ledger: the samples of this batch are not known; give"),
         ("evaluation", "Stream has no length, so there are no shares of it"),
     ],

@@ -16,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -69,11 +68,6 @@ class Mixing(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         return (batch + 1 for batch in super().__iter__())
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 def distributed(kind: Any = DistributedSampler, dataset: Any = DATA, **options: Any) -> Any:
@@ -152,19 +146,16 @@ def test_a_sampler_is_taken_exactly_or_refused_by_name(worlds: WorldPool) -> Non
 
 
 def refusals() -> list[str]:
-    loaders = [DataLoader(Stream()), [torch.zeros(1)], iter(()), Mixing(DATA, batch_size=2)]
+    loaders = [[torch.zeros(1)], iter(()), Mixing(DATA, batch_size=2)]
     return [refusal(loader) for loader in loaders]
 
 
 def test_a_loader_that_cannot_be_taken_is_refused_with_a_way_out(worlds: WorldPool) -> None:
     (found,) = worlds.run(1, refusals)
-    assert "Stream is an IterableDataset" in found[0]
-    assert "got a list as its loader, which is no DataLoader" in found[1]
-    assert "got a tuple_iterator as its loader" in found[2]
-    assert "Mixing has an iteration of its own" in found[3]
-    for told in found[:3]:
-        assert "zero_engine.initialize(training_data=...)" in told
-        assert "client_state" in told
+    assert "got a list as its loader, which is no DataLoader" in found[0]
+    assert "got a tuple_iterator as its loader" in found[1]
+    assert "Mixing has an iteration of its own" in found[2]
+    assert all("client_state" in told for told in found[:2])
 
 
 def told(seed: int, loader: Any, **config: Any) -> list[str]:

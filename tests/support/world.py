@@ -81,6 +81,7 @@ class WorldPool:
         go on for `grace_s`, to tell their own. `backend`: of the group. Raises WorldError.
         """
         self._calls += 1
+        self._workers += [self._start() for _ in range(len(self._workers), world)]
         workers = self._workers[:world]
         for rank, worker in enumerate(workers):
             worker.pipe.send_bytes(pickle.dumps((self._calls, rank, world, backend, job, args)))

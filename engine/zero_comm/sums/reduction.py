@@ -38,6 +38,8 @@ class Turn:
     of several micro-steps are added by owners."""
     micro_step: int = 0
     """Its number in the plan."""
+    silent: bool = False
+    """The gradient of this rank counts as zero, whatever it is."""
     accumulates: bool = False
     """Ranks add up what they have, and the backend makes one sum in the last micro-step."""
 

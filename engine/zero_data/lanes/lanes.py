@@ -48,7 +48,7 @@ class Lanes:
         """Divide data among lanes, and those among ranks.
 
         Args:
-            dataset: What `zero_data.lanes.adapters.source_of` takes, or a `Source`.
+            dataset: What `zero_data.lanes.adapters.source_of` takes.
             batch_size: The samples of a micro-batch.
             lanes: Their number; the micro-batches of a global batch. It belongs to the job.
             drop_last: End an epoch before the first global batch that is not full.
@@ -83,7 +83,7 @@ class Lanes:
         )
         self._loader = LaneLoader(
             self._order,
-            dataset if hasattr(dataset, "open") else source_of(dataset),
+            source_of(dataset),
             seed=seed,
             **of_loader,
         )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from zero_contract.errors import ConfigError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed
-from zero_data.global_batch import StepPlan
+from zero_data.global_batch import StepPlan, mix
 from zero_data.lanes.order import LaneOrder
 from zero_data.lanes.reading import Read, Reading, Start
 from zero_data.lanes.source import Source
@@ -36,19 +36,21 @@ class LaneLoader(PositionLoader[LaneOrder]):
         source: Source,
         *,
         seed: int,
+        seeds_forward: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         worker_init_fn: Callable[[int], object] | None = None,
         **of_workers: Any,
     ) -> None:
-        """Read the lanes of `order` from a source; see `ElasticLoader` for the rest.
+        """Read the lanes of `order` from a source; see `MicroBatchSampler` and `ElasticLoader`.
 
         The processes that read live as long as an iteration.
         """
         super().__init__(order, order.cursor)
         self._source = source
         self._of_reading = seed
+        self._seeds_forward = seeds_forward
         self._collate = collate_fn or default_collate
         self._workers = num_workers
         self._pin = pin_memory
@@ -110,7 +112,9 @@ class LaneLoader(PositionLoader[LaneOrder]):
         seed = microbatch_seed(self._of_reading, step, microbatch.index)
         first = self.order.number_of(step, microbatch.index)
         ids = tuple(range(first, first + microbatch.size))
-        ticket = Ticket(plan.position + microbatch.start, ids, seed, loop_seed(seed))
+        forward = mix(self._of_reading, step, microbatch.index)
+        of_loop = forward if self._seeds_forward else loop_seed(seed)
+        ticket = Ticket(plan.position + microbatch.start, ids, seed, of_loop)
         if microbatch.padding:
             return ticket, self._some_batch(plan)
         batch = reads[microbatch.index].batch

@@ -248,12 +248,16 @@ class LaneOrder:
             rows[lane] = row.ljust(self.row_bytes, b"\0")
         return rows
 
-    def resume(self, record: Mapping[str, Any], rows: Mapping[int, bytes]) -> None:
-        """Go to the position of a checkpoint, to which the cursor has moved.
+    def resume(self, record: Mapping[str, Any] | None, rows: Mapping[int, bytes]) -> None:
+        """Go to the position of a checkpoint, to which the cursor has moved; None: to the begin.
 
         Raises:
             ConfigError: It has another number of lanes.
         """
+        self._known.clear()
+        if record is None:
+            self._marks = {self.cursor.step: self.beginning(0)}
+            return
         numbers, ended = record["numbers"], set(record["ended"])
         if len(numbers) != self.lanes:
             raise ConfigError(
@@ -268,7 +272,6 @@ class LaneOrder:
             state = row[2 * _WORD : 2 * _WORD + size] if size else None
             begin = at if state is not None else 0
             starts[lane] = Start(numbers[lane], begin, state, ended=lane in ended)
-        self._known.clear()
         self.row_bytes = max(map(len, rows.values()), default=0)
         flags = tuple(lane in ended for lane in range(self.lanes))
         self._marks = {self.cursor.step: Mark(record["epoch"], tuple(numbers), flags, starts)}

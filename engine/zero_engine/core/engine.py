@@ -54,6 +54,7 @@ from zero_engine.parts import Core, Run
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
+from zero_step.lane_states import lanes_of
 from zero_step.session import Session, end_step, notes_of
 
 _log = logging.getLogger(__name__)
@@ -203,21 +204,29 @@ class Engine(WholeWeights):
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         zero, cursor = self._core.zero, self._run.cursor
         assert zero is not None
-        plan = self._run.ending()
+        plan, lanes = self._run.ending(), lanes_of(self._run.loader)
         try:
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
             with self._stopwatch.measure("step"):
-                notes = self._core.collectives.numbers(notes_of(self._session), self.device)
+                own = [*notes_of(self._session), *(lanes.notes() if lanes is not None else ())]
                 outcome = zero.step(
-                    torch.cat([notes, self._micro_steps.notes()]),
-                    lambda notes: self._micro_steps.correction(notes[:, NOTES:], plan),
+                    torch.cat(
+                        [
+                            self._core.collectives.numbers(own, self.device),
+                            self._micro_steps.notes(),
+                        ]
+                    ),
+                    lambda notes: self._micro_steps.correction(notes[:, len(own) :], plan),
                 )
+            if lanes is not None:
+                lanes.hear(outcome.notes[:, NOTES : len(own)].tolist())
+            of_micro_steps = outcome.notes[:, len(own) :]
             self._micro_steps.clear()
             self._micro_steps.applied = outcome.applied
             self._last = outcome
-            self.mean_loss = self._micro_steps.mean_loss(outcome.notes[:, NOTES:], plan)
-            cursor.tokens += self._micro_steps.counted(outcome.notes[:, NOTES:], plan)
+            self.mean_loss = self._micro_steps.mean_loss(of_micro_steps, plan)
+            cursor.tokens += self._micro_steps.counted(of_micro_steps, plan)
             if outcome.applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
             cursor.step, cursor.samples, cursor.micro = (

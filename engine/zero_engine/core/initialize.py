@@ -103,8 +103,8 @@ def initialize(
         optimizer: A torch optimizer on the model's parameters, or a callable that makes one from
             `model_parameters`. None: that of the config.
         model_parameters: Parameters or param groups; by default all that require gradients.
-        training_data: The dataset of `engine.training_dataloader`: map-style, cut into shards
-            (`zero_data.shards`), or any iterable (`zero_data.streams`).
+        training_data: The dataset of `engine.training_dataloader`: map-style, or whatever lanes
+            read (`zero_data.lanes.adapters.source_of`).
         lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
             stepped with every optimizer step that is applied.
         config: A dict, a JSON string or the path of a JSON file.
@@ -375,7 +375,9 @@ def _make_run(
             *(run.plan().micro_steps(world), world),
         )
     if dataset is not None:
-        run.loader = training_loader(config, run, dataset, collate_fn, num_workers)
+        run.loader = training_loader(
+            config, run, core.collectives, dataset, collate_fn, num_workers
+        )
     if config.elastic.sample_ledger is not None:
         directory = Path(config.elastic.sample_ledger)
         start = round_of_start(directory, link.round, core.collectives.everybodys)

@@ -5,23 +5,26 @@ Must always hold: the loader begins at the run's position, for every kind of dat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    default_collate,
 )
 
+from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.distributed import local_device
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
-from zero_data.shards import ShardedIterable, ShardReader
-from zero_data.streams import StreamLoader, StreamSteps
+from zero_data.lanes.adapters import source_of
+from zero_data.lanes.loader import LaneLoader
+from zero_data.lanes.order import LaneOrder
 from zero_engine.config import Config
 from zero_engine.parts import Run
+from zero_step.lane_states import BEGINS
 
 Collate = Callable[[list[Any]], Any]
 
@@ -29,31 +32,45 @@ Collate = Callable[[list[Any]], Any]
 def training_loader(
     config: Config,
     run: Run,
+    collectives: Collectives,
     dataset: Dataset[Any],
     collate_fn: Collate | None = None,
     num_workers: int = 0,
-) -> ElasticLoader | StreamLoader:
+) -> ElasticLoader | LaneLoader:
     """A loader of this rank's micro-batches, from the run's position on."""
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             "training_data: a DataLoader, whose batches would be taken for samples; give its "
             "dataset and collate_fn, or give it batch_sampler=engine.batch_sampler(dataset)"
         )
-    if isinstance(dataset, ShardedIterable):
-        reader = ShardReader(dataset, run.batch.micro_batch)
-        sampler = microbatch_sampler(config, run, reader, shuffle=False)
-    elif isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        return _stream_loader(config, run, dataset, collate_fn, num_workers)
-    else:
-        sampler = microbatch_sampler(config, run, dataset)
-    return ElasticLoader(
-        sampler, collate_fn=collate_fn, num_workers=num_workers, pin_memory=pins_memory()
+    options: dict[str, Any] = {
+        "collate_fn": collate_fn,
+        "num_workers": num_workers,
+        "pin_memory": pins_memory(),
+    }
+    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+        return ElasticLoader(microbatch_sampler(config, run, dataset), **options)
+    source = source_of(dataset)
+    if not run.managed:
+        raise ConfigError(
+            f"training_data: {type(dataset).__name__} can only be iterated, and a step has one "
+            "micro-batch of each of its lanes, which managed_gradient_accumulation: false leaves "
+            "open; remove that, or give a map-style dataset"
+        )
+    order = LaneOrder(
+        dataset,
+        batch=run.batch,
+        cursor=run.cursor,
+        rank=run.rank,
+        world=run.world,
+        drop_last=config.dataloader_drop_last,
+        assignment=run.accumulation.assignment,
+        exchange=partial(collectives.everybodys, what=BEGINS),
     )
+    return LaneLoader(order, source, seed=config.seed, **options)
 
 
-def microbatch_sampler(
-    config: Config, run: Run, dataset: Dataset[Any], *, shuffle: bool | None = None
-) -> MicroBatchSampler:
+def microbatch_sampler(config: Config, run: Run, dataset: Dataset[Any]) -> MicroBatchSampler:
     """This rank's micro-batches of a map-style dataset, shuffled if the config says so."""
     return sampler_of(
         dataset,
@@ -62,39 +79,11 @@ def microbatch_sampler(
         rank=run.rank,
         world=run.world,
         seed=config.seed,
-        shuffle=config.elastic.shuffle if shuffle is None else shuffle,
+        shuffle=config.elastic.shuffle,
         drop_last=config.dataloader_drop_last,
         managed=run.managed,
         assignment=run.accumulation.assignment,
     )
-
-
-def _stream_loader(
-    config: Config, run: Run, dataset: Any, collate_fn: Collate | None, num_workers: int
-) -> StreamLoader:
-    if not isinstance(dataset, Iterable) or isinstance(dataset, Iterator):
-        raise ConfigError(
-            f"training_data: {type(dataset).__name__} cannot be begun again, so a position in it "
-            "cannot be found; give a dataset, or an object whose iter() starts from the beginning"
-        )
-    if not run.managed:
-        raise ConfigError(
-            f"training_data: {type(dataset).__name__} can only be iterated, and is read a global "
-            "batch at a time, which managed_gradient_accumulation: false leaves open; remove that, "
-            "or give a map-style dataset or one that is cut into shards"
-        )
-    steps = StreamSteps(
-        dataset=dataset,
-        batch=run.batch,
-        rank=run.rank,
-        world=run.world,
-        cursor=run.cursor,
-        seed=config.seed,
-        drop_last=config.dataloader_drop_last,
-        collate=collate_fn or default_collate,
-        assignment=run.accumulation.assignment,
-    )
-    return StreamLoader(steps, workers=num_workers, pin=pins_memory())
 
 
 def pins_memory() -> bool:

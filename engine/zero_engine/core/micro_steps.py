@@ -34,6 +34,7 @@ from zero_data.token_weights import (
     counted,
     in_order,
     nominal,
+    none_of,
     unread,
 )
 from zero_engine.memory_check import check_memory
@@ -287,6 +288,7 @@ class MicroSteps:
             last=self.at_boundary,
             plan=run.reduction_plan(),
             micro_step=run.cursor.micro,
+            silent=not run.microbatch().size,
             accumulates=run.accumulation.native_bytes is not None and run.withholds,
         )
         phase.move(draw)
@@ -313,14 +315,16 @@ class MicroSteps:
             core.reducer.finish()
         core.coordinator.end_backward()
         core.zero.accumulating = True
-        share = loss.share.detach().float()
+        share, tokens = loss.share.detach().float(), loss.tokens
+        if not self._run.microbatch().size:  # a lane that has ended: this counts for nothing
+            share, tokens = torch.zeros_like(share), none_of(tokens)
         if shared:
             self._phase.move(Move.SHARE)
         if self._has_loss:  # this is a further one
             self._losses[-1] = self._losses[-1] + share
             return
         self._losses.append(share)
-        self._tokens.append(loss.tokens)
+        self._tokens.append(tokens)
         self._record_samples()
         if not shared and not self._awaits_step:
             self.end()

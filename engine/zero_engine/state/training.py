@@ -41,6 +41,7 @@ from zero_engine.sharding.weights import whole_weights
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection
 from zero_step import record
+from zero_step.lane_states import LaneStates, lanes_of
 
 _TERMS = record.Terms(
     anew="begin a new run with load_checkpoint(load_module_only=True)",
@@ -65,12 +66,15 @@ class Loading:
         moved: MovedStates,
         options: LoadOptions,
         adopt_position: Callable[[Mapping[str, Any]], None],
+        beside: Callable[[State, Manifest], State],
     ) -> None:
-        """Prepare a load; nothing is read yet."""
+        """Prepare a load; nothing is read yet. `beside` adds what is not the engine's own."""
         self.resumes = options.whole
         self.takes_position = not options.module_only
         self._selection = Selection(State({}, ()))
         self._adopt_position = adopt_position
+        self._beside = beside
+        self._filled = State({}, ())
         self._state = state
         self._moved = moved
         self._before = moved.inconsistent
@@ -81,7 +85,7 @@ class Loading:
     @property
     def filled(self) -> State:
         """The part of the state that the checkpoint tried last has filled."""
-        return self._selection.state
+        return self._filled
 
     def read(
         self, root: Place, consensus: StoreConsensus, tag: str | None, ram: MemorySearch | None
@@ -141,7 +145,10 @@ class Loading:
         self._end_exchange()
         self._tear("a load was interrupted")
         self._selection = self._state.wanted(manifest, self._options)
-        return self._selection.state
+        self._filled = self._selection.state
+        if self.takes_position:
+            self._filled = self._beside(self._filled, manifest)
+        return self._filled
 
     def _exchange(self, filled: bool) -> None:
         """Begin to exchange the weights that rest on the device with the other ranks.
@@ -175,6 +182,7 @@ class EngineTraining:
         self._core = core
         self._run = run
         self._state = state
+        self._lanes = LaneStates()
 
     @property
     def trains(self) -> bool:
@@ -191,7 +199,8 @@ class EngineTraining:
     ) -> State:
         """The state to save, with counters, batch and environment."""
         whole = {**self._describe(), **run}
-        return self._state.capture(whole, client, exclude_frozen=exclude_frozen)
+        state = self._state.capture(whole, client, exclude_frozen=exclude_frozen)
+        return self._lanes.saved(state, lanes_of(self._run.loader))
 
     def weight_hash(self) -> str:
         """The hash of all parameters. Collective."""
@@ -212,12 +221,16 @@ class EngineTraining:
 
     def loading(self, options: LoadOptions = _WHOLE) -> Loading:
         """A load into this engine."""
-        return Loading(self._state, self._core.moved, options, self._adopt)
+        return Loading(self._state, self._core.moved, options, self._adopt, self._wanted_lanes)
+
+    def _wanted_lanes(self, state: State, manifest: Manifest) -> State:
+        return self._lanes.wanted(state, manifest, lanes_of(self._run.loader))
 
     # ---- the record of the run ----
 
     def _describe(self) -> dict[str, Any]:
         core, run, config = self._core, self._run, self._core.layout.config
+        lanes = lanes_of(run.loader)
         return record.describe(
             run.cursor,
             core.hardware,
@@ -228,6 +241,7 @@ class EngineTraining:
             summed_over=run.summed_over,
             reduction=self._reduction(),
             dataset_size=run.loader.order.dataset_size if run.loader is not None else None,
+            lanes=lanes.record() if lanes is not None else None,
             seed=config.seed,
             stage=core.stage.number,
             dtype=str(DTYPES[config.compute]),
@@ -256,6 +270,7 @@ class EngineTraining:
         if run.summed_over is not None and saved.get("summed_over") is not None:
             run.summed_over = saved["summed_over"]
         record.resume(run.cursor, saved)
+        self._lanes.adopt(saved, lanes_of(run.loader))
 
     def _adopt_order(self, saved: Mapping[str, Any]) -> None:
         """Sum gradients as a checkpoint says; warn of what changes the result."""

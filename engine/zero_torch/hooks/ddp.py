@@ -141,7 +141,7 @@ class _Buckets:
         if not sum(widths):
             return
         mine = torch.cat(list(rests.values()))
-        mine.mul_(self.gradients.pipeline.weight)
+        self.gradients.pipeline.weigh(mine)
         # A peer may still wait in its hook for an exchange that this rank has to begin.
         self.gradients.pipeline.complete()
         everybodys = self._collectives.everybodys(mine, "the ends of gradients")

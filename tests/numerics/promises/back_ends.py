@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import zero_engine
 import zero_torch
@@ -271,10 +271,12 @@ class OfStockTorch(Training):
         self.scheduler = self.scheduled(self.optimizer)
         fp16 = recipe.precision == "fp16"
         elastic = {"seed": recipe.seed, **recipe.sections.get("elastic", {})}
+        samples = recipe.data()
+        shuffle = None if isinstance(samples, IterableDataset) else True
         self.session = self.run = zero_torch.protect(
             self.model,
             self.optimizer,
-            DataLoader(recipe.data(), batch_size=2, shuffle=True),
+            DataLoader(samples, batch_size=2, shuffle=shuffle),
             microbatches=MICROBATCHES,
             scheduler=self.scheduler,
             scaler=torch.amp.GradScaler("cpu", SCALE) if fp16 else None,

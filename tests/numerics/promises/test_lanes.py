@@ -1,0 +1,148 @@
+"""Data that can only be iterated, in lanes of unequal lengths: one result, each sample once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tests.numerics.promises.back_ends import EVERYWHERE, IN, Place, Recipe, agreed, training
+from tests.support.world import WorldPool
+from zero_data import read_ledger, verify
+
+LENGTHS = (7, 3, 6, 0, 5)
+"""Of five lanes: an epoch has steps of 8, 7, 5 and 1 samples, in micro-batches of 2."""
+STEPS = 7
+SAMPLES = 21 + 8 + 7 + 5
+
+
+class Files(IterableDataset[Any]):
+    """A file for each lane, out of which samples come in an order of global random numbers."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        info = get_worker_info()
+        assert info is not None
+        yield from self.rows(info.id, 0)
+
+    def rows(self, file: int, first: int) -> Iterator[tuple[Tensor]]:
+        for number in range(first, LENGTHS[file]):
+            row = torch.arange(IN) * 0.1 + file + number / 7
+            yield (row * random.random() + torch.randn(IN),)
+
+
+class Stateful(Files):
+    """The same, with a state."""
+
+    number = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        info = get_worker_info()
+        assert info is not None
+        for sample in self.rows(info.id, self.number):
+            self.number += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number, "moment": torch.tensor([self.number])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+DATA: dict[str, Callable[[], Any]] = {"no state": Files, "a state": Stateful}
+
+
+def recipe(kind: str, ledger: str | None = None, **sections: Any) -> Recipe:
+    return Recipe(data=DATA[kind], sections={"elastic": {"sample_ledger": ledger, **sections}})
+
+
+def run(
+    given: Recipe,
+    back_end: str,
+    until: int,
+    save: str | None = None,
+    load: str | None = None,
+) -> list[str]:
+    """The hash after each step."""
+    own = training(given, back_end, weights=1 if load else 0)
+    if load:
+        own.load(load)
+    found = list(own.hashes(until))
+    if save:
+        own.save(save)
+    own.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(worlds: WorldPool) -> list[str]:
+    """The hashes of the run that nothing disturbs."""
+    return agreed(worlds.run(1, run, recipe("no state"), "plain", STEPS))
+
+
+@pytest.mark.parametrize("place", EVERYWHERE, ids=lambda place: "{}-{}".format(*place))
+@pytest.mark.corners(place=[("ddp", 3), ("stage3", 4)])
+def test_lanes_of_unequal_lengths_train_alike_everywhere_and_their_samples_once(
+    worlds: WorldPool, tmp_path: Path, place: Place, whole: list[str]
+) -> None:
+    back_end, world = place
+    found = agreed(worlds.run(world, run, recipe("a state", str(tmp_path)), back_end, STEPS))
+    assert found == whole
+    report = verify(read_ledger(tmp_path), None)
+    assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+
+
+PATHS = [("ddp", "stage3"), ("stage3", "fsdp2"), ("fsdp2", "stage0"), ("stage0", "ddp")]
+
+
+@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("at", [2, 3, 4], ids=lambda step: f"after {step}")
+@pytest.mark.parametrize("kind", sorted(DATA))
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.corners(world=[3], at=[3], kind=["a state"], path=[PATHS[0], PATHS[2]])
+def test_saved_by_four_ranks_a_run_goes_on_with_any_number(
+    worlds: WorldPool,
+    tmp_path: Path,
+    path: tuple[str, str],
+    kind: str,
+    at: int,
+    world: int,
+    whole: list[str],
+) -> None:
+    first, then = path
+    ledger, saved = tmp_path / "ledger", str(tmp_path / "saved")
+    begun = agreed(worlds.run(4, run, recipe(kind, str(ledger)), first, at, saved))
+    given = recipe(kind, str(ledger))
+    ended = agreed(worlds.run(world, run, given, then, STEPS, None, saved))
+    assert begun + ended == whole
+    report = verify(read_ledger(ledger), None)
+    assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+
+
+def counted(batch: Tensor) -> int:
+    """Tokens, of which padding would add some."""
+    return 3 * len(batch) + int(batch[0, 0] > 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["owner", "node", "local"])
+def test_lanes_train_alike_wherever_their_gradients_are_added(
+    worlds: WorldPool, where: str, whole: list[str]
+) -> None:
+    given = replace(recipe("no state", accumulate=where), nodes="2,2")
+    assert agreed(worlds.run(4, run, given, "stage1", STEPS)) == whole
+
+
+@pytest.mark.parametrize("place", [("ddp", 3), ("stage3", 4), ("stage0", 8), ("fsdp2", 2)])
+@pytest.mark.full
+def test_padding_has_no_tokens(worlds: WorldPool, place: Place) -> None:
+    given = replace(recipe("no state"), counts=counted)
+    alone = agreed(worlds.run(1, run, given, "plain", STEPS))
+    assert agreed(worlds.run(place[1], run, given, place[0], STEPS)) == alone
