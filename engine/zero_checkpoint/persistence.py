@@ -312,21 +312,21 @@ class Persistence:
     # ---- at the end of a step ----
 
     def notes(self) -> list[float]:
-        """[NOTES] for all ranks: whether to leave, saves in flight, times, the schedule's."""
+        """[NOTES] for all ranks: exit code or 0, saves in flight, times, the schedule's."""
         in_memory = self.ram is not None and self.ram.busy
         own = [self._link.leave_asked, self.saver.busy, in_memory, *self._link.step_times()]
         return [float(note) for note in (*own, *self.schedule.notes())]
 
     def take_notes(self, notes: Sequence[Sequence[float]]) -> None:
         """Use the notes of all ranks, [world][NOTES], and report a save that has ended."""
-        leave_asked, saves, in_memory = (
-            any(column) for column in list(zip(*notes, strict=True))[:3]
+        leaves_with, saves, in_memory = (
+            max(column) for column in list(zip(*notes, strict=True))[:3]
         )
-        if leave_asked and not self._link.leaving:
+        if leaves_with and not self._link.leaving:
             gc.collect()  # no rank waits for engines that the script has dropped
-            self._link.leaving = True
-        self._some_rank_busy = saves
-        self._some_memory_busy = in_memory
+            self._link.leaves_with = int(leaves_with)
+        self._some_rank_busy = saves > 0
+        self._some_memory_busy = in_memory > 0
         self._link.everyones_times(self.training.cursor.step, [row[3:7] for row in notes])
         self.schedule.take_notes(notes[0][7:])
         self.last.take(self.saver.finished())

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from zero_contract.errors import ConfigError, ZeroError
+from zero_contract.notices import shield
 from zero_data.draws import Ticket
 from zero_data.global_batch import (
     Assignment,
@@ -318,6 +319,7 @@ class BeginWorker:
 
     def __call__(self, number: int) -> None:
         """See `worker_init_fn` of torch's DataLoader."""
+        shield()
         info = get_worker_info()
         assert info is not None
         seeded: Any = info.dataset

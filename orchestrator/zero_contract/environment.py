@@ -15,6 +15,7 @@ from zero_contract import worker
 WORKER = "In a worker under zero-agent: torchrun's names"
 WORKER_OURS = "In a worker under zero-agent: further names"
 AGENT = "Read by zero-agent"
+NOTICES = "Read by zero-agent, and in a worker without an agent: where it is said that it is to go"
 COMMANDS = "Read by zero-ctl"
 ENGINE = "Read in a worker"
 
@@ -113,6 +114,15 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "TORCH_NCCL_ENABLE_MONITORING": "zero_engine and zero_torch set it to 0 under an "
             "agent, if it is not given: the agent ends a worker that hangs.",
             "DEEPSPEED_TIMEOUT": "Timeout of a collective, in minutes (default 10).",
+        },
+        NOTICES: {
+            worker.ENV_LEAVE: "File that is not empty any more when the machine, or the pod, is "
+            "to go: the step is finished and saved, and the process leaves.",
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": "Metadata server of AWS (default: "
+            "http://169.254.169.254 on a machine of AWS).",
+            "AWS_EC2_METADATA_DISABLED": "true: that of AWS is not asked.",
+            "GCE_METADATA_HOST": "Metadata server of Google, as host:port.",
+            "AZURE_POD_IDENTITY_AUTHORITY_HOST": "Metadata server of Azure, as a URL.",
         },
         COMMANDS: {
             "ZERO_JOIN_TOKEN": "Join token of a job: gives `zero-ctl` access to the etcd that the "

@@ -42,6 +42,7 @@ from zero_agent.workers.exits import leave_error_file
 from zero_agent.workers.output import tap as output
 from zero_agent.workers.output.streams import Format
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, end_process
+from zero_contract import notices
 from zero_contract.clock import Stopwatch, SystemClock
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
@@ -308,6 +309,7 @@ def _take_part(
             )
             if health is not None:
                 health.watch(lambda agent=agent: agent.status, agent.metrics)  # type: ignore[misc]
+            notices.watch(agent.on_notice, os.environ)
             with signals.installed(agent.on_signal, numbers):
                 for number in came:
                     agent.on_signal(number)

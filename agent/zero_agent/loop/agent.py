@@ -287,6 +287,10 @@ class Agent:
 
         self._inbox.put(leave)
 
+    def on_notice(self, text: str) -> None:
+        """Leave at the next step boundary: this machine is about to go. On any thread."""
+        self._inbox.put(lambda: self._leaving.noticed(text))
+
     def _joined(self) -> bool:
         """Register this node with the job; False if etcd is out of reach."""
         self._turned_s = self._clock.now()

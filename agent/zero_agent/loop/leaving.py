@@ -1,6 +1,6 @@
 """How one node leaves a running job (drain, preemption), and the log of how workers and jobs end.
 
-A node leaves because of a signal (preemption), or because of `zero-ctl drain`.
+A node leaves because of a signal (preemption), a notice of its machine, or `zero-ctl drain`.
 
 Must always hold: the first request decides the exit code; the same signal once more, or the
 deadline, ends the wait for the step boundary; another signal does not, because Slurm sends SIGTERM
@@ -76,6 +76,11 @@ class Leaving:
         self._signals.add(number)
         if not self._begin(128 + number, name):
             self._journal.tell("drain", f"{name}: {_SOON}; once more to leave at once")
+
+    def noticed(self, text: str) -> None:
+        """Leave at the next step boundary, as at SIGTERM, before the machine goes."""
+        if not self._begin(128 + signal.SIGTERM, text):
+            self._journal.tell("drain", f"{text}: {_SOON}")
 
     def obey(self, order: DrainOrder | None, *, stopping: bool = False) -> None:
         """Leave if a drain was ordered, and announce it to the job; called in every turn.

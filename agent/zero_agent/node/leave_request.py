@@ -1,4 +1,4 @@
-"""`zero_agent.should_leave()`: the agent asks any script to save and leave, and waits for it.
+"""`zero_agent.should_leave()`: any script is asked to save and leave, with an agent or without.
 
 On a drain, a preemption or a rebalancing a worker is to save and exit. The environment of a worker
 names its file for that, ZERO_LEAVE_FILE. The script's first call of `should_leave` makes the file,
@@ -6,30 +6,50 @@ empty, by which the agent knows that the script will notice a request; the agent
 longer when the worker is to leave. A shell script runs `touch $ZERO_LEAVE_FILE` first, and
 `[ -s $ZERO_LEAVE_FILE ]` after each step.
 
-Must always hold: `should_leave` costs microseconds, raises nothing, and is False outside an agent.
+Without an agent, signals and the notices of the machine take its place (`zero_contract.notices`).
+
+Must always hold: the answer is the same on all ranks of torch's process group, if there is one;
+without one `should_leave` costs microseconds and raises nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-ENV_FILE = "ZERO_LEAVE_FILE"
+from zero_contract.notices import ENV_FILE, OF_MACHINE, heard
+
 LEFT = 76
-"""Both as in `zero_contract.worker`; `should_leave` imports nothing for them."""
+"""As in `zero_contract.worker`; `should_leave` imports little."""
+_ENV_SOCKET = "ZERO_AGENT_SOCKET"
+
+_code = LEFT
+"""The exit code of `leave`."""
 
 
 def should_leave() -> bool:
-    """Whether the agent wants this worker to save and to call `leave()`; call it after each step.
+    """Whether to save and to call `leave()` now; call it after each step, on every rank.
 
-    The request reaches the ranks one after the other. Let them agree before they act (an
-    all-reduce of the answer), so that all of them save after the same step.
+    With a process group of torch's this is a collective: one all-reduce of one number, so that all
+    ranks save after the same step.
     """
-    path = os.environ.get(ENV_FILE)
-    if path is None:
-        return False
+    global _code  # noqa: PLW0603 - it is the process that leaves
+    file, alone = os.environ.get(ENV_FILE), _ENV_SOCKET not in os.environ
+    code = 0
+    if file is not None and _asked_by(file):
+        code = OF_MACHINE if alone else LEFT
+    if alone and (notice := heard()) is not None:
+        code = notice.code
+    if code := _highest(code):
+        _code = code
+    return code > 0
+
+
+def _asked_by(path: str) -> bool:
     try:
         return os.stat(path).st_size > 0
     except FileNotFoundError:
@@ -40,15 +60,31 @@ def should_leave() -> bool:
     return False
 
 
-def leave() -> None:
-    """End this worker, which has saved: the job continues, and no restart is charged.
+def _highest(code: int) -> int:
+    """The highest of all ranks; of this process alone without a process group."""
+    torch: Any = sys.modules.get("torch")
+    dist = torch.distributed if torch is not None else None
+    if dist is None or not (dist.is_available() and dist.is_initialized()):
+        return code
+    device = (
+        "cpu" if "gloo" in dist.get_backend_config() else torch.accelerator.current_accelerator()
+    )
+    codes = torch.tensor([code], device=device)
+    dist.all_reduce(codes, op=dist.ReduceOp.MAX)
+    return int(codes)
 
-    A shell script runs `exit 76`. An exit with 0 means that the job is done.
+
+def leave() -> None:
+    """End this worker, which has saved, after `should_leave()`.
+
+    Under an agent the job continues, and no restart is charged; a shell script runs `exit 76`. An
+    exit with 0 means that the job is done. Without an agent the exit code is 128 and the number of
+    the signal, that of SIGTERM for a notice of the machine: launchers do not take it for the end.
 
     Raises:
         SystemExit: Always.
     """
-    raise SystemExit(LEFT)
+    raise SystemExit(_code)
 
 
 class LeaveRequests:

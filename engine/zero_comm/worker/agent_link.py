@@ -7,6 +7,7 @@ has one link, however many engines it has (a GAN, actor and critic): the agent s
 - Progress: each engine's step is a heartbeat; the step of the most advanced engine is reported.
 - SIGTERM: a scheduler such as Slurm signals every process of a job. The agent decides then what its
   workers do, so a worker with a link ignores the signal, unless the script handles it.
+- Without an agent, what `zero_contract.notices` hears takes the place of its request.
 - Leaving: as soon as the consensus of one engine's step decides it, it holds for all engines; the
   process leaves at the script's next save of all, because the script alone knows at which point
   their states belong together.
@@ -44,6 +45,7 @@ from zero_comm.worker.distributed import leave_group
 from zero_comm.worker.rank_times import WAITS, EveryonesTimes, StepTimer
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
+from zero_contract.notices import heard
 from zero_contract.user_files import is_own
 from zero_contract.worker import (
     Ability,
@@ -123,8 +125,9 @@ class AgentLink:
         """Set when a peer is lost: threads that wait for peers may stop waiting."""
         self.interrupt = Interrupt()
         """Ends every wait for peers when the agent asks this worker to leave at once."""
-        self.leaving = False
-        """Whether some rank was asked to leave; equal on all ranks after each step of an engine."""
+        self.leaves_with = 0
+        """The exit code of all ranks, once some rank was asked to leave: equal on all of them after
+        each step of an engine."""
         self.departure: str | None = None
         """How this worker leaves, if that is known."""
         self.may_leave = False
@@ -153,9 +156,20 @@ class AgentLink:
         return self._pid == os.getpid() and self._socket is not None and not self.interrupt.reason
 
     @property
-    def leave_asked(self) -> bool:
-        """Whether the agent wants this worker out of its group."""
-        return self._leave.is_set()
+    def leave_asked(self) -> int:
+        """The exit code of a worker that its agent wants out of its group, or a notice; 0: stay.
+
+        From the first call on, a worker without an agent heeds notices.
+        """
+        if self.present:
+            return ExitCode.LEFT if self._leave.is_set() else 0
+        notice = heard()
+        return notice.code if notice is not None else 0
+
+    @property
+    def leaving(self) -> bool:
+        """Whether some rank was asked to leave; equal on all ranks after each step of an engine."""
+        return self.leaves_with > 0
 
     def raise_if_leaving(self, what: str) -> None:
         """Raise LeavingNow, which names what this worker does, if it is to leave at once."""
@@ -257,7 +271,7 @@ class AgentLink:
         """
         self._send(contract.Left(round=self.round, step=step))
         leave_group()
-        raise SystemExit(ExitCode.LEFT)
+        raise SystemExit(self.leaves_with)
 
     def request_commit(
         self,

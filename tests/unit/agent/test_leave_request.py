@@ -8,8 +8,14 @@ import sys
 import pytest
 
 import zero_agent
+from zero_agent.node import leave_request
 from zero_agent.node.leave_request import ENV_FILE, LEFT, LeaveRequests
-from zero_contract.worker import ENV_LEAVE, ExitCode
+from zero_contract.worker import ENV_LEAVE, ENV_SOCKET, ExitCode
+
+
+@pytest.fixture(autouse=True)
+def under_an_agent(monkeypatch):
+    monkeypatch.setenv(ENV_SOCKET, "/run/agent")
 
 
 def test_a_script_that_asks_is_heard_and_told_once_the_agent_asks_it(tmp_path, monkeypatch):
@@ -37,7 +43,7 @@ def test_a_shell_may_ask(tmp_path):
     assert subprocess.run(asks, check=False).returncode == 0
 
 
-def test_outside_of_an_agent_and_where_there_is_no_directory_nobody_leaves(tmp_path, monkeypatch):
+def test_without_a_file_and_where_there_is_no_directory_nobody_leaves(tmp_path, monkeypatch):
     monkeypatch.delenv(ENV_FILE, raising=False)
     assert not zero_agent.should_leave()
     monkeypatch.setenv(ENV_FILE, str(tmp_path / "gone" / "leave"))
@@ -47,7 +53,8 @@ def test_outside_of_an_agent_and_where_there_is_no_directory_nobody_leaves(tmp_p
 
 
 def test_the_names_are_those_of_the_contract():
-    assert (ENV_FILE, LEFT) == (ENV_LEAVE, ExitCode.LEFT)
+    ours = ENV_FILE, LEFT, leave_request._ENV_SOCKET
+    assert ours == (ENV_LEAVE, ExitCode.LEFT, ENV_SOCKET)
     with pytest.raises(SystemExit) as left:
         zero_agent.leave()
     assert left.value.code == ExitCode.LEFT
