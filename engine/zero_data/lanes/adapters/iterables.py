@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.libraries import Library, library_of
-from zero_data.lanes.adapters.place import Worker, reading_as, seed_process, seeds_kept
+from zero_data.lanes.adapters.place import Worker, seed_process, seeds_kept
 from zero_data.lanes.source import Reader
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class _Stream(Iterator[Any]):
         self._lossy = library.lossy(dataset)
         self.name = type(dataset).__name__
         self.worker = worker
-        with reading_as(worker):
+        with worker:
             if isinstance(dataset, Iterable):
                 own = library.part(_own(dataset), worker.number, worker.workers, worker.epoch)
             else:
@@ -112,14 +112,14 @@ class _Stream(Iterator[Any]):
                 getattr(self._samples, _names(self._samples)[1])(state)
 
     def __next__(self) -> Any:
-        with reading_as(self.worker):
+        with self.worker:
             return next(self._samples)
 
     def state(self) -> Any:
         """The state of the dataset, or else of the iterator; None: there is none."""
         for holder in () if self._lossy else (self._dataset, self._samples):
             if names := _names(holder):
-                with reading_as(self.worker):
+                with self.worker:
                     return getattr(holder, names[0])()
         return None
 

@@ -27,14 +27,25 @@ _FREE = threading.RLock()
 
 
 class Worker:
-    """The answer of `get_worker_info()`; notes whether a dataset divides itself by it."""
+    """The answer of `get_worker_info()`, and a context in which it is given.
+
+    It notes whether a dataset divides itself by it.
+    """
 
     def __init__(self, number: int, workers: int, epoch: int, *, alone: bool = False) -> None:
         """One of so many workers; `alone`: for whoever asks, there are no workers."""
-        self.number, self.workers, self.epoch, self.alone = number, workers, epoch, alone
+        self.number, self.workers, self.epoch = number, workers, epoch
         self.seed = mix(epoch, number) >> 1
         self.dataset: Any = None
         self.asked = False
+        self._told: Any = None if alone else self
+        self._thread = 0
+        self._before: Any = None
+        self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        self._of_torch = [(name, getattr(torch.distributed, name, None)) for name in _ALONE]
+        self._answers = {
+            name: self._answer(original, _ALONE[name]) for name, original in self._of_torch
+        }
 
     @property
     def id(self) -> int:
@@ -48,36 +59,30 @@ class Worker:
         self.asked = True
         return self.workers
 
+    def __enter__(self) -> None:
+        # Each sample is read within: this takes a few microseconds, a generator would take ten.
+        _FREE.acquire()
+        self._thread = threading.get_ident()
+        self._before, torch_worker._worker_info = torch_worker._worker_info, self._told
+        for name, answer in self._answers.items():
+            setattr(torch.distributed, name, answer)
+        for variable in self._environment:
+            os.environ[variable] = _ENVIRONMENT[variable]
 
-@contextmanager
-def reading_as(worker: Worker) -> Iterator[None]:
-    """Let what a dataset asks be answered with the place of a worker."""
-    with _FREE:
-        before = torch_worker._worker_info
-        torch_worker._worker_info = None if worker.alone else worker  # type: ignore[assignment]
-        asked = {name: getattr(torch.distributed, name, None) for name in _ALONE}
-        for name, original in asked.items():
-            setattr(torch.distributed, name, _answer(_ALONE[name], original))
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        os.environ.update({name: _ENVIRONMENT[name] for name in environment})
-        try:
-            yield
-        finally:
-            os.environ.update(environment)
-            for name, original in asked.items():
-                setattr(torch.distributed, name, original)
-            torch_worker._worker_info = before
+    def __exit__(self, *_: object) -> None:
+        os.environ.update(self._environment)
+        for name, original in self._of_torch:
+            setattr(torch.distributed, name, original)
+        torch_worker._worker_info = self._before
+        _FREE.release()
 
+    def _answer(self, original: Callable[..., int] | None, alone: int) -> Callable[..., int]:
+        def answer(*args: Any, **kwargs: Any) -> int:
+            if original is None or threading.get_ident() == self._thread:
+                return alone
+            return original(*args, **kwargs)
 
-def _answer(alone: int, original: Callable[..., int] | None) -> Callable[..., int]:
-    thread = threading.get_ident()
-
-    def answer(*args: Any, **kwargs: Any) -> int:
-        if original is None or threading.get_ident() == thread:
-            return alone
-        return original(*args, **kwargs)
-
-    return answer
+        return answer
 
 
 def seed_process(seed: int) -> None:
