@@ -75,9 +75,9 @@ class Invariants(Watcher):
             if machine.name in names and worker.server.agent is machine.agent:
                 self.broken(f"round {n} begins, and rank {worker.rank} still runs")
 
-    def _round_of(self, record: dict[str, Any]) -> int | None:
+    def _round_of(self, record: dict[str, Any]) -> int:
         asked = self._askers.get(record["digest"])
-        return asked.round if asked is not None else None
+        return asked.round if asked is not None else 0  # nobody has asked: it is of no round
 
     # ---- the disk, and the samples ----
 

@@ -76,9 +76,9 @@ class JobHistory:
     job: Snapshot | None = None
     """The job as of its last transition."""
     round_of: Callable[[dict[str, Any]], int | None] = lambda record: round_in(record["tag"])
-    """From the record of a checkpoint to the round that has saved it."""
-    granted: set[str] = field(default_factory=set)
-    """The digests of the manifests that may be published."""
+    """From the record of a checkpoint to the round that has saved it; None: not known."""
+    granted: dict[str, int] = field(default_factory=dict)
+    """The digests of the manifests that may be published, and the round of each."""
     _charges: set[str] = field(default_factory=set)
     _members: set[str] = field(default_factory=set)
 
@@ -175,7 +175,7 @@ class JobHistory:
         """A checkpoint may be published."""
         head = database.items.get(self.keys.round)
         job = json.loads(head.value) if head else {"n": 0, "state": None}
-        if job["state"] != State.ACTIVE or job["n"] != self.round_of(record):
+        if job["state"] != State.ACTIVE or self.round_of(record) not in {job["n"], None}:
             where = f"round {job['n']} ({job['state']})"
             self.broken(f"I2: {record['tag']} is published in {where}")
-        self.granted.add(record["digest"])
+        self.granted[record["digest"]] = job["n"]

@@ -35,10 +35,15 @@ class Network:
             _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._hub, "link", "set", "bridge", "up")
             for name in names:
-                self._plug_in(name)
+                self._add(name)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of its namespaces."""
+        return f"zero-{self._mark}-"
 
     def address(self, name: str) -> str:
         return f"10.77.0.{self._names.index(name) + 1}"
@@ -140,6 +145,19 @@ class Network:
         if done.returncode:
             pytest.skip(f"the kernel has no {shaper.split(maxsplit=1)[0]}: {done.stderr.strip()}")
 
+    def full_speed(self, name: str) -> None:
+        """Undo `slow_down`."""
+        command = f"tc -n {self._namespace(name)} qdisc del dev eth0 root".split()
+        subprocess.run(command, check=True, capture_output=True)
+
+    def unplug(self, name: str) -> None:
+        """Pull the cable of a machine: nothing gets to it or from it."""
+        _ip("-n", self._hub, "link", "set", f"p-{name}", "down")
+
+    def plug_in(self, name: str) -> None:
+        """Undo `unplug`."""
+        _ip("-n", self._hub, "link", "set", f"p-{name}", "up")
+
     def close(self) -> None:
         for name in (*self._names, "hub"):
             subprocess.run(
@@ -147,9 +165,9 @@ class Network:
             )
 
     def _namespace(self, name: str) -> str:
-        return f"zero-{self._mark}-{name}"
+        return f"{self.prefix}{name}"
 
-    def _plug_in(self, name: str) -> None:
+    def _add(self, name: str) -> None:
         space, port = self._namespace(name), f"p-{name}"
         _ip("netns", "add", space)
         _ip(

@@ -1,0 +1,98 @@
+"""What a run of `chaos.py` has found, for people."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from chaos_judge import Happened, JobRecord, Undisturbed
+from rich.console import Console
+from rich.table import Table
+
+from zero_orchestrator.observe.events import read_goodput
+from zero_orchestrator.observe.goodput import Use, add_up, in_parts
+from zero_orchestrator.store.kv import KeyValue
+
+STEP_S = 0.5
+AFTER_S = 60.0
+"""What begins later is none of a fault's."""
+LOST = (Use.REFORMING, Use.REPEATED)
+"""What the faults cost the nodes, beside standing still."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One run."""
+
+    faults: Sequence[Happened]
+    begin_s: float
+    finished_s: float
+    """How long the jobs trained on after the last fault."""
+    loads: Sequence[float]
+    steps: Mapping[str, Sequence[tuple[float, int, int]]]
+    """Job -> (time, step, world) of each step of its rank 0."""
+    goodput: Mapping[str, Sequence[KeyValue]]
+    """Job -> the ledger of the time of each node."""
+    records: Mapping[str, JobRecord]
+    problems: Mapping[str, Sequence[str]]
+    reference: Undisturbed | None
+
+
+def standstills(
+    faults: Sequence[Happened], steps: Sequence[tuple[float, int, int]]
+) -> Iterator[tuple[str, float]]:
+    """Of each fault: the longest time between two steps that begins after it, and before the next.
+
+    The last step before a fault ends up to `STEP_S` before it.
+    """
+    times = [at_s for at_s, _, _ in steps]
+    gaps = list(itertools.pairwise(times))
+    ends = [*(fault.at_s for fault in faults[1:]), float("inf")]
+    for fault, end_s in zip(faults, ends, strict=True):
+        mine = [
+            later - earlier
+            for earlier, later in gaps
+            if fault.at_s <= earlier + STEP_S < end_s and earlier < fault.until_s + AFTER_S
+        ]
+        yield fault.what, max(mine, default=0.0)
+
+
+def show(story: Story) -> None:
+    table = Table(title="longest time between two steps, seconds: median (range)")
+    for head in ("fault", "times", *story.steps):
+        table.add_column(head)
+    gaps = {job: list(standstills(story.faults, steps)) for job, steps in story.steps.items()}
+    for what in sorted({fault.what for fault in story.faults}):
+        mine = {job: [gap for name, gap in found if name == what] for job, found in gaps.items()}
+        times = str(len(next(iter(mine.values()))))
+        table.add_row(what, times, *(span(found, ".1f") for found in mine.values()))
+    Console(width=120).print(table)
+    print(f"load: {span(story.loads, '.1f')} on {os.cpu_count()} CPUs")
+    print(f"after the last fault the jobs trained on for {story.finished_s:.0f} s, to their end")
+    for job, record in story.records.items():
+        used = add_up([read_goodput(item) for item in story.goodput[job]])
+        total_ns = sum(used.values()) or 1
+        lost = sum(used.get(use, 0) for use in LOST) / total_ns
+        done = sum(len(batch) for batch in record.batches)
+        print(f"{job}: {in_parts(used)}")
+        print(
+            f"{job}: {lost:.1%} of {total_ns / 6e10:.0f} minutes of the nodes re-forming or "
+            f"repeating; {len(record.batches)} revisions, {done} changes, "
+            f"{len(record.manifests)} checkpoints, {len(record.exits)} agents ended"
+        )
+        for problem in story.problems[job]:
+            print(f"{job}: BROKEN: {problem}")
+        if not story.problems[job]:
+            what = "what always holds" if story.reference is None else "every promise"
+            print(f"{job}: {what} has held")
+    if story.reference is not None:
+        print(f"{story.reference.steps} steps, weight hash {story.reference.final_hash}")
+
+
+def span(values: Sequence[float], form: str) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
