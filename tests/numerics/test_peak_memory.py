@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from zero_engine.observe.memory import Estimate, estimate
 
 MASTERS, LOW_PRECISION = "16-bit master weights", "everything in 16 bits"
 ADAFACTOR = "Adafactor, in bf16"
+APART = "in two directories"
 CASES: list[tuple[int, str, bool | str]] = [
     (0, "none", True),
     (1, "none", True),
@@ -25,6 +27,9 @@ CASES: list[tuple[int, str, bool | str]] = [
     (3, "nvme", False),
     (3, "nvme+nvme", True),
     (3, "nvme+nvme", False),
+    (3, "nvme+nvme", APART),
+    (3, "nvme+cpu", False),
+    (3, "none+nvme", False),
     (3, "cpu+nvme", True),
     (2, "none", LOW_PRECISION),
     (3, "none", LOW_PRECISION),
@@ -38,7 +43,11 @@ _STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
 
 
 def settings_of(stage: int, where: str, bf16: bool | str, path: str) -> dict[str, Any]:
-    settings = offloading(stage, where, path, bf16=bool(bf16))
+    settings = offloading(stage, where, path, bf16=bf16 not in (False, APART))
+    if bf16 == APART:
+        apart = Path(path, "weights")
+        apart.mkdir(exist_ok=True)
+        settings["zero_optimization"]["offload_param"]["nvme_path"] = str(apart)
     settings["bf16"]["bf16_master_weights_and_grads"] = bf16 in (MASTERS, LOW_PRECISION)
     settings["bf16"]["bf16_optimizer_states"] = bf16 == LOW_PRECISION
     settings["optimizer"]["type"] = "Adafactor" if bf16 == ADAFACTOR else "AdamW"
@@ -52,7 +61,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, A
     settings = [settings_of(*case, path) for case in CASES]
     # The first one warms the process up: libraries, thread pools.
     given = [settings[0], *settings]
-    peaks = run_module("tests.numerics.peak_memory", given, _STEADY_MALLOC)
+    peaks = run_module("tests.numerics.peak_memory", given, _STEADY_MALLOC, timeout_s=360)
     return list(zip(settings, peaks[1:], strict=True))
 
 

@@ -160,11 +160,15 @@ def _at_rest(layout: Layout, device: str) -> Counter[tuple[str, str]]:
     if config.master != "fp32":  # fp32 copies of a sub-group that rests in 16 bits
         row = _FP32_BYTES + (0 if config.moments == "fp32" else 2 * moments)
         at["widened", CPU if away and device != "cpu" else NONE] += row * sub_group
-    if any(each.state == NVME for each in away):
-        at["buffers", CPU] += UNDER_WAY * (master + moments) * sub_group
-    sources = {each.weights if each.source == "copy" else each.state for each in away}
-    if stage.shards_parameters and NVME in sources:
-        at["buffers", CPU] += size * (_BROUGHT * shard + _PUTS * sub_group)
+    stepped = any(each.state == NVME for each in away) * UNDER_WAY * (master + moments) * sub_group
+    copied = any(each.source == "copy" and each.weights == NVME for each in away)
+    read = copied or (stepped and any(each.source == "shard" for each in away))
+    weights = size * _BROUGHT * shard if read and stage.shards_parameters else 0
+    # A directory has one pool of buffers: those of a step are idle while weights are read.
+    zero = config.zero_optimization
+    apart = copied and zero.offload_param.nvme_path != zero.offload_optimizer.nvme_path
+    at["buffers", CPU] += stepped + weights if apart else max(stepped, weights)
+    at["buffers", CPU] += copied * size * _PUTS * sub_group
     return at
 
 
