@@ -67,6 +67,10 @@ def run(module: str) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{error.name}".startswith("zero_"):
+            # pip also adds what an installed package lacks.
+            print(f"{error.name} is not installed: pip install zero-elastic", file=sys.stderr)
+            sys.exit(CRASHED)
         with contextlib.suppress(OSError):  # a full disk behind stderr
             sys.excepthook(type(error), error, error.__traceback__)  # imports nothing
             print(f"internal error in {module}; no verdict on any job", file=sys.stderr)
