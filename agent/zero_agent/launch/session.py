@@ -188,20 +188,14 @@ class Session:
             for line in lines:
                 text = line.rstrip(b"\r\n")
                 if not (waits and text.endswith(READY.encode())):
-                    _show(prefix.encode() + text + b"\n")
+                    # The hosts must not wait for longer than the terminal is slow, nor lose their
+                    # connection because of a full disk here: what cannot be written is dropped.
+                    while STDOUT.writer.should_wait:
+                        time.sleep(PAUSE_S)
+                    STDOUT.write(prefix.encode() + text + b"\n")
                     continue
                 waits = False
                 assert process.stdin is not None
                 with contextlib.suppress(OSError):  # it has ended: so does its output
                     process.stdin.write(command.stdin.encode())
                     process.stdin.close()
-
-
-def _show(line: bytes) -> None:
-    """Print a line as it is; wait while the terminal is slow, and drop it if nobody can read it.
-
-    The hosts must not wait for longer, nor lose their connection because of a full disk here.
-    """
-    while STDOUT.writer.should_wait:
-        time.sleep(PAUSE_S)
-    STDOUT.write(line)

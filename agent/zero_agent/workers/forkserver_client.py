@@ -213,7 +213,10 @@ class _Outbox:
                 return
             copies = [os.dup(fd) for fd in fds]
             if len(data) > PACKET_BYTES:  # a user may pass thousands of files as arguments
-                data, copies = LONG_ORDER, [_in_memory(data), *copies]
+                descriptor = os.memfd_create("zero-order")  # a file that only descriptors lead to
+                with os.fdopen(descriptor, "wb", closefd=False) as file:
+                    file.write(data)
+                data, copies = LONG_ORDER, [descriptor, *copies]
             packet = _Packet(id, data, copies)
             self.given += 1
             self._held.append(packet)
@@ -250,14 +253,6 @@ class _Outbox:
                 log.warning("the forkserver cannot be reached: %s", error)  # its end is reported
         _close(self._held)
         self._held = []
-
-
-def _in_memory(data: bytes) -> int:
-    """The descriptor of a file that only its descriptors lead to."""
-    descriptor = os.memfd_create("zero-order")
-    with os.fdopen(descriptor, "wb", closefd=False) as file:
-        file.write(data)
-    return descriptor
 
 
 def _close(packets: Sequence[_Packet]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from zero_agent.node.heartbeat import Beat, Heartbeats
+from zero_agent.node.heartbeat import Heartbeats
 from zero_agent.workers.step_times import SpeedMeter, Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
@@ -246,15 +246,6 @@ class Steps:
             self._reporting.add(rank)
         self._step(rank, progress)
 
-    def _heard(self, rank: int, beat: Beat | None) -> None:
-        """A heartbeat of a script: a step, unless its worker reports steps; then a sign of life."""
-        if beat is not None and beat.total_steps:
-            self._total_steps = beat.total_steps
-        if rank in self._reporting:
-            self._clocks[rank].go_on(self._clock.now())
-        else:
-            self._step(rank, None if beat is None else Progress(**beat._asdict()))
-
     def _step(self, rank: int, progress: Progress | None) -> None:
         """A worker has ended a step; `progress` if it is known which."""
         self._preparing.pop(rank, None)
@@ -301,7 +292,13 @@ class Steps:
             for clock in self._clocks.values():
                 clock.leave_out(pause_s)
         for rank, beat in self._heartbeats.beats():
-            self._heard(rank, beat)
+            # A step, unless the worker reports its steps; then a sign of life.
+            if beat is not None and beat.total_steps:
+                self._total_steps = beat.total_steps
+            if rank in self._reporting:
+                self._clocks[rank].go_on(self._clock.now())
+            else:
+                self._step(rank, None if beat is None else Progress(**beat._asdict()))
         for rank, clock in self._clocks.items():
             if rank not in self._ended and (verdict := clock.verdict(now_s)):
                 return rank, verdict

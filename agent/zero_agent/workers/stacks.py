@@ -56,19 +56,15 @@ def take(processes: Sequence[Process], *, native: bool, within_s: float) -> list
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
             found = list(pool.map(lambda one: _spy(one, within_s, "--native"), processes))
     else:
-        found = _ask(processes, within_s)
+        # All are signalled before the first is read: they write at the same time.
+        asked = [_signal(one) for one in processes]
+        deadline_s = time.monotonic() + min(WRITE_S, within_s)
+        found = [
+            _written(one, deadline_s) if was_asked else _spy(one, within_s)
+            for one, was_asked in zip(processes, asked, strict=True)
+        ]
     return [
         {"rank": one.rank, "pid": one.pid, **its} for one, its in zip(processes, found, strict=True)
-    ]
-
-
-def _ask(processes: Sequence[Process], within_s: float) -> list[dict[str, str]]:
-    """Signal all workers, then collect what they write."""
-    asked = [_signal(one) for one in processes]
-    deadline_s = time.monotonic() + min(WRITE_S, within_s)
-    return [
-        _written(one, deadline_s) if was_asked else _spy(one, within_s)
-        for one, was_asked in zip(processes, asked, strict=True)
     ]
 
 

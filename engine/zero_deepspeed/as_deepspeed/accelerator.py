@@ -61,7 +61,11 @@ def install() -> None:
             if shuffles and not self.use_seedable_sampler:
                 _warn(self, OWN_ORDER)
             made = result if isinstance(result, tuple) else (result,)
-            if any(isinstance(one, AcceleratedScheduler) and _repeats(one) for one in made):
+            if any(
+                isinstance(one, AcceleratedScheduler)
+                and (one.step_with_optimizer and not one.split_batches)
+                for one in made
+            ):
                 _warn(self, OWN_SCHEDULE)
         return result
 
@@ -84,11 +88,6 @@ def install() -> None:
 
 def _has_engine(accelerator: Any) -> bool:
     return getattr(accelerator.state, "deepspeed_plugin", None) is not None
-
-
-def _repeats(scheduler: Any) -> bool:
-    """Whether it steps once for each rank."""
-    return scheduler.step_with_optimizer and not scheduler.split_batches
 
 
 def _epoch_of_its_own(accelerator: Any, consumed: int) -> str:

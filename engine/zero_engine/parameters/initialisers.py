@@ -171,7 +171,7 @@ class Initialisers:
                         tensor.data = tensor.data.clone()
                         continue
                     place = places.get(id(tensor))
-                    if place is None or not _is_host(place) or place.dtype != tensor.dtype:
+                    if place is None or place.device.type != "cpu" or place.dtype != tensor.dtype:
                         place = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     tensor.data = place
                     _unset(tensor)
@@ -197,10 +197,6 @@ def _accepts(method: Any, *args: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _is_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _unset(tensor: Tensor) -> None:

@@ -74,7 +74,11 @@ class _Absent:
         result = function(*args, **kwargs)
         if not any(each.requires_grad for each in _tensors(result)):
             for param in absent:
-                _keep(param)
+                # Autograd does not know that it was read, and so not until when it is needed.
+                found = place_of(param)
+                if found is not None:
+                    core, unit, _ = found
+                    core.coordinator.keep(unit)
         return result
 
 
@@ -119,14 +123,6 @@ def _bring(param: Tensor) -> bool:
         return core.coordinator.read(unit)
     core.overlap.gather([unit])
     return True
-
-
-def _keep(param: Tensor) -> None:
-    """Keep a parameter of which autograd does not know that it was read, and so not until when."""
-    found = place_of(param)
-    if found is not None:
-        core, unit, _ = found
-        core.coordinator.keep(unit)
 
 
 def _refuse_others(

@@ -113,7 +113,13 @@ class _Buckets:
             self._check_came()
         self._reduce_rests()
         self._is_first = False
-        self._fill()
+        for parameter, total in self._summed:
+            if parameter.grad is None and parameter.requires_grad:
+                of_pairs = (
+                    torch.view_as_complex(total.view(-1, 2)) if parameter.is_complex() else total
+                )
+                parameter.grad = of_pairs.view(parameter.shape).clone()
+        self._summed.clear()
 
     def _check_came(self) -> None:
         trained = self.gradients.trained
@@ -152,15 +158,6 @@ class _Buckets:
                 total = self.gradients.add(f"the end of {name}", microbatches)
                 if total is not None:
                     rest.copy_(total)
-
-    def _fill(self) -> None:
-        for parameter, total in self._summed:
-            if parameter.grad is None and parameter.requires_grad:
-                of_pairs = (
-                    torch.view_as_complex(total.view(-1, 2)) if parameter.is_complex() else total
-                )
-                parameter.grad = of_pairs.view(parameter.shape).clone()
-        self._summed.clear()
 
 
 def _reduce(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

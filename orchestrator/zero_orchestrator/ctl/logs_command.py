@@ -177,17 +177,14 @@ class _Reader:
             self._cursors[answer.node] = _Cursor(agent, answer.record["number"])
         for _, node, chunk in sorted(chunks, key=lambda one: one[0]):
             if self._rank in (None, chunk["rank"]):
-                self._print(node, chunk)
+                rank = chunk["rank"]
+                facts = {name: chunk[name] for name in ("time", "round", "rank", "stream")}
+                for line in chunk["text"].splitlines():
+                    its = Line(job=self._job, node=node, **facts, text=line)
+                    self._view.record(dataclasses.asdict(its))
+                    colour = _COLOURS[rank % len(_COLOURS)]
+                    self._view.line(Text.assemble((f"[rank{rank}]: ", colour), line))
         self._begun = True
-
-    def _print(self, node: str, chunk: dict[str, Any]) -> None:
-        rank = chunk["rank"]
-        facts = {name: chunk[name] for name in ("time", "round", "rank", "stream")}
-        for line in chunk["text"].splitlines():
-            its = Line(job=self._job, node=node, **facts, text=line)
-            self._view.record(dataclasses.asdict(its))
-            colour = _COLOURS[rank % len(_COLOURS)]
-            self._view.line(Text.assemble((f"[rank{rank}]: ", colour), line))
 
     def follow(self) -> None:
         """Show what the workers print until the job ends.

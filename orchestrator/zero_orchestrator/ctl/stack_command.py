@@ -10,7 +10,7 @@ from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.arguments import seconds
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.observe import queries, status
-from zero_orchestrator.observe.stacks import Group, RankStack, Thread, from_answer, groups, whose
+from zero_orchestrator.observe.stacks import RankStack, Thread, from_answer, groups, whose
 from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -69,24 +69,20 @@ def _page(job: JobStatus, found: Sequence[RankStack], *, all_threads: bool) -> I
     )
     for group in different:
         yield ""
-        yield from _group(group, named=all_threads)
+        count = len(group.members)
+        yield f"{count} worker{'s' if count > 1 else ''}: {whose(group.members)}"
+        for thread in group.threads:
+            if all_threads:
+                yield f"  thread {_name(thread)}"
+            yield from (f"    {frame}" for frame in thread.frames)
+            if not thread.frames:
+                yield "    no Python frame"
     problems = [stack for stack in found if stack.problem]
     if problems:
         yield ""
     for stack in problems:
         who = f"node {stack.node}" if stack.rank is None else whose([stack])
         yield f"{who}: {stack.problem}"
-
-
-def _group(group: Group, *, named: bool) -> Iterator[str]:
-    count = len(group.members)
-    yield f"{count} worker{'s' if count > 1 else ''}: {whose(group.members)}"
-    for thread in group.threads:
-        if named:
-            yield f"  thread {_name(thread)}"
-        yield from (f"    {frame}" for frame in thread.frames)
-        if not thread.frames:
-            yield "    no Python frame"
 
 
 def _name(thread: Thread) -> str:

@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from zero_orchestrator.membership.dead_links import SetAside, who_goes
 from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitless, next_refill
 from zero_orchestrator.membership.job_state import (
-    Failure,
     Members,
     Snapshot,
     State,
@@ -218,7 +217,9 @@ def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decisi
         return go(Move.FORM, job.yielding)
     # Later the world may be another one, which a restart may change once more.
     permanent = causes[0].permanent and job.n == 1 and not job.reached
-    host = _culprit(job, causes)
+    failed = {cause.node for cause in causes}
+    machines = {member.machine for member in job.members.nodes if member.id in failed}
+    host = machines.pop() if len(machines) == 1 else ""
     return _interrupt(job, causes[0].summary, workers=True, host=host, permanent=permanent)
 
 
@@ -375,13 +376,6 @@ def _ended(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
 
 
 # ---- what a failure costs ----
-
-
-def _culprit(job: Snapshot, causes: Sequence[Failure]) -> str:
-    """The one host whose workers failed; empty if those of several did."""
-    failed = {cause.node for cause in causes}
-    machines = {member.machine for member in job.members.nodes if member.id in failed}
-    return machines.pop() if len(machines) == 1 else ""
 
 
 def _interrupt(

@@ -569,13 +569,14 @@ def choose_members(job: JobStatus, rank: int | None) -> list[str]:
     live = [row for row in job.members if row.alive]
     if not live:
         raise NoSuchJob(f"no workers of job {job.job} run: {job.now}")
-    found = [row.node for row in live if rank is None or _has(row, rank)]
+    found = [
+        row.node
+        for row in live
+        if rank is None
+        or (row.first_rank is not None and row.first_rank <= rank < row.first_rank + row.slots)
+    ]
     if not found:
         raise NoSuchNode(
             f"no live node of job {job.job} has rank {rank}: the world size is {job.world_size}"
         )
     return found
-
-
-def _has(row: NodeRow, rank: int) -> bool:
-    return row.first_rank is not None and row.first_rank <= rank < row.first_rank + row.slots

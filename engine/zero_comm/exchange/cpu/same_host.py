@@ -330,7 +330,7 @@ def meet(
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         card: dict[str, Any] = {"willing": False}
-        if _willing():
+        if os.environ.get(SWITCH, "1") != "0":
             try:
                 card = _card(listener, world, token)
             except OSError as error:  # not the kernel that this was made for
@@ -366,10 +366,6 @@ def _card(
         "address": ctypes.addressof(token),
         "token": token.raw.hex(),
     }
-
-
-def _willing() -> bool:
-    return os.environ.get(SWITCH, "1") != "0"
 
 
 def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:

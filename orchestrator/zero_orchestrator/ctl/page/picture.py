@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zero_contract.values import in_words
-from zero_orchestrator.ctl.page.problems import ENDINGS, Problem, problems, withdraws
+from zero_orchestrator.ctl.page.problems import ENDINGS, problems, withdraws
 from zero_orchestrator.observe import status as statuses
 from zero_orchestrator.observe.events import (
     GOODPUT,
@@ -103,7 +103,10 @@ def picture(records: Records, *, now_s: float) -> Json:
     steps_s = sorted([*steps_s, *(point.time_s for point in history.points)])
     lost = bands(recoveries(told), steps_s, _over_s(records, end_s))
     recovered = [_recovery(band) for band in lost]
-    wrong = [_problem(one) for one in problems(told, job, history.points, end_s)]
+    wrong = [
+        {**asdict(one), "nodes": sorted(one.nodes)}
+        for one in problems(told, job, history.points, end_s)
+    ]
     sections = {
         "job": {**_job(records, end_s, now_s), "note": records.note},
         "tiles": _tiles(records, end_s),
@@ -183,7 +186,9 @@ def _job(records: Records, end_s: float, now_s: float) -> Json:
 def _tiles(records: Records, end_s: float) -> list[Json]:
     """The numbers at the head of the page: label, value, and a note."""
     job, points = records.status, records.history.points
-    step, loss = _last_step(job, points)
+    known = [(row.step, row.loss) for row in job.members if row.step is not None]
+    known += [(point.step, point.loss) for point in points[-1:]]
+    step, loss = max(known, key=lambda one: one[0], default=(None, None))
     rates, unit = _rates(points)
     rate = next((value for value in reversed(rates) if value is not None), None)
     nodes = len(records.lanes) if job.ended and records.lanes else len(job.members)
@@ -242,13 +247,6 @@ def _restarts(records: Records) -> tuple[str, str]:
     if records.note:
         return str(job.restarts), "in all"
     return f"{job.restarts_spent} of {job.max_restarts}", "of the budget spent"
-
-
-def _last_step(job: JobStatus, points: Sequence[Point]) -> tuple[int | None, float | None]:
-    """The last step that is known, from a node's progress or from the history, and its loss."""
-    known = [(row.step, row.loss) for row in job.members if row.step is not None]
-    known += [(point.step, point.loss) for point in points[-1:]]
-    return max(known, key=lambda one: one[0], default=(None, None))
 
 
 def _checkpoint_tile(job: JobStatus, end_s: float) -> Json:
@@ -469,10 +467,6 @@ def _event(event: Event) -> list[Any]:
     if withdraws(record):
         tone = "note"
     return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
-
-
-def _problem(one: Problem) -> Json:
-    return {**asdict(one), "nodes": sorted(one.nodes)}
 
 
 # ---- the same in words, for whoever does not see the charts ----

@@ -228,19 +228,17 @@ class StuckRanks:
     def add(self, report: Report, now_s: float) -> list[Finding]:
         """Who is waited for, if it is known."""
         if isinstance(report, Idle):
-            self._look(report)
+            if report.idle_s is None:
+                self._since, self._found, self._asks_again_s = None, None, 0.0
+            elif self._found is None and report.idle_s > self._asks_again_s:
+                self._since = report
+                self._asks_again_s = report.idle_s + max(AGAIN_S, report.idle_s)
+                self.asks = Question.WHERE
         elif isinstance(report, Evidence):
             self.asks = None
             if self._since is not None:  # else a step was taken meanwhile
                 self._found = self._judge(self._since, report)
         return [] if self._found is None else [self._found]
-
-    def _look(self, now: Idle) -> None:
-        if now.idle_s is None:
-            self._since, self._found, self._asks_again_s = None, None, 0.0
-        elif self._found is None and now.idle_s > self._asks_again_s:
-            self._since, self._asks_again_s = now, now.idle_s + max(AGAIN_S, now.idle_s)
-            self.asks = Question.WHERE
 
     def _judge(self, since: Idle, found: Evidence) -> Finding | None:
         told = f"no step for {since.idle_s:.0f} s, since step {since.step:,}"

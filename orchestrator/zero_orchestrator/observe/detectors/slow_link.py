@@ -159,7 +159,12 @@ class SlowLinks:
     def add(self, report: Report, now_s: float) -> list[Finding]:
         """The slow link, if one is slow."""
         if isinstance(report, RankTimes):
-            self._look(report, now_s)
+            if self._due_s is None or self._next_s is None:
+                self._due_s, self._next_s = now_s + FIRST_S, now_s + self._pause_s
+            self._step, self._slowdown = report.step, self._slowdown.add(report)
+            due = now_s >= self._due_s or (self._slowdown.is_slower and now_s >= self._next_s)
+            if due and not self._alone:
+                self.asks = Question.NETWORK
         elif isinstance(report, Probed):
             self._known, self.asks = self._known.add(report.links), None
             self._pause_s = min(2 * self._pause_s, LATEST_S)
@@ -168,15 +173,6 @@ class SlowLinks:
             self._due_s = now_s + (float("inf") if self._known.slow is None else pause_s)
         found = self._known.verdict
         return [] if found is None else [self._finding(found)]
-
-    def _look(self, report: RankTimes, now_s: float) -> None:
-        """Whether a probe is due, given the times of all ranks."""
-        if self._due_s is None or self._next_s is None:
-            self._due_s, self._next_s = now_s + FIRST_S, now_s + self._pause_s
-        self._step, self._slowdown = report.step, self._slowdown.add(report)
-        due = now_s >= self._due_s or (self._slowdown.is_slower and now_s >= self._next_s)
-        if due and not self._alone:
-            self.asks = Question.NETWORK
 
     def _finding(self, found: SlowLink) -> Finding:
         link = found.link
