@@ -189,11 +189,13 @@ def unquoted(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON for msgspec, which takes no whole float for an integer."""
+    """A value as msgspec takes it: no whole float for an integer, and none of numpy's at all."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     value = unquoted(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else float(value)
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

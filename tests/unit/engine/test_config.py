@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from zero_contract.errors import ConfigError
@@ -113,6 +114,7 @@ def test_what_is_in_quotes_is_no_mistake(tmp_path: Path) -> None:
         ({"dataloader_drop_last": "true"}, "dataloader_drop_last", True),
         ({"gradient_clipping": "0.5"}, "gradient_clipping", 0.5),
         ({"gradient_clipping": 2}, "gradient_clipping", 2.0),
+        ({"gradient_clipping": np.float64(0.5)}, "gradient_clipping", 0.5),
         ({"gradient_clipping": "auto"}, "gradient_clipping", 1.0),
     ],
 )
