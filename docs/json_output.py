@@ -15,7 +15,7 @@ import msgspec
 
 from docs.writing import attribute_docs, page
 from zero_checkpoint.tools.describe import Description
-from zero_checkpoint.tools.listing import Row
+from zero_checkpoint.tools.listing import ListedCheckpoint
 from zero_checkpoint.tools.records import (
     Compared,
     Exported,
@@ -25,8 +25,8 @@ from zero_checkpoint.tools.records import (
     Verified,
 )
 from zero_orchestrator.ctl.dashboard_command import Served
-from zero_orchestrator.ctl.logs_command import Line
-from zero_orchestrator.ctl.requests import Outcome
+from zero_orchestrator.ctl.logs_command import LogLine
+from zero_orchestrator.ctl.requests import Answered
 from zero_orchestrator.observe.links import Link
 from zero_orchestrator.observe.metrics import Sample
 from zero_orchestrator.observe.stacks import RankStack
@@ -62,7 +62,7 @@ def ctl() -> Mapping[str, tuple[str, Schema]]:
             "further keys of each.",
             _EVENT,
         ),
-        "logs": ("one object for each line.", _schema(Line)),
+        "logs": ("one object for each line.", _schema(LogLine)),
         "stack": ("one object for each worker.", _schema(RankStack, "job", "round")),
         "probe": (
             "one object for each link between two nodes, in each direction.",
@@ -75,7 +75,7 @@ def ctl() -> Mapping[str, tuple[str, Schema]]:
         ),
         "drain, stop, exclude, include, gc, report": (
             "one object for each sentence, which stderr has as well.",
-            _schema(Outcome),
+            _schema(Answered),
         ),
     }
 
@@ -83,7 +83,7 @@ def ctl() -> Mapping[str, tuple[str, Schema]]:
 def ckpt() -> Mapping[str, tuple[str, Schema]]:
     """The same of `zero-ckpt`."""
     records: Mapping[str, tuple[str, Any]] = {
-        "ls": ("a list with an object for each checkpoint, newest first.", list[Row]),
+        "ls": ("a list with an object for each checkpoint, newest first.", list[ListedCheckpoint]),
         "show": ("an object. `run` has what the engine noted of the training.", Description),
         "verify": ("a list with an object for each checkpoint.", list[Verified]),
         "diff": ("an object.", Compared),

@@ -55,7 +55,7 @@ _ANSWERED_S = 5.0
 """The time that rank 0 waits until all others have read a verdict; a dead rank never reads it."""
 
 
-class _Written(Struct, array_like=True):
+class _Envelope(Struct, array_like=True):
     """A record as it is in the store: without its `bytes` values, which follow in this order."""
 
     record: dict[str, Any]
@@ -244,7 +244,7 @@ class StoreConsensus:
             length, rest = packed.split(b" ", 1)
             at = int(length)
             text = parse(inflate(rest[:at], _MOST_TEXT_BYTES), wide=True)
-            vote = decode(_Written, text, key)
+            vote = decode(_Envelope, text, key)
         except (ValueError, RecursionError):
             self._refuse(key)
         for name, size in vote.sizes.items():

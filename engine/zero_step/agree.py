@@ -55,9 +55,6 @@ class BlockNorms:
         found = []
         for shard, whole in zip(shards, self._whole, strict=True):
             found.append(vector_norm(shard[whole].to(kind).view(-1, BLOCK), dim=1))
-        return [*found, self._of_assembled(shards, kind)]
-
-    def _of_assembled(self, shards: Sequence[Tensor], kind: torch.dtype) -> Tensor:
         rank, places = self._collectives.rank, self._places
         given = {to: _taken(shards, each, kind) for to, each in self._given.items()}
         received = {
@@ -72,7 +69,7 @@ class BlockNorms:
         blocks = torch.zeros(self._assembled * BLOCK, dtype=kind, device=self._device)
         for source, elements in received.items():
             blocks[places[source]] = elements
-        return block_norms(blocks)
+        return [*found, block_norms(blocks)]
 
     def first_not_finite(self, norms: Sequence[Tensor]) -> tuple[int, int] | None:
         """The first block of this rank's that is not finite: its tensor, and its first element.

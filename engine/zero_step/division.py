@@ -86,7 +86,7 @@ Positions = list[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DivisionPlan:
     """The blocks of all tensors that one rank norms.
 
     Blocks that do not lie in its shards with enough others one behind the other are assembled.
@@ -110,9 +110,9 @@ class Plan:
         return sum(begins.numel() for _, begins in self.begins)
 
 
-def plan_norm(divisions: Sequence[Division], owners: Sequence[int], rank: int) -> Plan:
+def plan_norm(divisions: Sequence[Division], owners: Sequence[int], rank: int) -> DivisionPlan:
     """Plan what a rank norms; `owners`: by shard, the rank that has it."""
-    plan, shard = Plan(), owners.index(rank)
+    plan, shard = DivisionPlan(), owners.index(rank)
     ranks = torch.tensor(owners, device="cpu")
     for number, division in enumerate(divisions):
         whole = division.whole_blocks(shard)

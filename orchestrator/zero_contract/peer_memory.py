@@ -79,7 +79,7 @@ Record = Put | Get | Reply
 # ---- authentication ----
 
 
-def dial(address: str, key: Key) -> Session:
+def dial(address: str, key: Key) -> PeerSession:
     """An authenticated connection to the peer memory at `host:port`.
 
     Raises:
@@ -98,20 +98,20 @@ def dial(address: str, key: Key) -> Session:
     except BaseException:
         connection.close()
         raise
-    return Session(connection, session, handshake.CLIENT)
+    return PeerSession(connection, session, handshake.CLIENT)
 
 
-def serve(connection: socket.socket, key: Key) -> Session:
+def serve(connection: socket.socket, key: Key) -> PeerSession:
     """The server's end of an authenticated connection. Raises WireError, OSError."""
     connection.settimeout(TRANSFER_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Session(connection, handshake.answer(connection, key), handshake.SERVER)
+    return PeerSession(connection, handshake.answer(connection, key), handshake.SERVER)
 
 
 # ---- records ----
 
 
-class Session:
+class PeerSession:
     """One end of an authenticated connection; every record is signed with its number."""
 
     def __init__(self, connection: socket.socket, key: Key, role: bytes) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.cluster import COLD, environment
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import Found, probe
+from zero_agent.etcd.etcd_process import FoundEtcd, probe
 from zero_agent.etcd.local_etcd import private_server
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, new_token, write_certificates
@@ -39,7 +39,7 @@ def test_a_node_without_the_token_does_not_get_in_and_the_workers_do_not_see_it(
     try:
         mine = write_certificates(tmp_path, token)
         serving = f"127.0.0.1:{port}"
-        wait_for(lambda: probe(serving, mine) is Found.ETCD, 150, "the etcd of node 0")
+        wait_for(lambda: probe(serving, mine) is FoundEtcd.ETCD, 150, "the etcd of node 0")
         started.append(stranger := node(1, port, "", "--rdzv-conf=join_timeout=1"))
         _, said = stranger.communicate(timeout=150)
         assert stranger.returncode == AgentExit.NO_NODES

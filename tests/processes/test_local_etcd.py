@@ -22,7 +22,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_agent.etcd import etcd_process, local_etcd
 from zero_agent.etcd.etcd_keeper import Idleness, ServerUse, look
-from zero_agent.etcd.etcd_process import Found, probe
+from zero_agent.etcd.etcd_process import FoundEtcd, probe
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.membership.keys import Keys
@@ -116,7 +116,7 @@ def test_a_private_server_goes_with_its_agent_and_leaves_nothing(temporary: Path
         with contextlib.closing(EtcdStore(endpoint)) as store:
             assert store.put("/zero/a", "1") == 2  # it is nobody else's
         assert len(list(temporary.iterdir())) == 1
-    assert probe(endpoint) is Found.NOTHING
+    assert probe(endpoint) is FoundEtcd.NOTHING
     assert list(temporary.iterdir()) == []
 
 
@@ -124,9 +124,9 @@ def test_a_private_server_dies_with_a_killed_agent_and_its_data_with_the_next(
     temporary: Path,
 ) -> None:
     with running(PRIVATE) as (agent, endpoint):
-        assert probe(endpoint) is Found.ETCD
+        assert probe(endpoint) is FoundEtcd.ETCD
         agent.kill()
-    wait_for(lambda: probe(endpoint) is Found.NOTHING, SOON_S, "the server is gone")
+    wait_for(lambda: probe(endpoint) is FoundEtcd.NOTHING, SOON_S, "the server is gone")
     gone(temporary)
     assert len(list(temporary.iterdir())) == 1
     with private_server():
@@ -146,7 +146,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_not_insisted_on(
         ports = iter([taken.getsockname()[1], free_port()])
         monkeypatch.setattr(local_etcd, "free_port", lambda: next(ports))
         with private_server() as endpoint:
-            assert probe(endpoint) is Found.ETCD
+            assert probe(endpoint) is FoundEtcd.ETCD
 
 
 def test_a_server_that_does_not_start_shows_the_end_of_its_log(
@@ -215,7 +215,7 @@ def test_a_killed_keeper_takes_its_server_along_and_the_next_has_its_data(state:
         store.put("/zero/v1/job/round", "DONE")
         (keeper,) = processes_with(f"--directory={state}")
         os.kill(keeper, signal.SIGKILL)
-        wait_for(lambda: probe(endpoint) is Found.NOTHING, SOON_S, "the server is gone")
+        wait_for(lambda: probe(endpoint) is FoundEtcd.NOTHING, SOON_S, "the server is gone")
         shared_server(endpoint)
         found = store.get("/zero/v1/job/round")
         assert found is not None
@@ -241,14 +241,14 @@ def test_a_server_without_nodes_ends_and_one_with_a_node_stays(state: Path) -> N
         store.put("/zero/v1/job/nodes/a", "", lease=lease)
         (keeper,) = processes_with(f"--directory={state}")
         os.kill(keeper, signal.SIGKILL)
-        wait_for(lambda: probe(endpoint) is Found.NOTHING, SOON_S, "the server is gone")
+        wait_for(lambda: probe(endpoint) is FoundEtcd.NOTHING, SOON_S, "the server is gone")
         shared_server(endpoint, idle_timeout_s=1.0)  # of a server with a node from the first
         alive = time.monotonic()
         wait_for(lambda: time.monotonic() - alive > 3.0, SOON_S, "thrice the idle timeout")
-        assert probe(endpoint) is Found.ETCD
+        assert probe(endpoint) is FoundEtcd.ETCD
         store.revoke(lease)
         gone(state)
-        assert probe(endpoint) is Found.NOTHING
+        assert probe(endpoint) is FoundEtcd.NOTHING
     shared_server(endpoint)
     with contextlib.closing(EtcdStore(endpoint)) as store:
         assert store.range("/zero/").revision == 3  # as it was: written, and revoked
@@ -286,7 +286,7 @@ def test_a_server_that_is_just_being_killed_is_not_taken_for_something_else(stat
     thread.start()
     assert shared_server(endpoint) == endpoint
     thread.join(SOON_S)
-    assert probe(endpoint) is Found.ETCD
+    assert probe(endpoint) is FoundEtcd.ETCD
 
 
 def serve(listener: socket.socket, answer: bytes) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from tests.support.cluster import COLD, ROOT, environment, paced, training
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
-from zero_agent.etcd.etcd_process import Found, probe
+from zero_agent.etcd.etcd_process import FoundEtcd, probe
 from zero_agent.node.process_control import children
 from zero_contract.handshake import NONCE_BYTES
 from zero_orchestrator.store.etcd.client import EtcdStore
@@ -234,7 +234,7 @@ def test_every_socket_of_a_job_is_in_the_table(tmp_path):
         assert known < tcp["agent"]
         assert [len(heard(each)) for each in tcp["agent"] - known] == [NONCE_BYTES, NONCE_BYTES]
         for each in tcp["etcd"] | {f"127.0.0.1:{port}"}:
-            assert probe(each) is not Found.ETCD
+            assert probe(each) is not FoundEtcd.ETCD
         (store,) = tcp["zero-store"]
         host, _, store_port = store.rpartition(":")
         torch_store = TCPStore(host, int(store_port), timeout=timedelta(seconds=60))
@@ -277,7 +277,9 @@ def test_an_etcd_without_a_token_gives_a_stranger_all_it_has(tmp_path, way):
         found = wait_for(open_etcd, 150, "the etcd")
         assert {each.rpartition(":")[0] for each in found} == {"127.0.0.1"}
         client = wait_for(
-            lambda: next((e for e in open_etcd() if probe(e) is Found.ETCD), ""), 150, "its port"
+            lambda: next((e for e in open_etcd() if probe(e) is FoundEtcd.ETCD), ""),
+            150,
+            "its port",
         )
         with contextlib.closing(EtcdStore(client)) as store:
             wait_for(lambda: store.range("/zero/secret/").items, 60, "the secret of the job")

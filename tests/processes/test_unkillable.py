@@ -13,7 +13,7 @@ from tests.support.cluster import COLD, TOGETHER
 from tests.support.frozen import frozen, why_not
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
-from zero_agent.workers.environment import Order
+from zero_agent.workers.environment import StartOrder
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
 from zero_agent.workers.stacks import GIVE_UP_S, describe
@@ -48,7 +48,7 @@ class Forkserver:
 def test_workers_are_given_up_some_time_after_sigkill_and_never_before_it():
     clock = ManualClock()
     group = WorkerGroup(Forkserver(), Hub(), 1, fence=1, clock=clock)
-    group._running[1] = Order(rank=3, local_rank=0, env={"TORCHELASTIC_ERROR_FILE": ""})
+    group._running[1] = StartOrder(rank=3, local_rank=0, env={"TORCHELASTIC_ERROR_FILE": ""})
     group.stop(signal.SIGTERM)
     clock.advance(10 * GIVE_UP_S)
     assert group.unkillable == ""

@@ -19,8 +19,8 @@ from tests.simulation.standard_library import replaced
 from zero_agent.loop.limits import STORE_FAILS
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation
-from zero_agent.loop.suspects import Verdict
-from zero_agent.workers.environment import Place
+from zero_agent.loop.suspects import LeaseVerdict
+from zero_agent.workers.environment import WorkerPlace
 from zero_orchestrator.membership import moves, rounds
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -118,11 +118,11 @@ def _supervised() -> Mapping[str, Any]:
     return {"zero_agent.loop.supervise:_BY_STATE": table}
 
 
-def _places(job: Any, node: Any) -> list[Place]:
+def _places(job: Any, node: Any) -> list[WorkerPlace]:
     return [replace(place, rank=place.local_rank) for place in _PLACES(job, node)]
 
 
-def _real_places() -> Callable[[Any, Any], list[Place]]:
+def _real_places() -> Callable[[Any, Any], list[WorkerPlace]]:
     from zero_agent.workers import environment
 
     return environment.places
@@ -231,7 +231,7 @@ BUGS: Sequence[Bug] = (
     ),
     Bug(
         "a refused connection is taken for a death",
-        {"zero_agent.loop.suspects:Suspicion.judge": lambda *_: Verdict.DEAD},
+        {"zero_agent.loop.suspects:Suspicion.judge": lambda *_: LeaseVerdict.DEAD},
         ("suspect",),
         "budget",
     ),

@@ -16,7 +16,7 @@ from zero_agent.etcd import etcd_choice, etcd_clock
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_agent.etcd.rdzv_conf import RdzvConf
-from zero_agent.node.health_checks import Finding, HealthCheckFailed, Surroundings, examine
+from zero_agent.node.health_checks import HealthCheckFailed, HealthProblem, Surroundings, examine
 from zero_agent.node.network import address_towards
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.errors import SpecError, StoreError
@@ -69,7 +69,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
     return AgentExit.OK if all(finding.passed for finding in findings) else AgentExit.UNHEALTHY
 
 
-def show(findings: Sequence[Finding]) -> None:
+def show(findings: Sequence[HealthProblem]) -> None:
     """Print the findings as a table."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("check", "", "found"):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_agent.etcd.etcd_process import Found, probe
+from zero_agent.etcd.etcd_process import FoundEtcd, probe
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError, StoreError, StoreRefused, StoreUnavailable
 from zero_orchestrator.store import retry
@@ -204,7 +204,7 @@ def check_is_served(endpoint: str, tls: TlsFiles | None) -> None:
     Raises:
         StoreUnavailable: No etcd answers there.
     """
-    if probe(endpoint, tls) is not Found.ETCD:
+    if probe(endpoint, tls) is not FoundEtcd.ETCD:
         raise StoreUnavailable(
             f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}: no zero-agent serves the job's etcd "
             "there; start one on that host with the same flags and the same ZERO_JOIN_TOKEN. "

@@ -23,7 +23,7 @@ from enum import StrEnum
 
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
-from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
+from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
 from zero_agent.etcd.joining import OPEN, Joining
 from zero_agent.etcd.own_etcd import Endpoint
 from zero_agent.etcd.port_proxy import WAITING, PortProxy
@@ -159,7 +159,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortPro
     """
     if world.rank > 0:
         deadline = time.monotonic() + world.join_timeout_s
-        while probe(world.endpoint, access.tls) is not Found.ETCD:
+        while probe(world.endpoint, access.tls) is not FoundEtcd.ETCD:
             if time.monotonic() > deadline:
                 raise AgentFailed(
                     AgentExit.NO_NODES,

@@ -172,7 +172,7 @@ def tls_options(files: TlsFiles) -> list[str]:
     ]
 
 
-class Found(StrEnum):
+class FoundEtcd(StrEnum):
     """What listens at a port."""
 
     NOTHING = "nothing"
@@ -183,17 +183,17 @@ class Found(StrEnum):
     """A process listens that does not answer, which etcd does too while it starts or is killed."""
 
 
-def probe(endpoint: str, tls: TlsFiles | None = None) -> Found:
+def probe(endpoint: str, tls: TlsFiles | None = None) -> FoundEtcd:
     """Find out what listens at HOST:PORT, within two seconds."""
     try:
         answer = _get(endpoint, "/version", tls)
     except ConnectionRefusedError:
-        return Found.NOTHING
+        return FoundEtcd.NOTHING
     except (OSError, http.client.IncompleteRead):
-        return Found.SILENT
+        return FoundEtcd.SILENT
     except http.client.HTTPException:
-        return Found.OTHER
-    return Found.ETCD if "etcdserver" in answer else Found.OTHER
+        return FoundEtcd.OTHER
+    return FoundEtcd.ETCD if "etcdserver" in answer else FoundEtcd.OTHER
 
 
 def is_healthy(endpoint: str, tls: TlsFiles | None = None) -> bool:

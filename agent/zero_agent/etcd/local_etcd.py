@@ -27,7 +27,7 @@ from zero_agent.etcd.etcd_process import (
     LOOPBACK,
     START_TIMEOUT_S,
     EtcdProcess,
-    Found,
+    FoundEtcd,
     Member,
     find_etcd,
     free_port,
@@ -200,22 +200,22 @@ def shared_server(
         StoreUnavailable: The server does not start; with the end of its log.
     """
     directory = SharedDirectory.of_port(int(endpoint.rpartition(":")[2]))
-    if not directory.path.exists() and probe(endpoint) is Found.ETCD:
+    if not directory.path.exists() and probe(endpoint) is FoundEtcd.ETCD:
         return endpoint  # an etcd of the machine, which agents neither start nor end
     deadline = time.monotonic() + timeout_s
     with directory.deciding(timeout_s):
         directory.used.touch()
         silent_until = time.monotonic() + SILENT_S
-        while (found := probe(endpoint)) is not Found.ETCD:
+        while (found := probe(endpoint)) is not FoundEtcd.ETCD:
             now = time.monotonic()
-            if found is Found.OTHER or (found is Found.SILENT and now > silent_until):
+            if found is FoundEtcd.OTHER or (found is FoundEtcd.SILENT and now > silent_until):
                 raise SpecError(
                     f"a program listens on {endpoint} that does not answer as etcd does; stop it, "
                     "or name an etcd with --rdzv-endpoint HOST:PORT"
                 )
             if now > deadline:
                 raise StoreUnavailable(_complaint(endpoint, directory, "it does not answer"))
-            if found is Found.NOTHING:
+            if found is FoundEtcd.NOTHING:
                 _start_unless_kept(endpoint, directory, idle_timeout_s, deadline - now)
                 silent_until = time.monotonic() + SILENT_S
             time.sleep(_POLL_S)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_agent.etcd.etcd_process import LOOPBACK, Found, probe
+from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
 from zero_agent.etcd.joining import OPEN, Joining
 from zero_agent.etcd.local_etcd import SharedDirectory, private_server, state_directory
 from zero_agent.node.network import is_local
@@ -96,10 +96,10 @@ def own_server(
     directory = SharedDirectory(state_directory() / name)
     with directory.keeping() as alone:
         found = probe(endpoint.text, joining.tls)
-        if not alone or found is Found.ETCD:
+        if not alone or found is FoundEtcd.ETCD:
             yield None
             return
-        if found is not Found.NOTHING:
+        if found is not FoundEtcd.NOTHING:
             raise SpecError(
                 f"--rdzv-endpoint={endpoint.text}: a program listens there that does not answer "
                 "as etcd does; stop it, or choose another port, the same on all nodes"

@@ -24,7 +24,7 @@ from zero_agent.etcd.local_etcd import private_server
 from zero_agent.launch import arguments
 from zero_agent.launch.environment import exported
 from zero_agent.launch.hosts import Hosts, read_hostfile, select
-from zero_agent.launch.plan import Plan
+from zero_agent.launch.plan import LaunchPlan
 from zero_agent.launch.runners import RUNNERS, Remote
 from zero_agent.launch.session import Session
 from zero_agent.node.network import is_local
@@ -137,11 +137,11 @@ def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
 # ---- agents on several hosts ----
 
 
-def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> Plan:
+def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> LaunchPlan:
     command = (args.script, *args.arguments)
     name = command_name(args.script, command, is_module=args.module)
     job = args.rdzv_id or f"{name}.{secrets.token_hex(2)}"
-    return Plan(
+    return LaunchPlan(
         hosts=hosts,
         job=check_job_name(job),
         endpoint=endpoint,
@@ -219,7 +219,7 @@ def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:
     return next(filter(None, found), None)
 
 
-def _stop(plan: Plan) -> None:
+def _stop(plan: LaunchPlan) -> None:
     """Request the end of the job, as `zero-ctl stop` does."""
     with contextlib.suppress(SystemExit):  # `zero-ctl stop` has logged its failure
         why = "--reason=the launcher was asked to end"

@@ -19,7 +19,7 @@ GATHER_S = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """One job on several hosts."""
 
     hosts: Hosts

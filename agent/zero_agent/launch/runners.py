@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_agent.launch.plan import Plan
+from zero_agent.launch.plan import LaunchPlan
 from zero_contract.exit_codes import LOST
 
 CONNECT_TIMEOUT_S = 10
@@ -61,10 +61,10 @@ class Remote:
     """The user's PDSH_SSH_ARGS_APPEND: further flags for the ssh that pdsh runs."""
 
 
-Runner = Callable[[Plan, Remote], Sequence[Command]]
+Runner = Callable[[LaunchPlan, Remote], Sequence[Command]]
 
 
-def _ssh(plan: Plan, remote: Remote) -> list[Command]:
+def _ssh(plan: LaunchPlan, remote: Remote) -> list[Command]:
     options = ("-tt", *_ssh_options(), *(("-p", str(remote.port)) if remote.port else ()))
     reach = ("ssh", *options, *remote.arguments, "--")
     return [
@@ -88,7 +88,7 @@ def _ssh_options() -> tuple[str, ...]:
     return tuple(f"-o{name}={value}" for name, value in options.items())
 
 
-def _pdsh(plan: Plan, remote: Remote) -> list[Command]:
+def _pdsh(plan: LaunchPlan, remote: Remote) -> list[Command]:
     port = f"-p {remote.port}" if remote.port else ""
     ssh = " ".join(filter(None, (*_ssh_options(), port, remote.pdsh_ssh_arguments)))
     argv = ("pdsh", "-S", "-f", "1024", *remote.arguments, "-w", ",".join(plan.hosts))
@@ -103,7 +103,7 @@ def _pdsh(plan: Plan, remote: Remote) -> list[Command]:
     return [Command(where=_all(plan), argv=(*argv, line), env=env, files={file: plan.exports()})]
 
 
-def _slurm(plan: Plan, remote: Remote) -> list[Command]:
+def _slurm(plan: LaunchPlan, remote: Remote) -> list[Command]:
     count = len(plan.hosts)
     argv = (
         *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
@@ -116,7 +116,7 @@ def _slurm(plan: Plan, remote: Remote) -> list[Command]:
     return [Command(where=_all(plan), argv=argv, env=plan.environment())]
 
 
-def _all(plan: Plan) -> str:
+def _all(plan: LaunchPlan) -> str:
     return ",".join(plan.hosts)
 
 

@@ -29,7 +29,7 @@ COARSE_S = 1.0
 """Etcd reports the time left of a lease in whole seconds, rounded down."""
 
 
-class Verdict(StrEnum):
+class LeaseVerdict(StrEnum):
     """What the readings of a lease show about a suspicion."""
 
     UNKNOWN = "unknown"
@@ -47,17 +47,21 @@ class Suspicion:
         self._refreshed_by_s = float("inf")
         """The last refresh was not after this time."""
 
-    def judge(self, left_s: float, asked_s: float, answered_s: float) -> Verdict:
+    def judge(self, left_s: float, asked_s: float, answered_s: float) -> LeaseVerdict:
         """Judge with one more reading; `left_s` is rounded down to whole seconds."""
         age_s = self._ttl_s - left_s  # an upper bound; at least COARSE_S less
         if asked_s - age_s > self._since_s:
-            return Verdict.ALIVE
+            return LeaseVerdict.ALIVE
         by_s = answered_s - (age_s - COARSE_S)
         may_be_new = age_s - COARSE_S < answered_s - self._asked_s  # refreshed between two readings
         self._refreshed_by_s = by_s if may_be_new else min(self._refreshed_by_s, by_s)
         self._asked_s = asked_s
         silent = answered_s - self._refreshed_by_s >= self._ttl_s / 2
-        return Verdict.DEAD if silent and self._refreshed_by_s <= self._since_s else Verdict.UNKNOWN
+        return (
+            LeaseVerdict.DEAD
+            if silent and self._refreshed_by_s <= self._since_s
+            else LeaseVerdict.UNKNOWN
+        )
 
 
 @dataclass(kw_only=True)
@@ -94,12 +98,12 @@ class Suspects:
                 found = (
                     suspect.suspicion.judge(left_s, asked_s, self._clock.now())
                     if left_s is not None
-                    else Verdict.ALIVE  # the node has left, or has come back
+                    else LeaseVerdict.ALIVE  # the node has left, or has come back
                 )
-                if found is Verdict.UNKNOWN:
+                if found is LeaseVerdict.UNKNOWN:
                     continue
                 self._suspects.remove(suspect)
-                if found is Verdict.DEAD:
+                if found is LeaseVerdict.DEAD:
                     why = "its port refuses, and its lease is not kept alive"
                     self._evict(rdzv, suspect.node, why)
                 elif left_s is not None:

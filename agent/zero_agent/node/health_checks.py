@@ -294,7 +294,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class HealthProblem:
     """The result of one check."""
 
     check: str
@@ -306,13 +306,13 @@ class Finding:
         return f"{self.check}: {self.found}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-def examine(node: Surroundings) -> tuple[Finding, ...]:
+def examine(node: Surroundings) -> tuple[HealthProblem, ...]:
     """Run every check that applies, in parallel; returns within the longest of their deadlines."""
     runs = [_Run(name, check, node) for name, check in CHECKS.items() if check.applies(node)]
     return tuple(run.finding() for run in runs)
 
 
-def complaint(findings: Sequence[Finding]) -> str:
+def complaint(findings: Sequence[HealthProblem]) -> str:
     """Why a node is unhealthy, in one line; empty if the node is healthy."""
     return "; ".join(str(finding) for finding in findings if not finding.passed)
 
@@ -324,13 +324,13 @@ class _Run:
         self._name = name
         self._limit_s = check.limit_s(node)
         self._deadline_s = time.monotonic() + self._limit_s
-        self._result: Finding | None = None
+        self._result: HealthProblem | None = None
         self._thread = threading.Thread(
             target=self._look, args=(check, node), name=f"check {name}", daemon=True
         )
         self._thread.start()
 
-    def finding(self) -> Finding:
+    def finding(self) -> HealthProblem:
         """Wait for the check until its deadline; its finding, or the finding that it hangs."""
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         hangs = f"no answer within {self._limit_s:g} s"
@@ -344,8 +344,8 @@ class _Run:
         except Exception as error:
             self._result = self._finding(False, str(error))
 
-    def _finding(self, passed: bool, found: str, remedy: str = "") -> Finding:
-        return Finding(check=self._name, passed=passed, found=found, remedy=remedy)
+    def _finding(self, passed: bool, found: str, remedy: str = "") -> HealthProblem:
+        return HealthProblem(check=self._name, passed=passed, found=found, remedy=remedy)
 
 
 # ---- what an agent does about the findings ----

@@ -38,25 +38,25 @@ ENV_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WorkerPlace:
     """The rank of one worker in a round."""
 
     rank: int
     local_rank: int
 
 
-def places(job: Snapshot, node: Node) -> list[Place]:
+def places(job: Snapshot, node: Node) -> list[WorkerPlace]:
     """The places of a member's workers, in local order."""
     index = job.members.index(node)
     assert index is not None, f"{node.id} is no member of round {job.n}"
     first = job.members.first_rank(index)
-    return [Place(rank=first + local, local_rank=local) for local in range(node.slots)]
+    return [WorkerPlace(rank=first + local, local_rank=local) for local in range(node.slots)]
 
 
 def worker_env(
     job: Snapshot,
     node: Node,
-    place: Place,
+    place: WorkerPlace,
     *,
     name: str,
     socket_path: str,
@@ -149,7 +149,7 @@ def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class StartOrder:
     """The order to start one worker."""
 
     rank: int
@@ -190,7 +190,7 @@ class Orders:
         self._environ = environ
         self._socket_path = socket_path
 
-    def of(self, job: Snapshot, node: Node, secret: Secret) -> list[Order]:
+    def of(self, job: Snapshot, node: Node, secret: Secret) -> list[StartOrder]:
         """The orders of a round's workers on this node, by local rank, given the job's secret.
 
         Raises:
@@ -221,7 +221,7 @@ class Orders:
         """A file beside the socket: that is a local disk, wherever the logs are."""
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
-    def _order(self, job: Snapshot, node: Node, place: Place, secret: Secret) -> Order:
+    def _order(self, job: Snapshot, node: Node, place: WorkerPlace, secret: Secret) -> StartOrder:
         directory = self.directory(job)
         own = directory / str(place.local_rank)
         try:
@@ -262,7 +262,7 @@ class Orders:
             )
             for std in (Std.OUT, Std.ERR)
         )
-        return Order(
+        return StartOrder(
             rank=place.rank,
             local_rank=place.local_rank,
             env=env,

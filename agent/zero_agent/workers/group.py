@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zero_agent.node.state import Workers
-from zero_agent.workers.environment import Order
+from zero_agent.workers.environment import StartOrder
 from zero_agent.workers.exits import WATCHDOG_LINES, Exit, device_error, read_stacks
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.hub import Hub
@@ -49,7 +49,7 @@ class WorkerGroup:
         self._forkserver = forkserver
         self._hub = hub
         self._recent = recent
-        self._running: dict[int, Order] = {}
+        self._running: dict[int, StartOrder] = {}
         self._pids: dict[int, int] = {}
         self._stopping = False
         self._killed = Stopwatch(clock or SystemClock())
@@ -59,7 +59,7 @@ class WorkerGroup:
         self._stacks: dict[int, Path] = {}
         self._oom = OomKills()
 
-    def start(self, program: Program, orders: Sequence[Order]) -> None:
+    def start(self, program: Program, orders: Sequence[StartOrder]) -> None:
         """Start all workers."""
         for order in orders:
             out = Tap.along(self._hub, STDOUT, order.out, self._recent)
@@ -115,7 +115,7 @@ class WorkerGroup:
         worker = next(of_rank)
         return self._placed(end, worker, self._running[worker])
 
-    def _placed(self, end: Exit, worker: int, order: Order) -> Exit:
+    def _placed(self, end: Exit, worker: int, order: StartOrder) -> Exit:
         """Add the worker's local rank, pid and error file to its exit."""
         file, pid = Path(order.env[ENV_ERROR_FILE]), self._pids.get(worker)
         left = str(file) if file.exists() else ""

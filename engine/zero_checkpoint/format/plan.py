@@ -27,7 +27,7 @@ READ_BYTES = 4 << 20
 """Bytes of one read: a disk needs no longer reads to be at its fastest."""
 
 
-class Part(NamedTuple):
+class PlannedPart(NamedTuple):
     """Bytes [at, at + length) of the `want`-th target are at `offset` in the file.
 
     A part may extend beyond the end of its target, into the targets that follow it in memory.
@@ -45,7 +45,7 @@ class Read:
 
     file: int
     blocks: range
-    parts: tuple[Part, ...]
+    parts: tuple[PlannedPart, ...]
 
 
 def plan(
@@ -63,14 +63,14 @@ def plan(
     Wants are in bounds, and empty ones are skipped. Fragments are sorted by (tensor, start), and
     cover each of `n_tensors` once. A read takes at most `most_bytes`, but at least one block.
     """
-    files: dict[int, list[Part]] = defaultdict(list)
+    files: dict[int, list[PlannedPart]] = defaultdict(list)
     for file, *part in _intersect(wants, fragments, n_tensors).T.tolist():
-        files[file].append(Part(*part))
+        files[file].append(PlannedPart(*part))
     most_blocks = max(most_bytes // block_bytes, 1)
     reads: list[Read] = []
     for file, parts in files.items():
         # The parts of a file in as few groups without overlap as possible.
-        layers: list[list[Part]] = []
+        layers: list[list[PlannedPart]] = []
         for each in sorted(parts, key=lambda p: p.offset):
             for layer in layers:
                 if layer[-1].offset + layer[-1].length <= each.offset:
@@ -90,8 +90,8 @@ def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     interval, and the fragments that it intersects are consecutive.
 
     Returns:
-        [file and fields of `Part`, parts], by file and offset; parts that are adjacent both in a
-        file and in memory are one.
+        [file and fields of `PlannedPart`, parts], by file and offset; parts that are adjacent both
+        in a file and in memory are one.
     """
     tensor, start, count, itemsize, _, _ = wants
     end = np.cumsum(fragments.length)
@@ -122,10 +122,12 @@ def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     return joined
 
 
-def cut(file: int, parts: Sequence[Part], block_bytes: int, most_blocks: int) -> Iterator[Read]:
+def cut(
+    file: int, parts: Sequence[PlannedPart], block_bytes: int, most_blocks: int
+) -> Iterator[Read]:
     """Parts of one file, ascending and without overlap, as reads of consecutive blocks."""
     first = stop = 0
-    held: list[Part] = []
+    held: list[PlannedPart] = []
     for offset, length, want, at in parts:
         end = offset + length
         begin = offset
@@ -137,7 +139,7 @@ def cut(file: int, parts: Sequence[Part], block_bytes: int, most_blocks: int) ->
             if not held:
                 first = block
             until = min(end, (first + most_blocks) * block_bytes)
-            held.append(Part(begin, until - begin, want, at + begin - offset))
+            held.append(PlannedPart(begin, until - begin, want, at + begin - offset))
             stop = (until - 1) // block_bytes + 1
             begin = until
     if held:

@@ -34,7 +34,7 @@ from zero_checkpoint.format.dtypes import byte_view, host_bytes
 from zero_checkpoint.format.manifest import FileRecord, Manifest
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import PARAM, Piece, State
-from zero_checkpoint.format.plan import READ_BYTES, Part, Read, cut, plan
+from zero_checkpoint.format.plan import READ_BYTES, PlannedPart, Read, cut, plan
 from zero_checkpoint.format.table import describe, extents, table_of, uncollected
 from zero_comm.worker.agent_link import preparing
 
@@ -211,7 +211,7 @@ class _Reader:
                 target.copy_(self._scratch[at : at + part.length])
         return length
 
-    def _target(self, part: Part) -> Tensor:
+    def _target(self, part: PlannedPart) -> Tensor:
         """The memory of a part in its target: uint8 [its length]."""
         data = byte_view(self._pieces[part.want].data)
         return data.as_strided((part.length,), (1,), data.storage_offset() + part.at)

@@ -62,7 +62,7 @@ Meet = Callable[[str], None]
 """A barrier with a name: returns when all ranks have called it; raises PeerLost if one does not."""
 
 
-class Outcome(StrEnum):
+class LoadOutcome(StrEnum):
     """The result of a load on a rank, or on all. Mildest first: the verdict is the worst vote."""
 
     GOOD = "good"
@@ -74,11 +74,11 @@ class Outcome(StrEnum):
     """A rank could not read, or did not answer; checkpoint and model are not at fault."""
 
 
-_SEVERITY = list(Outcome)
-_ERRORS: dict[Outcome, type[CheckpointError]] = {
-    Outcome.DAMAGED: DamagedCheckpoint,
-    Outcome.MISMATCHED: ModelMismatch,
-    Outcome.FAILED: CheckpointError,
+_SEVERITY = list(LoadOutcome)
+_ERRORS: dict[LoadOutcome, type[CheckpointError]] = {
+    LoadOutcome.DAMAGED: DamagedCheckpoint,
+    LoadOutcome.MISMATCHED: ModelMismatch,
+    LoadOutcome.FAILED: CheckpointError,
 }
 
 
@@ -140,17 +140,17 @@ def load(
         attempt = _try(offered, read, wanted, exchange, consensus.rank)
         meet(f"all ranks have read {offered.path.name}")
         verdict = consensus.ask(attempt.vote, partial(search.judge, offered))
-        if verdict["outcome"] == Outcome.GOOD:
+        if verdict["outcome"] == LoadOutcome.GOOD:
             assert attempt.loaded is not None
             return attempt.loaded
-        if verdict["outcome"] != Outcome.DAMAGED:
+        if verdict["outcome"] != LoadOutcome.DAMAGED:
             _raise(verdict, attempt.error)
 
 
 def _raise(verdict: Record, cause: Exception | None = None) -> None:
     """Raise the error of a verdict or an offer, if there is one."""
     if "outcome" in verdict:
-        raise _ERRORS[Outcome(verdict["outcome"])](verdict["reason"]) from cause
+        raise _ERRORS[LoadOutcome(verdict["outcome"])](verdict["reason"]) from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,18 +232,18 @@ def _try(
                 log_progress=rank == COORDINATOR,
             )
         loaded = Loaded(path, manifest, count, isinstance(offered, MemoryCheckpoint))
-        return _Attempt({"outcome": Outcome.GOOD}, loaded)
+        return _Attempt({"outcome": LoadOutcome.GOOD}, loaded)
     except PeerLost:
         raise
     except ModelMismatch as error:
-        return _Attempt({"outcome": Outcome.MISMATCHED, "reason": str(error)}, error=error)
+        return _Attempt({"outcome": LoadOutcome.MISMATCHED, "reason": str(error)}, error=error)
     except (DamagedCheckpoint, ManifestError) as error:
         where = getattr(error, "where", None)
-        vote = {"outcome": Outcome.DAMAGED, "reason": str(error), "where": where}
+        vote = {"outcome": LoadOutcome.DAMAGED, "reason": str(error), "where": where}
         return _Attempt(vote, error=error)
     except Exception as error:
         reason = f"rank {rank} could not load {path}: {error or type(error).__name__}"
-        return _Attempt({"outcome": Outcome.FAILED, "reason": reason}, error=error)
+        return _Attempt({"outcome": LoadOutcome.FAILED, "reason": reason}, error=error)
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ class _Search:
             found = self._next_candidate()
         except Exception as error:
             reason = f"rank {COORDINATOR} could not search {self.root}: {error}"
-            return {"outcome": Outcome.FAILED, "reason": reason}
+            return {"outcome": LoadOutcome.FAILED, "reason": reason}
         if found is None:
             return self._conclusion()
         where, manifest = found
@@ -315,7 +315,7 @@ class _Search:
         unusable = self.damaged + [entry.reason for entry in self.rejected]
         if self.damaged or (unusable and self.tag is None):
             return {
-                "outcome": Outcome.DAMAGED,
+                "outcome": LoadOutcome.DAMAGED,
                 "reason": f"no usable checkpoint under {self.root}: {'; '.join(unusable)}. "
                 "Restore one of them, or use an empty directory to start from scratch",
             }
@@ -337,12 +337,12 @@ class _Search:
             f"no checkpoint tagged {self.tag!r} under {self.root}; tags there are: {known}{also}"
             f"{foreign}"
         )
-        return {"outcome": Outcome.FAILED, "reason": reason}
+        return {"outcome": LoadOutcome.FAILED, "reason": reason}
 
     def judge(self, offered: _Offered, votes: list[Record | None]) -> Record:
         """The verdict of all ranks: the worst vote."""
         verdict = worst(offered.path, votes)
-        if verdict["outcome"] == Outcome.DAMAGED:
+        if verdict["outcome"] == LoadOutcome.DAMAGED:
             _log.warning("falling back to the checkpoint before: %s", verdict["reason"])
             if isinstance(offered, _OnDisk):
                 self.damaged.append(verdict["reason"])
@@ -352,7 +352,7 @@ class _Search:
                         path=offered.path, reason=verdict["reason"], file=file, block=block
                     )
                     suspect(found)
-        elif verdict["outcome"] == Outcome.GOOD:
+        elif verdict["outcome"] == LoadOutcome.GOOD:
             assert self.manifest is not None
             ownership.loaded(self.root, self._present, self.manifest.runs)
         return verdict
@@ -376,11 +376,11 @@ def worst(path: Place, votes: list[Record | None]) -> Record:
     for rank, vote in enumerate(votes):
         if vote is None:
             reason = f"rank {rank} did not report on {path} in time: it has died or stalls"
-            return {"outcome": Outcome.FAILED, "reason": reason}
+            return {"outcome": LoadOutcome.FAILED, "reason": reason}
     answers = [vote for vote in votes if vote is not None]
-    verdict = max(answers, key=lambda vote: _SEVERITY.index(Outcome(vote["outcome"])))
+    verdict = max(answers, key=lambda vote: _SEVERITY.index(LoadOutcome(vote["outcome"])))
     alike = all(vote["outcome"] == verdict["outcome"] for vote in answers)
-    if verdict["outcome"] == Outcome.MISMATCHED and not alike:
+    if verdict["outcome"] == LoadOutcome.MISMATCHED and not alike:
         reason = f"the ranks have built different models, build one: {verdict['reason']}"
-        return {"outcome": Outcome.FAILED, "reason": reason}
+        return {"outcome": LoadOutcome.FAILED, "reason": reason}
     return verdict

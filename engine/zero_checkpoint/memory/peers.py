@@ -19,7 +19,7 @@ from zero_checkpoint.files.writer import Image
 from zero_checkpoint.format.manifest import FileRecord
 from zero_contract import handshake, peer_memory
 from zero_contract.handshake import WireError
-from zero_contract.peer_memory import Get, Put, Session
+from zero_contract.peer_memory import Get, PeerSession, Put
 from zero_contract.signing import Key
 
 PUSH_LIMIT_S = 30.0
@@ -85,7 +85,7 @@ class ReplicaPeers:
         return ""
 
 
-def _expect_consent(session: Session) -> None:
+def _expect_consent(session: PeerSession) -> None:
     reply = session.receive_reply()
     if not reply.ok:
         raise ConnectionError(reply.reason)
@@ -125,7 +125,7 @@ def open_remote(address: str, key: Key, path: str) -> Iterator[RemoteFile]:
 class RemoteFile:
     """Ranges of a file over one connection; expected ranges are requested ahead."""
 
-    def __init__(self, session: Session, path: str) -> None:
+    def __init__(self, session: PeerSession, path: str) -> None:
         self._session = session
         self._path = path
         self._later: Iterator[Span] = iter(())

@@ -21,7 +21,7 @@ from zero_checkpoint.tools import locate, output, upkeep
 from zero_checkpoint.tools.compare import Relation, compare
 from zero_checkpoint.tools.conversion import convert
 from zero_checkpoint.tools.describe import describe
-from zero_checkpoint.tools.listing import Status, list_roots
+from zero_checkpoint.tools.listing import ListedStatus, list_roots
 from zero_checkpoint.tools.parser import make_parser
 from zero_checkpoint.tools.records import Compared, Deed, Failed, Tidied, Verified
 from zero_checkpoint.tools.verify import Damage, of_manifest, total_bytes, verify
@@ -97,7 +97,9 @@ def _ls(options: argparse.Namespace) -> int:
     check = _checker(options) if options.verify else None
     rows = list_roots(place(options.dir), roots, now_s=time.time(), check=check)
     (output.print_json if options.json else output.show_rows)(rows)
-    return CkptExit.FOUND if any(row.status is Status.DAMAGED for row in rows) else CkptExit.OK
+    return (
+        CkptExit.FOUND if any(row.status is ListedStatus.DAMAGED for row in rows) else CkptExit.OK
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -184,7 +186,7 @@ def _repair(options: argparse.Namespace) -> int:
     return _carry_out(options, plan)
 
 
-def _carry_out(options: argparse.Namespace, plan: upkeep.Plan) -> int:
+def _carry_out(options: argparse.Namespace, plan: upkeep.UpkeepPlan) -> int:
     announced = plan.actions if options.json else output.show_plan(plan, dry_run=options.dry_run)
     for action in announced:  # a failure leaves the actions before it done, and announced
         if not options.dry_run:

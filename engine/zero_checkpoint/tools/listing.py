@@ -17,7 +17,7 @@ from zero_checkpoint.saving.retention import going, last_change_s
 from zero_checkpoint.tools.verify import Damage, present_bytes, total_bytes
 
 
-class Status(StrEnum):
+class ListedStatus(StrEnum):
     """How far a checkpoint can be trusted."""
 
     COMMITTED = "committed"
@@ -31,11 +31,11 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ListedCheckpoint:
     """One directory. The fields of its manifest are None if the manifest cannot be read."""
 
     name: str
-    status: Status
+    status: ListedStatus
     reason: str
     """The damage in a sentence; empty if there is none."""
     age_s: float
@@ -48,11 +48,11 @@ class Row:
 
 
 _STATUS = {
-    Why.UNCOMMITTED: Status.UNCOMMITTED,
-    Why.REMOVED: Status.UNCOMMITTED,
-    Why.DAMAGED: Status.DAMAGED,
-    Why.NEWER: Status.NEWER,
-    Why.QUARANTINED: Status.QUARANTINED,
+    Why.UNCOMMITTED: ListedStatus.UNCOMMITTED,
+    Why.REMOVED: ListedStatus.UNCOMMITTED,
+    Why.DAMAGED: ListedStatus.DAMAGED,
+    Why.NEWER: ListedStatus.NEWER,
+    Why.QUARANTINED: ListedStatus.QUARANTINED,
 }
 
 Check = Callable[[Candidate], list[Damage]]
@@ -60,7 +60,7 @@ Check = Callable[[Candidate], list[Damage]]
 
 def list_roots(
     top: Place, roots: Sequence[Place], *, now_s: float, check: Check | None = None
-) -> list[Row]:
+) -> list[ListedCheckpoint]:
     """The rows of `list_root` of several roots; names begin with the root's, if it is not `top`."""
     rows = []
     for root in roots:
@@ -70,7 +70,7 @@ def list_roots(
     return rows
 
 
-def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[Row]:
+def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[ListedCheckpoint]:
     """All checkpoints of a root, newest first; other directories are left out.
 
     `check` reads every block, to tell verified from committed; None trusts the sizes.
@@ -87,11 +87,13 @@ def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[
                     reason = entry.reason.removeprefix(f"{entry.path}: ")
                     age_s = now_s - last_change_s(entry.path)
                     status = _STATUS[entry.why]
-                    rows.append(Row(name=name, status=status, reason=reason, age_s=age_s))
+                    rows.append(
+                        ListedCheckpoint(name=name, status=status, reason=reason, age_s=age_s)
+                    )
                 continue
             status, reason = _judge(entry, check)
             rows.append(
-                Row(
+                ListedCheckpoint(
                     name=name,
                     status=status,
                     reason=reason,
@@ -106,18 +108,18 @@ def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[
     return rows
 
 
-def _judge(entry: Candidate, check: Check | None) -> tuple[Status, str]:
+def _judge(entry: Candidate, check: Check | None) -> tuple[ListedStatus, str]:
     present = present_bytes(entry)
     for file in entry.manifest.files:
         size = present.get(file.name, 0)
         if size != file.size_bytes:
-            return Status.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
+            return ListedStatus.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
     if check is None:
-        return Status.COMMITTED, ""
+        return ListedStatus.COMMITTED, ""
     damages = check(entry)
     if damages:
-        return Status.DAMAGED, f"{len(damages)} damaged ranges; see zero-ckpt verify"
-    return Status.VERIFIED, ""
+        return ListedStatus.DAMAGED, f"{len(damages)} damaged ranges; see zero-ckpt verify"
+    return ListedStatus.VERIFIED, ""
 
 
 def engine_meta(checkpoint: Candidate) -> dict[str, Any]:

@@ -34,16 +34,16 @@ from zero_checkpoint.format.pieces import BUFFER, PARAM
 from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.compare import Difference, Relation
 from zero_checkpoint.tools.describe import Description, TensorRow
-from zero_checkpoint.tools.listing import Row, Status
-from zero_checkpoint.tools.upkeep import Action, Plan
+from zero_checkpoint.tools.listing import ListedCheckpoint, ListedStatus
+from zero_checkpoint.tools.upkeep import UpkeepAction, UpkeepPlan
 from zero_checkpoint.tools.verify import Damage, total_bytes
 from zero_checkpoint.tools.verify import Progress as Advance
 from zero_contract.decoding import encode
 
 _COLORS = {
-    Status.COMMITTED: "",
-    Status.VERIFIED: "green",
-    Status.UNCOMMITTED: "yellow",
+    ListedStatus.COMMITTED: "",
+    ListedStatus.VERIFIED: "green",
+    ListedStatus.UNCOMMITTED: "yellow",
     Relation.DIFFERENT: "yellow",
     Relation.EQUAL: "green",
 }
@@ -111,7 +111,7 @@ def lasting(text: str, *, quiet: bool) -> Iterator[None]:
         yield
 
 
-def show_rows(rows: Sequence[Row]) -> None:
+def show_rows(rows: Sequence[ListedCheckpoint]) -> None:
     """`ls`."""
     table = _table("step", "tag", "size", "age", "world", "stage", "status", "directory")
     for row in rows:
@@ -271,7 +271,7 @@ def counts(differences: Sequence[Difference]) -> dict[Relation, int]:
     return {r: sum(item.relation is r for item in differences) for r in Relation}
 
 
-def show_plan(plan: Plan, *, dry_run: bool) -> Iterator[Action]:
+def show_plan(plan: UpkeepPlan, *, dry_run: bool) -> Iterator[UpkeepAction]:
     """`prune` and `repair`: prints each action, then yields it."""
     out = console()
     for note in plan.notes:
@@ -300,7 +300,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _colored(word: Status | Relation) -> str:
+def _colored(word: ListedStatus | Relation) -> str:
     color = _COLORS.get(word, "red")
     return f"[{color}]{word}[/{color}]" if color else str(word)
 

@@ -1,4 +1,4 @@
-"""The records of `zero-ckpt --json`, beside `listing.Row` and `describe.Description`."""
+"""The records of `zero-ckpt --json`, beside those of `listing` and `describe`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from zero_checkpoint.tools.verify import present_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Action:
+class UpkeepAction:
     """One thing to do, or done."""
 
     what: str
@@ -32,10 +32,10 @@ class Action:
 
 
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class UpkeepPlan:
     """The actions, in order, and notes on what is left alone and why."""
 
-    actions: list[Action] = field(default_factory=list)
+    actions: list[UpkeepAction] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -46,7 +46,7 @@ def plan_prune(
     keep_every: int | None,
     keep_best: Best | None = None,
     check: Check,
-) -> Plan:
+) -> UpkeepPlan:
     """Which checkpoints to delete, as `retention.expired` says.
 
     `check` finds the damage of a checkpoint; called newest first, until one is whole.
@@ -60,7 +60,7 @@ def plan_prune(
     candidates = find(root).candidates
     _check_metric(root, keep_best, candidates)
     protected: tuple[Place, ...] = ()
-    plan = Plan()
+    plan = UpkeepPlan()
     if candidates:
         # The newest complete checkpoint stays, whatever the policy says.
         for candidate in candidates:
@@ -92,7 +92,8 @@ def plan_prune(
             for c in keep_best.among(candidates)
         ]
     plan.actions = [
-        Action(what="delete", path=path, reason=reason, act=partial(remove, path)) for path in paths
+        UpkeepAction(what="delete", path=path, reason=reason, act=partial(remove, path))
+        for path in paths
     ]
     return plan
 
@@ -109,7 +110,7 @@ def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate
     )
 
 
-def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
+def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan:
     """Delete what dead saves and dead deletions have left; make `latest` name the newest.
 
     Unfinished saves that changed within `older_than_s` may be alive, and stay.
@@ -119,10 +120,12 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
     """
     found = find(root)
     leftovers, kept = abandoned(found.rejected, now_s=now_s, older_than_s=older_than_s)
-    plan = Plan(notes=kept)
+    plan = UpkeepPlan(notes=kept)
     plan.notes += [r.reason for r in found.rejected if r.why in _FOR_PEOPLE]
     plan.actions = [
-        Action(what="sweep", path=item.path, reason=item.reason, act=partial(sweep, item.path))
+        UpkeepAction(
+            what="sweep", path=item.path, reason=item.reason, act=partial(sweep, item.path)
+        )
         for item in leftovers
     ]
     hint, name = root / LATEST, None
@@ -138,7 +141,7 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> Plan:
     if name is not None and named != name:
         reason = f"{f'names {named}' if named else 'is missing'}; the newest is {name}"
         act = partial(_write_hint, hint, name)
-        plan.actions.append(Action(what="write", path=hint, reason=reason, act=act))
+        plan.actions.append(UpkeepAction(what="write", path=hint, reason=reason, act=act))
     return plan
 
 

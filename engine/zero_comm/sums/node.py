@@ -29,7 +29,7 @@ from zero_comm.sums.ordered_sum import OrderedSum, form_pieces
 from zero_comm.sums.plan import Expression, Formed, MicroStep, Piece
 from zero_comm.sums.quantization import QUANT_BLOCK, pack, packed_size, unpack
 from zero_comm.sums.reduction import Reducing, Turn
-from zero_comm.sums.spill import Kept, Spill
+from zero_comm.sums.spill import KeptSums, Spill
 from zero_comm.topology import Slices
 from zero_comm.waiting import Interrupt
 
@@ -42,7 +42,7 @@ class HeldPieces:
 
     def __init__(self, spill: Spill) -> None:
         self._spill = spill
-        self._held: dict[int, Kept] = {}
+        self._held: dict[int, KeptSums] = {}
 
     def clear(self) -> None:
         """Drop what is held, of a step that has not ended."""

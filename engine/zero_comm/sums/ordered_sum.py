@@ -24,7 +24,7 @@ from zero_comm.sums.buffer_pool import BufferPool
 from zero_comm.sums.fold import run_additions
 from zero_comm.sums.plan import Piece
 from zero_comm.sums.quantization import rounded
-from zero_comm.sums.spill import Kept, Spill
+from zero_comm.sums.spill import KeptSums, Spill
 
 # ---- what is added to what ----
 
@@ -200,8 +200,8 @@ class OrderedSum:
         self.spill = spill or Spill(total.device)
         self.rounds = rounds
         self._progress = Progress()
-        self._kept: dict[Memory, Kept] = {}
-        self._early: dict[int, Kept] = {}
+        self._kept: dict[Memory, KeptSums] = {}
+        self._early: dict[int, KeptSums] = {}
 
     def add_pieces(
         self,

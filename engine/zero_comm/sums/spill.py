@@ -21,7 +21,7 @@ from zero_comm.sums.plan import Piece
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class KeptSums:
     """A piece that is kept."""
 
     piece: Piece
@@ -41,20 +41,20 @@ class Spill:
     def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
         """Keep nothing yet; at most `budget_bytes` on the device between micro-steps, None: all."""
         self.budget_bytes = budget_bytes
-        self._kept: set[Kept] = set()
+        self._kept: set[KeptSums] = set()
         # Pinned for a GPU, which then copies while the host goes on. Without one these are copies
         # of memory in memory, which save nothing and show that the order is kept.
         self._host = BufferPool(torch.device("cpu"), pin=device.type == "cuda")
         self.here_bytes = 0
 
-    def keep(self, piece: Piece, tensor: Tensor) -> Kept:
+    def keep(self, piece: Piece, tensor: Tensor) -> KeptSums:
         """Keep a piece; it stays where it is until the next `balance`."""
-        kept = Kept(piece, tensor)
+        kept = KeptSums(piece, tensor)
         self._kept.add(kept)
         self.here_bytes += tensor.nbytes
         return kept
 
-    def balance(self, kept: Iterable[Kept], pool: BufferPool) -> None:
+    def balance(self, kept: Iterable[KeptSums], pool: BufferPool) -> None:
         """Send away what is beyond the budget: the largest pieces, which are needed last.
 
         `kept` is of one gradient; the pool gets the memory.
@@ -69,7 +69,7 @@ class Spill:
                 self.here_bytes -= here.nbytes
                 pool.give(here)
 
-    def take(self, kept: Kept, pool: BufferPool) -> Tensor:
+    def take(self, kept: KeptSums, pool: BufferPool) -> Tensor:
         """Keep a piece no longer, and use it on the device; a copy lies in memory of the pool."""
         here = kept.tensor
         if kept.is_away:
@@ -78,7 +78,7 @@ class Spill:
         self.drop(kept)
         return here
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: KeptSums) -> None:
         """Keep a piece no longer."""
         self._kept.remove(kept)
         if kept.is_away:

@@ -41,7 +41,7 @@ class CannotGoOn(ZeroError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class RunStart:
     """One start of the script by its agent."""
 
     job: str
@@ -56,7 +56,7 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """The decisions of the first start of a run."""
 
     run: str
@@ -70,7 +70,7 @@ class Record:
     """Checkpoints of other runs in the directory: name -> time of the last write, in ns."""
     finished: bool = False
 
-    def is_begun_by(self, start: Start) -> bool:
+    def is_begun_by(self, start: RunStart) -> bool:
         """Whether this start resumes the run."""
         return self.run == start.run and (start.round > 1 or not self.finished)
 
@@ -85,10 +85,10 @@ class Record:
         partial.replace(directory / RECORD)
 
 
-def record_of(directory: Path, start: Start) -> Record | None:
+def record_of(directory: Path, start: RunStart) -> RunRecord | None:
     """The record of the run that this start resumes; None if it begins one."""
     try:
-        record = decode(Record, (directory / RECORD).read_bytes(), "record of the run")
+        record = decode(RunRecord, (directory / RECORD).read_bytes(), "record of the run")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
@@ -111,7 +111,7 @@ class Batch:
     reason: str
 
 
-def share(record: Record, start: Start) -> Batch:
+def share(record: RunRecord, start: RunStart) -> Batch:
     """Divide the run's samples per step over the ranks of this start.
 
     Raises:
@@ -138,7 +138,7 @@ def share(record: Record, start: Start) -> Batch:
     return Batch(micro_batch=micro_batch, accumulation=accumulation, reason=reason)
 
 
-def check_schedule(record: Record, start: Start, *, steps: int, samples: int) -> None:
+def check_schedule(record: RunRecord, start: RunStart, *, steps: int, samples: int) -> None:
     """Check that the run has the steps of its first start, with their samples.
 
     Raises:
@@ -237,7 +237,7 @@ def _examine(path: Path, step: int) -> Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class BatchChoice:
     """The checkpoint to resume from, and the reason."""
 
     path: str | None
@@ -246,7 +246,7 @@ class Choice:
     """Empty: as the script says."""
 
 
-def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]) -> Choice:
+def choose(asked: str | bool | None, record: RunRecord | None, seen: Sequence[Seen]) -> BatchChoice:
     """Choose the checkpoint to resume from, of those in the output directory, newest first.
 
     Without a record of the run this start begins it.
@@ -260,13 +260,13 @@ def choose(asked: str | bool | None, record: Record | None, seen: Sequence[Seen]
     if asked is True:
         return _newest(seen) or _anew(asked, "there is no checkpoint yet")
     if not asked and (whole := [one for one in seen if not one.flaw]):
-        return Choice(
+        return BatchChoice(
             path=None,
             reason=f"training begins at step 0, beside {whole[0].path} of another run: to resume "
             "from that, call train(resume_from_checkpoint=True), which does no harm where there "
             "is none yet",
         )
-    return Choice(path=asked or None)
+    return BatchChoice(path=asked or None)
 
 
 def others(seen: Sequence[Seen], goes_on_from: int) -> dict[str, int]:
@@ -274,7 +274,7 @@ def others(seen: Sequence[Seen], goes_on_from: int) -> dict[str, int]:
     return {one.path.name: one.written_ns for one in seen if one.step > goes_on_from}
 
 
-def _newest(own: Sequence[Seen]) -> Choice | None:
+def _newest(own: Sequence[Seen]) -> BatchChoice | None:
     whole = [one for one in own if not one.flaw]
     if whole:
         newer = "".join(
@@ -282,7 +282,7 @@ def _newest(own: Sequence[Seen]) -> Choice | None:
             for one in own
             if one.step > whole[0].step
         )
-        return Choice(
+        return BatchChoice(
             path=str(whole[0].path), reason=f"training resumes from {whole[0].path}{newer}"
         )
     if any(one.weights_only for one in own):
@@ -294,12 +294,12 @@ def _newest(own: Sequence[Seen]) -> Choice | None:
     return None
 
 
-def _anew(asked: str | bool | None, why: str) -> Choice:
+def _anew(asked: str | bool | None, why: str) -> BatchChoice:
     if isinstance(asked, str):
-        return Choice(
+        return BatchChoice(
             path=asked, reason=f"{why}: training resumes from {asked}, as the script says"
         )
-    return Choice(path=None, reason=f"{why}: training begins at step 0")
+    return BatchChoice(path=None, reason=f"{why}: training begins at step 0")
 
 
 # ---- other loops of accelerate ----

@@ -27,10 +27,10 @@ from zero_comm.exchange.objects import gather_objects_of_group
 from zero_comm.worker.agent_link import current_job, current_round, note_total_steps
 from zero_deepspeed.as_deepspeed.accelerator import exempt
 from zero_deepspeed.as_deepspeed.resuming import (
+    BatchChoice,
     CannotGoOn,
-    Choice,
-    Record,
-    Start,
+    RunRecord,
+    RunStart,
     check_schedule,
     choose,
     look,
@@ -56,15 +56,15 @@ def install() -> None:
             setattr(kind, name, amend(getattr(kind, name)))
 
 
-def _start() -> Start | None:
+def _start() -> RunStart | None:
     """This start of the script; None without an agent."""
     job = current_job()
     if job is None:
         return None
-    return Start(job=job, round=current_round(), world=int(os.environ["WORLD_SIZE"]))
+    return RunStart(job=job, round=current_round(), world=int(os.environ["WORLD_SIZE"]))
 
 
-def _record(args: Any, start: Start) -> Record | None:
+def _record(args: Any, start: RunStart) -> RunRecord | None:
     """The record of the run that this start resumes; None if it begins one."""
     if start.round <= 1 and getattr(args, "overwrite_output_dir", False):
         return None
@@ -90,7 +90,7 @@ def _settling(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return post_init
 
 
-def _keep_batch(args: Any, start: Start) -> None:
+def _keep_batch(args: Any, start: RunStart) -> None:
     record = _record(args, start)
     config = args.accelerator_config
     splits = isinstance(config, dict) and config.get("split_batches")
@@ -169,7 +169,7 @@ def _finding_place(original: Callable[..., tuple[int, int]]) -> Callable[..., tu
 class _Guide(TrainerCallback):
     """Guides one call of `train`."""
 
-    def __init__(self, trainer: Any, start: Start, asked: str | bool | None) -> None:
+    def __init__(self, trainer: Any, start: RunStart, asked: str | bool | None) -> None:
         """Choose the checkpoint to resume from; every rank calls it.
 
         Raises:
@@ -177,11 +177,11 @@ class _Guide(TrainerCallback):
         """
         self._trainer = trainer
         self._start = start
-        self._record: Record | None = None
+        self._record: RunRecord | None = None
         self._others: dict[str, int] = {}
         self._substeps = 0
         self._warned = False
-        self.choice = Choice(**self._agree(lambda: asdict(self._choose(asked))))
+        self.choice = BatchChoice(**self._agree(lambda: asdict(self._choose(asked))))
         self._warn(self.choice.reason)
 
     @property
@@ -192,7 +192,7 @@ class _Guide(TrainerCallback):
     def _directory(self) -> Path:
         return Path(self._trainer.args.output_dir)
 
-    def _choose(self, asked: str | bool | None) -> Choice:
+    def _choose(self, asked: str | bool | None) -> BatchChoice:
         self._record = _record(self._trainer.args, self._start)
         seen = look(self._directory)
         choice = choose(asked, self._record, seen)
@@ -255,7 +255,7 @@ class _Guide(TrainerCallback):
             samples = known.samples if splits else samples
             check_schedule(known, self._start, steps=steps, samples=samples)
             return
-        self._record = Record(
+        self._record = RunRecord(
             run=self._start.run,
             samples=samples,
             micro_batch=micro_batch,

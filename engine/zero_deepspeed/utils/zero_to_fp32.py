@@ -25,7 +25,7 @@ from zero_checkpoint.format.pieces import PARAM
 from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.arguments import size
 from zero_checkpoint.tools.conversion.export import (
-    Selection,
+    ExportSelection,
     export_hf,
     export_torch,
     read_state_dict,
@@ -145,7 +145,7 @@ def _by_one_rank(out: Path, write: Callable[[], list[Path]]) -> list[Path]:
 
 def _chosen(
     directory: str | Path, tag: str | None, exclude_frozen: bool
-) -> tuple[Candidate, Selection]:
+) -> tuple[Candidate, ExportSelection]:
     checkpoint = one(f"{directory}@{tag}" if tag else str(directory))
     chosen = select(checkpoint, dtype=torch.float32)
     if exclude_frozen:
@@ -153,7 +153,7 @@ def _chosen(
         groups: list[dict[str, Any]] = manifest.meta["engine"]["groups"]
         trained = {name for group in groups for name in group["params"]}
         kept = {n: t for n, t in chosen.names.items() if t.kind != PARAM or t.fqn in trained}
-        chosen = Selection(names=kept, dtype=torch.float32)
+        chosen = ExportSelection(names=kept, dtype=torch.float32)
     return checkpoint, chosen
 
 

@@ -47,7 +47,7 @@ UNDER_WAY = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupPart:
     """The part of a segment in a sub-group: elements [start, stop) of the sub-group."""
 
     segment: Segment
@@ -77,7 +77,7 @@ class SubGroup:
     total: Tensor
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[GroupPart, ...]
 
     def of(self, row: Tensor) -> Tensor:
         """This sub-group's part of a row of the unit."""
@@ -261,14 +261,16 @@ class StepBySubGroups:
             total.copy_(direction, non_blocking=True)
 
 
-def _parts(unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int) -> tuple[Part, ...]:
+def _parts(
+    unit: FlatUnit, segments: Sequence[Segment], start: int, stop: int
+) -> tuple[GroupPart, ...]:
     """The part of each segment in elements [start, stop) of a shard."""
     low, parts = unit.interval[0], []
     for segment in segments:
         if segment.unit is unit:
             first, last = overlap(segment.start - low, segment.stop - low, start, stop)
             if last > first:
-                parts.append(Part(segment, first - start, last - start))
+                parts.append(GroupPart(segment, first - start, last - start))
     return tuple(parts)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_contract.errors import ConfigError
 from zero_torch.ordered_gradients import OrderedGradients, as_real
@@ -24,7 +24,18 @@ def attach(gradients: OrderedGradients) -> None:
 
     def add() -> None:
         for name, parameter in gradients.trained.items():
-            _reduce(name, gradients, parameter)
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
+            if gradient.is_sparse:
+                raise ConfigError(
+                    f"the gradient of {name} is sparse; make its embedding with sparse=False"
+                )
+            # A copy, if the gradient is not contiguous, or lazily conjugated.
+            flat = gradient.resolve_conj().reshape(-1)
+            gradients.reduce(name, as_real(flat), as_real(flat))
+            if flat.data_ptr() != gradient.data_ptr():
+                gradient.copy_(flat.view(gradient.shape))
 
     def hook() -> None:
         """Torch takes hooks of parameters that require gradients, and keeps those of others."""
@@ -38,16 +49,3 @@ def attach(gradients: OrderedGradients) -> None:
     gradients.ends.append(add)
     gradients.changes.append(hook)
     hook()
-
-
-def _reduce(name: str, gradients: OrderedGradients, parameter: nn.Parameter) -> None:
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = parameter.grad = torch.zeros_like(parameter)
-    if gradient.is_sparse:
-        raise ConfigError(f"the gradient of {name} is sparse; make its embedding with sparse=False")
-    # A copy, if the gradient is not contiguous, or lazily conjugated.
-    flat = gradient.resolve_conj().reshape(-1)
-    gradients.reduce(name, as_real(flat), as_real(flat))
-    if flat.data_ptr() != gradient.data_ptr():
-        gradient.copy_(flat.view(gradient.shape))

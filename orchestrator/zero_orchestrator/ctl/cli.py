@@ -477,7 +477,7 @@ def _running(store: KeyValueStore, name: str | None) -> str:
 
 def _say(view: View, text: str, **facts: Any) -> None:
     """Print what has become of a request, in words and for tools."""
-    view.record(dataclasses.asdict(requests.Outcome(text=text, **facts)))
+    view.record(dataclasses.asdict(requests.Answered(text=text, **facts)))
     view.report(text)
 
 

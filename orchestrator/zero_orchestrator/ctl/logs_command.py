@@ -93,7 +93,7 @@ def _asked(job: JobStatus, rank: int | None) -> Sequence[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LogLine:
     """One line that a worker has printed."""
 
     job: str
@@ -180,7 +180,7 @@ class _Reader:
                 rank = chunk["rank"]
                 facts = {name: chunk[name] for name in ("time", "round", "rank", "stream")}
                 for line in chunk["text"].splitlines():
-                    its = Line(job=self._job, node=node, **facts, text=line)
+                    its = LogLine(job=self._job, node=node, **facts, text=line)
                     self._view.record(dataclasses.asdict(its))
                     colour = _COLOURS[rank % len(_COLOURS)]
                     self._view.line(Text.assemble((f"[rank{rank}]: ", colour), line))

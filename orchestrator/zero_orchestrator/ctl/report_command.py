@@ -13,7 +13,7 @@ from zero_orchestrator.ctl import event_files
 from zero_orchestrator.ctl.page import document
 from zero_orchestrator.ctl.page import picture as pictures
 from zero_orchestrator.ctl.page.picture import Records
-from zero_orchestrator.ctl.requests import Outcome
+from zero_orchestrator.ctl.requests import Answered
 from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.observe import status
@@ -68,7 +68,7 @@ def _write(records: Records, output: Path | None, view: View) -> int:
     path = output or Path(f"{job}.html")
     write(records, path)
     text = f"the report of job {job} is {path}; any browser shows it, without a network"
-    view.record(asdict(Outcome(command="report", job=job, target=str(path), done=True, text=text)))
+    view.record(asdict(Answered(command="report", job=job, target=str(path), done=True, text=text)))
     view.report(text)
     return CtlExit.OK
 

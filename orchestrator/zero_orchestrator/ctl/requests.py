@@ -21,7 +21,7 @@ from zero_orchestrator.store.kv import NO_LEASE, KeyValueStore, Put, absent, unc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Answered:
     """What has become of a request."""
 
     command: str

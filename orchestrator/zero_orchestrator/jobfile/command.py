@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
             f"zero-ctl: on {on}, since {why}; --on chooses another kind of cluster", file=sys.stderr
         )
     agents = args.agents or job.file.nodes.min
-    return run.run(job, on, run.Start(agents=agents, dry_run=args.dry_run))
+    return run.run(job, on, run.StartOptions(agents=agents, dry_run=args.dry_run))
 
 
 def _render(args: argparse.Namespace) -> int:

@@ -159,7 +159,7 @@ class _Ledger:
     """The value of a key below `goodput_prefix`."""
 
     ns: dict[str, int]
-    lane: lanes.Kept | None = None
+    lane: lanes.KeptLane | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

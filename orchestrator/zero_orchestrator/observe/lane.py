@@ -180,14 +180,14 @@ def to_record(lane: Lane) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptLane:
     """The record of a lane: its spans with their starts."""
 
     spans: tuple[tuple[float, str], ...]
     until_s: float
 
 
-def from_record(record: Kept) -> Lane:
+def from_record(record: KeptLane) -> Lane:
     """The lane in a record; a phase that this version does not know is IDLE."""
     known = {str(phase): phase for phase in Phase}
     spans = (Span(from_s=at_s, phase=known.get(name, Phase.IDLE)) for at_s, name in record.spans)

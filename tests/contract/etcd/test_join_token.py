@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support.cluster import environment
-from zero_agent.etcd.etcd_process import Found, is_healthy, probe
+from zero_agent.etcd.etcd_process import FoundEtcd, is_healthy, probe
 from zero_agent.etcd.local_etcd import private_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
@@ -48,8 +48,8 @@ def test_whoever_has_the_token_gets_in_and_a_stranger_learns_and_changes_nothing
             member.put("/zero/secret/job/key", "x")
         for address in (endpoint, elsewhere):
             assert is_healthy(address, mine)
-            assert probe(address) is not Found.ETCD, "in plain text"
-            assert probe(address, theirs) is not Found.ETCD, "with another token"
+            assert probe(address) is not FoundEtcd.ETCD, "in plain text"
+            assert probe(address, theirs) is not FoundEtcd.ETCD, "with another token"
             for who in (None, theirs):
                 with store(address, who, 1.0) as stranger, pytest.raises(StoreUnavailable):
                     stranger.put("/zero/secret/job/key", "stolen")

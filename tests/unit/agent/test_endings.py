@@ -12,7 +12,7 @@ import pytest
 from zero_agent.loop import leaving
 from zero_agent.node.state import Workers
 from zero_agent.workers import exits
-from zero_agent.workers.environment import Order
+from zero_agent.workers.environment import StartOrder
 from zero_agent.workers.exits import Exit, fresh_error_file
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.hub import Hub
@@ -42,7 +42,7 @@ def group(tmp_path, ends: list[tuple[int, int]], printed: str = "") -> WorkerGro
     workers = WorkerGroup(Silent(), Hub(), 1, fence=1, recent=recent)
     for rank, _ in ends:
         file = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")}
-        workers._running[rank] = Order(rank=rank, local_rank=rank, env=file)
+        workers._running[rank] = StartOrder(rank=rank, local_rank=rank, env=file)
     for rank, end in ends:
         workers.ended(rank, end)
     return workers

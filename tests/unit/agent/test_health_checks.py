@@ -31,7 +31,7 @@ from zero_contract.exit_codes import AgentExit
 NODE = Surroundings(slots=1, gpus=False, address="127.0.0.1")
 
 
-def found(node: Surroundings) -> dict[str, health_checks.Finding]:
+def found(node: Surroundings) -> dict[str, health_checks.HealthProblem]:
     return {finding.check: finding for finding in examine(node)}
 
 

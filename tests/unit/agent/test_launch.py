@@ -15,7 +15,7 @@ import pytest
 from zero_agent.launch.command import main
 from zero_agent.launch.environment import exported, parse_assignments
 from zero_agent.launch.hosts import parse_hostfile, read_hostfile, select
-from zero_agent.launch.plan import Plan
+from zero_agent.launch.plan import LaunchPlan
 from zero_agent.launch.runners import RUNNERS, Remote
 from zero_agent.node.network import is_local
 from zero_contract.exit_codes import LOST, verdict
@@ -118,7 +118,7 @@ def test_a_line_that_is_no_assignment_is_named():
 
 
 def a_plan(**changes):
-    return Plan(
+    return LaunchPlan(
         **{
             "hosts": {"w1": (0, 1), "w2": (0, 1)},
             "job": "gpt",

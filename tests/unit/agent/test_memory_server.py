@@ -23,7 +23,7 @@ from zero_agent.node.memory import GRACE_S, MemoryServer, NodeMemory, sweep, use
 from zero_contract import peer_memory
 from zero_contract.handshake import CLIENT, SERVER, StrangerError, WireError, receive
 from zero_contract.owned_dir import OWNER
-from zero_contract.peer_memory import Get, Put, Reply, Session
+from zero_contract.peer_memory import Get, PeerSession, Put, Reply
 from zero_contract.signing import Purpose, Secret, derive
 from zero_contract.worker import PeerMemoryRequest
 
@@ -185,9 +185,9 @@ def test_a_number_is_one_and_not_negative(field):
     record = {"path": FILE, "offset": 0, "length": 1, **field}
     near, far = socket.socketpair()
     with near, far:
-        Session(near, KEY, CLIENT).send(Get(**record))
+        PeerSession(near, KEY, CLIENT).send(Get(**record))
         with pytest.raises(WireError):
-            Session(far, KEY, SERVER).receive()
+            PeerSession(far, KEY, SERVER).receive()
 
 
 def test_who_does_not_know_the_secret_is_neither_served_nor_believed(server, tmp_path):

@@ -13,11 +13,11 @@ import pytest
 from zero_contract.errors import ConfigError
 from zero_deepspeed.as_deepspeed.resuming import (
     STATE,
+    BatchChoice,
     CannotGoOn,
-    Choice,
-    Record,
+    RunRecord,
+    RunStart,
     Seen,
-    Start,
     check_loop,
     check_processes,
     check_schedule,
@@ -31,11 +31,11 @@ from zero_deepspeed.as_deepspeed.resuming import (
     short_step,
 )
 
-RUN = Record(run="job", samples=12, micro_batch=2, world=2, steps=6)
+RUN = RunRecord(run="job", samples=12, micro_batch=2, world=2, steps=6)
 
 
-def start(n: int = 2, world: int = 2, job: str = "job") -> Start:
-    return Start(job=job, round=n, world=world)
+def start(n: int = 2, world: int = 2, job: str = "job") -> RunStart:
+    return RunStart(job=job, round=n, world=world)
 
 
 def seen(step: int, flaw: str = "", written_ns: int = 5, *, weights_only: bool = False) -> Seen:
@@ -108,8 +108,8 @@ def test_what_a_run_comes_from_is_its_own() -> None:
 
 def test_a_run_without_a_checkpoint_begins_at_step_0_and_says_so() -> None:
     reason = "this run has no complete checkpoint yet: training begins at step 0"
-    assert choose(None, RUN, []) == Choice(path=None, reason=reason)
-    assert choose(True, RUN, []) == Choice(path=None, reason=reason)
+    assert choose(None, RUN, []) == BatchChoice(path=None, reason=reason)
+    assert choose(True, RUN, []) == BatchChoice(path=None, reason=reason)
 
 
 def test_a_run_with_weights_alone_ends_with_a_sentence() -> None:
@@ -119,11 +119,11 @@ def test_a_run_with_weights_alone_ends_with_a_sentence() -> None:
 
 
 def test_a_first_start_does_what_the_script_says_and_true_does_no_harm() -> None:
-    assert choose("somewhere", None, [seen(3)]) == Choice(path="somewhere")
-    assert choose(None, None, []) == Choice(path=None)
+    assert choose("somewhere", None, [seen(3)]) == BatchChoice(path="somewhere")
+    assert choose(None, None, []) == BatchChoice(path=None)
     assert choose(True, None, [seen(3)]).path == "out/checkpoint-3"
     anew = "there is no checkpoint yet: training begins at step 0"
-    assert choose(True, None, []) == Choice(path=None, reason=anew)
+    assert choose(True, None, []) == BatchChoice(path=None, reason=anew)
     assert "beside out/checkpoint-3 of another run" in choose(None, None, [seen(3)]).reason
 
 

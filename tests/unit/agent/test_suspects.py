@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.waiting import wait_for
 from tests.unit.orchestrator.test_rendezvous import Cluster
-from zero_agent.loop.suspects import Suspects, Suspicion, Verdict
+from zero_agent.loop.suspects import LeaseVerdict, Suspects, Suspicion
 from zero_agent.node import identity
 from zero_contract.journal import Journal
 
@@ -31,15 +31,15 @@ class Lease:
         return max(0, math.floor(self._first_s + count * period_s + self.ttl_s - now_s))
 
 
-def judged(lease: Lease, since_s: float, poll_s: float = POLL_S) -> tuple[Verdict, float]:
+def judged(lease: Lease, since_s: float, poll_s: float = POLL_S) -> tuple[LeaseVerdict, float]:
     """The verdict, and how long after the suspicion; UNKNOWN if the lease ends first."""
     suspicion, now_s = Suspicion(lease.ttl_s, since_s), since_s
     while lease.left_s(now_s) > 0 or now_s == since_s:
         found = suspicion.judge(lease.left_s(now_s), now_s, now_s + 0.002)
-        if found is not Verdict.UNKNOWN:
+        if found is not LeaseVerdict.UNKNOWN:
             return found, now_s - since_s
         now_s += poll_s
-    return Verdict.UNKNOWN, now_s - since_s
+    return LeaseVerdict.UNKNOWN, now_s - since_s
 
 
 @pytest.mark.parametrize("ttl_s", TTLS)
@@ -49,7 +49,7 @@ def test_a_dead_agent_is_removed_well_before_its_lease_ends(ttl_s):
         dies_s = 1000.0
         lease = Lease(ttl_s, first_s=dies_s - age / 100 * ttl_s / 3, dies_s=dies_s)
         found, after_s = judged(lease, since_s=dies_s + 0.01)
-        assert found is not Verdict.ALIVE
+        assert found is not LeaseVerdict.ALIVE
         took.append(after_s)
         assert after_s <= ttl_s
     assert sum(took) / len(took) <= 0.45 * ttl_s
@@ -62,7 +62,7 @@ def test_a_living_agent_is_never_removed_however_seldom_one_looks(ttl_s, poll_s,
     for phase in range(100):
         lease = Lease(ttl_s, first_s=phase / 100 * ttl_s / 3, dies_s=1e9, late_s=late_s)
         found, after_s = judged(lease, since_s=1000.0, poll_s=poll_s)
-        assert found is Verdict.ALIVE
+        assert found is LeaseVerdict.ALIVE
         assert after_s <= ttl_s + poll_s
 
 

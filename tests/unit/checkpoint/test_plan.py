@@ -17,7 +17,7 @@ from tests.unit.checkpoint.support import share, table
 from zero_checkpoint.format.fragments import COLUMNS, check_cover, first_break, from_lists
 from zero_checkpoint.format.layout import block_bytes_for
 from zero_checkpoint.format.pieces import PARAM, State, TensorId, TensorInfo
-from zero_checkpoint.format.plan import Part, plan
+from zero_checkpoint.format.plan import PlannedPart, plan
 from zero_checkpoint.format.table import Extents
 from zero_checkpoint.saving.commit import own_layout
 
@@ -112,10 +112,10 @@ def test_adjacent_runs_share_the_read_of_their_block():
     )
     (read,) = planned([Want(0, 0, 4, 4, 0, 0), Want(1, 0, 4, 4, 1, 16)], fragments, 2, BLOCK)
     assert (read.file, read.blocks) == (0, range(2, 3))
-    assert read.parts == (Part(128, 16, 0, 0), Part(144, 16, 1, 0))
+    assert read.parts == (PlannedPart(128, 16, 0, 0), PlannedPart(144, 16, 1, 0))
 
     (read,) = planned([Want(0, 0, 4, 4, 0, 0), Want(1, 0, 4, 4, 0, 16)], fragments, 2, BLOCK)
-    assert read.parts == (Part(128, 32, 0, 0),), "they adjoin in memory, too"
+    assert read.parts == (PlannedPart(128, 32, 0, 0),), "they adjoin in memory, too"
 
 
 def test_blocks_that_follow_each_other_are_read_at_once_and_others_by_themselves():
@@ -124,7 +124,10 @@ def test_blocks_that_follow_each_other_are_read_at_once_and_others_by_themselves
     wants = [Want(0, 0, 40, 4, 0, 0), Want(0, 90, 38, 4, 1, 0)]  # bytes 128:288 and 488:640
     reads = planned(wants, fragments, 1, BLOCK)
     assert [r.blocks for r in reads] == [range(2, 5), range(7, 10)]
-    assert [r.parts for r in reads] == [(Part(128, 160, 0, 0),), (Part(488, 152, 1, 0),)]
+    assert [r.parts for r in reads] == [
+        (PlannedPart(128, 160, 0, 0),),
+        (PlannedPart(488, 152, 1, 0),),
+    ]
 
 
 # ---- whole jobs, without their memory ----

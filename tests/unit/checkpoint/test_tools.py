@@ -21,7 +21,7 @@ from zero_checkpoint.tools import locate, upkeep
 from zero_checkpoint.tools.cli import main
 from zero_checkpoint.tools.compare import Relation, compare, distance
 from zero_checkpoint.tools.describe import describe, l2_norm
-from zero_checkpoint.tools.listing import Status, list_root
+from zero_checkpoint.tools.listing import ListedStatus, list_root
 from zero_checkpoint.tools.tensors import read_tensor, read_tensors
 from zero_checkpoint.tools.verify import verify
 
@@ -159,10 +159,10 @@ def test_a_listing_says_how_far_each_can_be_trusted(root):
     rows = list_root(root, now_s=2e9)
 
     assert [(row.name, row.status) for row in rows] == [
-        ("step-000000004.g0.abcd", Status.UNCOMMITTED),
-        (third.name, Status.DAMAGED),
-        (new.name, Status.QUARANTINED),
-        (old.name, Status.COMMITTED),
+        ("step-000000004.g0.abcd", ListedStatus.UNCOMMITTED),
+        (third.name, ListedStatus.DAMAGED),
+        (new.name, ListedStatus.QUARANTINED),
+        (old.name, ListedStatus.COMMITTED),
     ]
     assert "r00001.safetensors has 100 bytes" in rows[1].reason
     assert "flipped" in rows[2].reason
@@ -172,9 +172,9 @@ def test_a_listing_says_how_far_each_can_be_trusted(root):
 def test_verified_is_said_only_after_reading_everything(root):
     old = find(root).candidates[1]
     flip(old.path / "r00000.safetensors", 9000)
-    assert [row.status for row in list_root(root, now_s=2e9)] == [Status.COMMITTED] * 2
+    assert [row.status for row in list_root(root, now_s=2e9)] == [ListedStatus.COMMITTED] * 2
     rows = list_root(root, now_s=2e9, check=verify)
-    assert [row.status for row in rows] == [Status.VERIFIED, Status.DAMAGED]
+    assert [row.status for row in rows] == [ListedStatus.VERIFIED, ListedStatus.DAMAGED]
 
 
 def test_what_training_deletes_meanwhile_is_left_out_of_a_listing(root):

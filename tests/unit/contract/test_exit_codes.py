@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from zero_agent.command import command_line
-from zero_agent.launch.plan import Plan
+from zero_agent.launch.plan import LaunchPlan
 from zero_agent.launch.runners import Command
 from zero_agent.launch.session import Session
 from zero_contract.exit_codes import (
@@ -83,7 +83,7 @@ def test_several_agents_end_as_one_that_saw_the_jobs_end(codes, code):
 
 
 def test_a_host_without_the_shared_directory_is_unfit_and_ends_nobodys_job(tmp_path):
-    plan = Plan(
+    plan = LaunchPlan(
         hosts={"w1": (0,)},
         job="gpt",
         endpoint="127.0.0.1:1",

@@ -222,7 +222,7 @@ INSIDE = {
     "verdicts": {"_Held"},
     "events": {"_Told"},
     "config": {"Config"},
-    "vote": {"_Written"},
+    "vote": {"_Envelope"},
     "settings of protect": {"Settings"},
 }
 """Format -> the types that its reader passes to the decoder, where their names differ."""

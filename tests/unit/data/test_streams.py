@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from zero_agent.workers.output.streams import (
+    RankSelection,
     Route,
-    Selection,
     Std,
     Streams,
     parse_ranks,
@@ -58,13 +58,15 @@ def test_a_log_directory_alone_keeps_everything_and_shows_it():
 
 
 def test_a_redirected_stream_goes_to_its_file_only():
-    streams = Streams(redirects=Selection(Std.OUT))
+    streams = Streams(redirects=RankSelection(Std.OUT))
     assert routes(streams) == (Route(shown=False, file=OUT), Route())
     assert streams.needs_files
 
 
 def test_a_teed_stream_is_shown_with_the_workers_name_even_if_it_is_redirected_as_well():
-    streams = Streams(tee=Selection(by_local_rank={1: Std.OUT}), redirects=Selection(Std.ALL))
+    streams = Streams(
+        tee=RankSelection(by_local_rank={1: Std.OUT}), redirects=RankSelection(Std.ALL)
+    )
     teed, redirected = routes(streams)
     assert teed == Route(prefix="[trainer1]:", file=OUT)
     assert redirected == Route(shown=False, file=ERR)
@@ -72,12 +74,12 @@ def test_a_teed_stream_is_shown_with_the_workers_name_even_if_it_is_redirected_a
 
 def test_the_name_before_a_line_can_be_chosen():
     template = "${role_name}/${rank}/${local_rank}/${other} "
-    streams = Streams(tee=Selection(Std.ALL), prefix=template)
+    streams = Streams(tee=RankSelection(Std.ALL), prefix=template)
     assert routes(streams)[0].prefix == "trainer/5/1/${other} "
 
 
 def test_ranks_that_are_not_to_be_shown_are_kept_all_the_same():
-    streams = Streams(tee=Selection(Std.ALL), local_ranks=parse_ranks("0,2"))
+    streams = Streams(tee=RankSelection(Std.ALL), local_ranks=parse_ranks("0,2"))
     assert [routes(streams, local)[0].shown for local in range(3)] == [True, False, True]
     assert routes(streams, 1)[0].file == OUT
     assert parse_ranks("") is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.jobfile.support import job
 from zero_orchestrator.jobfile.reading.checks import check
-from zero_orchestrator.jobfile.reading.reader import Source
+from zero_orchestrator.jobfile.reading.reader import JobSource
 from zero_orchestrator.jobfile.reading.schema import Checkpoint, Job, JobFile, Nodes
 
 
@@ -132,7 +132,7 @@ def saving(save_s: float, grace_s: float) -> Job:
         checkpoint=Checkpoint(save_s=save_s),
         grace_s=grace_s,
     )
-    return Job(file=file, source=Source(file="f", lines={}), directory=Path(), config=None)
+    return Job(file=file, source=JobSource(file="f", lines={}), directory=Path(), config=None)
 
 
 @given(st.integers(10, 3600))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from zero_agent.loop.observed.verdicts import DETECTORS, Verdicts
+from zero_agent.loop.observed.judging import DETECTORS, Verdicts
 from zero_contract.journal import EVENTS, Journal
 from zero_contract.worker import RankTimes
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot

@@ -9,7 +9,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
-from zero_agent.loop.observed.verdicts import Verdicts
+from zero_agent.loop.observed.judging import Verdicts
 from zero_contract.journal import Journal
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec

@@ -292,7 +292,7 @@ def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
         (9, "training"),
         (10, "starting"),
     ]
-    kept = decode(lanes.Kept, lanes.to_record(lane), "a lane")
+    kept = decode(lanes.KeptLane, lanes.to_record(lane), "a lane")
     assert lanes.from_record(kept).spans == lane.spans
 
 

@@ -15,9 +15,9 @@ from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.leaving import log_traceback, root_cause
 from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.loop.observed.job_history import JobHistory
+from zero_agent.loop.observed.judging import Post, Verdicts, ask_through
 from zero_agent.loop.observed.node_time import NodeTime, await_ledgers, in_a_sentence
 from zero_agent.loop.observed.traces import Traces
-from zero_agent.loop.observed.verdicts import Post, Verdicts, ask_through
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.clock import Clock

@@ -53,7 +53,7 @@ FILTERED = {Std.OUT: "filtered_stdout.log", Std.ERR: "filtered_stderr.log"}
 
 
 @dataclass(frozen=True)
-class Selection:
+class RankSelection:
     """The streams that a flag selects, of some or of all workers of this node."""
 
     everywhere: Std = Std.NONE
@@ -67,21 +67,21 @@ class Selection:
         return bool(self.everywhere) or any(self.by_local_rank.values())
 
 
-def parse_selection(flag: str, text: str) -> Selection:
+def parse_selection(flag: str, text: str) -> RankSelection:
     """`3` -> both streams of all; `0:1,1:3` -> stdout of local rank 0, both of local rank 1.
 
     Raises:
         SpecError: The text has neither form.
     """
     if re.fullmatch(r"[0-3]", text):
-        return Selection(Std(int(text)))
+        return RankSelection(Std(int(text)))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
         raise SpecError(
             f"{flag}={text}: write 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), or one of "
             "them for each local rank, such as 0:1,1:3"
         )
     pairs = (pair.split(":") for pair in text.split(","))
-    return Selection(Std.NONE, {int(rank): Std(int(std)) for rank, std in pairs})
+    return RankSelection(Std.NONE, {int(rank): Std(int(std)) for rank, std in pairs})
 
 
 def parse_ranks(text: str) -> frozenset[int] | None:
@@ -123,8 +123,8 @@ class Route:
 class Streams:
     """The output flags of this node's workers."""
 
-    redirects: Selection = Selection()
-    tee: Selection = Selection()
+    redirects: RankSelection = RankSelection()
+    tee: RankSelection = RankSelection()
     keep_all: bool = False
     """Whether every stream is kept in a file, and shown as well unless it is redirected."""
     local_ranks: frozenset[int] | None = None

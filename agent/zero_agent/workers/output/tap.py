@@ -185,7 +185,7 @@ def flush() -> None:
         writer.flush()
 
 
-class Kept:
+class KeptOutput:
     """Keeps the output in memory, for `zero-ctl logs`."""
 
     def __init__(self, recent: RecentOutput, facts: Mapping[str, Any]) -> None:
@@ -265,7 +265,7 @@ class Tap:
         if route.shown:
             tap._by_line.append(_shown(terminal, route))
         if recent is not None:
-            tap._by_line.append(Kept(recent, route.facts))
+            tap._by_line.append(KeptOutput(recent, route.facts))
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
             prefix, file = route.copy_prefix.encode(), File(route.copy, route.file_limit_bytes)

@@ -53,7 +53,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class ExportSelection:
     """Tensors to write: the name that each gets, and the dtype of those that hold reals."""
 
     names: Mapping[str, TensorId]
@@ -77,7 +77,7 @@ class Selection:
 
 def select(
     checkpoint: Candidate, *, dtype: torch.dtype | None = None, strip_prefix: str = ""
-) -> Selection:
+) -> ExportSelection:
     """All parameters and buffers of a model, tied names included.
 
     Floats become `dtype`; `strip_prefix` is taken off every name, for a model that was trained
@@ -95,13 +95,13 @@ def select(
     for name in every:
         if not name.startswith(strip_prefix):
             raise CheckpointError(f"--strip-prefix {strip_prefix}: {name!r} does not begin with it")
-    return Selection(
+    return ExportSelection(
         names={name.removeprefix(strip_prefix): tensor for name, tensor in every.items()},
         dtype=dtype,
     )
 
 
-def read_state_dict(checkpoint: Candidate, selection: Selection) -> dict[str, Tensor]:
+def read_state_dict(checkpoint: Candidate, selection: ExportSelection) -> dict[str, Tensor]:
     """The selected tensors on the CPU, by their names in the model; raises as `read_tensor`."""
     wanted = dict.fromkeys(selection.names.values())
     whole = {t: selection.convert(data) for t, data in read_tensors(checkpoint, wanted)}
@@ -109,7 +109,10 @@ def read_state_dict(checkpoint: Candidate, selection: Selection) -> dict[str, Te
 
 
 def export_torch(
-    checkpoint: Candidate, selection: Selection, out: Path, progress: Progress = lambda _: None
+    checkpoint: Candidate,
+    selection: ExportSelection,
+    out: Path,
+    progress: Progress = lambda _: None,
 ) -> list[Path]:
     """Write a plain state_dict, for `torch.load(out, weights_only=True)`; returns its files.
 
@@ -143,7 +146,7 @@ def export_torch(
 
 def export_hf(
     checkpoint: Candidate,
-    selection: Selection,
+    selection: ExportSelection,
     out: Path,
     *,
     shard_bytes: int,
@@ -188,7 +191,7 @@ def export_hf(
 
 def _write_shards(
     checkpoint: Candidate,
-    selection: Selection,
+    selection: ExportSelection,
     directory: Path,
     shard_bytes: int,
     progress: Progress,
@@ -253,7 +256,7 @@ def publish(partial: Path, out: Path) -> None:
     DISK.sync_directory(out.parent)
 
 
-def _set_dtype(path: Path, checkpoint: Candidate, selection: Selection) -> None:
+def _set_dtype(path: Path, checkpoint: Candidate, selection: ExportSelection) -> None:
     """Write the weights' dtype into the config: `from_pretrained` builds the model in it."""
     try:
         record: Any = json.loads(path.read_text())

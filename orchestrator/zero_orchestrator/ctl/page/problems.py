@@ -29,7 +29,7 @@ _OF_A_ROUND = frozenset(map(str, Kind))
 
 
 @dataclass(kw_only=True)
-class Problem:
+class PageProblem:
     """Something was wrong for some time."""
 
     kind: str
@@ -51,10 +51,10 @@ def withdraws(record: Mapping[str, Any]) -> bool:
 
 def problems(
     events: Sequence[Event], status: JobStatus, points: Sequence[Point], now_s: float
-) -> list[Problem]:
+) -> list[PageProblem]:
     """All that is known, oldest first."""
-    found: list[Problem] = []
-    open_: dict[object, Problem] = {}
+    found: list[PageProblem] = []
+    open_: dict[object, PageProblem] = {}
     for event in events:
         record, at_s = event.record, float(event.record.get("time", 0.0))
         kind = str(record.get("event"))
@@ -82,19 +82,40 @@ def problems(
 
 
 def _closed(
-    found: list[Problem], status: JobStatus, points: Sequence[Point], now_s: float
-) -> list[Problem]:
+    found: list[PageProblem], status: JobStatus, points: Sequence[Point], now_s: float
+) -> list[PageProblem]:
     """The problems with what is known apart from the events."""
     if status.ended:
         for one in found:
             one.to_s = max(now_s, one.from_s) if one.to_s is None else one.to_s
         return found
     _say_newest(found, status, now_s)
-    return [*found, *_untold(found, status, points)]
+    # The verdicts that hold now and whose events are not kept.
+    told = {one.text for one in found}
+    steps = [point.step for point in points]
+    more = []
+    for verdict in status.verdicts:
+        if verdict.text in told:
+            continue
+        place = bisect_left(steps, verdict.since_step or 0)
+        since_s = points[min(place, len(points) - 1)].time_s if points else 0.0
+        more.append(
+            PageProblem(
+                kind=str(verdict.kind),
+                text=verdict.text,
+                from_s=since_s or status.state_time_s or 0.0,
+                nodes=[verdict.node] if verdict.node else [],
+                steps=verdict.kind not in STOPS,
+            )
+        )
+    return [*found, *more]
 
 
 def _end(
-    found: list[Problem], before: Problem | None, told: Problem, record: Mapping[str, Any]
+    found: list[PageProblem],
+    before: PageProblem | None,
+    told: PageProblem,
+    record: Mapping[str, Any],
 ) -> None:
     """A problem is over, at the time of the event that tells it."""
     at_s = float(record.get("time", 0.0))
@@ -106,7 +127,7 @@ def _end(
             found.append(outage)
 
 
-def _joins_an_outage(found: Sequence[Problem], more: Problem) -> bool:
+def _joins_an_outage(found: Sequence[PageProblem], more: PageProblem) -> bool:
     """Whether an outage of etcd is one that another node has told of, which then has both nodes.
 
     Agents tell of an outage when etcd answers again, one after the other; of a long one, its
@@ -129,7 +150,7 @@ def _ends(kind: str, event: str) -> bool:
 
 def _told(
     record: Mapping[str, Any], at_s: float, points: Sequence[Point]
-) -> tuple[object, Problem | None]:
+) -> tuple[object, PageProblem | None]:
     """What an event is about, and the problem of which it tells the beginning or the end."""
     event, text, node = record.get("event"), str(record.get("text", "")), str(record.get("node"))
     if event in tuple(Kind):
@@ -139,42 +160,20 @@ def _told(
             place = bisect_right(points, at_s, key=lambda point: point.time_s)
             at_s = points[place - 1].time_s if place else at_s
         about = (event, record.get("rank")) if event == Kind.STRAGGLER else event
-        problem = Problem(kind=str(event), text=text, from_s=at_s, nodes=nodes, steps=not stops)
+        problem = PageProblem(kind=str(event), text=text, from_s=at_s, nodes=nodes, steps=not stops)
         return about, problem
     if event == "save" and "failed" in record:
-        return SAVES, Problem(kind=SAVES, text=text, from_s=at_s)
+        return SAVES, PageProblem(kind=SAVES, text=text, from_s=at_s)
     if event == "store" and "away" in record:
-        return ETCD, Problem(kind=ETCD, text=text, from_s=at_s, nodes=[node])
+        return ETCD, PageProblem(kind=ETCD, text=text, from_s=at_s, nodes=[node])
     if event == "aside":
-        return (ASIDE, node), Problem(kind=ASIDE, text=text, from_s=at_s, nodes=[node])
+        return (ASIDE, node), PageProblem(kind=ASIDE, text=text, from_s=at_s, nodes=[node])
     return None, None
 
 
-def _say_newest(found: Sequence[Problem], status: JobStatus, now_s: float) -> None:
+def _say_newest(found: Sequence[PageProblem], status: JobStatus, now_s: float) -> None:
     """The event of a save that fails tells the first one; the record of the job has the last."""
     failing = status.failing_saves
     for one in found:
         if failing is not None and one.kind == SAVES and one.to_s is None:
             one.text = failing.in_words(now_s)
-
-
-def _untold(found: Sequence[Problem], status: JobStatus, points: Sequence[Point]) -> list[Problem]:
-    """The verdicts that hold now and whose events are not kept."""
-    told = {one.text for one in found}
-    steps = [point.step for point in points]
-    more = []
-    for verdict in status.verdicts:
-        if verdict.text in told:
-            continue
-        place = bisect_left(steps, verdict.since_step or 0)
-        since_s = points[min(place, len(points) - 1)].time_s if points else 0.0
-        more.append(
-            Problem(
-                kind=str(verdict.kind),
-                text=verdict.text,
-                from_s=since_s or status.state_time_s or 0.0,
-                nodes=[verdict.node] if verdict.node else [],
-                steps=verdict.kind not in STOPS,
-            )
-        )
-    return more

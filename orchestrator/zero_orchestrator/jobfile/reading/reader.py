@@ -39,7 +39,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class JobSource:
     """The file of a record, and the line of each key."""
 
     file: str
@@ -67,7 +67,7 @@ class Source:
         return self.lines.get(key, 1)
 
 
-def load(path: Path, cls: type[Any]) -> tuple[Any, Source]:
+def load(path: Path, cls: type[Any]) -> tuple[Any, JobSource]:
     """The record in a file.
 
     Raises:
@@ -93,7 +93,7 @@ def load(path: Path, cls: type[Any]) -> tuple[Any, Source]:
         raise JobFileError(f"{path}:1: {_text(node)}: keys with values are needed here")
     walk = _Walk()
     record, wrong = Decoder().read(cls, walk.section(cls, node, ""))
-    source = Source(file=str(path), lines=walk.lines)
+    source = JobSource(file=str(path), lines=walk.lines)
     source.refuse([*walk.problems, *(Problem(key=key, text=text) for key, text in wrong)])
     return record, source
 

@@ -20,7 +20,7 @@ from zero_contract.sections import Count, Finite, Spelled, Whole, Wrong, keys_of
 from zero_contract.values import Size
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.jobfile.reading import reader
-from zero_orchestrator.jobfile.reading.reader import JobFileError, Source, Tree
+from zero_orchestrator.jobfile.reading.reader import JobFileError, JobSource, Tree
 from zero_orchestrator.membership.spec import parse_nnodes
 
 GRACE_S = 120.0
@@ -328,7 +328,7 @@ class Job:
     """A job file that was read, with its source and the config that it names."""
 
     file: JobFile
-    source: Source
+    source: JobSource
     directory: Path
     """Directory of the job file; the path of the config is relative to it."""
     config: str | None

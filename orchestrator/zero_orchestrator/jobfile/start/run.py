@@ -30,7 +30,7 @@ SUBMIT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class StartOptions:
     """How a job is to be started."""
 
     agents: int
@@ -48,7 +48,7 @@ class Place:
     """Remedy if the program is not on the PATH."""
     problems: Callable[[Job], list[Problem]]
     """What would keep a job from running there."""
-    start: Callable[[Job, Start], int]
+    start: Callable[[Job, StartOptions], int]
     """Starts the job; returns the exit code."""
 
 
@@ -85,7 +85,7 @@ def _local_problems(job: Job) -> list[Problem]:
     return [*found, *_unreachable_etcd(job, is_fatal=True)]
 
 
-def _start_agents(job: Job, how: Start) -> int:
+def _start_agents(job: Job, how: StartOptions) -> int:
     """Replace this process by one agent, or by the program that starts several."""
     variables = settings(job.file) | etcd_settings(job.file)
     # No --rdzv-id: the same job file, started again after the end of its run, is a new run.
@@ -133,7 +133,7 @@ def _kubernetes_problems(job: Job) -> list[Problem]:
     return found
 
 
-def _submit(words: list[str], text: str, how: Start) -> int:
+def _submit(words: list[str], text: str, how: StartOptions) -> int:
     """Run a command with a text as its standard input; return its exit code."""
     if how.dry_run:
         print(f"# {shlex.join(words)}, of this:\n{text}", end="")
@@ -173,7 +173,7 @@ PLACES: Mapping[str, Place] = {
 }
 
 
-def run(job: Job, on: str, how: Start) -> int:
+def run(job: Job, on: str, how: StartOptions) -> int:
     """Start a job on a kind of cluster, unless a problem is known that would keep it from running.
 
     Returns:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cause:
+class StrainCause:
     """One strain."""
 
     name: str
@@ -27,18 +27,18 @@ class Cause:
         return size is not None and (size <= self.least if self.below else size >= self.least)
 
 
-CAUSES: Sequence[Cause] = (
-    Cause(
+CAUSES: Sequence[StrainCause] = (
+    StrainCause(
         "throttled",
         0.05,
         "its CPU quota stops it in {:.0%} of the scheduling periods (cpu.stat of its cgroup)",
     ),
-    Cause("swap_bytes_per_s", 1e6, "its node swaps {:,.0f} MB/s", unit=1e6),
-    Cause("hot_events", 1, "its CPUs were slowed down {:,.0f} times for their heat"),
-    Cause("clock", 0.6, "its CPUs run at {:.0%} of their highest clock", below=True),
-    Cause("temperature_c", 90, "its node is {:.0f} °C hot"),
-    Cause("steal", 0.05, "other virtual machines take {:.0%} of its CPU time"),
-    Cause("cpu_pressure", 0.25, "its processes wait for a free CPU {:.0%} of the time"),
+    StrainCause("swap_bytes_per_s", 1e6, "its node swaps {:,.0f} MB/s", unit=1e6),
+    StrainCause("hot_events", 1, "its CPUs were slowed down {:,.0f} times for their heat"),
+    StrainCause("clock", 0.6, "its CPUs run at {:.0%} of their highest clock", below=True),
+    StrainCause("temperature_c", 90, "its node is {:.0f} °C hot"),
+    StrainCause("steal", 0.05, "other virtual machines take {:.0%} of its CPU time"),
+    StrainCause("cpu_pressure", 0.25, "its processes wait for a free CPU {:.0%} of the time"),
 )
 """The causes, the most certain ones first."""
 

@@ -19,7 +19,7 @@ from typing import Any
 from zero_orchestrator.errors import LeaseLost, StoreError
 from zero_orchestrator.store.etcd.connection import Connection, Credentials, Login, rpc
 from zero_orchestrator.store.etcd.errors import REMEDY_WHEN_FULL
-from zero_orchestrator.store.etcd.lease import KeepAlives
+from zero_orchestrator.store.etcd.keep_alives import KeepAlives
 from zero_orchestrator.store.etcd.versions import complaint
 from zero_orchestrator.store.etcd.watch import EtcdWatch, EtcdWatches, key_range, key_value
 from zero_orchestrator.store.kv import (

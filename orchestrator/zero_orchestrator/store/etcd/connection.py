@@ -147,7 +147,7 @@ class Login:
         token = self.token
         return (("token", token),) if token else ()
 
-    def ensure(self, session: Session, timeout_s: float) -> None:
+    def ensure(self, session: EtcdSession, timeout_s: float) -> None:
         """Log in if there is a user and no token yet.
 
         Each endpoint has at most one login request at a time, which all callers share. The request
@@ -177,7 +177,7 @@ class Login:
             raise
         self._settle(session, attempt, token)
 
-    def under_way_s(self, session: Session) -> float | None:
+    def under_way_s(self, session: EtcdSession) -> float | None:
         """Seconds since the login request was sent; None if none is pending."""
         found = self._under_way.get(session.endpoint)
         return None if found is None else time.monotonic() - found[1]
@@ -192,7 +192,7 @@ class Login:
             if self.token == token:
                 self.token = None
 
-    def _settle(self, session: Session, attempt: Any, token: str | None) -> None:
+    def _settle(self, session: EtcdSession, attempt: Any, token: str | None) -> None:
         with self._lock:
             found, _ = self._under_way.get(session.endpoint, (None, 0.0))
             if found is attempt:
@@ -202,7 +202,7 @@ class Login:
 
 
 @dataclasses.dataclass(eq=False)
-class Session:
+class EtcdSession:
     """One connection to one endpoint, until it is abandoned."""
 
     endpoint: str
@@ -276,7 +276,7 @@ class Connection:
         self._session = self._open()
 
     @property
-    def session(self) -> Session:
+    def session(self) -> EtcdSession:
         """The connection in use."""
         return self._session
 
@@ -328,7 +328,7 @@ class Connection:
                     raise
                 raise StoreUnavailable("this store is closed") from error
 
-    def logged_in(self) -> Session:
+    def logged_in(self) -> EtcdSession:
         """The connection in use, logged in if there is a user; streams are opened on it.
 
         Raises:
@@ -341,7 +341,7 @@ class Connection:
             raise self.failed(session, error, began_s) from error
         return session
 
-    def failed(self, session: Session, error: Exception, began_s: float = 0.0) -> StoreError:
+    def failed(self, session: EtcdSession, error: Exception, began_s: float = 0.0) -> StoreError:
         """The `StoreError` for an error; abandons `session` if another connection is better.
 
         Args:
@@ -358,7 +358,7 @@ class Connection:
         return failure
 
     def _is_useless(
-        self, session: Session, code: grpc.StatusCode, text: str, began_s: float
+        self, session: EtcdSession, code: grpc.StatusCode, text: str, began_s: float
     ) -> bool:
         """Whether another connection may answer what this one did not."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -370,7 +370,7 @@ class Connection:
             return len(self.endpoints) > 1 and "too many requests" not in text
         return True
 
-    def give_up(self, session: Session) -> None:
+    def give_up(self, session: EtcdSession) -> None:
         """Fail over to the next endpoint, unless another thread has done so already.
 
         The old channel is not closed: calls of other threads may still be answered on it. The
@@ -389,7 +389,7 @@ class Connection:
             self._closed = True
         self._session.client.close()
 
-    def _open(self) -> Session:
+    def _open(self) -> EtcdSession:
         endpoint = self.endpoints[self._index]
         host, _, port = endpoint.rpartition(":")
         client = _Client(
@@ -398,9 +398,9 @@ class Connection:
             ca_cert=self._certificates and self._certificates.newest(),
             grpc_options=_CHANNEL_OPTIONS,
         )
-        return Session(endpoint, client, self.login)
+        return EtcdSession(endpoint, client, self.login)
 
-    def _send(self, session: Session, send: Callable[[Any], T], deadline: float) -> T:
+    def _send(self, session: EtcdSession, send: Callable[[Any], T], deadline: float) -> T:
         if self._closed:
             raise StoreUnavailable("this store is closed")
         token = self.login.token
@@ -416,7 +416,7 @@ class Connection:
             self.login.forget(token)
             return self._send_once(session, send, deadline)
 
-    def _send_once(self, session: Session, send: Callable[[Any], T], deadline: float) -> T:
+    def _send_once(self, session: EtcdSession, send: Callable[[Any], T], deadline: float) -> T:
         self.login.ensure(session, deadline - time.monotonic())
         return send(session.with_deadline(deadline - time.monotonic()))
 

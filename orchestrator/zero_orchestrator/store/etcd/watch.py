@@ -32,7 +32,7 @@ import grpc
 
 from zero_orchestrator.errors import StoreError, StoreUnavailable
 from zero_orchestrator.store import retry
-from zero_orchestrator.store.etcd.connection import Connection, Session, rpc
+from zero_orchestrator.store.etcd.connection import Connection, EtcdSession, rpc
 from zero_orchestrator.store.kv import Change, KeyValue
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def key_value(kv: Any) -> KeyValue:
 class Stream:
     """One watch stream: requests from any thread, responses on one thread."""
 
-    def __init__(self, session: Session, *, answer_s: float) -> None:
+    def __init__(self, session: EtcdSession, *, answer_s: float) -> None:
         """Open the stream.
 
         Args:

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from zero_orchestrator.store.etcd.connection import Connection, NoAnswer, Session, rpc
+from zero_orchestrator.store.etcd.connection import Connection, EtcdSession, NoAnswer, rpc
 
 
 class KeepAlives:
@@ -58,7 +58,7 @@ class KeepAlives:
 class _Stream:
     """One keep-alive stream: requests from any thread, answers read on a thread of the stream."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: EtcdSession) -> None:
         self.session = session
         self.over = False
         self._changed = threading.Condition()
