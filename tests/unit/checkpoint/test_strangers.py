@@ -66,4 +66,4 @@ def test_what_a_stranger_writes_into_the_store_changes_no_checkpoint(tmp_path, c
         "r00000.safetensors",
         "r00001.safetensors",
     ]
-    assert "is not signed by a rank of this job and is ignored" in caplog.text
+    assert "is no signed record of a rank of this job and is ignored" in caplog.text
