@@ -11,14 +11,13 @@ from typing import Any
 
 from torch.utils.data import (
     DataLoader,
-    IterableDataset,
 )
 
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.adapters import source_of
-from zero_data.lanes.loader import LaneLoader
+from zero_data.lanes.loader import LaneLoader, reads_lanes
 from zero_data.lanes.order import Exchange, LaneOrder
 
 _AS_GIVEN = (
@@ -154,7 +153,7 @@ def in_order(
     """
     check_loader(loader)
     options: dict[str, Any] = {name: getattr(loader, name) for name in _AS_GIVEN}
-    if not isinstance(loader.dataset, IterableDataset):
+    if not reads_lanes(loader.dataset):
         sampler = sampler_of(
             loader.dataset,
             batch=batch,

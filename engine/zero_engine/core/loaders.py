@@ -12,7 +12,6 @@ from typing import Any
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
 )
 
 from zero_comm.exchange.collectives import Collectives
@@ -20,7 +19,7 @@ from zero_comm.worker.distributed import local_device
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
 from zero_data.lanes.adapters import source_of
-from zero_data.lanes.loader import LaneLoader
+from zero_data.lanes.loader import LaneLoader, reads_lanes
 from zero_data.lanes.order import LaneOrder
 from zero_engine.config import Config
 from zero_engine.parts import Run
@@ -48,7 +47,7 @@ def training_loader(
         "num_workers": num_workers,
         "pin_memory": pins_memory(),
     }
-    if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+    if not reads_lanes(dataset):
         return ElasticLoader(microbatch_sampler(config, run, dataset), **options)
     source = source_of(dataset)
     if not run.managed:
