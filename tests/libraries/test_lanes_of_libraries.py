@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tarfile
 import warnings
 from collections import Counter, defaultdict
@@ -404,3 +405,26 @@ def test_a_stream_that_is_divided_among_ranks_is_refused_with_the_remedy(tmp_pat
     divided = distributed.split_dataset_by_node(_hf_streaming(tmp_path), rank=0, world_size=2)
     with pytest.raises(ConfigError, match="give the dataset from before"):
         Lanes(divided, batch_size=1, lanes=1)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_an_example_of_the_page_reads_every_line(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (_DOCS / "data-libraries.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[number]
+    for library in ("datasets", "grain", "webdataset"):
+        if f"import {library}\n" in example:
+            pytest.importorskip(library)
+    data = tmp_path / "data"
+    data.mkdir()
+    _jsonl(data, 8)
+    _tar(data, 8)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    made: dict[str, Any] = {}
+    exec(example, made)
+    lanes = made["lanes"]
+    for _ in lanes:
+        assert lanes.weight >= 0
+    assert lanes.samples >= (150 if "Pack" not in example else 8)
