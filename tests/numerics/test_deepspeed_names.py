@@ -127,7 +127,7 @@ CLASSES: dict[str, tuple[dict[str, Any], bool, type, bool | None]] = {
 """Name in a config -> its params, offloaded or not, the class that DeepSpeed makes, its mode."""
 
 
-def test_an_optimizer_of_the_config_has_deepspeeds_class(worlds: WorldPool) -> None:
+def test_an_optimizer_of_the_config_has_deepspeeds_class_and_calls_hooks(worlds: WorldPool) -> None:
     expected = {name: (cls.__name__, mode) for name, (_, _, cls, mode) in CLASSES.items()}
     assert worlds.run(1, classes_made) == [expected]
 
@@ -143,7 +143,11 @@ def classes_made() -> dict[str, tuple[str, bool | None]]:
         engine, optimizer, *_ = zero_deepspeed.initialize(
             model=make_model(), training_data=Tokens(DATASET_SIZE), config=settings
         )
+        called: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
         train(engine, 1)
+        assert called[:2] == ["before", "after"]  # each sub-group that is offloaded is a step
         assert engine.optimizer is optimizer
         assert isinstance(optimizer, cls)
         made[name] = type(optimizer).__name__, getattr(optimizer, "adam_w_mode", None)

@@ -105,3 +105,4 @@ def name_as_deepspeed(optimizer: torch.optim.Optimizer, config: Config) -> None:
     if made is not None and type(optimizer) in _NAMES and not made.params.get("torch_adam"):
         offloaded = config.zero_optimization.offload_optimizer.device != NONE
         optimizer.__class__ = _NAMES[type(optimizer)][offloaded]
+        optimizer._patch_step_function()  # torch calls a script's hooks in the step of one class
