@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.cluster import COLD, ROOT, TOGETHER, environment, whole_lines
 from tests.support.metadata import CLOUDS, NOTICES, Metadata, metadata_server
+from tests.support.ports import free_port
 from tests.support.slurm import slurm_cluster
 from tests.support.terminal import Terminal
 from tests.support.waiting import wait_for
@@ -253,7 +254,9 @@ def test_under_srun_the_signal_before_the_limit_saves_the_step_and_is_the_exit_c
         for name in ("SIGUSR1", "SIGTERM"):
             directory = tmp_path / name
             directory.mkdir()
-            here = {**slurm.environment, "MASTER_ADDR": "127.0.0.1"}  # no DNS knows its nodes
+            # No DNS knows its nodes, and another Slurm of the tests has the same default port.
+            store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            here = slurm.environment | store
             job = Job(directory, srun, kind, here)
             process = job.start()
             job.wait_for_steps()
