@@ -38,10 +38,14 @@ class Agent:
         self._connection: socket.socket | None = None
 
     def say(self, message: contract.Message) -> None:
-        """Take the worker's connection and write to it."""
-        connection, _ = self._listener.accept()
-        connection.sendall(contract.encode(message))
-        self._connection = connection
+        """Take the worker's connection that is open, and write to it: it has begun with another."""
+        while self._connection is None:
+            connection, _ = self._listener.accept()
+            try:
+                connection.sendall(contract.encode(message))
+                self._connection = connection
+            except BrokenPipeError:
+                connection.close()
 
     def close(self) -> None:
         """Close the connection and the socket."""
