@@ -17,6 +17,7 @@ from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.adapters import source_of
+from zero_data.lanes.adapters.indexed import Drawn
 from zero_data.lanes.loader import LaneLoader, reads_lanes
 from zero_data.lanes.order import Exchange, LaneOrder
 
@@ -46,12 +47,12 @@ _DISTRIBUTED = (
 _ITERATES_AS_TORCH = ("torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader",)
 """Loaders with an iteration of their own that yields what torch's would."""
 _EXACTLY = "give shuffle=True or shuffle=False and no sampler"
-_INSTEAD = {
-    "SubsetRandomSampler": "give Subset(dataset, indices) with shuffle=True",
-    "WeightedRandomSampler": "draw the indices once, from a seed of your own, and give "
-    "Subset(dataset, indices), which may repeat a sample",
-}
-"""Sampler that is not taken -> another way to its order."""
+_DRAWING = (
+    "torch.utils.data.sampler.RandomSampler",
+    "torch.utils.data.sampler.SubsetRandomSampler",
+    "torch.utils.data.sampler.WeightedRandomSampler",
+)
+"""Samplers that draw with their generator alone."""
 _WAYS_OUT = (
     "protect(model, optimizer) without a loader keeps checkpoints, and your script the position "
     "of its data in client_state"
@@ -98,15 +99,10 @@ def shuffles(loader: DataLoader[Any]) -> bool:
     if name not in (*_SEQUENTIAL, *_RANDOM, *_DISTRIBUTED):
         raise ConfigError(
             f"the DataLoader has a {kind} ({name}), whose order zero_torch cannot divide over any "
-            f"number of ranks; {_INSTEAD.get(kind, _EXACTLY)}"
+            f"number of ranks; {_EXACTLY}"
         )
     source = sampler.dataset if name in _DISTRIBUTED else sampler.data_source
     whole = len(loader.dataset)  # type: ignore[arg-type]
-    if name in _RANDOM and sampler.replacement:
-        raise ConfigError(
-            f"the {kind} draws with replacement, so a sample comes twice or never in an epoch; "
-            f"{_INSTEAD['WeightedRandomSampler']}"
-        )
     drawn = sampler.num_samples if name in _RANDOM else len(source)
     if len(source) != whole or drawn != whole:
         raise ConfigError(
@@ -114,6 +110,15 @@ def shuffles(loader: DataLoader[Any]) -> bool:
             "give the DataLoader Subset(dataset, indices) of those, and no sampler"
         )
     return bool(sampler.shuffle) if name in _DISTRIBUTED else name in _RANDOM
+
+
+def _draws(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler draws other samples than each one once, in an order of its generator."""
+    sampler: Any = loader.sampler
+    if _name(sampler) not in _DRAWING:
+        return False
+    size, whole = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
+    return not (_name(sampler) in _RANDOM and not sampler.replacement and size == whole)
 
 
 def _name(thing: object) -> str:
@@ -153,7 +158,8 @@ def in_order(
     """
     check_loader(loader)
     options: dict[str, Any] = {name: getattr(loader, name) for name in _AS_GIVEN}
-    if not reads_lanes(loader.dataset):
+    drawn = not reads_lanes(loader.dataset) and _draws(loader)
+    if not (drawn or reads_lanes(loader.dataset)):
         sampler = sampler_of(
             loader.dataset,
             batch=batch,
@@ -175,4 +181,5 @@ def in_order(
         drop_last=loader.drop_last,
         exchange=exchange,
     )
-    return LaneLoader(order, source_of(loader.dataset), seed=seed, seeds_forward=True, **options)
+    source = Drawn(loader.dataset, loader.sampler, seed) if drawn else source_of(loader.dataset)
+    return LaneLoader(order, source, seed=seed, seeds_forward=True, **options)

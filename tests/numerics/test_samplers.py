@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -79,23 +79,23 @@ def batched(of: Any) -> dict[str, Any]:
 
 
 IN_ORDER, SHUFFLED = False, True
-SAMPLERS: list[tuple[type, dict[str, Any], bool | str]] = [
+SAMPLERS: list[tuple[type, dict[str, Any], bool | str | Sequence[int]]] = [
     (SequentialSampler, {}, IN_ORDER),
     (SequentialSampler, {"sampler": SequentialSampler(range(SIZE))}, IN_ORDER),
     (SequentialSampler, {"sampler": SequentialSampler(range(3))}, "draws 3 of the 8 samples"),
     (RandomSampler, {"shuffle": True}, SHUFFLED),
     (RandomSampler, {"sampler": RandomSampler(DATA)}, SHUFFLED),
-    (RandomSampler, {"sampler": RandomSampler(DATA, num_samples=4)}, "draws 4 of the 8 samples"),
-    (RandomSampler, {"sampler": RandomSampler(DATA, replacement=True)}, "with replacement"),
-    (RandomSampler, {"sampler": RandomSampler(range(3))}, "draws 3 of the 8 samples"),
+    (RandomSampler, {"sampler": RandomSampler(DATA, num_samples=4)}, range(SIZE)),
+    (RandomSampler, {"sampler": RandomSampler(DATA, replacement=True)}, range(SIZE)),
+    (RandomSampler, {"sampler": RandomSampler(range(4))}, range(4)),
     (DistributedSampler, {"sampler": distributed()}, SHUFFLED),
     (DistributedSampler, {"sampler": distributed(shuffle=False)}, IN_ORDER),
     (DistributedSampler, {"sampler": distributed(dataset=range(5))}, "draws 5 of the 8 samples"),
     (Weighted, {"sampler": distributed(Weighted)}, "Weighted .*give shuffle=True or"),
     (Backwards, {"sampler": Backwards(DATA)}, "Backwards .*give shuffle=True or"),
     (Own, {"sampler": Own()}, "Own .*give shuffle=True or"),
-    (SubsetRandomSampler, {"sampler": SubsetRandomSampler([1, 2])}, r"Subset\(dataset, indices\)"),
-    (WeightedRandomSampler, {"sampler": WeightedRandomSampler([1.0], 1)}, "draw the indices once"),
+    (SubsetRandomSampler, {"sampler": SubsetRandomSampler([1, 2])}, [1, 2]),
+    (WeightedRandomSampler, {"sampler": WeightedRandomSampler([0, 0, 0.1, 0.9], 12)}, [2, 3]),
     (BatchSampler, batched(BatchSampler(Own(), 2, False)), "no batch_size, but a BatchSampler"),
     (Batches, batched(Batches(Own(), 2, False)), "no batch_size, but a Batches"),
     (Sampler, {"sampler": [3, 2, 1]}, r"a list \(builtins.list\)"),
@@ -129,17 +129,33 @@ def taken() -> list[list[int] | str]:
         if isinstance(order, str):
             found.append(refusal(loader))
         else:
-            found.append(torch.cat(list(protected(loader).loader)).tolist())
+            found.append(torch.cat(trained(loader)).tolist())
     return found
+
+
+def trained(loader: DataLoader[Any]) -> list[Any]:
+    """The batches of an epoch."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=2)
+    batches = []
+    for batch in run.loader:
+        run.backward(model(batch.float().view(-1, 1)).mean())
+        run.step()
+        batches.append(batch)
+    return batches
 
 
 def test_a_sampler_is_taken_exactly_or_refused_by_name(worlds: WorldPool) -> None:
     (found,) = worlds.run(1, taken)
-    for (kind, _, order), samples in zip(SAMPLERS, found, strict=True):
+    for (kind, options, order), samples in zip(SAMPLERS, found, strict=True):
         if isinstance(order, str):
             assert isinstance(samples, str)
             assert re.search(order, samples)
             assert (kind.__name__ in samples) == (kind is not Sampler)
+        elif not isinstance(order, bool):
+            assert len(samples) == len(options["sampler"])
+            assert set(samples) <= set(order)
         else:
             assert sorted(samples) == list(range(SIZE))
             assert (samples != list(range(SIZE))) == order

@@ -5,11 +5,13 @@ Must always hold: every number is read by one lane; the position is the whole st
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from zero_contract.errors import ConfigError, ZeroError
@@ -63,9 +65,31 @@ class Indexed:
         return self.dataset[place]
 
 
+class Drawn:
+    """A map-style dataset in the order of a sampler of torch, which draws anew for each epoch."""
+
+    def __init__(self, dataset: Any, sampler: Any, seed: int) -> None:
+        """Read a dataset; the sampler draws with its `generator` alone."""
+        self._dataset, self._sampler, self._seed = dataset, sampler, seed
+        self._epoch: int | None = None
+        self._drawn: list[int] = []
+
+    def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
+        """See `Source`."""
+        return _Numbers(self, range(lane, len(self._sampler), lanes), epoch, state)
+
+    def read(self, place: int, epoch: int) -> Any:
+        """The sample at a place of the order of an epoch."""
+        if epoch != self._epoch:
+            sampler = copy.copy(self._sampler)
+            sampler.generator = torch.Generator().manual_seed(mix(self._seed, epoch) >> 1)
+            self._epoch, self._drawn = epoch, list(sampler)
+        return self._dataset[self._drawn[place]]
+
+
 class _Numbers:
     def __init__(
-        self, source: Indexed, places: range, epoch: int, state: dict[str, Any] | None
+        self, source: Indexed | Drawn, places: range, epoch: int, state: dict[str, Any] | None
     ) -> None:
         self._source, self._places, self._epoch = source, places, epoch
         self._next = 0 if state is None else state["next"]
