@@ -13,8 +13,9 @@ Hooks feed it: of flat units (`zero_engine`), of DDP, FSDP2 and plain modules (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import torch
@@ -31,36 +32,26 @@ from zero_comm.waiting import Interrupt
 Reduction = OrderedReduction | NodeReduction | NativeReduction
 
 
-def own_groups(
-    collectives: Collectives, device: torch.device, interrupt: Interrupt, *, alone: bool, two: bool
-) -> list[Collectives]:
-    """The groups that the exchanges of sums have for themselves. Collective.
-
-    Exchanges that travel at the same time need one each where they are matched by their order:
-    something else does (`alone`), or a sum has two of them, inside of nodes and between them.
-    """
-    any_order = collectives.any_order(device)
-    count = int(alone and collectives.world > 1)
-    if two:
-        count = 1 if any_order else 2
-    groups = [apart(collectives, device, interrupt) for _ in range(count)]
-    return groups * 2 if two and any_order else groups
-
-
 def reduction_over(
-    groups: Sequence[Collectives], device: torch.device, native: torch.dtype | None = None
+    collectives: Collectives,
+    device: torch.device,
+    interrupt: Interrupt,
+    *,
+    alone: bool,
+    two: bool,
+    native: torch.dtype | None = None,
 ) -> Reduction:
-    """The reduction in the groups of `own_groups`: by nodes first in two; else by owners.
+    """The reduction: by the backend in the dtype `native`, by nodes, or by owners. Collective.
 
-    Or by the backend, in the dtype `native`.
+    Exchanges that travel at the same time need a group each where they are matched by their order:
+    something else does (`alone`), or a sum has `two` of them, inside of nodes and between them.
     """
-    pool = BufferPool(device)
-    if native is not None:
-        return NativeReduction(groups[0], pool, native)
-    if len(groups) > 1:
-        inside, between = groups
-        return NodeReduction(inside, between, pool)
-    return OrderedReduction(groups[0], pool)
+    pool, own = BufferPool(device), partial(apart, collectives, device, interrupt)
+    if two:
+        inside = own()
+        return NodeReduction(inside, inside if collectives.any_order(device) else own(), pool)
+    group = own() if alone and collectives.world > 1 else collectives
+    return OrderedReduction(group, pool) if native is None else NativeReduction(group, pool, native)
 
 
 def by_stream(reduction: Reduction) -> bool:

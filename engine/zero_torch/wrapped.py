@@ -26,7 +26,7 @@ from zero_comm.sums.additions import SUMS
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_step.division import Division, chunks, shares
-from zero_step.gradients import Reduction, own_groups, reduction_over
+from zero_step.gradients import Reduction, reduction_over
 from zero_torch.ordered_gradients import as_real
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -291,6 +291,5 @@ def make_reduction(
         collectives.lay_out(topology, range(collectives.world) if is_fsdp else None)
     # FSDP2's gathers of weights have the default group to themselves.
     alone = is_native or (is_fsdp and not any_order)
-    groups = own_groups(collectives, device, interrupt, alone=alone, two=two)
-    sums = torch.float64 if is_double else torch.float32
-    return reduction_over(groups or [collectives], device, sums if is_native else None)
+    sums = (torch.float64 if is_double else torch.float32) if is_native else None
+    return reduction_over(collectives, device, interrupt, alone=alone, two=two, native=sums)

@@ -16,7 +16,7 @@ from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_comm.topology import Topology
 from zero_comm.waiting import Interrupt
-from zero_step.gradients import Pipeline, own_groups, reduction_over
+from zero_step.gradients import Pipeline, reduction_over
 
 MICROBATCHES, BLOCK = 13, 4
 LENGTHS = (12, 48, 24, 36, 12)
@@ -36,8 +36,8 @@ def summed(nodes: tuple[int, ...], depth: float, seed: int) -> list[list[float]]
     group.lay_out(Topology(nodes=nodes))
     group.meet(device)
     two = group.topology.divides
-    groups = own_groups(group, device, interrupt, alone=False, two=two) or [group]
-    pipeline = Pipeline(reduction_over(groups, device), depth=depth)
+    reduction = reduction_over(group, device, interrupt, alone=False, two=two)
+    pipeline = Pipeline(reduction, depth=depth)
     sums = [OrderedSum(torch.empty(length // group.world), BLOCK) for length in LENGTHS]
     chance, done = random.Random(f"{seed} {group.rank}"), list[str]()
     for number, first in enumerate(range(0, MICROBATCHES, group.world)):

@@ -70,7 +70,7 @@ from zero_engine.sharding.partition import DTYPES, Small, UnitSpec, aliases, par
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
-from zero_step.gradients import own_groups, reduction_over
+from zero_step.gradients import reduction_over
 
 _log = logging.getLogger(__name__)
 
@@ -301,12 +301,12 @@ def _make_stepper(
     collectives, device, gathers = found.collectives, found.device, layout.stage.shards_parameters
     zero = ZeroOptimizer(optimizer, trained, layout, collectives)
     two = layout.sums.has_two_exchanges
-    groups = own_groups(collectives, device, found.interrupt, alone=layout.alone, two=two)
+    native = DTYPES[layout.native] if layout.native else None
     reducer = GradReducer(
         trained,
         zero.sums,
         reduction_over(
-            groups or [collectives], device, DTYPES[layout.native] if layout.native else None
+            collectives, device, found.interrupt, alone=layout.alone, two=two, native=native
         ),
         zero.wholes,
         coordinator.release_trained if gathers else None,
