@@ -205,3 +205,26 @@ def test_what_has_no_effect_on_the_order_of_samples_is_said_once(worlds: WorldPo
     assert found[4][0].startswith("the seed of the sampler, 3, has no effect: ")
     assert all(source in found[number][0] for number in (0, 3, 4))
     assert found[5][0].startswith("drop_last leaves out 3 of 7 samples in each epoch: ")
+
+
+def drawn() -> list[str]:
+    """The weights after each step of two epochs of 11 draws."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    loader = DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler(range(1, SIZE + 1), 11))
+    run = zero_torch.protect(wrapped, optimizer, loader, microbatches=3)
+    found = []
+    for _ in range(2):
+        for batch in run.loader:
+            run.backward(wrapped(batch.float().view(-1, 1)).mean())
+            if run.step():
+                found.append(run.weight_hash())
+    return found
+
+
+def test_what_a_sampler_draws_is_the_same_at_any_number_of_ranks(worlds: WorldPool) -> None:
+    (alone,) = worlds.run(1, drawn)
+    assert len(alone) == 4
+    assert worlds.run(4, drawn) == [alone] * 4
