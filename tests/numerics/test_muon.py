@@ -257,8 +257,8 @@ def test_a_groups_own_options_come_before_those_of_the_config() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1}, "Muon: lr -1 is not in"),
-        ({"momentum": 1}, "Muon: momentum 1 is not in"),
+        ({"lr": -1}, "Muon: lr -1.0 is not in"),
+        ({"momentum": 1}, "Muon: momentum 1.0 is not in"),
         ({"betas": [0.9, 1.0]}, "Muon: beta2 1.0 is not in"),
         ({"ns_method": "newton"}, "ns_method 'newton' must be one of gram, standard"),
         ({"ns_step": 5}, "optimizer.params.ns_step: unknown key; did you mean 'ns_steps'"),

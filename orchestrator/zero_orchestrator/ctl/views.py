@@ -133,19 +133,7 @@ class TableView:
 
     def jobs(self, jobs: Sequence[JobStatus]) -> None:
         """As `View.jobs`."""
-        columns = ("job", "state", "since", "owner", "round", "nodes", "step", "now")
-        table = Fitted(*columns, least=("owner", "round", "now", "nodes", "since"))
-        for job in jobs:
-            state = _styled(job.state or "not begun")
-            since = "-" if job.state_time_s is None else age(job.state_time_s)
-            of_round = sum(row.alive for row in job.members)
-            others = sum(row.alive for row in job.spares)
-            nodes = f"{of_round}{f' + {others}' if others else ''} ({_bounds(job)})"
-            steps = [row.step for row in job.members if row.step is not None]
-            step = str(max(steps)) if steps else "-"
-            owner = job.owner or "-"
-            table.add_row(job.job, state, since, owner, str(job.round), nodes, step, _now(job))
-        self._console.print(table)
+        self._console.print(_jobs_table(jobs))
 
     def status(self, status: JobStatus) -> None:
         """As `View.status`."""
@@ -257,6 +245,22 @@ class Fitted:
         for row in self._rows:
             table.add_row(*(row[place] for place in places))
         return table
+
+
+def _jobs_table(jobs: Sequence[JobStatus]) -> Fitted:
+    columns = ("job", "state", "since", "owner", "round", "nodes", "step", "now")
+    table = Fitted(*columns, least=("owner", "round", "now", "nodes", "since"))
+    for job in jobs:
+        state = _styled(job.state or "not begun")
+        since = "-" if job.state_time_s is None else age(job.state_time_s)
+        of_round = sum(row.alive for row in job.members)
+        others = sum(row.alive for row in job.spares)
+        nodes = f"{of_round}{f' + {others}' if others else ''} ({_bounds(job)})"
+        steps = [row.step for row in job.members if row.step is not None]
+        step = str(max(steps)) if steps else "-"
+        owner = job.owner or "-"
+        table.add_row(job.job, state, since, owner, str(job.round), nodes, step, _now(job))
+    return table
 
 
 def _now(status: JobStatus) -> str:
