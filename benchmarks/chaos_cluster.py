@@ -171,7 +171,8 @@ class ChaosCluster:
         self.manifests: dict[str, Mapping[str, Saved]] = {}
         """Job -> the committed checkpoints that were on the disk at the end; see `manifests_of`."""
         self.requests: list[tuple[str, subprocess.Popen[bytes]]] = []
-        self._ended_s: dict[tuple[str, str], float] = {}
+        self._ended_s: dict[int, float] = {}
+        """Pid of an agent -> when its end was seen."""
         self._orphans: list[tuple[str, str, float, list[int]]] = []
         self._stack = contextlib.ExitStack()
         try:
@@ -360,14 +361,13 @@ class ChaosCluster:
         code = agent.process.poll()
         if code is None:
             return
-        if (job, node) not in self._ended_s:
-            self._ended_s[job, node] = now_s
-            asked = agent.process.pid in self.asked
+        pid = agent.process.pid
+        if pid not in self._ended_s:
+            self._ended_s[pid] = now_s
             words = "\n".join(agent.output.splitlines()[-5:])
-            self.exits.append(Exit(job, node, code, asked, words))
+            self.exits.append(Exit(job, node, code, pid in self.asked, words))
         wanted = (job, node) not in self.down and node != GUEST and not self.over(job)
-        if wanted and now_s - self._ended_s[job, node] > AGAIN_S:
-            del self._ended_s[job, node]
+        if wanted and now_s - self._ended_s[pid] > AGAIN_S:
             self.start(job, node)
 
     def hold(self, node: str, jobs: Iterable[str] = JOBS) -> None:

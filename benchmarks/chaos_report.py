@@ -62,13 +62,15 @@ def standstills(
 
 def show(story: Story) -> None:
     table = Table(title="longest time between two steps, seconds: median (range)")
-    for head in ("fault", "times", *story.steps):
+    for head in ("fault", "times", *story.steps, "of all"):
         table.add_column(head)
     gaps = {job: list(standstills(story.faults, steps)) for job, steps in story.steps.items()}
+    all_s = sum(gap for found in gaps.values() for _, gap in found) or 1.0
     for what in sorted({fault.what for fault in story.faults}):
         mine = {job: [gap for name, gap in found if name == what] for job, found in gaps.items()}
         times = str(len(next(iter(mine.values()))))
-        table.add_row(what, times, *(span(found, ".1f") for found in mine.values()))
+        share = sum(map(sum, mine.values())) / all_s
+        table.add_row(what, times, *(span(found, ".1f") for found in mine.values()), f"{share:.0%}")
     Console(width=120).print(table)
     print(f"load: {span(story.loads, '.1f')} on {os.cpu_count()} CPUs")
     print(f"after the last fault the jobs trained on for {story.finished_s:.0f} s, to their end")
