@@ -1,0 +1,161 @@
+"""What do lanes cost beside torch's DataLoader, and how fast do they find a position again?
+
+**rate**: samples per second of one rank that reads lines of text as tokens, through lanes and
+through torch's DataLoader with the same dataset and number of processes, in turns. Target: 0.95 of
+the DataLoader's. **find**: seconds from a saved position behind --samples samples to the next
+batch, with the dataset's state (target: 1 s) and without it, when they are all read again. Of CPU
+time as well, which the load of the machine changes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from zero_data import Lanes
+
+LENGTH = 512
+
+
+class Lines(IterableDataset[torch.Tensor]):
+    """Lines of one file for each part, as tokens: bytes, padded."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths, self.read = paths, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info else (0, 1)
+        for path in self.paths[number::workers]:
+            with path.open("rb") as file:
+                for line in file:
+                    self.read += 1
+                    yield torch.tensor([*line[:LENGTH].ljust(LENGTH)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+
+class Numbers(IterableDataset[int]):
+    """As many numbers in each part, as fast as an iterable may be."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.next = size, 0
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        assert info.id < info.num_workers  # by which it says that each lane has a part of its own
+        while self.next < self.size:
+            self.next += 1
+            yield self.next
+
+
+class Stateful(Numbers):
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def rate(batches: Iterable[Any], count: int, batch: int) -> float:
+    """Samples per second, after the first few."""
+    running = iter(batches)
+    list(islice(running, 20))
+    begin_s = time.perf_counter()
+    taken = len(list(islice(running, count)))
+    return taken * batch / (time.perf_counter() - begin_s)
+
+
+def rates(directory: Path, options: argparse.Namespace) -> None:
+    paths = [directory / f"{part}.txt" for part in range(options.lanes)]
+    line = "The position in the data is a number of samples. " * 8 + "\n"
+    for path in paths:
+        path.write_text(line * (options.batches * options.batch))
+
+    def of_lanes(workers: int) -> Lanes:
+        return Lanes(
+            Lines(paths), batch_size=options.batch, lanes=options.lanes, num_workers=workers
+        )
+
+    def of_torch(workers: int) -> Any:
+        return DataLoader(Lines(paths), batch_size=options.batch, num_workers=workers)
+
+    print("| processes | DataLoader, samples/s | lanes, samples/s | lanes / DataLoader |")
+    print("| --- | --- | --- | --- |")
+    for workers in options.workers:
+        found: dict[Callable[[int], Any], list[float]] = {of_torch: [], of_lanes: []}
+        for _ in range(options.trials):
+            for make, measured in found.items():
+                measured.append(rate(make(workers), options.batches, options.batch))
+        pairs = zip(*found.values(), strict=True)
+        ratio = [ours / theirs for theirs, ours in pairs]
+        cells = [*(spread(each, 0) for each in found.values()), spread(ratio, 2)]
+        print(f"| {workers} | {' | '.join(cells)} |", flush=True)
+
+
+def find(
+    kind: type[Numbers], samples: int, options: argparse.Namespace
+) -> list[tuple[float, float]]:
+    """Seconds, and those of CPU time, to the first batch behind a position."""
+
+    def lanes(batch: int) -> Lanes:
+        size = samples // options.lanes + 10 * big
+        return Lanes(kind(size), batch_size=batch, lanes=options.lanes, collate_fn=len)
+
+    big = max(1, samples // options.lanes // 100)
+    reading = lanes(big)
+    for _ in reading:
+        if reading.last and reading.samples >= samples:
+            break
+    state, found_s = reading.state_dict(), []
+    for _ in range(options.trials):
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        again = lanes(options.batch)
+        again.load_state_dict(state)
+        next(iter(again))
+        found_s.append((time.perf_counter() - begin_s, time.process_time() - begin_cpu_s))
+    return found_s
+
+
+def spread(values: list[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--workers", type=lambda text: [*map(int, text.split(","))], default=[0, 2])
+    parser.add_argument("--samples", type=int, default=10**7)
+    parser.add_argument("--quick", action="store_true", help="seconds: checks that it runs here")
+    options = parser.parse_args()
+    if options.quick:
+        options.trials, options.batches, options.samples = 1, 20, 10**4
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        rates(Path(directory), options)
+    print(f"\n| behind {options.samples} samples | s to the next batch | of CPU time |")
+    print("| --- | --- | --- |")
+    for name, kind in ("with a state", Stateful), ("without", Numbers):
+        found = zip(*find(kind, options.samples, options), strict=True)
+        print(f"| {name} | {' | '.join(spread([*each], 2) for each in found)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
