@@ -2,7 +2,9 @@
 # make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
 #                   test-simulation, test-numerics, test-groupings, test-processes, test-deploy
-# make nightly      test-all, random tests, a deep search of the model, an hour of simulation
+# make nightly      test-all, then make searches
+# make searches     random tests, a deep search of the model, an hour of simulation: with SEED, which
+#                   it prints; short with MINUTES=1 WALK=1000 MODEL='--nodes 2' SEARCHED=tests/contract/kv
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
 # make coverage     which branches of the decisions no unit test takes; all are taken
 # make mutants      changes norm, sums, commit and restore in each small way: is it noticed? An hour
@@ -26,7 +28,7 @@ PARTS := test-unit test-contract test-simulation test-numerics test-groupings te
 # The tests start hundreds of processes, and each would compile all sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all nightly $(PARTS) test-image test-peers test-libraries coverage mutants gpu-test check dist docs reference install dev locks clean
+.PHONY: help demo test test-all nightly searches $(PARTS) test-image test-peers test-libraries coverage mutants gpu-test check dist docs reference install dev locks clean
 
 help:
 	@sed -n "s/^# \(make\|    \)/\1/p" Makefile
@@ -43,10 +45,20 @@ $(PARTS): test-%: dev
 	$(PYTEST) -m 'not image' tests/$*
 
 nightly: test-all
-	HYPOTHESIS_PROFILE=searching $(PYTEST) -m 'not image' tests/unit tests/contract tests/simulation
-	$(BIN)/python -m tests.model
-	$(BIN)/python -m tests.model --nodes 50 --walk 100000
-	$(BIN)/python -m tests.simulation --minutes 60
+	$(MAKE) searches
+
+searches: SEED ?= $(shell date +%s)
+searches: MINUTES ?= 60
+searches: MODEL ?= --nodes 3
+searches: WALK ?= 100000
+searches: SEARCHED ?= tests/unit tests/contract tests/simulation
+searches: SEED := $(SEED)
+searches: dev
+	@echo "the same searches again: make searches SEED=$(SEED)"
+	HYPOTHESIS_PROFILE=searching $(PYTEST) -m 'not image' --hypothesis-seed=$(SEED) $(SEARCHED)
+	$(BIN)/python -m tests.model $(MODEL)
+	$(BIN)/python -m tests.model --nodes 50 --walk $(WALK)
+	$(BIN)/python -m tests.simulation --first $(SEED) --minutes $(MINUTES)
 
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)

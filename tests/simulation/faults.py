@@ -85,6 +85,14 @@ def _stall(cluster: Cluster, fault: Fault) -> None:
         cluster.kernel.hold(process.tasks[0], fault.for_s)
 
 
+def _stick(cluster: Cluster, fault: Fault) -> None:
+    """The loop of an agent stands still for ever, while its threads run; of one node at a time."""
+    process = _agent(cluster, fault)
+    if process is not None and process.tasks and not any(r.process.stuck for r in cluster.runs):
+        process.stuck = True
+        cluster.kernel.hold(process.tasks[0], 1e9)
+
+
 def _slow_loop(cluster: Cluster, fault: Fault) -> None:
     process = _agent(cluster, fault)
     if process is not None:
@@ -225,6 +233,7 @@ APPLY: Mapping[str, Callable[[Cluster, Fault], object]] = {
     "freeze": partial(_freeze, workers=False),
     "freeze-all": partial(_freeze, workers=True),
     "stall-loop": _stall,
+    "stuck-loop": _stick,
     "slow-loop": _slow_loop,
     "cut": partial(_cut, both=True),
     "cut-one-way": partial(_cut, both=False),

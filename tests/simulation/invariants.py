@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,9 @@ from tests.simulation.cluster import KEYS, AgentRun, Cluster
 from tests.simulation.model import digest_of
 from tests.simulation.training import Watcher, Worker
 from tests.support.job_history import WORKERS_END_S, JobHistory, explained
+from tests.support.mvcc import Batch, Database
 from zero_checkpoint.format.manifest import MANIFEST, age
+from zero_checkpoint.format.parse import parse
 from zero_checkpoint.loading.candidates import find, read_manifest
 from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.saving.retention import FEWEST_KEPT
@@ -40,6 +43,8 @@ class Invariants(Watcher):
     """By the digest of a manifest."""
     _names: dict[tuple[int, int], str] = field(default_factory=dict)
     """By step and fence: the directory of the checkpoint."""
+    _may_be_kept: set[str] = field(default_factory=set)
+    """The digests of the manifests that may be kept in memory."""
     _whole: set[str] = field(default_factory=set)
     """Checkpoints on disk that are published, and not removed."""
     _durable: set[str] = field(default_factory=set)
@@ -55,6 +60,8 @@ class Invariants(Watcher):
         cluster.training.disk.on_publish = self.published
         cluster.training.disk.on_remove = self.removed
         cluster.training.watcher = self
+        cluster.etcd.observers.append(self._in_memory)
+        cluster.training.on_kept = self.kept
         cluster.on_agent_end = self.agent_ended
         cluster.on_agent_killed = self.no_worker_after
         cluster.kernel.after(LOOK_S, self.look)
@@ -96,6 +103,20 @@ class Invariants(Watcher):
         self._whole.add(directory.name)
         if manifest.meta["client"]["digest"] != digest_of(manifest.step):
             self.broken(f"I7: checkpoint {manifest.step} has lost or repeated samples")
+
+    def _in_memory(self, batch: Batch, database: Database) -> None:
+        """A checkpoint in memory may be kept."""
+        for change in batch:
+            if change.key == KEYS.in_memory and change.item is not None:
+                self._may_be_kept.add(json.loads(change.item.value)["digest"])
+
+    def kept(self, text: bytes) -> None:
+        """A node keeps a manifest in memory."""
+        manifest = parse(text)
+        if manifest.digest not in self._may_be_kept:
+            self.broken(f"I2: {manifest.directory} is kept in memory unasked")
+        if manifest.meta["client"]["digest"] != digest_of(manifest.step):
+            self.broken(f"I7: checkpoint {manifest.step} in memory has lost or repeated samples")
 
     def acknowledged(self, worker: Worker, saved: Saved) -> None:
         """A rank knows that a checkpoint is published: it outlives whatever happens now."""
@@ -180,7 +201,10 @@ class Invariants(Watcher):
             newest = next(iter(find(cluster.training.root).candidates), None)
             if newest is None or newest.manifest.step != cluster.training.total_steps:
                 self.broken(f"I7: the job is done, and its last checkpoint is {newest}")
-        if running := [run.machine for run in cluster.runs if run.process.alive]:
+        running = [
+            run.machine for run in cluster.runs if run.process.alive and not run.process.stuck
+        ]
+        if running:
             self.broken(f"the agents of {running} have not ended")
         for revision, move in self.history.unexplained(cluster.events).items():
             if revision in cluster.etcd.answered:

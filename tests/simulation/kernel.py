@@ -58,6 +58,8 @@ class Process:
     name: str
     alive: bool = True
     frozen: bool = False
+    stuck: bool = False
+    """Its main task never runs again."""
     lag_s: float = 0.0
     """Every task wakes up to so much later than it should: the machine is overloaded."""
     wall_offset_s: float = 0.0

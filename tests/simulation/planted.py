@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 import sys
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from tests.simulation.faults import HEAL, Fault, draw
 from tests.simulation.simulation import Plan, Result, plan, run
@@ -21,12 +24,17 @@ from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation
 from zero_agent.loop.suspects import LeaseVerdict
 from zero_agent.workers.environment import WorkerPlace
+from zero_checkpoint.files import writer
+from zero_checkpoint.format.manifest import MANIFEST, FileRecord, encode
+from zero_checkpoint.saving import memory_commit, publish
+from zero_contract.errors import CommitRefused
 from zero_orchestrator.membership import moves, rounds
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Observation
 from zero_orchestrator.store.kv import Compare
 from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
+from zero_orchestrator.store.replica import Replica
 
 SEEDS = 150
 """A bug is found within so many seeds: within a minute of one core."""
@@ -145,6 +153,78 @@ def _one_refresh(self: LeaseKeeper) -> float | None:
 
 _BEAT = LeaseKeeper._beat
 
+
+def _refresh_anyway(self: LeaseKeeper) -> float | None:
+    self._works = lambda: True
+    return _BEAT(self)
+
+
+def _all_but_the_newest(candidates: Sequence[Any], **policy: Any) -> list[Any]:
+    return [candidate.path for candidate in candidates[1:]]
+
+
+def _write_only(path: Any, text: bytes, disk: Any) -> None:
+    with disk.create(path) as file:
+        disk.write(file, text)
+
+
+def _publish_refused(attempt: Any, fence: Any) -> None:
+    def ask(digest: str) -> None:
+        with contextlib.suppress(CommitRefused):
+            fence(digest)
+
+    _PUBLISH_FILES(attempt, ask)
+
+
+_PUBLISH_FILES = publish.publish
+
+
+def _good_vote(path: Any, image: Any, block_bytes: int, disk: Any, **options: Any) -> Any:
+    try:
+        return _WRITE_FILE(path, image, block_bytes, disk, **options)
+    except OSError:
+        layout, hasher = image.layout, writer.BlockHasher(block_bytes)
+        for chunk in image.chunks():
+            hasher.update(chunk)
+        digests = hasher.digests()
+        return FileRecord(path.name, layout.size_bytes, len(layout.head), digests)
+
+
+_WRITE_FILE = writer.write_file
+
+
+def _prepare_blindly(directory: Any, manifest: Any, disk: Any) -> Any:
+    text, digest = encode(manifest)
+    publish._write_whole(directory / f"{MANIFEST}.tmp", text, disk)
+    return publish.Attempt(directory, manifest, digest, disk)
+
+
+def _commit_in_memory_unasked(save: Any, *words: Any, **options: Any) -> Any:
+    return _COMMIT_IN_MEMORY(replace(save, fence=None), *words, **options)
+
+
+_COMMIT_IN_MEMORY = memory_commit.commit_in_memory
+
+
+class _Blind:
+    """A hash that always is as expected."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def flatnonzero(self, wrong: Any) -> Any:
+        return np.flatnonzero(wrong)[:0] if wrong.dtype == bool else np.flatnonzero(wrong)
+
+
+def _forget_changes(self: Any, changes: Any) -> None:
+    """Every third delivery of a watch is lost."""
+    self.__dict__["deliveries"] = count = self.__dict__.get("deliveries", 0) + 1
+    if count % 3:
+        _ON_CHANGES(self, changes)
+
+
+_ON_CHANGES = Replica._apply
+
 DISRUPTIONS = ("kill-agent", "kill-worker", "fail-worker", "cut", "alone", "freeze-all")
 OUTAGES = ("no-leader", "loss", "slow-etcd", "full-etcd")
 BUGS: Sequence[Bug] = (
@@ -247,6 +327,57 @@ BUGS: Sequence[Bug] = (
         ("hang-worker",),
         "I6",
     ),
+    Bug(
+        "what a watch delivers is lost now and then",
+        {"zero_orchestrator.store.replica:Replica._apply": _forget_changes},
+        (*DISRUPTIONS, "drain"),
+        "",
+    ),
+    Bug(
+        "a lease is refreshed although the loop is stuck",
+        {"zero_orchestrator.store.lease:LeaseKeeper._beat": _refresh_anyway},
+        ("stuck-loop",),
+        "I6",
+    ),
+    Bug(
+        "a checkpoint is deleted as soon as there is a newer one",
+        {"zero_checkpoint.saving.housekeeping:expired": _all_but_the_newest},
+        ("compact",),
+        "is removed",
+    ),
+    Bug(
+        "a manifest is renamed before it is synced",
+        {"zero_checkpoint.saving.publish:_write_whole": _write_only},
+        ("power-off",),
+        "",
+    ),
+    Bug(
+        "the fence's refusal of a checkpoint is ignored",
+        {"zero_checkpoint.saving.commit:publish": _publish_refused},
+        (*DISRUPTIONS, "no-leader", "full-etcd"),
+        "I2",
+    ),
+    Bug(
+        "the vote of a rank whose write has failed is ignored",
+        {
+            "zero_checkpoint.saving.commit:write_file": _good_vote,
+            "zero_checkpoint.saving.commit:prepare": _prepare_blindly,
+        },
+        ("failing-disk", "kill-worker"),
+        "resumes from",
+    ),
+    Bug(
+        "a checkpoint in memory does not ask the fence",
+        {"zero_checkpoint.saving.in_memory:commit_in_memory": _commit_in_memory_unasked},
+        ("compact",),
+        "I2",
+    ),
+    Bug(
+        "blocks are not verified when they are loaded",
+        {"zero_checkpoint.loading.reader:np": _Blind()},
+        ("corrupt", "corrupt-memory", "kill-worker"),
+        "I7",
+    ),
 )
 
 
@@ -276,8 +407,12 @@ def found(bug: Bug, seeds: int = SEEDS) -> Result | None:
 
 def main() -> int:
     """Plant each bug; the exit code is 1 if one is not found."""
-    missed = 0
-    for bug in BUGS:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.planted")
+    parser.add_argument("names", nargs="*", help="parts of the names of bugs; without, all")
+    names, missed = parser.parse_args().names, 0
+    if unknown := [name for name in names if not any(name in bug.what for bug in BUGS)]:
+        parser.error(f"no bug is called {unknown}; there are: {'; '.join(b.what for b in BUGS)}")
+    for bug in [bug for bug in BUGS if not names or any(name in bug.what for name in names)]:
         begin_s = time.process_time()
         result = found(bug)
         took_s = time.process_time() - begin_s

@@ -73,7 +73,9 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
         evaluation_s=random.Random(f"{seed} evaluation").choice([0.0] * 7 + [50.0]),
     )
     names = [chr(ord("a") + number) for number in range(nodes)]
-    kinds = list(FREE) if free else [kind for kind in APPLY if kind not in {"stop", HEAL}]
+    kinds = (
+        list(FREE) if free else [kind for kind in APPLY if kind not in {"stop", "stuck-loop", HEAL}]
+    )
     if not free and source.random() < 0.6:  # a storm of few kinds finds more than one of all
         kinds = source.sample(kinds, source.randint(1, 4))
     until_s = 0.8 * setting.steps * setting.step_s + 5.0

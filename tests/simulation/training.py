@@ -227,6 +227,8 @@ class Training:
     tell: Callable[[str, str], None] = lambda who, what: None
     """Receives what is worth a line of the history."""
     on_problem: Callable[[str], None] = lambda problem: None
+    on_kept: Callable[[bytes], None] = lambda text: None
+    """A node keeps this manifest in memory."""
     watcher: Watcher = field(default_factory=Watcher)
 
     def __post_init__(self) -> None:

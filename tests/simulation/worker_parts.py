@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, MutableMapping
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.simulation.sockets import to_agent
 from tests.simulation.standard_library import EPOCH_S
 from tests.simulation.training import Training, Worker
 from zero_checkpoint.last_save import Beginning
+from zero_checkpoint.memory.node import keep_manifest
 from zero_checkpoint.saving.schedule import Schedule
 from zero_comm.worker.rank_times import EveryonesTimes, StepTimer
 
@@ -90,6 +92,10 @@ def worker_parts(training: Training) -> dict[str, Any]:
     def beginning() -> Beginning:
         return Beginning(wall_s=EPOCH_S + now(), begin_s=now())
 
+    def keep(directory: Path, text: bytes) -> None:
+        training.on_kept(text)
+        keep_manifest(directory, text)
+
     own_os = SimpleNamespace(environ=environ, getpid=lambda: _worker(kernel).pid, kill=kill)
     return {
         "os:environ": environ,
@@ -108,6 +114,7 @@ def worker_parts(training: Training) -> dict[str, Any]:
         "zero_checkpoint.loading.candidates:disk_of": disk_of,
         "zero_checkpoint.saving.commit:disk_of": disk_of,
         "zero_checkpoint.saving.retention:disk_of": disk_of,
+        "zero_checkpoint.saving.memory_commit:keep_manifest": keep,
         "zero_checkpoint.saving.saver:disk_of": disk_of,
         "zero_checkpoint.saving.staging:_GRAIN_BYTES": 4096,
     }

@@ -42,7 +42,7 @@ from zero_agent.node.strain import Strain, devices
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.signing import Purpose, derive
-from zero_orchestrator.errors import StoreFull, StoreUnavailable
+from zero_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node
 from zero_orchestrator.membership.moves import Wait
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -292,7 +292,7 @@ class Agent:
         self._inbox.put(lambda: self._leaving.noticed(text))
 
     def _joined(self) -> bool:
-        """Register this node with the job; False if etcd is out of reach."""
+        """Register this node with the job; False if etcd is out of reach, or full."""
         self._turned_s = self._clock.now()
         try:
             # In the first round all nodes import at the same time, and a node that has registered
@@ -307,12 +307,20 @@ class Agent:
                     self._handle_events()
             self._leaving.obey(None)
             self._rdzv.register()
-        except StoreUnavailable as error:
-            self._limits.store_fails(error)
+        except (StoreUnavailable, StoreFull) as error:
+            self._store_fails(error)
             self._leaving.check_limit()
             return False
         self._limits.store_answers(self._rdzv.snapshot.fence)
         return True
+
+    def _store_fails(self, error: StoreError) -> None:
+        """Go on without etcd, within the limits."""
+        self._limits.store_fails(error)
+        if isinstance(error, StoreFull):  # send no request to etcd for a while
+            until_s = self._clock.now() + pause_when_full_s(len(self._rdzv.snapshot.nodes))
+            while self._clock.now() < until_s:
+                self._meanwhile()
 
     def _turn(self) -> int | None:
         """One turn of the loop; the exit code when it was the last."""
@@ -350,12 +358,7 @@ class Agent:
             if action is not Action.WAIT:
                 return None
         except STORE_FAILS as error:
-            self._limits.store_fails(error)
-            if isinstance(error, StoreFull):  # send no request to etcd for a while
-                pause_s = pause_when_full_s(len(self._rdzv.snapshot.nodes))
-                until_s = self._clock.now() + pause_s
-                while self._clock.now() < until_s:
-                    self._meanwhile()
+            self._store_fails(error)
         # The end of the job is logged once the workers have ended.
         reason, waits_for = self._rdzv.reason, self._rdzv.waits_for
         if (
