@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.place import seed_process
-from zero_data.lanes.source import Source
+from zero_data.lanes.source import Reader, Source
 
 _READING = 2
 """Separates the seeds of reading from those of augmentation and dropout."""
@@ -94,13 +94,18 @@ class Reading(IterableDataset[Read | None]):
 
     def read(self, lane: int) -> Iterator[Read]:
         """The micro-batches of a lane, then the end for ever."""
-        start = self.starts[lane]
-        if start.ended:
+        # Opened at once: lanes of a process can share what none of them has begun to read.
+        start, reader = self.starts[lane], None
+        if not start.ended:
+            with seeded(mix(self.seed, self.epoch, lane, start.at, _READING)):
+                state = None if start.state is None else load(start.state)
+                reader = self.source.open(lane, self.lanes, self.epoch, state)
+        return self._rest(lane, start, reader)
+
+    def _rest(self, lane: int, start: Start, reader: Reader | None) -> Iterator[Read]:
+        if reader is None:
             while True:
                 yield _END
-        with seeded(mix(self.seed, self.epoch, lane, start.at, _READING)):
-            state = None if start.state is None else load(start.state)
-            reader = self.source.open(lane, self.lanes, self.epoch, state)
         number, took_s, read_s = start.at, 0.0, 0.0
         while True:
             begin_s = time.perf_counter()

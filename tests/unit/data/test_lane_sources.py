@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from tests.support.lanes import read, resumed
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data import Lanes
 from zero_data.lanes.adapters import source_of
 
 
@@ -183,6 +184,9 @@ def test_lanes_of_a_process_read_data_that_does_not_divide_itself_once():
     tried = len(reads)
     assert [list(lane) for lane in lanes] == [[lane, lane + 4, lane + 8] for lane in range(4)]
     assert len(reads) - tried == 12
+    reads.clear()
+    list(Lanes(Counted(12), batch_size=2, lanes=4))
+    assert len(reads) == 12 + tried
 
 
 def test_a_dataset_that_asks_too_late_whether_it_is_divided_is_refused():
