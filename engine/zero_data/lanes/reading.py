@@ -7,8 +7,6 @@ not touch the random numbers of anybody else in the process.
 
 from __future__ import annotations
 
-import io
-import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +23,7 @@ from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.place import seed_process
 from zero_data.lanes.source import Reader, Source
+from zero_data.lanes.stored import dump, load
 
 _READING = 2
 """Separates the seeds of reading from those of augmentation and dropout."""
@@ -120,9 +119,7 @@ class Reading(IterableDataset[Read | None]):
                 begin_s = time.perf_counter()
                 with seeded(0):
                     given = reader.state()
-                    taken = None if given is None else dump(given)
-                    if taken is not None and not took_s:
-                        _check(taken, self.dataset)
+                    taken = None if given is None else _stored(given, self.dataset)
                 took_s, read_s = time.perf_counter() - begin_s, 0.0
             if not again:
                 yield Read(len(samples), batch, taken)
@@ -138,27 +135,13 @@ class Reading(IterableDataset[Read | None]):
             yield _END
 
 
-def _check(state: bytes, dataset: Any) -> None:
+def _stored(state: Mapping[str, Any], dataset: Any) -> bytes:
     try:
-        load(state)
-    except pickle.UnpicklingError as error:
+        return dump(state)
+    except ConfigError as error:
         raise ConfigError(
-            f"training_data: the state of {type(dataset).__name__} has a value that no checkpoint "
-            f"stores ({str(error).splitlines()[0]}); give numbers, text, tensors, and tuples, "
-            "lists and dictionaries of them"
-        ) from error
-
-
-def dump(state: Mapping[str, Any]) -> bytes:
-    """A state as bytes, which are a copy."""
-    memory = io.BytesIO()
-    torch.save(state, memory)
-    return memory.getvalue()
-
-
-def load(state: bytes) -> Any:
-    """The inverse of `dump`."""
-    return torch.load(io.BytesIO(state), weights_only=True)
+            f"training_data: the state of {type(dataset).__name__} cannot be stored: {error}"
+        ) from None
 
 
 _GENERATOR = np.random.MT19937()
