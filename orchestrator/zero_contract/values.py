@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Callable, Collection
 from functools import total_ordering
@@ -28,9 +29,9 @@ _KUBERNETES_SIZE = re.compile(r"\d+(\.\d+)?([KMGTP]i)?")
 def parse_seconds(text: str) -> float:
     """`30`, `30s`, `10m`, `2h` or `7d` as seconds. Raises ValueError."""
     match = _DURATION.fullmatch(text)
-    if match is None:
+    if match is None or math.isinf(duration_s := float(match[1]) * _UNITS_S[match[2]]):
         raise ValueError("is not a length of time; write seconds, such as 30, or 10m, or 2h, or 7d")
-    return float(match[1]) * _UNITS_S[match[2]]
+    return duration_s
 
 
 def in_words(duration_s: float) -> str:
@@ -44,10 +45,10 @@ def in_words(duration_s: float) -> str:
 def parse_size_bytes(text: str) -> int:
     """`5GB`, `200MiB`, `1.5Gi` or bytes. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2].upper() not in _UNITS_BYTES:
+    unit_bytes = _UNITS_BYTES.get(match[2].upper()) if match else None
+    if match is None or unit_bytes is None or math.isinf(number := float(match[1]) * unit_bytes):
         raise ValueError("is not a size; write a size such as 5GB or 200MiB")
-    size_bytes: int = round(float(match[1]) * _UNITS_BYTES[match[2].upper()])
-    return size_bytes
+    return round(number)
 
 
 @total_ordering

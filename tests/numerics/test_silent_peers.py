@@ -84,6 +84,8 @@ def main_thread_waits() -> bool:
 
 def wait_beside_a_stopped_peer(root: str, stage: int, where: str, how: str) -> None:
     """Rank 1 stops itself; what becomes of rank 0, which then kills it."""
+    # An engine without an agent that this process had before heeds Ctrl-C at the end of its steps.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank, directory = dist.get_rank(), Path(root)
     path = directory / f"agent-{rank}.sock"
     agent = Agent(path)

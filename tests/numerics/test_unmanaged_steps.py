@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics.test_data import Shards, Stream
 from tests.numerics.test_global_batch import round_number
 from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
@@ -21,10 +20,9 @@ MICROBATCHES, STEPS = 12, 3
 """Divisible by worlds of 1, 2 and 3; two steps are an epoch."""
 
 
-def make(kind: str = "map", size: int = DATASET_SIZE, stage: int = 2, **more: Any) -> Engine:
+def make(size: int = DATASET_SIZE, stage: int = 2, **more: Any) -> Engine:
     settings = {"managed_gradient_accumulation": False, **more}
-    data = {"map": Tokens(size), "shards": Shards(), "stream": Stream()}[kind]
-    return make_engine(config(stage, **settings), training_data=data)
+    return make_engine(config(stage, **settings), training_data=Tokens(size))
 
 
 def fingerprints_of_managed_steps() -> list[tuple[Any, ...]]:
@@ -104,14 +102,13 @@ def test_a_script_may_divide_over_the_micro_steps_of_the_engine(worlds: WorldPoo
 # ---- what is consumed ----
 
 
-@pytest.mark.parametrize("kind", ["map", "shards"])
 def test_over_steps_of_any_size_and_resizes_every_sample_is_consumed_exactly_once(
-    worlds: WorldPool, tmp_path: Path, kind: str
+    worlds: WorldPool, tmp_path: Path
 ) -> None:
     root, ledger = str(tmp_path / "checkpoints"), str(tmp_path / "ledger")
     samples = 0
     for number, world in enumerate([2, 3, 1, 2]):
-        (samples, *others) = worlds.run(world, one_round, number, root, ledger, kind)
+        (samples, *others) = worlds.run(world, one_round, number, root, ledger)
         assert set(others) <= {samples}
     report = verify(read_ledger(ledger), DATASET_SIZE)
     assert report.problems == ()
@@ -119,11 +116,10 @@ def test_over_steps_of_any_size_and_resizes_every_sample_is_consumed_exactly_onc
     assert samples > 2 * DATASET_SIZE
 
 
-def one_round(number: int, root: str, ledger: str, kind: str) -> int:
+def one_round(number: int, root: str, ledger: str) -> int:
     """Three steps that a checkpoint keeps, and one that is lost; how many samples in all."""
     with round_number(number):
-        elastic = {"shuffle": kind == "map", "sample_ledger": ledger}
-        engine = make(kind, elastic=elastic)
+        engine = make(elastic={"sample_ledger": ledger})
     engine.load_checkpoint(root)
     step_by_step(engine, 3)
     engine.save_checkpoint(root)
@@ -195,7 +191,7 @@ def managed_step_over_an_epoch() -> tuple[float, float | None]:
 
 
 def misuse(kind: str) -> None:
-    engine = make("stream" if kind == "stream" else "map")
+    engine = make()
     loader = engine.training_dataloader
     match kind:
         case "no step":
@@ -223,7 +219,6 @@ def misuse(kind: str) -> None:
         ("coalesce", r"a step ends where step\(\) is called; leave it out"),
         ("next epoch", r"call engine\.step\(\) at the end of"),
         ("own batches", r"call engine\.step\(\) at the end of"),
-        ("stream", "give a map-style dataset or one that is cut into shards"),
     ],
 )
 def test_what_does_not_go_with_it_is_named(worlds: WorldPool, kind: str, message: str) -> None:

@@ -89,15 +89,20 @@ def job_on(etcd: EtcdServer, directory: Path, **facts: object) -> Iterator[Clust
         job.close()
 
 
-def test_an_agent_does_not_begin_on_a_full_etcd_and_says_how_to_mend_it(small, tmp_path):
+def test_an_agent_waits_for_room_in_a_full_etcd_and_says_how_to_make_it(small, tmp_path):
     with contextlib.closing(EtcdStore(small.endpoint)) as store:
         fill(store)
-    with job_on(small, tmp_path, flags=("--nnodes=1",)) as job:
-        job.start("a")
-        assert job.agents["a"].wait() == 3
-        assert job.output.count("database space exceeded") == 1
-        assert "compact and defragment etcd, then disarm its alarm" in job.output
-        assert "Traceback" not in job.output
+        with job_on(small, tmp_path, flags=("--nnodes=1",)) as job:
+            job.start("a")
+            remedy = "compact and defragment etcd, then disarm its alarm"
+            wait_for(lambda: remedy in job.output, 60, "the agent says what to do")
+            assert "works" not in job.output
+            make_room(small, store)
+            wait_for(lambda: "works" in job.output, 60, "the job begins")
+            assert job.output.count("database space exceeded") == 1
+            (tmp_path / "enough").touch()
+            assert job.agents["a"].wait() == 0
+            assert "Traceback" not in job.output
 
 
 def shown_beside(etcd: EtcdServer, job: str) -> str:
