@@ -48,7 +48,8 @@ def parse_size_bytes(text: str) -> int:
     unit_bytes = _UNITS_BYTES.get(match[2].upper()) if match else None
     if match is None or unit_bytes is None or math.isinf(number := float(match[1]) * unit_bytes):
         raise ValueError("is not a size; write a size such as 5GB or 200MiB")
-    return round(number)
+    size_bytes: int = round(number)
+    return size_bytes
 
 
 @total_ordering
