@@ -105,7 +105,7 @@ def train():
 os.environ.update(RANK="0", WORLD_SIZE="1")
 dist.init_process_group("gloo")
 train()
-print(json.dumps(flight.recorded()))
+print(json.dumps(agent_link.recorded()))
 """
 
 
