@@ -21,6 +21,7 @@ import contextlib
 import heapq
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -258,14 +259,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every-s", type=float, default=15.0, help="one fault in so many seconds")
     parser.add_argument("--pause-s", type=float, default=0.25, help="pause in each step")
-    parser.add_argument("--stage", type=int, default=3, help="ZeRO stage of the engine's job")
+    parser.add_argument(
+        "--stage", type=int, default=3, choices=range(4), help="ZeRO stage of the engine's job"
+    )
     parser.add_argument("--only", help="only faults whose name has this in it")
     parser.add_argument("--schedule", action="store_true", help="print the schedule, and end")
     return parser
 
 
 def main() -> None:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
+    if not (0 < args.minutes < math.inf and 0 < args.every_s < math.inf and args.pause_s >= 0):
+        parser.error("--minutes and --every-s are numbers above 0, --pause-s is one from 0 on")
     kinds = {name: row.kind for name, row in FAULTS.items() if (args.only or "") in name}
     faults = schedule(kinds, seed=args.seed, minutes=args.minutes, every_s=args.every_s)
     print(f"seed {args.seed}: {len(faults)} faults in {args.minutes:g} minutes: {summary(faults)}")

@@ -50,8 +50,8 @@ def standstills(
     """
     times = [at_s for at_s, _, _ in steps]
     gaps = list(itertools.pairwise(times))
-    ends = [*(fault.at_s for fault in faults[1:]), float("inf")]
-    for fault, end_s in zip(faults, ends, strict=True):
+    begins = [*(fault.at_s for fault in faults), float("inf")]
+    for fault, (_, end_s) in zip(faults, itertools.pairwise(begins), strict=True):
         mine = [
             later - earlier
             for earlier, later in gaps

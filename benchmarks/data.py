@@ -145,6 +145,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10**7)
     parser.add_argument("--quick", action="store_true", help="seconds: checks that it runs here")
     options = parser.parse_args()
+    counts = (options.trials, options.lanes, options.batch, options.batches, options.samples)
+    if min(counts) < 1 or min(options.workers) < 0:
+        parser.error("a number of worker processes is 0 or more, any other number 1 or more")
     if options.quick:
         options.trials, options.batches, options.samples = 1, 20, 10**4
     torch.set_num_threads(1)

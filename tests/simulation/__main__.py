@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
 import time
 from dataclasses import replace
 
+from tests.simulation.cluster import end_at_interrupt
 from tests.simulation.faults import HEAL, Fault
 from tests.simulation.scenarios import setting_of
 from tests.simulation.shrink import shrink
@@ -34,7 +34,9 @@ def main() -> int:
     parser.add_argument("--setting", help="instead of that of the seed: 'nodes=2 steps=5'")
     parser.add_argument("--no-shrink", action="store_true", help="print the history as it is")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is written; threads would be waited for
+    if args.seed is None and (args.fault or args.setting):
+        parser.error("--fault and --setting take the place of those of a seed; give --seed, too")
+    end_at_interrupt()
     if args.seed is not None:
         planned = plan(args.seed, free=True if args.free else None)
         if args.setting:

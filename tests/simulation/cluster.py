@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import pkgutil
 import shutil
 import signal
@@ -270,12 +271,27 @@ def _import_all() -> None:
             importlib.import_module(module.name)
 
 
+_SCRATCH = Path("/dev/shm")
+_PREFIX = f"zero-simulation-{os.getpid()}-"
+
+
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end this process at once, with its files: a simulation holds threads that wait."""
+
+    def end(*_: object) -> None:
+        for scratch in _SCRATCH.glob(f"{_PREFIX}*"):
+            shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end)
+
+
 @contextlib.contextmanager
 def cluster(seed: object, setting: Setting) -> Iterator[Cluster]:
     """A cluster in which nothing runs yet."""
     _import_all()
     kernel = Kernel(seed)
-    scratch = Path(tempfile.mkdtemp(prefix="zero-simulation-", dir="/dev/shm"))
+    scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SCRATCH))
     made = Cluster(kernel, setting, scratch)
     handler = _Records(made)
     levels: dict[str, int] = {}

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.simulation.cluster import end_at_interrupt
 from tests.simulation.faults import HEAL, Fault, draw
 from tests.simulation.simulation import Plan, Result, plan, run
 from tests.simulation.standard_library import replaced
@@ -412,6 +413,7 @@ def main() -> int:
     names, missed = parser.parse_args().names, 0
     if unknown := [name for name in names if not any(name in bug.what for bug in BUGS)]:
         parser.error(f"no bug is called {unknown}; there are: {'; '.join(b.what for b in BUGS)}")
+    end_at_interrupt()
     for bug in [bug for bug in BUGS if not names or any(name in bug.what for name in names)]:
         begin_s = time.process_time()
         result = found(bug)

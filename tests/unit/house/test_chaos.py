@@ -29,7 +29,7 @@ def chaos():
     """The benchmark's modules."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
     try:
-        names = ("schedule", "judge", "faults")
+        names = ("schedule", "judge", "faults", "report")
         return SimpleNamespace(**{n: importlib.import_module(f"chaos_{n}") for n in names})
     finally:
         del sys.path[0]
@@ -247,3 +247,13 @@ def test_two_nodes_are_always_left_alone(chaos, seed):
         hit = [name for one in at_once for name in (one.node, one.other) if name]
         assert len(set(hit)) <= 2
         assert len(set(hit)) == len(hit), "nothing is hit twice at a time"
+
+
+def test_each_fault_has_its_own_standstill_and_no_fault_has_none(chaos):
+    faults = [
+        chaos.judge.Happened(what=what, free=True, at_s=at_s, until_s=at_s)
+        for what, at_s in (("kill", 10.0), ("cut", 20.0))
+    ]
+    steps = [(at_s, number, 0) for number, at_s in enumerate((9.5, 10.5, 13.5, 21.0, 26.0))]
+    assert list(chaos.report.standstills(faults, steps)) == [("kill", 7.5), ("cut", 5.0)]
+    assert list(chaos.report.standstills([], steps)) == []
