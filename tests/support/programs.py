@@ -18,5 +18,8 @@ def works(program: str) -> bool:
     """Whether a program is on the PATH and answers."""
     if shutil.which(program) is None:
         return False
-    command = _ANSWERS[program]
-    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+    try:
+        subprocess.run(_ANSWERS[program], capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return True
