@@ -65,8 +65,8 @@ def _plain(value: object) -> Any:  # noqa: PLR0911 - a table of types
         case _:
             pass
     raise ConfigError(
-        f"it has a {type(value).__name__}, which no checkpoint stores; give numbers, text, arrays, "
-        "tensors, and tuples, lists and dictionaries of them"
+        f"it has a value of type {type(value).__name__}, which no checkpoint stores; give numbers, "
+        "text, arrays, tensors, and tuples, lists and dictionaries of them"
     )
 
 

@@ -80,10 +80,10 @@ def test_the_states_of_all_generators_are_stored() -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ({"a": [object()]}, "it has a object, which no checkpoint stores"),
-        ({"a": {1, 2}}, "it has a set"),
+        ({"a": [object()]}, "it has a value of type object, which no checkpoint stores"),
+        ({"a": {1, 2}}, "it has a value of type set"),
         ({(1, 2): 3}, r"a key of a dictionary is \(1, 2\)"),
-        (np.array([object()]), "it has a ndarray"),
+        (np.array([object()]), "it has a value of type ndarray"),
     ],
 )
 def test_a_value_that_would_be_lost_is_refused_by_name(state: Any, why: str) -> None:
