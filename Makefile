@@ -6,6 +6,7 @@
 # make searches     random tests, a deep search of the model, an hour of simulation: with SEED, which
 #                   it prints; short with MINUTES=1 WALK=1000 MODEL='--nodes 2' SEARCHED=tests/contract/kv
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
+# make test-libraries   the data of other libraries, in lanes, in an environment of its own
 # make coverage     which branches of the decisions no unit test takes; all are taken
 # make mutants      changes norm, sums, commit and restore in each small way: is it noticed? An hour
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
