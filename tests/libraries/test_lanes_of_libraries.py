@@ -11,7 +11,7 @@ import json
 import re
 import tarfile
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tests.support.lanes import stored
-from tests.support.ranks import Exchange, Ranks
+from tests.support.lanes import Trained, stored
+from tests.support.lanes import trained as driven
 from zero_contract.errors import ConfigError
-from zero_data import Lanes, Ledger, read_ledger, verify
+from zero_data import Lanes, read_ledger, verify
 from zero_data.lanes import Mixture, Pack, Shuffle
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
@@ -299,54 +299,22 @@ _TWICE = {"Mixture of an HF stream and a list"}
 """Whose epoch has every line twice."""
 
 
-def _unchanged(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 def _key(sample: Any) -> Any:
     return sample.documents if hasattr(sample, "documents") else sample["id"]
 
 
-def trained(
-    make: Callable[[], Any], world: int, until: int, state: Any = None, ledger: Any = None
-) -> tuple[list[tuple[int, list[Any]]], Any]:
-    """The epoch and the samples of each step in the order of micro-batches, and the state then."""
+def trained(make: Callable[[], Any], world: int, until: int, **options: Any) -> Trained:
+    """See `tests.support.lanes`."""
+    return driven(make, world, lanes=_LANES, batch_size=_MICRO_BATCH, until=until, **options)
 
-    def of_rank(rank: int, exchange: Exchange) -> Any:
-        record = ledger and Ledger(ledger[0], round=ledger[1], rank=rank, world=world)
-        lanes = Lanes(
-            make(),
-            batch_size=_MICRO_BATCH,
-            lanes=_LANES,
-            collate_fn=_unchanged,
-            rank=rank,
-            world=world,
-            exchange=exchange,
-            ledger=record,
-        )
-        if state is not None:
-            lanes.load_state_dict(state)
-        steps = defaultdict(list)
-        while lanes.step < until:
-            epoch = lanes.epoch
-            micro = 0
-            for batch in lanes:
-                place = micro * world + rank
-                if lanes.weight:
-                    steps[epoch, lanes.step - lanes.last].append((place, list(map(_key, batch))))
-                micro = 0 if lanes.last else micro + 1
-                if lanes.last and lanes.step == until:
-                    break
-        if record:
-            record.close()
-        return steps, lanes.state_dict()
 
-    ranks = Ranks(world).run(of_rank)
-    steps = sorted({step for steps, _ in ranks for step in steps})
+def _keys(*parts: Trained) -> list[tuple[int, list[Any]]]:
+    """Of each step the epoch, and what its samples are known by."""
     return [
-        (epoch, [k for _, keys in sorted(chain(*(s[epoch, n] for s, _ in ranks))) for k in keys])
-        for epoch, n in steps
-    ], ranks[0][1]
+        (epoch, [*map(_key, step)])
+        for part in parts
+        for epoch, step in zip(part.epochs, part.steps, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -359,11 +327,11 @@ def test_it_is_saved_by_4_ranks_and_resumed_by_3_and_by_8(kind: str, tmp_path: P
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the libraries
-        alone, _ = trained(make, 1, 25)
-        first, state = trained(make, 4, 4, ledger=(ledger, 0))
-        second, state = trained(make, 3, 13, stored(state), (ledger, 1))
-        third, _ = trained(make, 8, 25, stored(state), (ledger, 2))
-    assert [*first, *second, *third] == alone
+        alone = _keys(trained(make, 1, 25))
+        first = trained(make, 4, 4, ledger=(ledger, 0))
+        second = trained(make, 3, 13, state=stored(first.state), ledger=(ledger, 1))
+        third = trained(make, 8, 25, state=stored(second.state), ledger=(ledger, 2))
+    assert _keys(first, second, third) == alone
     report = verify(read_ledger(ledger), None)
     assert report.problems == ()
     assert set(report.world_by_step.values()) == {4, 3, 8}
@@ -382,8 +350,8 @@ def test_what_a_resume_costs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     def make() -> Any:
         return _hf_shuffled(tmp_path)
 
-    _, state = trained(make, 2, 4)
-    trained(make, 1, 5, stored(state))
+    saved = trained(make, 2, 4).state
+    trained(make, 1, 5, state=stored(saved))
     assert "leaves its buffer out" in caplog.text
     assert "zero_data.lanes.Shuffle" in caplog.text
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tests.support.ranks import Exchange, Ranks
+from tests.support.lanes import trained as driven
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data import Lanes, Ledger, read_ledger, verify
+from zero_data import Lanes, read_ledger, verify
 from zero_data.ledger import Entry
 
 Sample = tuple[int, int, int, float]
@@ -77,59 +75,10 @@ class Sparse(Stateful):
 KINDS = {"stateful": Stateful, "state now and then": Sparse, "no state": Files}
 
 
-def unchanged(samples: list[Sample]) -> list[Sample]:
-    return samples
-
-
-def trained(
-    dataset: Files,
-    world: int,
-    *,
-    micro_batch: int,
-    until: int,
-    state: dict[str, Any] | None = None,
-    ledger: tuple[Path, int] | None = None,
-    **options: Any,
-) -> tuple[list[list[Sample]], dict[str, Any]]:
-    """The steps up to `until`, each the samples in the order of its lanes; and the state then."""
-
-    def of_rank(rank: int, exchange: Exchange) -> tuple[dict[int, list[Any]], dict[str, Any]]:
-        record = None
-        if ledger is not None:
-            record = Ledger(ledger[0], round=ledger[1], rank=rank, world=world)
-        lanes = Lanes(
-            dataset,
-            batch_size=micro_batch,
-            lanes=len(dataset.lengths),
-            collate_fn=unchanged,
-            rank=rank,
-            world=world,
-            exchange=exchange,
-            ledger=record,
-            **options,
-        )
-        if state is not None:
-            lanes.load_state_dict(state)
-        steps = defaultdict(list)
-        while lanes.step < until:
-            for batch in lanes:
-                steps[lanes.step - lanes.last].append((lanes.weight, batch))
-                if lanes.last and lanes.step == until:
-                    break
-        if record is not None:
-            record.close()
-        return steps, lanes.state_dict()
-
-    ranks = Ranks(world).run(of_rank)
-    found = []
-    for step in sorted(ranks[0][0]):
-        run = [steps[step] for steps, _ in ranks]
-        assert len(set(map(len, run))) == 1, "every rank has equally many micro-batches"
-        live = [(weight, batch) for weight, batch in chain(*run) if weight]
-        found.append(sorted(chain(*(batch for _, batch in live))))
-        assert all(weight == len(batch) / len(found[-1]) for weight, batch in live)
-    assert all(str(position) == str(ranks[0][1]) for _, position in ranks), "equal on all ranks"
-    return found, ranks[0][1]
+def trained(dataset: Files, world: int, **options: Any) -> tuple[list[list[Sample]], Any]:
+    """See `tests.support.lanes`; the steps and the state."""
+    found = driven(lambda: dataset, world, lanes=len(dataset.lengths), **options)
+    return found.steps, found.state
 
 
 def serial(lengths: list[int], micro_batch: int, steps: int) -> list[list[tuple[int, int, int]]]:
@@ -159,7 +108,7 @@ def test_whatever_ranks_there_are_steps_have_the_samples_of_a_serial_run(
     lengths: list[int], micro_batch: int, kind: str, rounds: list[tuple[int, int]]
 ) -> None:
     total = sum(steps for _, steps in rounds)
-    alone, end = trained(KINDS[kind](lengths), 1, micro_batch=micro_batch, until=total)
+    alone, end = trained(KINDS[kind](lengths), 1, batch_size=micro_batch, until=total)
     model = serial(lengths, micro_batch, total)
     assert [[sample[:3] for sample in step] for step in alone] == model
     resumed: list[list[Sample]] = []
@@ -167,7 +116,7 @@ def test_whatever_ranks_there_are_steps_have_the_samples_of_a_serial_run(
     for world, steps in rounds:  # each resumes where the one before was saved
         until = len(resumed) + steps
         found, state = trained(
-            KINDS[kind](lengths), world, micro_batch=micro_batch, until=until, state=state
+            KINDS[kind](lengths), world, batch_size=micro_batch, until=until, state=state
         )
         resumed += found
     assert resumed == alone, "with the same random numbers"
@@ -178,9 +127,9 @@ def test_whatever_ranks_there_are_steps_have_the_samples_of_a_serial_run(
 
 def test_a_state_finds_a_position_without_reading_what_was_before_it() -> None:
     lengths = [1000] * 3
-    _, state = trained(Stateful(lengths), 2, micro_batch=10, until=90)
+    _, state = trained(Stateful(lengths), 2, batch_size=10, until=90)
     Files.read.clear()
-    trained(Stateful(lengths), 3, micro_batch=10, until=91, state=state)
+    trained(Stateful(lengths), 3, batch_size=10, until=91, state=state)
     assert min(Files.read) > 0, "the lanes were not begun again"
 
 
@@ -188,8 +137,8 @@ def test_without_a_state_lanes_are_read_again_and_the_log_says_how_much(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lengths = [40] * 3
-    _, state = trained(Files(lengths), 2, micro_batch=2, until=5)
-    trained(Files(lengths), 3, micro_batch=2, until=6, state=state)
+    _, state = trained(Files(lengths), 2, batch_size=2, until=5)
+    trained(Files(lengths), 3, batch_size=2, until=6, state=state)
     assert "reading up to 10 samples of each from the begin of epoch 0" in caplog.text
 
 
@@ -197,7 +146,7 @@ def test_the_ledger_of_lanes_is_exact_over_rounds_and_names_what_is_not(tmp_path
     lengths = [7, 3, 0, 5]
     for number, (world, until) in enumerate([(4, 3), (3, 6), (8, 8)]):
         ledger = tmp_path, number
-        trained(Files(lengths), world, micro_batch=2, until=until, ledger=ledger)
+        trained(Files(lengths), world, batch_size=2, until=until, ledger=ledger)
     entries = read_ledger(tmp_path)
     report = verify(entries, None)
     assert report.problems == ()
@@ -227,8 +176,8 @@ def test_gaps_repetitions_and_lanes_that_go_on_after_their_end_are_named(
 
 
 def test_an_epoch_without_its_rest_ends_before_the_first_step_that_is_not_full() -> None:
-    alone, state = trained(Files([5, 6, 4]), 1, micro_batch=2, until=4, drop_last=True)
-    three, _ = trained(Files([5, 6, 4]), 3, micro_batch=2, until=4, drop_last=True)
+    alone, state = trained(Files([5, 6, 4]), 1, batch_size=2, until=4, drop_last=True)
+    three, _ = trained(Files([5, 6, 4]), 3, batch_size=2, until=4, drop_last=True)
     assert alone == three
     assert [sample[:3] for sample in alone[2]] == [
         (lane, 1, n) for lane in range(3) for n in (0, 1)
@@ -238,7 +187,7 @@ def test_an_epoch_without_its_rest_ends_before_the_first_step_that_is_not_full()
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_loading_processes_change_nothing(workers: int) -> None:
-    options = {"batch_size": 2, "lanes": 5, "collate_fn": unchanged}
+    options = {"batch_size": 2, "lanes": 5, "collate_fn": list}
     lengths = [7, 3, 0, 5, 2]
     alone, lanes, resumed = (
         Lanes(Stateful(lengths), num_workers=n, **options) for n in (0, workers, workers)
@@ -273,9 +222,9 @@ def test_a_position_inside_of_a_global_batch_is_refused() -> None:
 
 
 def test_data_that_are_not_the_same_again_are_named() -> None:
-    _, state = trained(Files([9, 9]), 1, micro_batch=2, until=3)
+    _, state = trained(Files([9, 9]), 1, batch_size=2, until=3)
     with pytest.raises(ConfigError, match="lane 0 of 2 has ended after 3 samples in epoch 0, of"):
-        trained(Files([3, 9]), 1, micro_batch=2, until=4, state=state)
+        trained(Files([3, 9]), 1, batch_size=2, until=4, state=state)
 
 
 def test_no_samples_at_all_are_an_error() -> None:
