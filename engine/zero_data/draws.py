@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import Cursor
+from zero_data.ledger import Documents
 
 TWO_ITERATIONS = (
     "two iterations of one loader at the same time: each batch belongs to one micro-step; iterate "
@@ -47,6 +48,8 @@ class Ticket:
     """Of loading it: of random augmentation."""
     loop_seed: int
     """Of what the script does with it."""
+    documents: tuple[Documents, ...] = ()
+    """What each sample is made of, if it is packed."""
 
 
 class Draws:

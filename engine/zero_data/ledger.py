@@ -16,6 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,6 +25,10 @@ from torch import Tensor
 from zero_contract.errors import ZeroError
 
 _FILE = re.compile(r"round(\d+)-rank\d+\.jsonl")
+
+Documents = tuple[tuple[int, int, int], ...]
+"""What a packed sample is made of: of each document, or part of one, its number in its lane and
+epoch, its first token, and the one after its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class Entry:
     world: int
     microbatches: Mapping[int, tuple[int, ...]]
     """Micro-batch -> sample ids; without padding micro-batches."""
+    documents: Mapping[int, tuple[Documents, ...]] = field(default_factory=dict)
+    """Micro-batch -> the documents of each of its samples; only of packed ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class Ledger:
         directory.mkdir(parents=True, exist_ok=True)
         self._common = {"round": round, "rank": rank, "world": world}
         self._microbatches: dict[int, list[int]] = {}
+        self._documents: dict[int, list[Documents]] = {}
         path = directory / f"round{round}-rank{rank}.jsonl"
         if (
             path.exists()
@@ -78,19 +86,25 @@ class Ledger:
         # Unbuffered: each write is one system call, after which it survives the process.
         self._file = path.open("ab", buffering=0)
 
-    def consume(self, microbatch: int, ids: Iterable[int]) -> None:
-        """Record a micro-batch of the current step."""
+    def consume(
+        self, microbatch: int, ids: Iterable[int], documents: Iterable[Documents] = ()
+    ) -> None:
+        """Record a micro-batch of the current step; `documents` of each sample, if it is packed."""
         self._microbatches.setdefault(microbatch, []).extend(ids)
+        if documents:
+            self._documents.setdefault(microbatch, []).extend(documents)
 
     def forget(self) -> None:
         """Drop what is recorded of the current step: it is not going to end."""
-        self._microbatches = {}
+        self._microbatches, self._documents = {}, {}
 
     def end_step(self, step: int) -> None:
         """Write the entry of the step that has just ended."""
         record = {"step": step, **self._common, "microbatches": self._microbatches}
+        if self._documents:
+            record["documents"] = self._documents
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._microbatches = {}
+        self.forget()
 
     def close(self) -> None:
         """Close the file."""
@@ -129,11 +143,18 @@ def read_ledger(directory: str | Path) -> list[Entry]:
                 microbatches = {
                     int(index): tuple(ids) for index, ids in record["microbatches"].items()
                 }
+                documents = {
+                    int(index): tuple(
+                        tuple((number, begin, end) for number, begin, end in sample)
+                        for sample in samples
+                    )
+                    for index, samples in record.get("documents", {}).items()
+                }
                 executed = record["step"], record["round"], record["rank"], record["world"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 where = f"{path}:{number}"
                 raise ZeroError(f"{where}: not a ledger entry: {line[:80]!r}") from error
-            entries.append(Entry(*executed, microbatches))
+            entries.append(Entry(*executed, microbatches, documents))
     return entries
 
 
@@ -144,7 +165,8 @@ def verify(entries: Iterable[Entry], dataset_size: int | None) -> Report:
     number of samples per epoch, so it is for runs that keep the tail of every epoch. None: of a run
     with lanes, whose length nobody knows. There the key of a sample is its micro-batch, which is
     its lane, and its number in that; those of a lane must follow each other without a gap, all
-    lanes begin an epoch with the same step, and a step that was done again had the same samples.
+    lanes begin an epoch with the same step, and a step that was done again had the same samples. Of
+    packed samples no token of a document may occur twice, nor lack in the middle of one.
     """
     executions: defaultdict[int, defaultdict[int, dict[int, Entry]]] = defaultdict(
         lambda: defaultdict(dict)
@@ -166,7 +188,10 @@ def verify(entries: Iterable[Entry], dataset_size: int | None) -> Report:
         consumed += ids
         problems += wrong
     if dataset_size is None:
-        problems += _lane_problems(committed) + _again_problems(executions)
+        epochs, wrong = _epochs_of_lanes(committed)
+        problems += wrong + _again_problems(executions)
+        for number, epoch in enumerate(epochs):
+            problems += _document_problems(number, epoch, ended=number < len(epochs) - 1)
     else:
         problems += _epoch_problems(consumed, dataset_size)
     return Report(
@@ -200,19 +225,24 @@ def _in_microbatch_order(
     return [i for _, ids in sorted(microbatches) for i in ids], problems
 
 
-def _lane_problems(committed: Mapping[int, list[Entry]]) -> list[str]:
-    """Gaps and repetitions within a lane, in the order of steps."""
-    problems = []
-    epoch, expected = 0, Counter[int]()
+def _epochs_of_lanes(
+    committed: Mapping[int, list[Entry]],
+) -> tuple[list[list[Entry]], list[str]]:
+    """The entries of each epoch, and gaps and repetitions within a lane, in the order of steps."""
+    problems: list[str] = []
+    epochs: list[list[Entry]] = [[]]
+    expected = Counter[int]()
     """The next number of each lane that has begun."""
     ended: set[int] = set()
     for step, ranks in committed.items():
         lanes = {lane: ids for each in ranks for lane, ids in each.microbatches.items()}
         if expected and all(ids[:1] == (0,) for ids in lanes.values()):
-            epoch, expected, ended = epoch + 1, Counter(), set()
+            epochs.append([])
+            expected, ended = Counter(), set()
         begins = not expected
+        epochs[-1] += ranks
         for lane, ids in sorted(lanes.items()):
-            name = f"step {step}, epoch {epoch}, lane {lane}"
+            name = f"step {step}, epoch {len(epochs) - 1}, lane {lane}"
             if lane in ended or (lane not in expected and not begins):
                 problems.append(f"{name}: it had ended before")
             first = expected[lane]
@@ -220,6 +250,28 @@ def _lane_problems(committed: Mapping[int, list[Entry]]) -> list[str]:
                 problems.append(f"{name}: has samples {list(ids)}, and {first} comes next")
             expected[lane] = ids[-1] + 1 if ids else first
         ended |= expected.keys() - lanes.keys()
+    return epochs, problems
+
+
+def _document_problems(epoch: int, entries: Iterable[Entry], *, ended: bool) -> list[str]:
+    """Tokens of packed documents that occur twice, or, in an epoch that has ended, never.
+
+    How long a document is stands nowhere, so its end may lack.
+    """
+    parts: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for entry in entries:
+        for lane, samples in entry.documents.items():
+            for number, begin, end in chain(*samples):
+                parts[lane, number].append((begin, end))
+    problems = []
+    for (lane, number), pieces in sorted(parts.items()):
+        name, expected = f"epoch {epoch}, lane {lane}, document {number}", 0
+        for begin, end in sorted(pieces):
+            if begin < expected:
+                problems.append(f"{name}: token {begin} consumed twice")
+            elif begin > expected and ended:
+                problems.append(f"{name}: token {expected} never consumed")
+            expected = max(expected, end)
     return problems
 
 
@@ -228,7 +280,11 @@ def _again_problems(executions: Mapping[int, Mapping[int, Mapping[int, Entry]]])
     problems = []
     for step, rounds in sorted(executions.items()):
         whole = [
-            {lane: ids for each in ranks.values() for lane, ids in each.microbatches.items()}
+            {
+                lane: (ids, each.documents.get(lane))
+                for each in ranks.values()
+                for lane, ids in each.microbatches.items()
+            }
             for ranks in rounds.values()
             if len(ranks) == next(iter(ranks.values())).world
         ]

@@ -514,7 +514,7 @@ class Run(Checkpoints):
         if self._cursor.micro == 0:
             self._rates = self._learning_rates.now()
         if self._ledger is not None and not microbatch.padding:
-            self._ledger.consume(microbatch.index, ticket.ids)
+            self._ledger.consume(microbatch.index, ticket.ids, ticket.documents)
 
     def _end_micro_step(self) -> None:
         """End the micro-step; an error if it was the last of its step, and nothing acted."""

@@ -114,7 +114,7 @@ class Lanes:
             microbatch = plan.assigned(order.assignment, cursor.micro, self._rank)
             self.weight = plan.weight(microbatch)
             if self._ledger is not None and not microbatch.padding:
-                self._ledger.consume(microbatch.index, ticket.ids)
+                self._ledger.consume(microbatch.index, ticket.ids, ticket.documents)
             cursor.micro += 1
             self.last = cursor.micro == plan.micro_steps(self._world)
             if self.last:

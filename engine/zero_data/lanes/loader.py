@@ -123,7 +123,8 @@ class LaneLoader(PositionLoader[LaneOrder]):
         ticket = Ticket(plan.position + microbatch.start, ids, seed, of_loop)
         if microbatch.padding:
             return ticket, self._some_batch(plan)
-        batch = reads[microbatch.index].batch
+        _, batch, _, documents = reads[microbatch.index]
+        ticket = replace(ticket, documents=documents)
         if self._padding is None:
             self._padding = copy.deepcopy(batch)
         return ticket, batch

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters.find import source_of
 from zero_data.lanes.source import Reader
+from zero_data.ledger import Documents
 
 _NO_LABEL = -100
 """What torch's cross entropy leaves out."""
@@ -24,8 +25,7 @@ _NO_LABEL = -100
 class Packed(dict[str, Tensor]):
     """A sample, which also says what it was made of."""
 
-    documents: tuple[tuple[int, int, int], ...] = ()
-    """The document's number in its lane and epoch, its first token, and the one after its last."""
+    documents: Documents = ()
 
 
 class Part(NamedTuple):

@@ -22,8 +22,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.place import seed_process
+from zero_data.lanes.packing import Packed
 from zero_data.lanes.source import Reader, Source
 from zero_data.lanes.stored import dump, load
+from zero_data.ledger import Documents
 
 _READING = 2
 """Separates the seeds of reading from those of augmentation and dropout."""
@@ -40,6 +42,8 @@ class Read(NamedTuple):
     """Collated; None at the end."""
     state: bytes | None
     """The state of the reader after it; None: not taken, or it cannot say."""
+    documents: tuple[Documents, ...] = ()
+    """What each sample is made of, if it is packed."""
 
 
 _END = Read(0, None, None)
@@ -122,7 +126,7 @@ class Reading(IterableDataset[Read | None]):
                     taken = None if given is None else _stored(given, self.dataset)
                 took_s, read_s = time.perf_counter() - begin_s, 0.0
             if not again:
-                yield Read(len(samples), batch, taken)
+                yield Read(len(samples), batch, taken, _documents(samples))
             if len(samples) < self.micro_batch:
                 break
         if number < start.number:
@@ -133,6 +137,12 @@ class Reading(IterableDataset[Read | None]):
             )
         while True:
             yield _END
+
+
+def _documents(samples: list[Any]) -> tuple[Documents, ...]:
+    """Those of each sample; empty if none is packed."""
+    found = tuple(each.documents if isinstance(each, Packed) else () for each in samples)
+    return found if any(found) else ()
 
 
 def _stored(state: Mapping[str, Any], dataset: Any) -> bytes:

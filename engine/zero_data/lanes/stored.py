@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from zero_contract.errors import ConfigError
+from zero_data.lanes.packing import Packed
 
-_TUPLE, _LONG, _ARRAY, _NUMBER, _TENSOR = range(1, 6)
+_TUPLE, _LONG, _ARRAY, _NUMBER, _TENSOR, _PACKED = range(1, 7)
 """The extensions. Checkpoints have these numbers."""
 
 
@@ -49,6 +50,8 @@ def _plain(value: object) -> Any:  # noqa: PLR0911 - a table of types
         case int():
             small = -(1 << 63) <= value < 1 << 64
             return int(value) if small else msgspec.msgpack.Ext(_LONG, str(value).encode())
+        case Packed():
+            return _packed(_PACKED, [_plain({**value}), value.documents])
         case Mapping():
             return {_key(key): _plain(each) for key, each in value.items()}
         case list():
@@ -94,11 +97,19 @@ def _tensor(parts: list[Any]) -> torch.Tensor:
     return flat.reshape(shape)
 
 
+def _sample(parts: list[Any]) -> Packed:
+    values, documents = parts
+    packed = Packed(values)
+    packed.documents = tuple((number, begin, end) for number, begin, end in documents)
+    return packed
+
+
 _READERS: dict[int, Callable[[list[Any]], Any]] = {
     _TUPLE: tuple,
     _ARRAY: _array,
     _NUMBER: lambda parts: _array(parts)[()],
     _TENSOR: _tensor,
+    _PACKED: _sample,
 }
 
 

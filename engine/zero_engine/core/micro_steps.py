@@ -378,7 +378,7 @@ class MicroSteps:
                     "elastic.sample_ledger: the samples of this batch are not known; give "
                     "initialize() the training_data, or your DataLoader engine.batch_sampler()"
                 )
-            run.ledger.consume(microbatch.index, ticket.ids)
+            run.ledger.consume(microbatch.index, ticket.ids, ticket.documents)
 
     def end_if_awaited(self) -> None:
         """End a micro-step that is not the last of its step, if it has not ended by itself."""

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import zero_engine
 import zero_torch
@@ -41,6 +41,7 @@ from zero_checkpoint import weight_hash
 from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
+from zero_data.lanes.loader import reads_lanes
 from zero_step import Session
 
 SAMPLES, MICROBATCHES, STEPS, SAVED_AT = 29, 5, 4, 2
@@ -146,7 +147,8 @@ class Recipe:
 
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adam
     model: Callable[[], nn.Module] = Net
-    data: Callable[[], Dataset[Any]] = data
+    data: Callable[[], Any] = data
+    collate: Callable[[list[Any]], tuple[Tensor]] | None = None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     metric: Callable[[int], float] | None = None
     """What the script steps the scheduler with after a step, which counts from 0."""
@@ -272,11 +274,11 @@ class OfStockTorch(Training):
         fp16 = recipe.precision == "fp16"
         elastic = {"seed": recipe.seed, **recipe.sections.get("elastic", {})}
         samples = recipe.data()
-        shuffle = None if isinstance(samples, IterableDataset) else True
+        shuffle = None if reads_lanes(samples) else True
         self.session = self.run = zero_torch.protect(
             self.model,
             self.optimizer,
-            DataLoader(samples, batch_size=2, shuffle=shuffle),
+            DataLoader(samples, batch_size=2, shuffle=shuffle, collate_fn=recipe.collate),
             microbatches=MICROBATCHES,
             scheduler=self.scheduler,
             scaler=torch.amp.GradScaler("cpu", SCALE) if fp16 else None,
@@ -338,6 +340,7 @@ class OfEngine(Training):
             self.module,
             self.optimizer,
             training_data=recipe.data(),
+            collate_fn=recipe.collate,
             lr_scheduler=None if recipe.metric else self.scheduler,
             config=config,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tests.numerics.promises.back_ends import EVERYWHERE, IN, Place, Recipe, agreed, training
 from tests.support.world import WorldPool
 from zero_data import read_ledger, verify
+from zero_data.lanes import Pack, Packed
 
 LENGTHS = (7, 3, 6, 0, 5)
 """Of five lanes: an epoch has steps of 8, 7, 5 and 1 samples, in micro-batches of 2."""
@@ -56,11 +58,43 @@ class Stateful(Files):
         self.number = state["number"]
 
 
+class Documents(IterableDataset[Any]):
+    """Documents of 1 to 15 tokens, with a state; each lane has its own."""
+
+    number = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        info = get_worker_info()
+        assert info is not None
+        while self.number < 3 * LENGTHS[info.id]:
+            self.number += 1
+            size = 1 + (7 * self.number + info.id) % 15
+            yield [self.number % 5 + at for at in range(size)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def packed() -> Pack:
+    return Pack(Documents(), IN, how="chunk")
+
+
+def inputs(samples: list[Packed]) -> tuple[Tensor]:
+    return (torch.stack([sample["input_ids"] for sample in samples]) / 7,)
+
+
 DATA: dict[str, Callable[[], Any]] = {"no state": Files, "a state": Stateful}
 
 
 def recipe(kind: str, ledger: str | None = None, **sections: Any) -> Recipe:
     return Recipe(data=DATA[kind], sections={"elastic": {"sample_ledger": ledger, **sections}})
+
+
+def of_documents(ledger: Path) -> Recipe:
+    return replace(recipe("a state", str(ledger)), data=packed, collate=inputs)
 
 
 def run(
@@ -124,6 +158,42 @@ def test_saved_by_four_ranks_a_run_goes_on_with_any_number(
     assert begun + ended == whole
     report = verify(read_ledger(ledger), None)
     assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+
+
+def consumed(ledger: Path) -> dict[tuple[int, int], Any]:
+    """What each step and lane has consumed, by its last execution: samples and their documents."""
+    found = {}
+    for entry in sorted(read_ledger(ledger), key=lambda entry: entry.round):
+        for lane, ids in entry.microbatches.items():
+            found[entry.step, lane] = ids, entry.documents[lane]
+    return found
+
+
+@pytest.mark.parametrize("world", [3, 8])
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+@pytest.mark.corners(world=[3], path=[PATHS[0]])
+def test_a_document_that_is_cut_where_ranks_change_is_trained_once_with_all_its_pieces(
+    worlds: WorldPool, tmp_path: Path, path: tuple[str, str], world: int
+) -> None:
+    (first, then), saved = path, str(tmp_path / "saved")
+    alone, ledger = tmp_path / "alone", tmp_path / "ledger"
+    whole = agreed(worlds.run(1, run, of_documents(alone), "plain", STEPS))
+    begun = agreed(worlds.run(4, run, of_documents(ledger), first, 3, saved))
+    ended = agreed(worlds.run(world, run, of_documents(ledger), then, STEPS, None, saved))
+    assert begun + ended == whole
+    assert verify(read_ledger(ledger), None).problems == ()
+    found = consumed(ledger)
+    assert found == consumed(alone)
+    pieces = [
+        {
+            (lane, number)
+            for step, lane in found
+            for number, _, _ in chain(*found[step, lane][1])
+            if here(step)
+        }
+        for here in (lambda step: step <= 3, lambda step: step > 3)
+    ]
+    assert pieces[0] & pieces[1], "a document is on both sides"
 
 
 def counted(batch: Tensor) -> int:

@@ -56,6 +56,11 @@ _STAGES = st.one_of(
         bins=st.integers(1, 4),
     ),
     st.builds(
+        lambda texts, buffer: Shuffle(Pack(texts, 5, how="chunk"), buffer=buffer),
+        _texts(1),
+        st.integers(1, 4),
+    ),
+    st.builds(
         lambda one, two, when: Pack(
             Shuffle(
                 Mixture({"one": one, "two": two}, {"one": 1.0, "two": 2.0}, when_exhausted=when),

@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_contract.errors import ConfigError
+from zero_data.lanes import Packed
 from zero_data.lanes.stored import dump, load
+
+
+def packed(*documents: tuple[int, int, int]) -> Packed:
+    sample = Packed(input_ids=torch.arange(3))
+    sample.documents = documents
+    return sample
+
 
 NUMBERS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
@@ -33,6 +41,7 @@ ARRAYS = st.one_of(
     ),
     st.just(torch.tensor(7)),
     st.just(torch.empty(3, 0)),
+    st.lists(st.tuples(*[st.integers(0, 9)] * 3)).map(lambda parts: packed(*parts)),
 )
 STATES = st.recursive(
     NUMBERS | ARRAYS,
@@ -50,7 +59,9 @@ def same(one: Any, other: Any) -> bool:
         return False
     match one:
         case dict():
-            return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+            documents = [getattr(each, "documents", ()) for each in (one, other)]
+            alike = list(one) == list(other) and documents[0] == documents[1]
+            return alike and all(same(one[k], other[k]) for k in one)
         case list() | tuple():
             return len(one) == len(other) and all(map(same, one, other))
         case torch.Tensor():

@@ -85,6 +85,50 @@ def test_what_was_written_is_read_back_and_a_line_cut_short_by_a_kill_is_left_ou
     assert read_ledger(tmp_path) == written
 
 
+def test_the_documents_of_packed_samples_are_written_and_read_back(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, round=0, rank=0, world=1)
+    ledger.consume(2, (4, 5), (((0, 0, 3), (1, 0, 5)), ((1, 5, 7),)))
+    ledger.consume(3, (0,))
+    ledger.end_step(1)
+    ledger.end_step(2)
+    ledger.close()
+    first, second = read_ledger(tmp_path)
+    assert first.documents == {2: (((0, 0, 3), (1, 0, 5)), ((1, 5, 7),))}
+    assert second.documents == {}
+
+
+def packed(step: int, round_: int, first: int, *parts: tuple[int, int, int]) -> Entry:
+    """A step of one lane, each of whose samples has one part of a document."""
+    numbers = tuple(range(first, first + len(parts)))
+    return Entry(step, round_, 0, 1, {0: numbers}, {0: tuple((part,) for part in parts)})
+
+
+@pytest.mark.parametrize(
+    ("entries", "problems"),
+    [
+        ([packed(1, 0, 0, (0, 0, 3), (1, 0, 9)), packed(2, 0, 2, (1, 9, 12))], ()),
+        ([packed(1, 0, 0, (1, 9, 12)), packed(2, 0, 1, (1, 0, 9)), packed(3, 0, 0, (0, 0, 1))], ()),
+        (
+            [packed(1, 0, 0, (1, 0, 9)), packed(2, 0, 1, (1, 8, 12))],
+            ("epoch 0, lane 0, document 1: token 8 consumed twice",),
+        ),
+        ([packed(1, 0, 0, (1, 9, 12))], ()),  # the rest may follow
+        (
+            [packed(1, 0, 0, (1, 9, 12)), packed(2, 0, 0, (1, 0, 9))],  # the epoch has ended
+            ("epoch 0, lane 0, document 1: token 0 never consumed",),
+        ),
+        (
+            [packed(1, 0, 0, (1, 0, 9)), packed(1, 1, 0, (1, 0, 8))],
+            ("step 1 had other samples when it was done again",),
+        ),
+    ],
+)
+def test_tokens_of_a_document_that_are_lost_or_repeated_are_named(
+    entries: list[Entry], problems: tuple[str, ...]
+) -> None:
+    assert verify(entries, None).problems == problems
+
+
 def test_a_leaf_that_is_run_twice_in_a_step_shows(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, round=0, rank=0, world=1)
     ledger.consume(0, (0,))
