@@ -27,6 +27,8 @@ class Outcome(StrEnum):
     HARNESS = "harness"
     """It needs something that is not on this machine."""
     SKIPPED = "skipped"
+    ABSENT = "absent"
+    """These sources of the peer do not have it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def judge(name: str, outcome: str, text: str) -> Case:
     """The case of what pytest reports."""
     if outcome == "passed":
         return Case(name, Outcome.PASSED)
+    if outcome == "absent":
+        return Case(name, Outcome.ABSENT)
     if outcome == "skipped":
         return Case(name, Outcome.SKIPPED, last_line(text))
     reason = "did not end" if outcome == "began" else last_line(text)

@@ -22,6 +22,6 @@ def lost(expected: Mapping[str, Case], found: Mapping[str, Case]) -> list[Case]:
 def table(name: str, found: Mapping[str, Case]) -> str:
     """A line of counts, and one for each failure of public behaviour."""
     counts = Counter(case.outcome for case in found.values())
-    line = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome)
+    line = ", ".join(f"{counts[outcome]} {outcome}" for outcome in Outcome if counts[outcome])
     rest = [f"    {c.name}: {c.reason}" for c in found.values() if c.outcome is Outcome.PUBLIC]
     return "\n".join([f"{name}: {len(found)} cases: {line}", *rest])

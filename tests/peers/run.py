@@ -11,12 +11,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from tests.peers.cases import Case, judge
+from tests.peers.cases import Case, Outcome, judge
 from tests.peers.suites import Suite
 
 _ROOT = Path(__file__).parents[2]
@@ -30,20 +30,22 @@ _PYTEST = (
 
 
 def collect(suite: Suite, peers: Path) -> list[str]:
-    """A sample of the suite's cases: of each test so many, evenly spread."""
-    lines = _lines(suite, peers, ["--collect-only", *suite.files])
+    """All cases of the suite, and the files that have none."""
+    lines = _lines(suite, peers, ["--collect-only", *suite.files], names=None)
     names = [line["case"] for line in lines if line["outcome"] == "collected"]
     files = {name.partition("::")[0] for name in names}
-    sample = [*_sample(names, suite.per_test), *(f for f in suite.files if f not in files)]
-    random.Random(0).shuffle(sample)  # what fits into a given time is a sample, too
-    return sample
+    return [*names, *(f for f in suite.files if f not in files)]
 
 
-def _sample(names: Iterable[str], most: int) -> Iterator[str]:
+def sample(names: Iterable[str], most: int) -> list[str]:
+    """Of each test so many cases, evenly spread; what fits into a given time is a sample, too."""
+    chosen = []
     for _, group in groupby(names, lambda name: name.partition("[")[0]):
         cases = list(group)
         count = min(most, len(cases))
-        yield from (cases[index * len(cases) // count] for index in range(count))
+        chosen += [cases[index * len(cases) // count] for index in range(count)]
+    random.Random(0).shuffle(chosen)
+    return chosen
 
 
 def run(
@@ -63,14 +65,14 @@ def run(
     for begin in range(0, len(names), _AT_ONCE):
         chunk = names[begin : begin + _AT_ONCE]
         while (rest := [n for n in chunk if n not in found]) and time.monotonic() < end_s:
-            lines = _lines(suite, peers, rest)
+            lines = _lines(suite, peers, sorted({name.partition("::")[0] for name in rest}), rest)
             _write_errors(lines, log)
             ended = _judged(rest, lines)
             for name in rest if not ended else ():  # nothing began
                 ended[name] = judge(name, "failed", lines[-1]["text"] if lines else "no result")
             found |= ended
         print(f"{suite.name}: {len(found)} of {len(names)}", file=sys.stderr, flush=True)
-    return found
+    return {name: case for name, case in found.items() if case.outcome is not Outcome.ABSENT}
 
 
 def _write_errors(lines: Sequence[dict[str, str]], log: Path | None) -> None:
@@ -91,23 +93,34 @@ def _judged(names: Sequence[str], lines: Sequence[dict[str, str]]) -> dict[str, 
     return cases
 
 
-def _lines(suite: Suite, peers: Path, names: Sequence[str]) -> list[dict[str, str]]:
+def _lines(
+    suite: Suite, peers: Path, arguments: Sequence[str], names: Sequence[str] | None
+) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results"
-        _, output = _pytest(suite, peers, names, results)
+        asked = {}
+        if names is not None:
+            cases = Path(folder) / "cases"
+            cases.write_text("\n".join(names))
+            asked = {"PEER_CASES": str(cases)}
+        output = _pytest(suite, peers, arguments, asked | {"PEER_RESULTS": str(results)})
         if not results.exists():
             return [{"case": "", "outcome": "failed", "text": output[-4000:]}]
         return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-def _pytest(suite: Suite, peers: Path, arguments: Sequence[str], results: Path) -> tuple[int, str]:
-    packages = [_ROOT / "engine", _ROOT / "orchestrator", _ROOT / "agent", _INSIDE]
+def _pytest(
+    suite: Suite, peers: Path, arguments: Sequence[str], variables: Mapping[str, str]
+) -> str:
+    ours = [_ROOT / "engine", _ROOT / "orchestrator", _ROOT / "agent", _INSIDE]
+    theirs = [peers / path for path in (*suite.packages, "site")]
+    packages = [*ours, *theirs, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         **suite.environment,
-        "PYTHONPATH": os.pathsep.join(map(str, [*packages, os.environ.get("PYTHONPATH", "")])),
+        **variables,
+        "PYTHONPATH": os.pathsep.join(map(str, packages)),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PEER_RESULTS": str(results),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -128,4 +141,4 @@ def _pytest(suite: Suite, peers: Path, arguments: Sequence[str], results: Path) 
         with suppress(ProcessLookupError):  # what a case has left running
             os.killpg(process.pid, signal.SIGKILL)
         reader.join()
-    return process.returncode, "".join(output)
+    return "".join(output)

@@ -16,6 +16,8 @@ class Suite:
     folder: str
     """Where its tests run, below the folder of all peers."""
     files: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    """Folders below that of all peers whose packages its tests import."""
     per_test: int = 3
     """So many cases of each parametrized test are sampled."""
     arguments: tuple[str, ...] = ()
@@ -23,7 +25,7 @@ class Suite:
 
 
 def _below(folder: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/test_{name}.py" for name in names.split())
+    return tuple(f"{folder}/test_{name}.py".removeprefix("./") for name in names.split())
 
 
 _DEEPSPEED = (
@@ -132,5 +134,23 @@ SUITES = (
         folder="pytorch/test/distributed/launcher",
         files=("test_run.py",),
         environment={"PEER_IMPORTS": "torchrun"},
+    ),
+    Suite(
+        name="dcp",
+        source="https://github.com/pytorch/pytorch, test/distributed/checkpoint",
+        folder="pytorch/test/distributed/checkpoint",
+        files=(
+            *_below(
+                ".",
+                "checkpoint compatibility dedup_tensors dtensor_checkpoint dtensor_resharding "
+                "file_system_checkpoint file_system_checkpoint_cpu format_utils fsdp_model_state "
+                "fsdp_optim_state fsdp_tp_checkpoint_conversion hsdp_checkpoint nested_dict "
+                "planner save_load_api state_dict_utils tp_checkpoint traverse utils",
+            ),
+            *_below("e2e", "e2e_save_and_load fine_tuning fsdp_ep pipeline"),
+            *_below("fsdp", "fsdp_dsd"),
+        ),
+        per_test=100,
+        environment={"PEER_EVERYWHERE": "dcp"},
     ),
 )
