@@ -20,7 +20,7 @@ from zero_contract.errors import ConfigError
 from zero_engine.accumulation import Accumulation
 from zero_engine.config.offload import CPU, NONE, NVME, OffloadOptimizer
 from zero_engine.config.refusals import Refusal, refusals
-from zero_engine.config.schema import Config
+from zero_engine.config.schema import DTYPE_NAMES, Config
 from zero_engine.stages import STAGES, Stage
 
 # ---- what a layout depends on ----
@@ -230,6 +230,10 @@ def _decided(config: Config, facts: Facts) -> tuple[Config, tuple[Choice, ...]]:
         text = f"zero_optimization.offload_param has no effect at stage {zero.stage}"
         why = "only stage 3 divides the parameters"
         choices.append(Choice("parameters", text, why, logging.WARNING))
+    wire = config.communication_data_type
+    if wire is not None and DTYPE_NAMES[wire] not in ("fp32", config.compute):
+        text = f"gradients are sent in {config.compute}, and not in {wire}"
+        choices.append(Choice("gradients", text, "that would round them", logging.WARNING))
     return config, tuple(choices)
 
 

@@ -48,6 +48,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "elasticity.num_gpus_per_node": "there is no model parallelism",
     "elasticity.version": "the batch is that of version 0.2",
     "flops_profiler.recompute_fwd_factor": "what is recomputed in backward is counted there",
+    "flops_profiler.step": "profile_step is the step that is counted",
     "flops_profiler.top_modules": "all modules are shown, the largest first",
     "gradient_predivide_factor": "the loss is weighted before backward and summed in fp32",
     "graph_harvesting": "torch.cuda.graph works on a module",

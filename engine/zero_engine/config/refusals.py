@@ -110,7 +110,6 @@ def _reduction(config: Config) -> Iterator[_Row]:
 
 def _precision(config: Config) -> Iterator[_Row]:
     autocast, types, compute = config.torch_autocast, config.data_types, config.compute
-    wire = config.communication_data_type
     yield (
         "two precisions",
         config.fp16.enabled and config.bf16.enabled,
@@ -126,12 +125,6 @@ def _precision(config: Config) -> Iterator[_Row]:
         types.params not in (None, compute),
         f"data_types.param_dtype: {types.param_dtype!r}, but the model computes in {compute}; set "
         "bf16.enabled or fp16.enabled, or remove it",
-    )
-    yield (
-        "gradients rounded on their way",
-        wire is not None and config.travelling not in ("fp32", compute),
-        f"communication_data_type: {wire!r} would round the gradients, which are sent in {compute} "
-        "here; remove it",
     )
     yield (
         "moments below their masters",

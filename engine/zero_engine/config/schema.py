@@ -27,7 +27,7 @@ from zero_engine.config.elasticity import Elasticity
 from zero_engine.config.offload import FROM_BOOL, OffloadOptimizer, OffloadParam
 from zero_step import options
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     "fp32": "fp32",
     "float32": "fp32",
     "float": "fp32",
@@ -41,7 +41,7 @@ _DTYPE_NAMES = {
 INFINITY_IS_NEVER = Spelled(lambda steps: None if steps == math.inf else steps)  # accelerate's
 TRUE_IS_STAGE_ONE = Spelled(lambda on: {"stage": int(on)} if isinstance(on, bool) else on)
 Dtype = Annotated[
-    str, Meta(pattern=f"^({'|'.join(_DTYPE_NAMES)})$", description='"fp32", "bf16" or "fp16"')
+    str, Meta(pattern=f"^({'|'.join(DTYPE_NAMES)})$", description='"fp32", "bf16" or "fp16"')
 ]
 
 
@@ -109,7 +109,7 @@ class TorchAutocast:
     @property
     def compute(self) -> str | None:
         """The dtype by its short name."""
-        return _DTYPE_NAMES.get(self.dtype.removeprefix("torch."))
+        return DTYPE_NAMES.get(self.dtype.removeprefix("torch."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +124,12 @@ class DataTypes:
     @property
     def params(self) -> str | None:
         """The dtype of the parameters by its short name, if it is given."""
-        return _DTYPE_NAMES.get(self.param_dtype or "")
+        return DTYPE_NAMES.get(self.param_dtype or "")
 
     @property
     def buffers(self) -> str | None:
         """The dtype of floating-point buffers by its short name, if it is given."""
-        return _DTYPE_NAMES.get(self.buffer_dtype or "")
+        return DTYPE_NAMES.get(self.buffer_dtype or "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +203,7 @@ class Elastic(options.Elastic):
 
     shuffle: bool = True
     """Whether a map-style dataset is shuffled anew in every epoch."""
-    max_skipped_steps: Count = 8
+    max_skipped_steps: Count = 20
     """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
     accumulate: Where = Where.OWNER
     """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
@@ -282,10 +282,9 @@ class Config:
     ] = "mean"
     """Gradients are averaged over the ranks ("mean"), or summed ("sum") over the ranks of the run's
     first round."""
-    communication_data_type: str | None = None
-    """The dtype in which gradients are sent. Only the compute dtype or "fp32" is possible, because
-    another one would round them. With elastic.reduction "native" they are also summed in it; null
-    is "fp32" there."""
+    communication_data_type: Dtype | None = None
+    """With elastic.reduction "native", gradients are sent and summed in the compute dtype if this
+    is not "fp32" or null. Otherwise they are sent as they are computed, so nothing rounds them."""
     seed: Seed = 42
     """Decides the order of samples and dropout. DeepSpeed does not have this key."""
     steps_per_print: Annotated[Count | None, INFINITY_IS_NEVER] = None
@@ -340,8 +339,8 @@ class Config:
     @property
     def travelling(self) -> str:
         """The dtype in which the backend sums gradients, with elastic.reduction "native"."""
-        name = self.communication_data_type or "fp32"
-        return _DTYPE_NAMES.get(name, name)
+        wide = DTYPE_NAMES[self.communication_data_type or "fp32"] == "fp32"
+        return "fp32" if wide else self.compute
 
     @property
     def master(self) -> str:

@@ -13,6 +13,7 @@ Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ from zero_engine.config import SchedulerConfig
 from zero_engine.config.nearest import check_params
 
 _BETA2 = 0.99  # OneCycle sets the second beta as well, to this
-_WARMUPS = ("log", "linear")
+_log = logging.getLogger(__name__)
 
 
 class Schedule:
@@ -207,8 +208,9 @@ class _Warmup(Schedule):
     def __init__(
         self, optimizer: torch.optim.Optimizer, steps: int, kind: str, last_batch_iteration: int
     ) -> None:
-        if kind not in _WARMUPS:
-            raise ConfigError(f'scheduler warmup_type: {kind!r} is not "log" or "linear"')
+        if kind not in ("log", "linear"):
+            _log.warning('scheduler warmup_type: %r is not "linear", and means "log"', kind)
+            kind = "log"
         # The Trainer makes 0 of "auto" if its arguments ask for no warm-up.
         self.warmup_num_steps = max(2, _whole(steps, "warmup_num_steps", least=0))
         self.warmup_type = kind

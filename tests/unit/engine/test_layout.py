@@ -313,10 +313,21 @@ def test_print_shows_each_choice_with_its_reason() -> None:
     ]
 
 
-def test_offload_param_below_stage_3_is_told_of() -> None:
-    config = load_config({"zero_optimization": {"stage": 2, "offload_param": CPU}})
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": CPU}},
+            "zero_optimization.offload_param has no effect at stage 2: only stage 3 divides the "
+            "parameters",
+        ),
+        (
+            {"communication_data_type": "float16", "bf16": BF16},
+            "gradients are sent in bf16, and not in float16: that would round them",
+        ),
+    ],
+)
+def test_what_is_otherwise_than_asked_is_told(settings: dict[str, Any], sentence: str) -> None:
+    config = load_config(settings)
     told = [choice for choice in resolve(config, facts(config)).choices if choice.level == WARNING]
-    assert [choice.sentence for choice in told] == [
-        "zero_optimization.offload_param has no effect at stage 2: only stage 3 divides the "
-        "parameters"
-    ]
+    assert [choice.sentence for choice in told] == [sentence]
