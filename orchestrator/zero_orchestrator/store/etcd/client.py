@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_orchestrator.errors import LeaseLost, StoreError
-from zero_orchestrator.store.etcd.connection import Connection, Credentials, Login, rpc
+from zero_orchestrator.store.etcd.cluster import EtcdCluster
+from zero_orchestrator.store.etcd.connection import Connection, Credentials, Endpoints, Login, rpc
 from zero_orchestrator.store.etcd.errors import REMEDY_WHEN_FULL
 from zero_orchestrator.store.etcd.keep_alives import KeepAlives
 from zero_orchestrator.store.etcd.versions import complaint
@@ -49,7 +50,7 @@ class EtcdStore:
 
     def __init__(
         self,
-        endpoints: str,
+        endpoints: str | Endpoints,
         *,
         timeout_s: float = 5.0,
         credentials: Credentials | None = None,
@@ -58,7 +59,8 @@ class EtcdStore:
         """Nothing is sent before the first call.
 
         Args:
-            endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster; IPv6 in brackets.
+            endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster; IPv6 in brackets. Or
+                those of another store of the same etcd, which follow its members.
             timeout_s: Every call ends within this many seconds.
             credentials: Login and TLS.
             login: Login shared with another store of the same etcd.
@@ -67,14 +69,17 @@ class EtcdStore:
             SpecError: The endpoints or the credentials are malformed.
         """
         shared: dict[str, Any] = {"timeout_s": timeout_s, "credentials": credentials}
-        self._connection = Connection(endpoints, login=login, on_move=self._moved, **shared)
+        self.endpoints = Endpoints(endpoints) if isinstance(endpoints, str) else endpoints
+        """Where the cluster is served; `become` follows a change of its members."""
+        self._connection = Connection(self.endpoints, login=login, on_move=self._moved, **shared)
+        self.cluster = EtcdCluster(self._connection)
         # A lease must be refreshed soon, at any endpoint, so a timeout abandons this connection at
         # once; no other call uses it.
         self._keep_alives_of = Connection(
-            endpoints, login=self._connection.login, silent_s=0.0, **shared
+            self.endpoints, login=self._connection.login, silent_s=0.0, **shared
         )
         self._keep_alives = KeepAlives(self._keep_alives_of)
-        self._endpoints, self._shared = endpoints, shared
+        self._shared = shared
         self._watches = EtcdWatches(self._connection, self._check_version)
         self._warned: set[str] | None = None
         """What was said of the versions of servers; None: nothing is to be said."""
@@ -85,7 +90,7 @@ class EtcdStore:
 
         Use it for calls that must not delay the calls of this store. The caller closes it.
         """
-        return EtcdStore(self._endpoints, login=self._connection.login, **self._shared)
+        return EtcdStore(self.endpoints, login=self._connection.login, **self._shared)
 
     @property
     def endpoint(self) -> str:

@@ -20,7 +20,7 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,6 +119,27 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     if not endpoints:
         raise SpecError(f"no etcd endpoint in {text!r}; write HOST:PORT[,HOST:PORT...]")
     return tuple(endpoints)
+
+
+class Endpoints:
+    """The endpoints of one cluster, which all connections to it share. Thread-safe.
+
+    They change with the members of the cluster (`become`); a connection that is in use stays.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Parse them; raises SpecError as `parse_endpoints`."""
+        self.known = parse_endpoints(text)
+
+    def become(self, endpoints: Sequence[str]) -> None:
+        """From now on the cluster is served there."""
+        self.known = tuple(endpoints)
+
+    def after(self, endpoint: str) -> str:
+        """The endpoint that is tried after this one; the first, if it is none of them any more."""
+        known = self.known
+        index = known.index(endpoint) + 1 if endpoint in known else 0
+        return known[index % len(known)]
 
 
 class NoAnswer(Exception):
@@ -240,7 +261,7 @@ class Connection:
 
     def __init__(
         self,
-        endpoints: str,
+        endpoints: Endpoints,
         *,
         timeout_s: float,
         credentials: Credentials | None = None,
@@ -251,7 +272,7 @@ class Connection:
         """Nothing is sent before the first call.
 
         Args:
-            endpoints: `HOST:PORT[,HOST:PORT...]`, members of one cluster.
+            endpoints: Members of one cluster.
             timeout_s: Timeout of a call that passes none.
             credentials: Login and TLS.
             login: Login shared with other connections to the same etcd.
@@ -260,9 +281,9 @@ class Connection:
             on_move: Called after a connection was abandoned and a new one opened.
 
         Raises:
-            SpecError: The endpoints are malformed, or a TLS file is not right.
+            SpecError: A TLS file is not right.
         """
-        self.endpoints = parse_endpoints(endpoints)
+        self._endpoints = endpoints
         self.timeout_s = timeout_s
         who = credentials or Credentials()
         self._certificates = Certificates(who.ca, who.cert, who.key) if who.ca else None
@@ -272,8 +293,12 @@ class Connection:
         self._lock = threading.Lock()
         self._closed = False
         # A random start spreads the clients over the members of a cluster.
-        self._index = random.randrange(len(self.endpoints))
-        self._session = self._open()
+        self._session = self._open(random.choice(endpoints.known))
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The members of the cluster, as far as they are known."""
+        return self._endpoints.known
 
     @property
     def session(self) -> EtcdSession:
@@ -379,8 +404,7 @@ class Connection:
         with self._lock:
             if session is not self._session or self._closed:
                 return
-            self._index = (self._index + 1) % len(self.endpoints)
-            self._session = self._open()
+            self._session = self._open(self._endpoints.after(session.endpoint))
         self._on_move()
 
     def close(self) -> None:
@@ -389,8 +413,7 @@ class Connection:
             self._closed = True
         self._session.client.close()
 
-    def _open(self) -> EtcdSession:
-        endpoint = self.endpoints[self._index]
+    def _open(self, endpoint: str) -> EtcdSession:
         host, _, port = endpoint.rpartition(":")
         client = _Client(
             host=f"dns:///{host}",
