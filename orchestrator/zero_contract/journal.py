@@ -111,6 +111,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             "Workers continue. Of a long outage, etcd has the end alone, with its time.",
             facts=("away", "after_s"),
         ),
+        "member": Event(
+            when="A member of the job's own store begins, votes or is removed, or the agents are "
+            "told where the members are.",
+            story=True,
+        ),
         "commit": Event(when="The commit of a checkpoint waits until etcd answers."),
         "save": Event(
             when="Checkpoints are not saved, or a script waits until its last one can be, or "

@@ -145,6 +145,40 @@ def test_two_hosts_meet_at_the_first_whichever_comes_first(script, at_home, tmp_
         assert sorted(printed_by_all(agents)) == [["rank 0 of 2"], ["rank 1 of 2"]]
 
 
+@pytest.mark.full
+def test_the_first_host_is_lost_then_another_leaves_and_the_job_ends_well(
+    script, at_home, tmp_path
+):
+    """Agents with workers: the store outlives the host that it began on, and ends with the job."""
+    flags = ("--nnodes=1:4", "--max-restarts=3", "--rdzv-endpoint=10.77.0.1", *C10D)
+    flags = (*flags, "--rdzv-conf=last_call_timeout=60", script, str(tmp_path / "end"))
+    with network(*"abcd") as machines:
+        agents = {}
+        for name in "abcd":
+            state = {"XDG_STATE_HOME": f"{at_home['XDG_STATE_HOME']}-{name}"}
+            with machines.inside(name):
+                environ = {**at_home, **state, ENV_JOIN_TOKEN: "0123456789abcdef" * 2}
+                agents[name] = started(environ, tmp_path, name, *flags)
+        said = lambda text: sum(agents[name].output.count(text) for name in agents)  # noqa: E731
+        try:
+            wait_for(lambda: said(" of 4\n") == 4, 150, "the first round")
+            wait_for(lambda: said(":29400, ") >= 2, 90, "three members")
+            agents.pop("a").kill_node()
+            wait_for(lambda: said(" of 3\n") == 3, 90, "a round without the first host")
+            wait_for(lambda: said("node a is lost") == 1, 90, "the first host has no member")
+            wait_for(lambda: said("has caught up") >= 2, 90, "another node has its member")
+            leaves = agents.pop("b")
+            leaves.process.terminate()
+            assert leaves.wait() == 128 + 15, leaves.output
+            wait_for(lambda: said(" of 2\n") == 2, 90, "a round of two nodes")
+            (tmp_path / "end").touch()
+            assert [each.wait() for each in agents.values()] == [0, 0], said
+        finally:
+            for each in agents.values():
+                each.kill_node()
+    assert not list(tmp_path.glob("state-[cd]/*/etcd-*/data"))
+
+
 def started(environ: Mapping[str, str], directory: Path, name: str, *words: str) -> AgentProcess:
     log = directory / f"{name}.log"
     with log.open("wb") as file:

@@ -24,10 +24,11 @@ from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_choice, etcd_clock, local_etcd
-from zero_agent.etcd.etcd_access import Access, check_is_served
+from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_choice import Static, Way
 from zero_agent.etcd.joining import Joining, joined
-from zero_agent.etcd.own_etcd import Endpoint, Serving, own_server
+from zero_agent.etcd.own_etcd import Endpoint, Seat, own_server
+from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
@@ -142,9 +143,12 @@ def _meet(
     signals.install(partial(_end_start, came, numbers), numbers)
     with (
         served(args.health_host, args.health_port) as health,
-        _endpoint(args, config, way, world, joining) as (where, proxy, serving),
+        _endpoint(args, config, way, world, joining) as (where, proxy, seat),
     ):
         access = dataclasses.replace(access, endpoints=where)
+        if seat is not None:
+            found = _await_served(config, access, seat, numbers)
+            access = dataclasses.replace(access, endpoints=found)
         if world is not None:  # this node's place in the fixed world
             config = dataclasses.replace(
                 config,
@@ -161,13 +165,12 @@ def _meet(
         with access.store() as store:
             if way is Way.NAMED:
                 _await_etcd(args, access, store, numbers)
-            elif way is Way.OWN:
-                _await_served(config, access, joining, numbers)
             # Not before etcd answers: until its name resolves, the route to it is unknown.
             address = config.address or address_towards(access.first)
             config = dataclasses.replace(config, address=address)
             try:
-                return _take_part(config, store, numbers, came, world, health, serving)
+                with _keeper(seat, store, config) as keeper:
+                    return _take_part(config, store, numbers, came, world, health, keeper)
             finally:  # the rest is short, and no signal may change the exit code any more
                 signals.ignore(numbers)
 
@@ -179,18 +182,24 @@ def _endpoint(
     way: Way,
     world: Static | None,
     joining: Joining,
-) -> Iterator[tuple[str, PortProxy | None, Serving | None]]:
+) -> Iterator[tuple[str, PortProxy | None, Seat | None]]:
     """The endpoint of etcd, which serves in this context; node 0's port, if this is node 0.
 
-    And the etcd of the job's own, if this agent serves it at --rdzv-endpoint.
+    And this agent's seat in the job's own etcd, if it has one at --rdzv-endpoint.
     """
     if world is not None:
         with etcd_choice.static_server(world, joining) as found:
             yield *found, None
     elif way is Way.OWN:
-        here, keep_s = Endpoint.of(args.rdzv_endpoint), config.etcd_grace_s
-        with own_server(here, joining, job=config.job or "", keep_s=keep_s) as serving:
-            yield here.text, None, serving
+        with own_server(
+            Endpoint.all_of(args.rdzv_endpoint),
+            joining,
+            job=config.job or "",
+            node=config.node_id,
+            ports=config.ports,
+            keep_s=config.etcd_grace_s,
+        ) as seat:
+            yield ",".join(seat.known), None, seat
     elif way is Way.PRIVATE:
         with etcd_choice.own_port(args) as proxy, local_etcd.private_server() as endpoint:
             yield endpoint, proxy, None
@@ -224,17 +233,39 @@ def _await_etcd(
 
 
 def _await_served(
-    config: AgentConfig, access: Access, joining: Joining, numbers: Sequence[signal.Signals]
-) -> None:
-    """Return when the etcd of the job's own answers; a signal ends the wait.
+    config: AgentConfig, access: Access, seat: Seat, numbers: Sequence[signal.Signals]
+) -> str:
+    """The endpoints of the job's own etcd, once it answers; a signal ends the wait.
 
     Raises:
         AgentFailed: A signal has come.
         StoreError: Nobody has served it within --join-timeout.
     """
-    ask = partial(check_is_served, access.endpoints, joining.tls)
+    found: list[str] = []
     wait_s = config.join_timeout_s
+    ask = lambda: found.extend(seat.answering())  # noqa: E731
     _until_signal(lambda: access.await_answer(ask, wait_s, "--join-timeout"), numbers)
+    return ",".join(found)
+
+
+@contextlib.contextmanager
+def _keeper(
+    seat: Seat | None, store: EtcdStore, config: AgentConfig
+) -> Iterator[MemberKeeper | None]:
+    """The keeper of this agent's member, if the etcd is the job's own."""
+    if seat is None:
+        yield None
+        return
+    with contextlib.closing(MemberKeeper(seat, store.sibling(), config.node_id)) as keeper:
+        yield keeper
+
+
+def _serve(keeper: MemberKeeper | None, agent: Agent, config: AgentConfig, job: str) -> None:
+    """Keep this node's member of the job's own etcd, if it has one, while the agent runs."""
+    if keeper is not None:
+        agent.holds = keeper.holds
+        host = config.advertised or config.address
+        keeper.serve(job, host, config.address, agent.tell_of_member)
 
 
 def _until_signal(wait: Callable[[], None], numbers: Sequence[signal.Signals]) -> None:
@@ -276,7 +307,7 @@ def _take_part(
     came: Sequence[int],
     world: Static | None,
     health: Health | None,
-    serving: Serving | None,
+    keeper: MemberKeeper | None,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
     on_unhealthy = health.waits if health is not None else lambda why: None
@@ -307,6 +338,7 @@ def _take_part(
             agent = Agent(
                 config, job, store, clock, os.environ, telemetry=telemetry, before_ns=before_ns
             )
+            _serve(keeper, agent, config, job)
             if health is not None:
                 health.watch(lambda agent=agent: agent.status, agent.metrics)  # type: ignore[misc]
             notices.watch(agent.on_notice, os.environ)
@@ -317,9 +349,9 @@ def _take_part(
             idle_s, since_s = 0.0, clock.now()
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended before this agent joined it: start the next
-        if serving is not None:
-            serving.ended = agent.ended
-        if serving is not None or (world is not None and world.rank == 0):
+        if keeper is not None:
+            keeper.see_off(agent.ended)
+        elif world is not None and world.rank == 0:
             etcd_choice.see_off(store, job)
         if code in _FAILED and (cause := agent.root_cause):
             leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)

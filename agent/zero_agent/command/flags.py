@@ -240,14 +240,14 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
         Flag(
             name="rdzv-backend",
             default="static",
-            help="c10d: the agent on the host of --rdzv-endpoint serves an etcd of the job's own "
-            "there; otherwise --rdzv-endpoint names an etcd that runs already",
+            help="c10d: the agents run an etcd of the job's own, which begins on the host of "
+            "--rdzv-endpoint; otherwise that names an etcd that runs already",
         ),
         Flag(
             name="rdzv-endpoint",
             metavar="HOST:PORT[,...]",
             help="addresses of etcd (default: an etcd on this machine, which the first agent "
-            "starts; with --rdzv-backend=c10d, HOST[:29400])",
+            "starts; with --rdzv-backend=c10d, HOST[:29400], and more hosts where it may be later)",
         ),
         Flag(
             name="rdzv-conf",

@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_agent.etcd.etcd_process import FoundEtcd, probe
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.errors import SpecError, StoreError, StoreRefused, StoreUnavailable
 from zero_orchestrator.store import retry
-from zero_orchestrator.store.join_token import TlsFiles
 
 if TYPE_CHECKING:
     import tenacity
@@ -196,20 +194,6 @@ def explain(message: str, is_secure: bool) -> str:
     if not remedy:
         return message
     return f"{message.removesuffix('; is it running there?')}; {remedy}"
-
-
-def check_is_served(endpoint: str, tls: TlsFiles | None) -> None:
-    """Say who is to serve the etcd of a job's own.
-
-    Raises:
-        StoreUnavailable: No etcd answers there.
-    """
-    if probe(endpoint, tls) is not FoundEtcd.ETCD:
-        raise StoreUnavailable(
-            f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}: no zero-agent serves the job's etcd "
-            "there; start one on that host with the same flags and the same ZERO_JOIN_TOKEN. "
-            "With --rdzv-backend=etcd, --rdzv-endpoint names an etcd that runs already"
-        )
 
 
 PAIRS = (("etcd-cert", "etcd-key"), ("etcd-user", "etcd-password-file"))

@@ -76,11 +76,11 @@ def choose(args: argparse.Namespace) -> tuple[Way, str]:
 
 
 def _at_endpoint(args: argparse.Namespace) -> Way:
-    """Whose the etcd at --rdzv-endpoint is; one with several members or a login exists already."""
-    existing = "," in args.rdzv_endpoint or args.etcd_ca or args.etcd_cert or args.etcd_user
+    """Whose the etcd at --rdzv-endpoint is; one with certificates or a login exists already."""
+    existing = args.etcd_ca or args.etcd_cert or args.etcd_user
     if args.rdzv_backend != OWN_BACKEND or existing:
         return Way.NAMED
-    return Way.OWN if Endpoint.of(args.rdzv_endpoint).port else Way.PRIVATE
+    return Way.OWN if Endpoint.all_of(args.rdzv_endpoint)[0].port else Way.PRIVATE
 
 
 _STATIC = ("node_rank", "master_addr", "master_port")

@@ -19,6 +19,7 @@ import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -32,6 +33,8 @@ from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.join_token import TlsFiles
 
 LOOPBACK = loopback()
+QUOTA_BYTES = 1 << 30
+"""Limit of the keys with their history; without one of our own it would be 2 GiB."""
 START_TIMEOUT_S = 20.0
 """A start on old data takes an election, 1 to 2 s; slow disks take longer."""
 
@@ -104,15 +107,21 @@ def free_port() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One etcd server on the loopback interface."""
+    """One etcd server, on the loopback interface and perhaps on others."""
 
     data: Path
     client_port: int
     name: str = "zero"
+    addresses: tuple[str, ...] = ()
+    """IP addresses on which it listens, beside the loopback."""
+    reached_at: str = LOOPBACK
+    """The host by which clients and peers reach it."""
     peer_port: int = 0
     """Port for its peers; 0 (any) for a server without peers."""
     peers: str = ""
-    """The --initial-cluster, NAME=URL,...; empty for a server without peers."""
+    """The --initial-cluster, NAME=URL,...; empty for a server that has no peers yet."""
+    joins: bool = False
+    """Whether the cluster exists already, and has this server among its peers."""
     options: tuple[str, ...] = ()
     """Further options of etcd; they win over those set here."""
     tls: TlsFiles | None = None
@@ -126,7 +135,12 @@ class Member:
     @property
     def peer_url(self) -> str:
         """The URL for its peers."""
-        return f"{self.scheme}://{host_port(LOOPBACK, self.peer_port)}"
+        return f"{self.scheme}://{host_port(self.reached_at, self.peer_port)}"
+
+    @property
+    def reached(self) -> str:
+        """`HOST:PORT` for clients on other machines."""
+        return host_port(self.reached_at, self.client_port)
 
     @property
     def scheme(self) -> str:
@@ -135,27 +149,38 @@ class Member:
 
     def command(self, binary: Path) -> list[str]:
         """The command line of the server."""
+        hosts = dict.fromkeys((LOOPBACK, *self.addresses))
+        for_peers = hosts if self.peer_port else (LOOPBACK,)
         options = {
             "name": self.name,
             "data-dir": str(self.data),
-            "listen-client-urls": f"{self.scheme}://{self.endpoint}",
-            "advertise-client-urls": f"{self.scheme}://{self.endpoint}",
-            "listen-peer-urls": self.peer_url,
+            "listen-client-urls": self._urls(hosts, self.client_port),
+            "advertise-client-urls": f"{self.scheme}://{self.reached}",
+            "listen-peer-urls": self._urls(for_peers, self.peer_port),
             "initial-advertise-peer-urls": self.peer_url,
             "initial-cluster": self.peers or f"{self.name}={self.peer_url}",
             # Of it and the URLs etcd makes the id of a new cluster, by which clients notice that
             # this server's data is not what it was.
             "initial-cluster-token": "zero" if self.peers else secrets.token_hex(8),
+            "initial-cluster-state": "existing" if self.joins else "new",
             # An election must end within a lease of 3 s.
             "heartbeat-interval": "100",
             "election-timeout": "1000",
             "auto-compaction-mode": "periodic",
             "auto-compaction-retention": "1h",
+            # Its memory and its disk are bounded: a job has a few MiB of keys, and their history.
+            "quota-backend-bytes": str(QUOTA_BYTES),
+            "snapshot-count": "10000",
+            "max-wals": "2",
+            "max-snapshots": "2",
             "logger": "zap",
             "log-level": "warn",
         }
         ours = [f"--{name}={value}" for name, value in options.items()]
         return [str(binary), *ours, *(tls_options(self.tls) if self.tls else ()), *self.options]
+
+    def _urls(self, hosts: Iterable[str], port: int) -> str:
+        return ",".join(f"{self.scheme}://{host_port(host, port)}" for host in hosts)
 
 
 def tls_options(files: TlsFiles) -> list[str]:
@@ -233,13 +258,17 @@ class EtcdProcess:
         self._binary = binary
         self._started: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> EtcdProcess:
+    def start(self, *, to_thread: bool = False) -> EtcdProcess:
         """Start the server, which dies with the calling thread; then call `wait_healthy`.
+
+        Another thread than the main one, with `to_thread`, must outlive it.
 
         Raises:
             SpecError: No etcd is installed.
         """
-        command = dying_with_parent(self.member.command(self._binary or find_etcd()))
+        command = dying_with_parent(
+            self.member.command(self._binary or find_etcd()), to_thread=to_thread
+        )
         # etcd takes options from variables; the one that is kept makes it start on this CPU.
         env = {
             name: value

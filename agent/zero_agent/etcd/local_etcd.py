@@ -63,7 +63,6 @@ def private_server(
     *,
     token: str = "",
     names: Sequence[str] = (),
-    data: Path | None = None,
 ) -> Iterator[str]:
     """A new etcd that ends with the calling process; its endpoint.
 
@@ -74,7 +73,6 @@ def private_server(
         port: Its port; 0: a free one.
         token: The job's join token, without which no client is admitted; empty: all clients are.
         names: Names and addresses by which other machines reach it, for its certificate.
-        data: Where its data are, and stay; None: they are temporary.
 
     Raises:
         SpecError: No etcd is installed, or the token is too easy to guess.
@@ -88,14 +86,12 @@ def private_server(
         directory = scratch.path
         known_as = (*LOCAL_NAMES, *addresses, *names)
         tls = write_certificates(directory, token, known_as) if token else None
-        scheme, hosts = "https" if tls else "http", (LOOPBACK, *addresses)
         # Another process may take a free port first: then another port is tried.
         for left in reversed(range(1 if port else _PORT_TRIES)):
             chosen = port or free_port()
-            urls = ",".join(f"{scheme}://{host_port(host, chosen)}" for host in hosts)
-            options = (f"--listen-client-urls={urls}",)
-            where = data or directory / "data"
-            member = Member(data=where, client_port=chosen, options=options, tls=tls)
+            member = Member(
+                data=directory / "data", client_port=chosen, addresses=tuple(addresses), tls=tls
+            )
             process = EtcdProcess(member, directory / "etcd.log", binary=binary)
             made.callback(process.kill)  # its data is not needed any more
             process.start()

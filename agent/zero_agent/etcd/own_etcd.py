@@ -1,11 +1,13 @@
-"""The etcd of a job's own at `--rdzv-endpoint`: what torchrun's c10d backend is, by the same flags.
+"""The etcd of a job's own (`--rdzv-backend=c10d`): where it is, and this agent's member of it.
 
-The agent on the host that `--rdzv-backend=c10d --rdzv-endpoint=HOST[:PORT]` names serves one etcd
-member there; the other agents wait for it. Its data stay until the job has ended, so an agent that
-is started again on that host serves the same job, and the others have seen an outage.
+`--rdzv-endpoint=HOST[:PORT][,HOST...]` says where the first member is to be: the agent on the first
+host begins it, unless the store is at one of the others already. The other agents wait for it;
+`own_members` gives some of them a member as well. The data of a member stay until the job has
+ended, so an agent that is started again on its machine serves the same member, and all agents write
+down where the members are, so one that is started again finds them without that host.
 
-Must always hold: of the agents of one host one serves an endpoint; an etcd that answers there
-already is used as it is; data that nobody can wait for any more are not served again.
+Must always hold: of the agents of one machine one has the data; an etcd that answers at the
+endpoint already is used as it is; data that nobody can wait for any more are not served again.
 """
 
 from __future__ import annotations
@@ -16,22 +18,27 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
+from zero_agent.etcd.etcd_process import LOOPBACK, EtcdProcess, FoundEtcd, Member, probe
 from zero_agent.etcd.joining import OPEN, Joining
-from zero_agent.etcd.local_etcd import SharedDirectory, private_server, state_directory
-from zero_agent.node.network import is_local
-from zero_orchestrator.addresses import host_port, split_host_port
-from zero_orchestrator.errors import SpecError
+from zero_agent.etcd.local_etcd import SharedDirectory, state_directory
+from zero_agent.node.network import first_free, is_local
+from zero_agent.node.scratch import Scratch
+from zero_contract.decoding import decode, encode
+from zero_orchestrator.addresses import family_of, host_port, split_host_port
+from zero_orchestrator.errors import SpecError, StoreUnavailable
+from zero_orchestrator.store import private_etcd
+from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
 
 log = logging.getLogger("zero")
 
 DEFAULT_PORT = 29400
 """As torchrun's."""
-_POLL_S = 0.05
+_PROBES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,11 @@ class Endpoint:
         return host_port(self.host, self.port)
 
     @classmethod
+    def all_of(cls, text: str) -> tuple[Endpoint, ...]:
+        """Parse `HOST[:PORT][,HOST...]`; raises SpecError."""
+        return tuple(cls.of(part.strip()) for part in text.split(","))
+
+    @classmethod
     def of(cls, text: str) -> Endpoint:
         """Parse `HOST[:PORT]`; the port is torchrun's by default.
 
@@ -62,64 +74,217 @@ class Endpoint:
         raise SpecError(f"--rdzv-endpoint={text}: write HOST or HOST:PORT, the port at most 65535")
 
 
-@dataclass
-class Serving:
-    """The etcd that this agent serves."""
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a member is, which a server that is started again with its data must not change."""
 
+    name: str
+    host: str
+    """By which the others reach it."""
+    addresses: tuple[str, ...]
+    """On which it listens."""
+    client_port: int
+    peer_port: int
+
+
+@dataclass
+class Seat:
+    """This agent's place for a member of the job's own etcd; it may have one, or none."""
+
+    directory: Path
+    """Of the data, which outlive this agent."""
+    known: tuple[str, ...]
+    """Where the store may be: endpoints."""
+    joining: Joining
+    ports: range
     ended: bool = False
     """The job is over: nobody needs the data any more."""
+    process: EtcdProcess | None = None
+    _made: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def member(self) -> Member | None:
+        """The member that this agent runs, or None."""
+        return self.process.member if self.process is not None else None
+
+    def found(self) -> list[str]:
+        """The endpoints at which an etcd answers."""
+        with ThreadPoolExecutor(_PROBES) as pool:
+            answers = pool.map(lambda each: probe(each, self.joining.tls), self.known)
+            return [
+                each
+                for each, answer in zip(self.known, answers, strict=True)
+                if answer is FoundEtcd.ETCD
+            ]
+
+    def answering(self) -> list[str]:
+        """As `found`. Raises StoreUnavailable: there is none; with who is to serve it."""
+        if not (found := self.found()):
+            raise StoreUnavailable(
+                f"--rdzv-backend=c10d --rdzv-endpoint={','.join(self.known)}: no zero-agent serves "
+                "the job's etcd there; start one on that host with the same flags and the same "
+                "ZERO_JOIN_TOKEN. With --rdzv-backend=etcd, --rdzv-endpoint names an etcd that "
+                "runs already"
+            )
+        return found
+
+    def learn(self, endpoints: Sequence[str]) -> None:
+        """Note where the members are, for an agent that is started here again."""
+        new = tuple(dict.fromkeys((*endpoints, *self.known)))
+        if new != self.known:
+            self.known = new
+            _replace(self.directory / "endpoints", encode(list(endpoints)))
+
+    def begin(self, at: Endpoint, name: str) -> None:
+        """Begin a new store with this member.
+
+        Raises:
+            SpecError: No etcd is installed.
+            StoreUnavailable: The server does not start; with the end of its log.
+        """
+        addresses = addresses_of(at.host)
+        self._start(self._place(name, at.host, addresses, at.port))
+        assert self.process is not None
+        self.process.wait_healthy()
+        log.info("this node serves the job's etcd at %s", at.text)
+        if not self.joining.token and addresses:
+            log.warning("%s", OPEN.format(where=at.text))
+
+    def join(self, name: str, host: str, address: str, add: Callable[[str], str]) -> None:
+        """Run another member of the store; it serves once it has all data.
+
+        Args:
+            name: Of this node.
+            host: By which the others reach this machine.
+            address: On which it listens.
+            add: Adds the member with this peer URL; returns the --initial-cluster of the others.
+
+        Raises:
+            SpecError, StoreError: This node cannot run it, or `add` raised that.
+        """
+        self.wipe()
+        port = split_host_port(self.known[-1])[1]  # of --rdzv-endpoint, if that is free here
+        addresses = [] if address == LOOPBACK else [address]
+        place = self._place(name, host, addresses, port if _is_free(port, addresses) else 0)
+        member = self._member(place)
+        others = add(member.peer_url)
+        self._start(place, peers=f"{others},{name}={member.peer_url}", joins=True)
+
+    def resume(self, name: str = "") -> bool:
+        """Start the member again whose data are here; whether there is one."""
+        text = _read(self.directory / "member")
+        if not text or not (self.directory / "data").exists():
+            return False
+        place = decode(Place, text, f"{self.directory / 'member'} is damaged", SpecError)
+        if name:
+            place = Place(**{**vars(place), "name": name})
+        self._start(place)
+        return True
+
+    def wipe(self) -> None:
+        """End the member, and remove its data."""
+        self.stop()
+        shutil.rmtree(self.directory / "data", ignore_errors=True)
+        (self.directory / "member").unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """End the member, if this agent runs one; its data stay."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.stop()
+        self._made.close()
+
+    def close(self) -> None:
+        """End the member; remove its data if the job has ended."""
+        self.stop()
+        if self.ended:
+            self.wipe()
+            (self.directory / "endpoints").unlink(missing_ok=True)
+
+    def _place(self, name: str, host: str, addresses: Sequence[str], port: int) -> Place:
+        return Place(
+            name=name,
+            host=host,
+            addresses=tuple(addresses),
+            client_port=port or _free_port(self.ports, addresses),
+            peer_port=_free_port(self.ports, addresses),
+        )
+
+    def _member(self, place: Place, tls: TlsFiles | None = None, **peers: object) -> Member:
+        return Member(
+            data=self.directory / "data",
+            name=place.name,
+            client_port=place.client_port,
+            peer_port=place.peer_port,
+            addresses=place.addresses,
+            reached_at=place.host,
+            tls=tls or self.joining.tls,
+            **peers,  # type: ignore[arg-type]
+        )
+
+    def _start(self, place: Place, **peers: object) -> None:
+        """Start the server; it dies with this thread."""
+        made = contextlib.ExitStack()
+        scratch = made.enter_context(contextlib.closing(Scratch(private_etcd.PREFIX)))
+        names = (*LOCAL_NAMES, place.host, *place.addresses)
+        token = self.joining.token
+        tls = write_certificates(scratch.path, token, names) if token else None
+        member = self._member(place, tls, **peers)
+        process = EtcdProcess(member, scratch.path / "etcd.log")
+        made.callback(process.kill)
+        self._made = made
+        process.start(to_thread=True)
+        self.process = process
+        _replace(self.directory / "member", encode(place))
+        if not token:  # a client with the token is told the endpoint by whoever started the job
+            private_etcd.note(scratch.path, member.endpoint)
 
 
 @contextlib.contextmanager
 def own_server(
-    endpoint: Endpoint, joining: Joining, *, job: str, keep_s: float
-) -> Iterator[Serving | None]:
-    """Serve etcd at the endpoint, if that is on this machine and nobody does yet.
+    endpoints: Sequence[Endpoint],
+    joining: Joining,
+    *,
+    job: str,
+    node: str,
+    ports: range,
+    keep_s: float,
+) -> Iterator[Seat]:
+    """This agent's seat; its member serves, if its data are here or it is to begin the store.
 
     Args:
-        endpoint: Where.
+        endpoints: Where the store may be; the first is where it is to begin.
         joining: The join token; without one every client is admitted.
         job: The job's name, if it has one: its data are its own.
+        node: The id of this node.
+        ports: Ports on which this node may listen for others.
         keep_s: Data that were written longer ago are of a job that nobody waits for.
-
-    Yields:
-        None if another process serves there, now or later.
 
     Raises:
         SpecError: Another program listens there, or no etcd is installed.
         StoreUnavailable: The server does not start; with the end of its log.
     """
-    if not is_local(endpoint.host):
-        yield None
-        return
-    name = f"etcd-{socket.gethostname()}-{endpoint.port}-{job or 'none'}"
-    directory = SharedDirectory(state_directory() / name)
-    with directory.keeping() as alone:
-        found = probe(endpoint.text, joining.tls)
-        if not alone or found is FoundEtcd.ETCD:
-            yield None
-            return
-        if found is not FoundEtcd.NOTHING:
-            raise SpecError(
-                f"--rdzv-endpoint={endpoint.text}: a program listens there that does not answer "
-                "as etcd does; stop it, or choose another port, the same on all nodes"
-            )
-        if _age_s(directory.data) > keep_s:
-            shutil.rmtree(directory.data, ignore_errors=True)
-        serving = Serving()
-        with private_server(
-            addresses_of(endpoint.host),
-            endpoint.port,
-            token=joining.token,
-            names=[endpoint.host],
-            data=directory.data,
-        ):
-            log.info("this node serves the job's etcd at %s", endpoint.text)
-            if not joining.token and addresses_of(endpoint.host):
-                log.warning("%s", OPEN.format(where=endpoint.text))
-            yield serving
-        if serving.ended:
-            shutil.rmtree(directory.data, ignore_errors=True)
+    first = endpoints[0]
+    name = f"etcd-{socket.gethostname()}-{first.port}-{job or 'none'}"
+    shared = SharedDirectory(state_directory() / name)
+    with contextlib.ExitStack() as made:
+        directory, alone = shared.path, made.enter_context(shared.keeping())
+        if not alone:  # another agent of this machine has it
+            directory = made.enter_context(contextlib.closing(Scratch("zero-seat-"))).path
+        if _age_s(directory / "data") > keep_s:
+            shutil.rmtree(directory / "data", ignore_errors=True)
+        noted = decode(list[str], _read(directory / "endpoints") or "[]", "endpoints", SpecError)
+        known = dict.fromkeys((*noted, *(each.text for each in endpoints)))
+        seat = Seat(directory=directory, known=tuple(known), joining=joining, ports=ports)
+        made.callback(seat.close)
+        if not seat.resume(node) and alone and is_local(first.host) and not seat.found():
+            if probe(first.text, joining.tls) is not FoundEtcd.NOTHING:
+                raise SpecError(
+                    f"--rdzv-endpoint={first.text}: a program listens there that does not answer "
+                    "as etcd does; stop it, or choose another port, the same on all nodes"
+                )
+            seat.begin(first, node)
+        yield seat
 
 
 def addresses_of(host: str) -> list[str]:
@@ -127,6 +292,39 @@ def addresses_of(host: str) -> list[str]:
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     found = {str(info[4][0]).partition("%")[0] for info in infos}
     return sorted(address for address in found - {LOOPBACK} if is_local(address))
+
+
+def _free_port(ports: range, addresses: Sequence[str]) -> int:
+    address = (*addresses, LOOPBACK)[0]
+
+    def listen(port: int) -> int:
+        with socket.create_server((address, port), family=family_of(address)) as server:
+            return int(server.getsockname()[1])
+
+    return first_free(ports, listen)
+
+
+def _is_free(port: int, addresses: Sequence[str]) -> bool:
+    try:
+        for address in (*addresses, LOOPBACK):
+            socket.create_server((address, port), family=family_of(address)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8")
+    return ""
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole; a full disk costs what it says, not the job."""
+    new = path.with_name(f"{path.name}.new")
+    with contextlib.suppress(OSError):
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
 
 
 def _age_s(data: Path) -> float:

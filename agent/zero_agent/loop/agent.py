@@ -131,6 +131,8 @@ class Agent:
             post=self._post,
         )
         self._log_limit = LogLimit(clock)
+        self.holds: Callable[[], str] = lambda: ""
+        """Says why this node, when it may leave, has to stay a moment; empty: it can go."""
         self.took_part = False
         """This agent saw the job before its end."""
 
@@ -287,6 +289,10 @@ class Agent:
 
         self._inbox.put(leave)
 
+    def tell_of_member(self, text: str) -> None:
+        """Record what became of the job's own store, and why. On any thread."""
+        self._journal.tell("member", text)
+
     def on_notice(self, text: str) -> None:
         """Leave at the next step boundary: this machine is about to go. On any thread."""
         self._inbox.put(lambda: self._leaving.noticed(text))
@@ -420,6 +426,7 @@ class Agent:
             unkillable=node_workers.group.unkillable,
             checking=self._health_checks.checking,
             hosting=node_workers.hosts_store_of(job.n),
+            holds=self.holds() if self._leaving.left_s > TICK_S and self._leaving.begun else "",
         )
 
     # ---- actions ----

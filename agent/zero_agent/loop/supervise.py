@@ -51,6 +51,8 @@ class Situation:
     """Whether health checks run: the node's health for the next round is not known yet."""
     hosting: bool = False
     """Whether this agent hosts, or is about to host, the TCPStore of the job's round."""
+    holds: str = ""
+    """Why this node has to stay a moment although it may leave; empty: nothing holds it."""
 
     @property
     def busy(self) -> bool:
@@ -71,7 +73,10 @@ def next_action(now: Situation) -> Step:
     """The next thing to do and its reason; WAIT until something changes."""
     if now.unkillable and now.job.state not in ENDED:
         return Action.ABANDON, now.unkillable
-    return _BY_STATE[now.job.state](now)
+    action, reason = _BY_STATE[now.job.state](now)
+    if action is Action.EXIT and now.job.state not in ENDED and now.holds:
+        return Action.WAIT, f"{reason}; {now.holds}"
+    return action, reason
 
 
 def _forming(now: Situation) -> Step:

@@ -21,6 +21,10 @@ Under `/zero/v1/<job>/` (all values JSON):
     ckpt/latest             the newest published checkpoint
     cmd/stop                somebody wants the whole job to end, and who and why
     cmd/drain/<id>          somebody wants this agent to leave; under the agent's own lease
+    store/members           where the voters of the job's own etcd are: HOST:PORT of each
+    store/invited           the node that is to run one more member; deleted when it begins
+    store/unable/<id>       why a node runs no member
+    store/change            the node that changes the members at present; leased
 
 Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_memory`, the
 newest checkpoint in the memory of the nodes. `events` names the other keys below that prefix.
@@ -110,6 +114,10 @@ class Keys:
     def excluded(self, host: str) -> str:
         """The exclusion of a host."""
         return f"{self.prefix}excluded/{host}"
+
+    def store_part(self, *parts: str) -> str:
+        """What the agents tell each other of the job's own etcd."""
+        return self.prefix + "/".join(("store", *parts))
 
     def aside(self, node: str) -> str:
         """That a node is set aside; every agent must know."""

@@ -22,7 +22,7 @@ from zero_orchestrator.errors import SpecError
         ("--nnodes=2 --rdzv-endpoint=e:1", Way.NAMED, ""),
         ("--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=head", Way.OWN, ""),
         ("--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0", Way.PRIVATE, ""),
-        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=e:1,f:1", Way.NAMED, ""),
+        ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=e:1,f:1", Way.OWN, ""),
         ("--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=e:1 --etcd-ca=ca.pem", Way.NAMED, ""),
         ("--nnodes=2 --rdzv-backend=etcd --rdzv-endpoint=e:1", Way.NAMED, ""),
         ("--nnodes=2 --node-rank=0", Way.STATIC, ""),

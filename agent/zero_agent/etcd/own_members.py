@@ -1,0 +1,349 @@
+"""The members of the job's own etcd, as this agent keeps them: a thread beside its loop.
+
+An agent that runs a member looks once a second whether the members are as they should be
+(`members.decide`), and makes the change that is due while it holds a lock in the store. One that
+runs none waits to be invited: then it adds a learner and runs it. All follow the endpoints.
+
+Must always hold: one agent changes the members at a time; a server that is no member any more
+leaves no data; every call to the store is bounded, and a store that does not answer changes nothing
+here. The thread that starts a server lives until it is to end: the kernel ties them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from zero_agent.etcd.etcd_process import is_healthy
+from zero_agent.etcd.own_etcd import Seat
+from zero_contract.decoding import decode, encode
+from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError, StoreRefused
+from zero_orchestrator.membership.job_state import Node
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.store.etcd.client import EtcdStore
+from zero_orchestrator.store.kv import Delete, KeyValue, Put, Read, absent, unchanged
+from zero_orchestrator.store.members import (
+    START_S,
+    Change,
+    Member,
+    Place,
+    Step,
+    View,
+    decide,
+)
+
+log = logging.getLogger("zero")
+
+LOOK_S = 1.0
+"""Interval at which an agent with a member looks."""
+LOOK_PER_NODE_S = 0.005
+"""The same for each node of the job: it reads all of them."""
+REST_S = 15.0
+"""Interval at which an agent without a member looks, if the watch tells it nothing."""
+LOCK_S = 15
+HAND_OVER_S = 20.0
+"""The longest time that a node which leaves waits until another one has its member's place."""
+SEE_OFF_S = 15.0
+_POLL_S = 0.05
+_CRASHES = 5
+"""A server that has ended more often than this, or does not serve for so long, is given up."""
+_HUNG_S = 20.0
+
+
+class MemberKeeper:
+    """Keeps this agent's member, and with the others the members of the store."""
+
+    def __init__(self, seat: Seat, store: EtcdStore, node: str) -> None:
+        """Nothing happens before `serve`.
+
+        Args:
+            seat: This agent's; its thread owns the server from now on.
+            store: Belongs to the keeper, which closes it.
+            node: The id of this node.
+        """
+        self._seat = seat
+        self._store = store
+        self._node = node
+        self._keys = Keys("")
+        self._host = self._address = ""
+        self._tell: Callable[[str], None] = log.info
+        self._wake = threading.Event()
+        self._closed = False
+        self._gone: dict[int, float] = {}
+        self._invited: tuple[int, float] = (0, 0.0)
+        """The revision of the last invitation, and when it was first seen."""
+        self._view = View(members=(), nodes=(), gone_s={})
+        self._looked_s = 0.0
+        """When that was read, by the monotonic clock."""
+        self._crashes = 0
+        self._sound_s = time.monotonic()
+        self._asked_s: float | None = None
+        self._said = ""
+        self._watching: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="members", daemon=True)
+
+    def serve(self, job: str, host: str, address: str, tell: Callable[[str], None]) -> None:
+        """From now on keep the members for this job.
+
+        Args:
+            job: Its name.
+            host: By which other nodes reach this one.
+            address: On which this node listens.
+            tell: Records what was done, and why; called on the keeper's thread.
+        """
+        self._watching()
+        self._keys, self._tell = Keys(job), tell
+        self._host, self._address = host, address
+        watch = self._store.watch(
+            self._keys.store_part(""),
+            lambda changes: self._wake.set(),
+            after=0,
+            on_compacted=lambda revision: self._wake.set(),
+        )
+        self._watching = watch.cancel
+        if self._thread.ident is None:
+            self._thread.start()
+        self._wake.set()
+
+    def holds(self) -> str:
+        """Why this node, which is told to leave, has to stay a moment; empty: it can go."""
+        if self._seat.member is None:
+            return ""
+        now_s = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now_s
+            self._wake.set()
+        fresh = self._looked_s > self._asked_s  # a node may have come just before
+        others = any(each.node != self._node for each in self._view.staying)
+        if now_s - self._asked_s > HAND_OVER_S or (fresh and not others):
+            return ""
+        return "another node is taking over its member of the store"
+
+    def see_off(self, ended: bool) -> None:
+        """Serve the others, up to `SEE_OFF_S`, until they have read the end, or need it no more.
+
+        Args:
+            ended: The job is over, rather than this node's part in it.
+        """
+        self._seat.ended = ended
+        deadline = time.monotonic() + SEE_OFF_S
+        with contextlib.suppress(StoreError):
+            while (
+                self._seat.member is not None
+                and time.monotonic() < deadline
+                and self._store.range(self._keys.nodes, limit=1).items
+            ):
+                time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the thread, and with it the member."""
+        self._closed = True
+        self._watching()
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(10.0)
+        self._store.close()
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        while not self._closed:
+            wait_s = REST_S
+            try:
+                wait_s = self._turn()
+            except StoreError as error:
+                self._say(f"the members of the store are not looked after: {error}")
+                wait_s = LOOK_S
+            except Exception:
+                log.exception("zero-agent: internal error in the keeper of the store's members")
+                wait_s = REST_S
+            self._wake.wait(wait_s)
+            self._wake.clear()
+        self._seat.stop()
+
+    def _turn(self) -> float:
+        """Do what is due; returns the seconds until the next look."""
+        if self._seat.member is None:
+            return self._without_member()
+        self._tend()
+        view = self._look()
+        change, reason = decide(view)
+        self._say(reason)
+        if change is not None:
+            self._make_due_change()
+        return LOOK_S + LOOK_PER_NODE_S * len(view.nodes)
+
+    def _say(self, reason: str) -> None:
+        if reason != self._said:
+            self._said = reason
+            log.debug("%s", reason)
+
+    # ---- this agent's member ----
+
+    def _without_member(self) -> float:
+        members, invited = self._store.read(
+            [Read(self._keys.store_part("members")), Read(self._keys.store_part("invited"))]
+        )
+        for item in members.items:
+            self._follow(_endpoints(item))
+        if any(item.value == self._node for item in invited.items):
+            self._begin(invited.items[0])
+            return LOOK_S
+        return REST_S
+
+    def _follow(self, endpoints: tuple[str, ...]) -> None:
+        """Send this agent's calls to these members from now on."""
+        if endpoints and endpoints != self._store.endpoints.known:
+            self._store.endpoints.become(endpoints)
+            self._seat.learn(endpoints)
+
+    def _begin(self, invitation: KeyValue) -> None:
+        """Run a learner, as was asked; if that fails, say so: another node is asked."""
+        mine = unchanged(invitation.key, invitation.mod_revision)
+        try:
+            self._seat.join(self._node, self._host, self._address, self._add)
+        except StoreRefused:  # etcd waits until all voters have been connected for 5 s
+            self._seat.wipe()
+            self._store.txn([mine], [Put(invitation.key, self._node)])
+        except (SpecError, OSError) as error:
+            self._seat.wipe()
+            self._unable(str(error))
+        else:
+            self._crashes, self._sound_s = 0, time.monotonic()
+            self._tell(f"node {self._node} runs a member of the store, without a vote yet")
+            self._store.txn([mine], [Delete(invitation.key)])
+
+    def _add(self, peer: str) -> str:
+        members = self._store.cluster.add_learner(peer)
+        others = (one for one in members if one.peer != peer)
+        return ",".join(f"m{one.id:x}={one.peer}" for one in others)
+
+    def _unable(self, why: str) -> None:
+        self._store.put(self._keys.store_part("unable", self._node), encode(why))
+        self._tell(f"node {self._node} can run no member of the store: {why}")
+
+    def _tend(self) -> None:
+        """Start the server again if it has ended or hangs; forget it if it was removed."""
+        process, member = self._seat.process, self._seat.member
+        assert process is not None
+        assert member is not None
+        if process.running and is_healthy(member.endpoint, member.tls):
+            self._sound_s = time.monotonic()
+            return
+        if process.running and time.monotonic() - self._sound_s < _HUNG_S:
+            return
+        listed = {one.peer for one in self._store.cluster.members()}  # by the other members
+        if member.peer_url not in listed:
+            self._seat.wipe()
+            self._tell(f"node {self._node} runs no member of the store any more: it was removed")
+            return
+        self._crashes += 1
+        if self._crashes > _CRASHES:
+            self._unable(f"its server has ended {self._crashes} times")
+        self._seat.stop()
+        self._seat.resume()
+        self._sound_s = time.monotonic()
+
+    # ---- all members ----
+
+    def _look(self) -> View:
+        """The members and the nodes as they are now. Raises StoreError."""
+        members, now_s = self._store.cluster.members(), time.monotonic()
+        found, own = self._store.read(
+            [Read(self._keys.nodes, prefix=True), Read(self._keys.store_part(""), prefix=True)]
+        )
+        keys = {item.key: item for item in own.items}
+        live = sorted(found.items, key=lambda item: item.create_revision)
+        unable = self._keys.store_part("unable", "")
+        nodes = tuple(_place(item, f"{unable}{_id(item)}" in keys) for item in live)
+        invited = keys.get(self._keys.store_part("invited"))
+        announced = keys.get(self._keys.store_part("members"))
+        self._view = View(
+            members=members,
+            nodes=nodes,
+            gone_s=self._gone_s(members, {each.node for each in nodes}, now_s),
+            invited=invited.value if invited else "",
+            announced=_endpoints(announced) if announced else (),
+        )
+        self._looked_s = now_s
+        self._follow(self._view.announced)
+        if invited is not None:
+            self._check_invited(invited, now_s)
+        return self._view
+
+    def _gone_s(
+        self, members: tuple[Member, ...], live: set[str], now_s: float
+    ) -> dict[int, float]:
+        gone = [one.id for one in members if one.node not in live]
+        self._gone = {each: self._gone.get(each, now_s) for each in gone}
+        return {each: now_s - since_s for each, since_s in self._gone.items()}
+
+    def _check_invited(self, invited: KeyValue, now_s: float) -> None:
+        """Invite another node if this one does not come."""
+        if self._invited[0] != invited.mod_revision:
+            self._invited = (invited.mod_revision, now_s)
+        elif now_s - self._invited[1] > START_S:
+            late = Put(self._keys.store_part("unable", invited.value), encode("it did not begin"))
+            self._store.txn(
+                [unchanged(invited.key, invited.mod_revision)], [Delete(invited.key), late]
+            )
+
+    def _make_due_change(self) -> None:
+        """Make the change that is due, if no other agent is making one."""
+        lease = self._store.grant(LOCK_S)
+        try:
+            lock = self._keys.store_part("change")
+            if not self._store.txn([absent(lock)], [Put(lock, self._node, lease)]).succeeded:
+                return
+            change, reason = decide(self._look())  # once more: another one was made meanwhile
+            if change is not None and _CHANGES[change.step](self, change):
+                self._tell(reason)
+        finally:
+            self._store.revoke(lease)
+
+    def _announce(self, change: Change) -> bool:
+        endpoints = self._view.endpoints
+        self._store.put(self._keys.store_part("members"), encode(list(endpoints)))
+        self._follow(endpoints)
+        return True
+
+    def _invite(self, change: Change) -> bool:
+        self._store.put(self._keys.store_part("invited"), change.node)
+        return False  # it says itself when it has begun
+
+    def _promote(self, change: Change) -> bool:
+        assert change.member is not None
+        with contextlib.suppress(StoreRefused):  # it has not all data yet
+            self._store.cluster.promote(change.member)
+            return True
+        return False
+
+    def _remove(self, change: Change) -> bool:
+        assert change.member is not None
+        self._store.cluster.remove(change.member)
+        return True
+
+
+_CHANGES: dict[Step, Callable[[MemberKeeper, Change], bool]] = {
+    Step.ANNOUNCE: MemberKeeper._announce,
+    Step.INVITE: MemberKeeper._invite,
+    Step.PROMOTE: MemberKeeper._promote,
+    Step.REMOVE: MemberKeeper._remove,
+}
+"""What each step is; it returns whether that is worth an event."""
+
+
+def _place(item: KeyValue, unable: bool) -> Place:
+    node = Node.from_json(item.value)
+    return Place(node=node.id, machine=node.machine, leaving=node.draining, unable=unable)
+
+
+def _id(item: KeyValue) -> str:
+    return item.key.rpartition("/")[2]
+
+
+def _endpoints(item: KeyValue) -> tuple[str, ...]:
+    return tuple(decode(list[str], item.value, "the endpoints in etcd are damaged", SpecMismatch))
