@@ -1,9 +1,8 @@
 """One clock, one seed, one thing at a time: the processes and threads of a simulated cluster.
 
 A simulated thread is a `Task`. Product code blocks where it waits, so each task has a stack of its
-own, a thread of the operating system. Only one of them holds the baton at any time, and it passes
-the baton on only where it waits. What is due at the same moment runs in an order that the seed
-decides. Nothing waits for real time.
+own, a greenlet. All share one thread of the operating system, and one runs until it waits. What is
+due at the same moment runs in an order that the seed decides. Nothing waits for real time.
 
 Must always hold: the same seed gives the same order of events; a task of a process that was killed
 has no effect any more; a process that is frozen runs nothing until it is thawed.
@@ -16,10 +15,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from greenlet import getcurrent, greenlet
 
 Work = Callable[[], object]
 
@@ -29,26 +29,23 @@ class Killed(BaseException):
 
 
 class Stack:
-    """A stack that is a thread of the operating system; it runs while it has its baton."""
+    """A stack of its own for a task, on the one thread of a simulation."""
 
     def __init__(self, work: Work | None) -> None:
-        self._baton = threading.Lock()
-        self._baton.acquire()
+        """`work` begins when the stack is passed to for the first time; None: the present stack."""
+        self._own = outermost = getcurrent()
         if work is not None:
-            threading.Thread(target=self._run, args=(work,), daemon=True).start()
-
-    def _run(self, work: Work) -> None:
-        self._baton.acquire()
-        work()
+            while outermost.parent is not None:
+                outermost = outermost.parent
+            self._own = greenlet(lambda *_: work(), outermost)
 
     def pass_to(self, other: Stack) -> None:
-        """Let another stack run until one passes the baton back."""
-        other._baton.release()
-        self._baton.acquire()
+        """Let another stack run until one passes back."""
+        other._own.switch()
 
     def end_with(self, other: Stack) -> None:
-        """The work of this stack is done; let another one run."""
-        other._baton.release()
+        """The work of this stack is done, and returns to another one."""
+        self._own.parent = other._own
 
 
 @dataclass(eq=False)
@@ -195,7 +192,7 @@ class Kernel:
         """Let `run` return after the present event."""
         self._until_s = self.now - 1.0
 
-    # ---- the baton ----
+    # ---- whose turn it is ----
 
     def _push(self, at_s: float, process: Process | None, what: Task | Work, turn: int) -> None:
         if process is not None and process.lag_s:
