@@ -32,12 +32,11 @@ class Plan:
     def free(self) -> bool:
         """Whether nothing happens that may cost a restart.
 
-        An agent that starts soon after an outage knows nothing of it, and takes nodes for lost
-        whose leases have lapsed in it.
+        A node that has to go while etcd is away cannot say so, and counts as lost.
         """
-        kinds = {fault.kind for fault in self.faults if fault.at_s > 0 or fault.kind != "start"}
-        blind = "outage" in kinds and kinds & {"start", "drain", "sigterm"}
-        return kinds <= {*FREE, HEAL} and not blind
+        kinds = {fault.kind for fault in self.faults}
+        unheard = "outage" in kinds and kinds & {"drain", "sigterm"}
+        return kinds <= {*FREE, HEAL} and not unheard
 
 
 @dataclass

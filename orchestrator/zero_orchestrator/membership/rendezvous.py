@@ -61,8 +61,6 @@ from zero_orchestrator.store.kv import (
 )
 from zero_orchestrator.store.replica import Jump
 
-PROMPT_S = 1.0
-"""Joining takes milliseconds; an agent that waited longer has seen the end of an outage."""
 TURN_S = 0.25
 """How much longer the next agent in turn waits before it tries a transition itself."""
 
@@ -123,8 +121,6 @@ class Rendezvous:
         self._timing = timing or Timing()
         self._on_change = on_change
         self._job_view: JobView | None = None
-        self._asked_s: float | None = None
-        """Since when this agent, which has not joined yet, waits for the store."""
         self.secret = Secret("")
         """Shared by the job's agents; known once registered."""
         self._durations = Durations(clock)
@@ -174,12 +170,12 @@ class Rendezvous:
             SpecError: The job runs with another specification.
             StoreUnavailable: The store did not answer.
         """
-        self._ask()
         agreed = self._agree(self.keys.spec, self._spec.to_json())
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
         self.secret = Secret(self._agree(self.keys.secret, secrets.token_hex(32)))
         self._registration.write()
-        self._answered()
+        # Leases may have lapsed in an outage that has just ended: this agent has not seen it.
+        self._durations.heard("this agent has joined")
         self._job_view = JobView(
             self._store,
             self.keys,
@@ -195,25 +191,11 @@ class Rendezvous:
         Raises:
             StoreUnavailable: The store did not answer.
         """
-        self._ask()
         held = self._store.get(self.keys.round)
-        self._answered()
         if held is None:
             return False
         head = Head.from_json(held.value)
         return head.n > 0 and head.state not in ENDED
-
-    def _ask(self) -> None:
-        """Note when this agent, which has not joined yet, first waits for the store."""
-        if self._asked_s is None:
-            self._asked_s = self._clock.now()
-
-    def _answered(self) -> None:
-        """The store has answered what it was asked."""
-        assert self._asked_s is not None
-        if self._clock.now() - self._asked_s > PROMPT_S:
-            self._durations.heard("it did not answer at once")  # leases may have lapsed meanwhile
-        self._asked_s = None
 
     def _agree(self, key: str, proposal: str) -> str:
         """The value of a key that the first agent of the job writes."""

@@ -229,9 +229,13 @@ def _a_node_is_lost(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
     if not lost:
         return go(Move.FORM, _left_early(job)) if job.lost else None
     names = _some([node.id for node in lost])
-    if seen.heard_s < timing.return_within_s:
+    here = {node.id for node in job.nodes}
+    replaced = any(node.id in here for node in lost)
+    if seen.heard_s < timing.return_within_s and not replaced:
         # Leases lapse while nobody can refresh them: that says nothing about the nodes.
-        return Decision(None, f"etcd was silent; waiting for node {names} to register again")
+        return Decision(
+            None, f"etcd may have been silent; waiting for node {names} to register again"
+        )
     machines = {node.machine for node in lost}
     host = machines.pop() if len(machines) == 1 else ""
     return _interrupt(job, f"lost node {names}", host=host)
