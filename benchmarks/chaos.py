@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import heapq
 import itertools
-import json
 import math
 import os
 import pickle
@@ -163,12 +162,10 @@ def record_of(run: Run, job: str) -> JobRecord:
     """All that is known of a job; the cluster may be closed."""
     cluster = run.cluster
     recorder, output = cluster.recorders[job], cluster.jobs[job].output
-    logs = (cluster.directory / job / "logs").glob("*/events-*.jsonl*")
     return JobRecord(
         job=cluster.jobs[job].job,
         batches=in_order(recorder.batches),
         arrived_s=recorder.arrived_s,
-        events=[json.loads(line) for log in logs for line in whole_lines(log)],
         exits=[one for one in cluster.exits if one.job == job],
         outlived=[(node, for_s) for of, node, for_s in cluster.outlived if of == job],
         faults=run.happened,

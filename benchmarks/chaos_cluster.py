@@ -30,7 +30,7 @@ from tests.support.etcd_server import EtcdServer
 from tests.support.job_history import WORKERS_END_S
 from tests.support.partition import Network
 from zero_agent.etcd.etcd_process import Member
-from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.keys import ROUND, Keys
 from zero_orchestrator.observe.events import goodput_prefix
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Change, KeyValue
@@ -208,6 +208,7 @@ class ChaosCluster:
         for job, recorder in self.recorders.items():
             name = self.jobs[job].job
             self.store.watch(Keys(name).prefix, recorder.note, after=0)
+            self.store.watch(Keys(name).events + ROUND, recorder.note, after=0)
             self.store.watch(goodput_prefix(name), recorder.note_goodput, after=0)
 
     def _member(self, name: str) -> EtcdServer:

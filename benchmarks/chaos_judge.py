@@ -18,8 +18,6 @@ from zero_orchestrator.membership.keys import Keys
 
 NOTICED_S = 45.0
 """A fault may cost a restart so long after it is over: what was missed is noticed late."""
-TOLD_S = 5.0
-"""The writer of a transition tells of it within this time, unless a fault hits it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class JobRecord:
     """Every revision of its keys, from the first."""
     arrived_s: Mapping[int, float]
     """Revision -> when it was known here."""
-    events: Sequence[Mapping[str, Any]]
     exits: Sequence[Exit]
     outlived: Sequence[tuple[str, float]]
     """Nodes whose workers outlived their agent, and for how long at least."""
@@ -106,7 +103,6 @@ def judge(record: JobRecord, reference: Undisturbed | None) -> list[str]:
     problems += _charges(record, history)
     problems += _checkpoints(record, history)
     if reference is not None:
-        problems += _told(record, history)
         problems += _end(record, history, reference)
     return problems
 
@@ -129,15 +125,6 @@ def _charges(record: JobRecord, history: JobHistory) -> Iterator[str]:
             fault.at_s <= at_s <= fault.until_s + NOTICED_S for fault in costly
         ):
             yield f"budget: {move} at revision {revision}, and nothing has failed"
-
-
-def _told(record: JobRecord, history: JobHistory) -> Iterator[str]:
-    """Every transition has an event, unless its writer may have been hit before it told."""
-    costly = [fault for fault in record.faults if not fault.free]
-    for revision, move in history.unexplained(record.events).items():
-        at_s = record.arrived_s[revision]
-        if not any(fault.at_s - TOLD_S <= at_s <= fault.until_s for fault in costly):
-            yield f"no event explains {move} at revision {revision}"
 
 
 def _checkpoints(record: JobRecord, history: JobHistory) -> Iterator[str]:

@@ -278,18 +278,33 @@ class Journal:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def tell(self, event: str, sentence: str, *, level: int = logging.INFO, **facts: Any) -> None:
-        """Log and record one of `EVENTS` with its sentence and its machine-readable facts."""
+    def line(self, event: str, sentence: str, **facts: Any) -> str:
+        """The record of one of `EVENTS`, as of now: a JSON object."""
+        record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
+        return json.dumps({**record, "text": sentence, **facts})
+
+    def tell(
+        self,
+        event: str,
+        sentence: str,
+        *,
+        level: int = logging.INFO,
+        stored: bool = False,
+        **facts: Any,
+    ) -> None:
+        """Log and record one of `EVENTS` with its sentence and its machine-readable facts.
+
+        With `stored`, the store has it already: what it tells of has written it.
+        """
         if event not in self._unlogged:
             log.log(level, "%s", sentence)
             self.last = sentence
-        record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
-        line = json.dumps({**record, "text": sentence, **facts})
+        line = self.line(event, sentence, **facts)
         if self._path is not None:
             self._writer.put(self._append, f"{line}\n".encode())
         symptom = bool(facts.get("symptom"))
         kept = retention(event, level=level, nodes=self.nodes, symptom=symptom)
-        if kept is not Retention.LOCAL:
+        if kept is not Retention.LOCAL and not stored:
             self._publish(line, kept)
 
     def close(self) -> None:

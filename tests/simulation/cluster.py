@@ -102,8 +102,6 @@ class Cluster:
     training: Training = field(init=False)
     history: list[Line] = field(default_factory=list)
     runs: list[AgentRun] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """What the journals of all agents have recorded."""
     problems: list[str] = field(default_factory=list)
     on_agent_end: Callable[[AgentRun], None] = lambda run: None
     on_agent_killed: Callable[[AgentRun], None] = lambda run: None
@@ -276,7 +274,7 @@ _PREFIX = f"zero-simulation-{os.getpid()}-"
 
 
 def end_at_interrupt() -> None:
-    """Let Ctrl-C end this process at once, with its files: a simulation holds threads that wait."""
+    """Let Ctrl-C end this process at once, with its files, whatever simulated thread it meets."""
 
     def end(*_: object) -> None:
         for scratch in _SCRATCH.glob(f"{_PREFIX}*"):
@@ -302,20 +300,10 @@ def cluster(seed: object, setting: Setting) -> Iterator[Cluster]:
         path.mkdir(parents=True)
         return SimpleNamespace(path=path, close=lambda: None)
 
-    def tell(journal: Any, event: str, sentence: str, **facts: Any) -> None:
-        if kernel.current is None or not kernel.current.killed:
-            who = kernel.current.process.name if kernel.current else "world"
-            made.events.append({"event": event, "who": who, "at_s": kernel.now, **facts})
-        told(journal, event, sentence, **facts)
-
-    from zero_contract.journal import Journal
-
-    told = Journal.tell
     parts: Mapping[str, Any] = {
         **made.machines.parts(),
         **worker_parts(made.training),
         "zero_agent.loop.agent:Scratch": scratch_of,
-        "zero_contract.journal:Journal.tell": tell,
     }
     for name in LOGGERS:
         logger = logging.getLogger(name)

@@ -206,6 +206,3 @@ class Invariants(Watcher):
         ]
         if running:
             self.broken(f"the agents of {running} have not ended")
-        for revision, move in self.history.unexplained(cluster.events).items():
-            if revision in cluster.etcd.answered:
-                self.broken(f"no event explains {move} at revision {revision}")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.mvcc import Batch, Database
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
-from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.keys import ROUND, Keys
 from zero_orchestrator.membership.moves import LEGAL, Move
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.spec import JobSpec
@@ -98,16 +98,17 @@ class JobHistory:
             if head.item is None:
                 self.broken("I10: the round is deleted")
             else:
-                self._transition(database, Move(json.loads(head.item.value)["by"]))
-        elif any(
-            key.startswith(self.keys.of_round(self.job.n, "yield")) for key in keys if self.job
-        ):
+                move = Move(json.loads(head.item.value)["by"])
+                self._told(move, keys)
+                self._transition(database, move)
+        elif self.job and self.keys.of_round(self.job.n, "yield") in keys:
+            self._told(Move.YIELD, keys)
             self._yield(database)
 
-    def unexplained(self, events: Iterable[Mapping[str, Any]]) -> dict[int, Move]:
-        """The transitions that no event tells of, by revision."""
-        told = {event.get("revision") for event in events}
-        return {at: move for at, move in self.transitions.items() if at not in told}
+    def _told(self, move: Move, keys: Iterable[str]) -> None:
+        """A transition has an event, of the same revision."""
+        if not any(key.startswith(f"{self.keys.events}{ROUND}") for key in keys):
+            self.broken(f"no event tells of {move}")
 
     def _once(self, known: set[str], key: str, problem: str) -> None:
         if key in known:

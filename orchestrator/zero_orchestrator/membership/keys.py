@@ -26,6 +26,7 @@ Under `/zero/v1/<job>/` (all values JSON):
     store/unable/<id>       why a node runs no member
     store/change            the node that changes the members at present; leased
 
+Each transition also writes its event, below `/zero/events/<job>/round/`.
 Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_memory`, the
 newest checkpoint in the memory of the nodes. `events` names the other keys below that prefix.
 And `/zero/secret/<job>/key`, the job's secret, which its first agent writes once: whoever may read
@@ -41,6 +42,9 @@ Who calls it: whoever reads or writes a job; `job_state` says what the values me
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+ROUND = "round/"
+"""Part of the key of an event that its transition has written; names of nodes have no slash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,15 @@ class Keys:
     def in_memory(self) -> str:
         """The newest checkpoint in memory; written at every step, so not where agents watch."""
         return f"/zero/progress/{self.job}/job/in_memory"
+
+    @property
+    def events(self) -> str:
+        """What the keys of the job's events start with."""
+        return f"/zero/events/{self.job}/"
+
+    def told(self, fence: int, move: str) -> str:
+        """The event of a transition from this revision of the round; no node has such a name."""
+        return f"{self.events}{ROUND}{fence}.{move}"
 
     @property
     def stop(self) -> str:

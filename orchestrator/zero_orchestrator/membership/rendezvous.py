@@ -17,7 +17,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from zero_contract.clock import Clock
@@ -55,7 +54,6 @@ from zero_orchestrator.store.kv import (
     KeyValue,
     KeyValueStore,
     Put,
-    TxnResult,
     absent,
     unchanged,
 )
@@ -67,18 +65,6 @@ TURN_S = 0.25
 
 class NodeTaken(ZeroError):
     """Another agent registered under this agent's node id."""
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """A transition that this agent tries to make."""
-
-    job: Snapshot
-    """What it was decided on."""
-    transition: Transition
-    reason: str
-    at_s: float
-    """This node's wall clock: it tells the attempt from the same one of another agent."""
 
 
 class Rendezvous:
@@ -140,8 +126,6 @@ class Rendezvous:
         """Not yet in the journal."""
         self._reason = ""
         self._waits_for: Wait | None = None
-        self._unsure: _Attempt | None = None
-        """A transition of which it is not known whether it was made: etcd has not answered."""
 
     @property
     def node(self) -> Node:
@@ -360,7 +344,6 @@ class Rendezvous:
             self._journal.tell("store", text, level=logging.WARNING)
             self._jump = None
         if job is not self._snapshot:
-            self._find_out(job)
             self._snapshot = job
             if self._seeing.whole:
                 self._durations.look(job)  # deciders measure durations
@@ -403,62 +386,43 @@ class Rendezvous:
         self._reason, self._waits_for = decision.reason, decision.waits_for
         if decision.transition is None:
             return False
-        attempt = _Attempt(job, decision.transition, decision.reason, at_s=time.time())
-        self._unsure = attempt
         try:
-            done = self._try(attempt)
+            self._make(job, decision.transition, decision.reason)
         except StoreFull:
             self._reason += "; that waits for room in etcd"
             raise
-        self._unsure = None
         self._seeing.distrust()
-        if done.succeeded:
-            self._tell(attempt, done.revision)
         return True
 
-    def _try(self, attempt: _Attempt) -> TxnResult:
-        job, exclusion = attempt.job, attempt.transition.exclusion
+    def _make(self, job: Snapshot, transition: Transition, reason: str) -> None:
+        """Try a transition; its transaction tells of it as well, even if the answer is lost."""
+        exclusion, move = transition.exclusion, transition.move
         # This lease has no keep-alive: the exclusion ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
         took_s = self._durations.left_s(job.n)
-        move = transaction(
-            self.keys, job, attempt.transition, lease, at_s=attempt.at_s, took_s=took_s
+        facts = self._facts(job, transition)
+        compares, writes = transaction(
+            self.keys, job, transition, lease, at_s=time.time(), took_s=took_s
         )
-        done = self._store.txn(*move)
-        if lease != NO_LEASE and not done.succeeded:
+        event = Put(self.keys.told(job.fence, move), self._journal.line(move, reason, **facts))
+        done = self._store.txn(compares, [*writes, event])
+        if done.succeeded:
+            level = logging.INFO if transition.charge is None else logging.WARNING
+            facts["revision"] = done.revision
+            self._journal.tell(move, reason, level=level, stored=True, **facts)
+        elif lease != NO_LEASE:
             self._store.revoke(lease)
-        return done
 
-    def _tell(self, attempt: _Attempt, revision: int) -> None:
-        """Record a transition that this agent has made."""
-        job, transition = attempt.job, attempt.transition
-        move, failed = transition.move, transition.charge is not None
+    def _facts(self, job: Snapshot, transition: Transition) -> dict[str, Any]:
+        """What the event of a transition says beside its reason."""
+        move = transition.move
         ends = move in {Move.FORM, Move.INTERRUPT}
         idle_s = self._durations.idle_s(job.n) if ends else None
-        self._journal.tell(
-            move,
-            attempt.reason,
-            level=logging.WARNING if failed else logging.INFO,
-            round=job.n + 1 if move is Move.ACTIVATE else job.n,
-            nodes=[node.id for node in transition.members.nodes],
-            revision=revision,
+        return {
+            "round": job.n + 1 if move is Move.ACTIVATE else job.n,
+            "nodes": [node.id for node in transition.members.nodes],
             **({} if idle_s is None else {"idle_s": round(idle_s, 3)}),
-        )
-
-    def _find_out(self, job: Snapshot) -> None:
-        """Record a transition whose outcome was unknown, if the job has come to it."""
-        unsure = self._unsure
-        if unsure is None:
-            return
-        if unsure.transition.move is Move.YIELD:
-            revision = job.yield_revision if job.n == unsure.job.n else 0
-            made = job.yielding == unsure.transition.cause
-        else:
-            revision, made = job.fence, job.at_s == unsure.at_s
-        if revision and made:
-            self._tell(unsure, revision)
-        if job.fence != unsure.job.fence or job.yielding is not None:
-            self._unsure = None
+        }
 
     # ---- writing ----
 

@@ -1,6 +1,7 @@
 """A job's events and progress in the store, for `zero-ctl`: agents write them, best effort.
 
     /zero/events/<job>/<node>.<agent>.<number>   one event of an agent's journal: the story
+    /zero/events/<job>/round/<revision>.<move>   the event of a transition, written with it
     /zero/events/<job>/detail/<node>.<agent>.<number>   one detail, of which fewer are kept
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
@@ -42,6 +43,7 @@ from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
 from zero_orchestrator.errors import SpecMismatch, StoreError
+from zero_orchestrator.membership.keys import ROUND, Keys
 from zero_orchestrator.membership.records import kept
 from zero_orchestrator.observe import history as histories
 from zero_orchestrator.observe import lane as lanes
@@ -84,7 +86,7 @@ _DELETES = 100
 
 def events_prefix(job: str) -> str:
     """The prefix of the keys of a job's events."""
-    return f"/zero/events/{job}/"
+    return Keys(job).events
 
 
 def progress_prefix(job: str) -> str:
@@ -498,7 +500,8 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
         record = kept(dict[str, Any], item)
         if record is None or kept(_Told, item) is None:
             record = {"event": "?", "text": item.value}  # that must not hide the others
-        late_s = record.pop("late_s", 0.0) + LATE_S if "revision" not in record else 0.0
+        known = "revision" in record or f"/{ROUND}" in item.key
+        late_s = 0.0 if known else record.pop("late_s", 0.0) + LATE_S
         found.append((late_s, Event(record.pop("revision", item.create_revision), record)))
     order: list[Event] = []
     for late_s, event in sorted(found, key=lambda pair: pair[1].revision):
