@@ -88,10 +88,23 @@ def show(story: Story) -> None:
         for problem in story.problems[job]:
             print(f"{job}: BROKEN: {problem}")
         if not story.problems[job]:
-            what = "what always holds" if story.reference is None else "every promise"
-            print(f"{job}: {what} has held")
+            print(f"{job}: {verdict(record, complete=story.reference is not None)}")
     if story.reference is not None:
         print(f"{story.reference.steps} steps, weight hash {story.reference.final_hash}")
+
+
+def verdict(record: JobRecord, *, complete: bool) -> str:
+    """What has held; of a run that was interrupted, what was judged and what was not."""
+    if complete:
+        return "every promise has held"
+    judged = {
+        "revisions of etcd": len(record.batches),
+        "checkpoints on disk against etcd": len(record.manifests),
+        "ends of agents": len(record.exits),
+    }
+    found = ", ".join(f"{count} {what}" for what, count in judged.items() if count)
+    held = f"no promise is broken in {found}" if found else "nothing was there to be judged"
+    return f"interrupted: {held}; not judged: the weights, the ledger of samples, the end"
 
 
 def span(values: Sequence[float], form: str) -> str:

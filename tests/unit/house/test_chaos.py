@@ -60,7 +60,6 @@ def right(chaos):
         job="job",
         batches=batches,
         arrived_s=dict.fromkeys(revisions, FAULT_S),
-        events=[{"event": "x", "revision": revision} for revision in revisions],
         exits=[
             chaos.judge.Exit("engine", "a", -9, True, ""),
             chaos.judge.Exit("engine", "b", 0, False, ""),
@@ -82,6 +81,19 @@ def reference(chaos):
 def test_a_right_history_is_right(chaos, right, reference):
     assert chaos.judge.judge(right, reference) == []
     assert chaos.judge.judge(right, None) == []
+
+
+def test_an_interrupted_run_says_what_was_judged_and_what_was_not(chaos, right):
+    nothing = replace(right, batches=(), manifests={}, exits=[])
+    rest = "; not judged: the weights, the ledger of samples, the end"
+    assert chaos.report.verdict(right, complete=False) == (
+        f"interrupted: no promise is broken in {len(right.batches)} revisions of etcd, "
+        f"1 checkpoints on disk against etcd, 2 ends of agents{rest}"
+    )
+    assert chaos.report.verdict(nothing, complete=False) == (
+        f"interrupted: nothing was there to be judged{rest}"
+    )
+    assert chaos.report.verdict(right, complete=True) == "every promise has held"
 
 
 def changed(record: Any, suffix: str, **facts: Any) -> Any:
@@ -148,10 +160,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda r: then(r, "cmd/stop", '"by u@h"', after="reports/1/quiet/b"),
         "I11: round 2 begins after a stop",
     ),
-    "no event": (
-        lambda r: replace(r, events=[], faults=[]),
-        "no event explains interrupt",
-    ),
+    "no event": (lambda r: without(r, ".interrupt"), "no event tells of interrupt"),
     "a charge for nothing": (lambda r: replace(r, faults=[]), "budget: interrupt"),
     "a charge for what is free": (
         lambda r: replace(r, faults=[replace(r.faults[0], free=True)]),
