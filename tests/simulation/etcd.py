@@ -18,8 +18,7 @@ from typing import Any
 
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import ETCD, Network
-from tests.support.memory_store import _check_txn
-from tests.support.mvcc import Batch, Database
+from tests.support.mvcc import Batch, Database, check_txn
 from zero_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
 from zero_orchestrator.store.kv import (
     NO_LEASE,
@@ -62,8 +61,6 @@ class Etcd:
         """Each request takes up to so much longer."""
         self.watches: list[SimulatedWatch] = []
         self.observers: list[Observer] = []
-        self.answered: set[int] = set()
-        """Revisions whose writers know that they were made."""
         self._draw = kernel.random("etcd")
         self._waiting: list[Callable[[], None]] = []
         self._copy: Database | None = None
@@ -291,14 +288,8 @@ class SimulatedStore:
             kernel.park(until_s - kernel.now)
         if not came:
             raise StoreUnavailable(f"etcd has not answered within {limit_s:g} s")
-        return self._known(came[0])
-
-    def _known(self, found: Any) -> Any:
-        """What an answer means to its caller."""
-        if isinstance(found, StoreError):
+        if isinstance(found := came[0], StoreError):
             raise found
-        if isinstance(found, TxnResult) and found.succeeded:
-            self.etcd.answered.add(found.revision)
         return found
 
     # ---- the calls ----
@@ -310,28 +301,17 @@ class SimulatedStore:
 
     def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
         """As `KeyValueStore.range`."""
-
-        def read(database: Database) -> Range:
-            items = database.under(prefix)
-            if oldest:
-                items.sort(key=lambda item: item.create_revision)
-            return Range(database.revision, tuple(items[: limit or None]), self.etcd.cluster)
-
-        found: Range = self._call(read)
+        found: Range = self._call(
+            lambda database: database.range(
+                prefix, limit=limit, oldest=oldest, cluster=self.etcd.cluster
+            )
+        )
         return found
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
         """As `KeyValueStore.read`."""
-
-        def one(database: Database, read: Read) -> Range:
-            if read.prefix:
-                found = database.under(read.key)
-            else:
-                found = [database.items[read.key]] if read.key in database.items else []
-            return Range(database.revision, tuple(found[: read.limit or None]), self.etcd.cluster)
-
         found: tuple[Range, ...] = self._call(
-            lambda database: tuple(one(database, read) for read in reads)
+            lambda database: database.read(reads, cluster=self.etcd.cluster)
         )
         return found
 
@@ -352,15 +332,12 @@ class SimulatedStore:
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """As `KeyValueStore.txn`."""
-        _check_txn(compares, writes)
+        check_txn(compares, writes)
 
         def carry_out(database: Database) -> TxnResult:
             if self.etcd.full and any(isinstance(write, Put) for write in writes):
                 raise StoreFull("etcdserver: mvcc: database space exceeded")
-            succeeded = all(database.holds(compare) for compare in compares)
-            if succeeded:
-                self.etcd.publish(database.write(writes))
-            return TxnResult(succeeded, database.revision)
+            return database.txn(compares, writes, self.etcd.publish)
 
         found: TxnResult = self._call(carry_out)
         return found

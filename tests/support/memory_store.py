@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tests.support.mvcc import Batch, Database
+from tests.support.mvcc import Batch, Database, check_txn
 from zero_contract.clock import Clock, SystemClock
-from zero_orchestrator.errors import StoreRefused, StoreUnavailable
+from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.store.kv import (
     NO_LEASE,
     Change,
@@ -36,9 +36,6 @@ from zero_orchestrator.store.kv import (
 __all__ = ["Database", "MemoryStore", "MemoryWatch"]
 
 _log = logging.getLogger(__name__)
-
-MAX_TXN_OPERATIONS = 128
-"""etcd's default `--max-txn-ops`, for comparisons and for writes."""
 
 T = TypeVar("T")
 
@@ -118,26 +115,11 @@ class MemoryStore:
 
     def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
         """As `KeyValueStore.range`."""
-
-        def read(database: Database) -> Range:
-            items = database.under(prefix)
-            if oldest:
-                items.sort(key=lambda item: item.create_revision)
-            return Range(database.revision, tuple(items[: limit or None]))
-
-        return self._use(read)
+        return self._use(lambda database: database.range(prefix, limit=limit, oldest=oldest))
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
         """As `KeyValueStore.read`."""
-
-        def one(database: Database, read: Read) -> Range:
-            if read.prefix:
-                found = database.under(read.key)
-            else:
-                found = [database.items[read.key]] if read.key in database.items else []
-            return Range(database.revision, tuple(found[: read.limit or None]))
-
-        return self._use(lambda database: tuple(one(database, read) for read in reads))
+        return self._use(lambda database: database.read(reads))
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""
@@ -149,15 +131,8 @@ class MemoryStore:
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """As `KeyValueStore.txn`."""
-        _check_txn(compares, writes)
-
-        def carry_out(database: Database) -> TxnResult:
-            succeeded = all(database.holds(compare) for compare in compares)
-            if succeeded:
-                self._publish(database.write(writes))
-            return TxnResult(succeeded, database.revision)
-
-        return self._use(carry_out)
+        check_txn(compares, writes)
+        return self._use(lambda database: database.txn(compares, writes, self._publish))
 
     # ---- leases ----
 
@@ -273,23 +248,3 @@ class MemoryStore:
             finally:
                 with shared.lock:
                     shared.delivering = False
-
-
-def _check_txn(compares: Sequence[Compare], writes: Sequence[Write]) -> None:
-    """What etcd refuses, whatever the comparisons say."""
-    if max(len(compares), len(writes)) > MAX_TXN_OPERATIONS:
-        raise StoreRefused(f"a transaction has at most {MAX_TXN_OPERATIONS} operations")
-    if not all(named.key for named in (*compares, *writes) if not _all_keys(named)):
-        raise StoreRefused("a key must not be empty")
-    puts = [write.key for write in writes if isinstance(write, Put)]
-    deletes = [write for write in writes if isinstance(write, Delete)]
-    if len(set(puts)) < len(puts) or any(_covers(d, key) for d in deletes for key in puts):
-        raise StoreRefused(f"a transaction writes each key once, not {puts}, {deletes}")
-
-
-def _all_keys(named: Compare | Write) -> bool:
-    return isinstance(named, Delete) and named.prefix and not named.key
-
-
-def _covers(delete: Delete, key: str) -> bool:
-    return key.startswith(delete.key) if delete.prefix else key == delete.key

@@ -13,10 +13,24 @@ Source of the model: https://etcd.io/docs/v3.5/learning/data_model/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from zero_orchestrator.errors import LeaseLost
-from zero_orchestrator.store.kv import NO_LEASE, Change, Compare, Delete, KeyValue, Put, Write
+from zero_orchestrator.errors import LeaseLost, StoreRefused
+from zero_orchestrator.store.kv import (
+    NO_LEASE,
+    Change,
+    Compare,
+    Delete,
+    KeyValue,
+    Put,
+    Range,
+    Read,
+    TxnResult,
+    Write,
+)
+
+MAX_TXN_OPERATIONS = 128
+"""etcd's default `--max-txn-ops`, for comparisons and for writes."""
 
 Batch = tuple[Change, ...]
 """The changes of one revision."""
@@ -49,6 +63,38 @@ class Database:
         """Whether a comparison is true now."""
         item = self.items.get(compare.key)
         return (getattr(item, compare.field) if item else 0) == compare.revision
+
+    def range(
+        self, prefix: str, *, limit: int = 0, oldest: bool = False, cluster: int = 0
+    ) -> Range:
+        """The first keys that start with `prefix`, by name or by age; without a limit, all."""
+        items = self.under(prefix)
+        if oldest:
+            items.sort(key=lambda item: item.create_revision)
+        return Range(self.revision, tuple(items[: limit or None]), cluster)
+
+    def read(self, reads: Sequence[Read], *, cluster: int = 0) -> tuple[Range, ...]:
+        """What each of these reads finds, all at one revision."""
+        found = (
+            self.under(read.key) if read.prefix else filter(None, [self.items.get(read.key)])
+            for read in reads
+        )
+        return tuple(
+            Range(self.revision, tuple(items)[: read.limit or None], cluster)
+            for read, items in zip(reads, found, strict=True)
+        )
+
+    def txn(
+        self,
+        compares: Sequence[Compare],
+        writes: Sequence[Write],
+        publish: Callable[[Batch], object],
+    ) -> TxnResult:
+        """Write if all comparisons are true, and publish the changes; raises as `write`."""
+        succeeded = all(self.holds(compare) for compare in compares)
+        if succeeded:
+            publish(self.write(writes))
+        return TxnResult(succeeded, self.revision)
 
     def write(self, writes: Sequence[Write]) -> Batch:
         """Apply all writes as one revision; a batch without changes is no revision.
@@ -120,3 +166,23 @@ class Database:
         if delete.prefix:
             return [item.key for item in self.under(delete.key)]
         return [delete.key] if delete.key in self.items else []
+
+
+def check_txn(compares: Sequence[Compare], writes: Sequence[Write]) -> None:
+    """Raises StoreRefused for what etcd refuses, whatever the comparisons say."""
+    if max(len(compares), len(writes)) > MAX_TXN_OPERATIONS:
+        raise StoreRefused(f"a transaction has at most {MAX_TXN_OPERATIONS} operations")
+    if not all(named.key for named in (*compares, *writes) if not _all_keys(named)):
+        raise StoreRefused("a key must not be empty")
+    puts = [write.key for write in writes if isinstance(write, Put)]
+    deletes = [write for write in writes if isinstance(write, Delete)]
+    if len(set(puts)) < len(puts) or any(_covers(d, key) for d in deletes for key in puts):
+        raise StoreRefused(f"a transaction writes each key once, not {puts}, {deletes}")
+
+
+def _all_keys(named: Compare | Write) -> bool:
+    return isinstance(named, Delete) and named.prefix and not named.key
+
+
+def _covers(delete: Delete, key: str) -> bool:
+    return key.startswith(delete.key) if delete.prefix else key == delete.key
