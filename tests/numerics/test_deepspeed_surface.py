@@ -197,7 +197,7 @@ def test_a_config_that_deepspeed_accepts_trains(
 
 def skip_nine(check: bool) -> int:
     settings = config(0, bf16=True) | {"bf16": {"enabled": True, "check_grad_overflow": check}}
-    engine = make_engine(settings)
+    engine = make_engine(settings | {"elastic": {"max_skipped_steps": 8}})
     for _ in range(9):
         for batch in engine.training_dataloader:
             engine.backward(engine(batch) * float("inf"))
