@@ -201,6 +201,13 @@ class StepPlan:
         size = min(self.micro_batch, self.samples - start)
         return MicroBatch(index, start, size, padding=number >= self.microbatches)
 
+    def first_place(self, assignment: Assignment) -> tuple[int, int]:
+        """Micro-step and rank that run the first micro-batch with samples."""
+        if not self.sizes or self.sizes[0]:
+            return 0, 0
+        first = next(number for number, size in enumerate(self.sizes) if size)
+        return divmod(assignment.places(len(self.sizes))[first], assignment.world)
+
     def weight(self, microbatch: MicroBatch) -> float:
         """The share of a micro-batch's mean loss in the mean loss of the step."""
         return microbatch.size / self.base

@@ -34,6 +34,7 @@ from zero_engine.sharding.grad_reducer import GradReducer
 from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator
 from zero_engine.stages import Stage
+from zero_step.forward_writes import ForwardWrites
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Core:
     moved: MovedStates
     """The states that the script has moved off the device."""
     as_given: AsGiven
+    writes: ForwardWrites
 
     @property
     def stage(self) -> Stage:

@@ -19,6 +19,7 @@ import torch
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
 from zero_checkpoint.options import FAIL, IGNORE, Checkpoint
+from zero_checkpoint.persistence import NOTES as OF_PERSISTENCE
 from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.saving.departure import ClientSource, Departure, choose_departure
 from zero_checkpoint.training import Loading, Training
@@ -26,9 +27,12 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_contract.errors import CommitRefused, ZeroError
 from zero_contract.worker import Progress
+from zero_step.forward_writes import ForwardWrites
 
 _log = logging.getLogger(__name__)
 
+NOTES = OF_PERSISTENCE + 1
+"""Numbers that a session tells all ranks at the end of a step."""
 Directory = str | os.PathLike[str]
 
 
@@ -37,6 +41,7 @@ class Session:
 
     Attributes:
         client_state: The script's own state in the checkpoint that was loaded.
+        writes: Those of forwards; None: the script trains as it likes.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Session:
         link: AgentLink,
     ) -> None:
         self.client_state: dict[str, Any] = {}
+        self.writes: ForwardWrites | None = None
         self._mode = config.tag_validation.lower()
         self._training = training
         self._collectives = collectives
@@ -276,8 +282,9 @@ class Session:
 
 
 def notes_of(session: Session) -> list[float]:
-    """[NOTES] for all ranks, see `Persistence.notes`."""
-    return session._persistence.notes()
+    """[NOTES] for all ranks: those of `Persistence.notes`, and of the forwards' writes."""
+    writes = session.writes
+    return [*session._persistence.notes(), writes.note() if writes is not None else 0]
 
 
 def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progress) -> None:
@@ -287,7 +294,9 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
     """
     persistence, link = session._persistence, session._link
     with exit_on_peer_loss(link):
-        persistence.take_notes(notes)
+        if session.writes is not None:
+            session.writes.end_step(row[-1] for row in notes)
+        persistence.take_notes([row[:-1] for row in notes])
         link.progress(persistence.number, progress)
         persistence.keep_in_memory()
         session._depart_if_asked()

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from zero_checkpoint.persistence import NOTES
 from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.determinism import meet, mode_of
 from zero_comm.exchange.collectives import Collectives
@@ -35,7 +34,7 @@ from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor
 from zero_step.agree import Agreement
 from zero_step.phase import Move, Phase, State
-from zero_step.session import Session, end_step, notes_of
+from zero_step.session import NOTES, Session, end_step, notes_of
 from zero_torch import settings
 from zero_torch.ordered_gradients import CALLS
 from zero_torch.state import TrainingState

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from zero_checkpoint.persistence import NOTES
 from zero_checkpoint.training import Loading
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
 from zero_comm.sums.order import NATIVE_RUN
@@ -33,17 +32,12 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step, strided
 from zero_data.ledger import Ledger, round_of_start
-from zero_data.token_weights import (
-    NOT_GIVEN,
-    checked,
-    correction,
-    counted,
-    nominal,
-    none_of,
-)
+from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
 from zero_step.agree import Agreement, clipped
+from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
+from zero_step.session import NOTES
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints, derive, makes_state, replace
 from zero_torch.hooks import ddp as hooks_ddp
@@ -103,6 +97,7 @@ class Run(Checkpoints):
         place = self._rank, self._world, options.seed
         self.loader = in_order(loader, self._batch, self._cursor, *place, begins)
         self.loader.calls = self._begin_iteration, self._draw, self._between_steps
+        self._writes = self.writes = ForwardWrites(wrapped.module, self._collectives)
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,
@@ -170,6 +165,7 @@ class Run(Checkpoints):
 
     def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
         """See the begin of a backward that the script calls itself, and that one has failed."""
+        self._writes.check_parameters()
         if torch._C._current_graph_task_id() == -1:
             self._refuse_failed()
         for each in tree_leaves(output) if self._gradients.now is not None else ():
@@ -358,6 +354,7 @@ class Run(Checkpoints):
 
     def _drop_step(self) -> None:
         self._gradients.drop()
+        self._writes.drop(0)
         self._losses.clear()
         self._tokens.clear()
         self._correction = 1.0
@@ -427,6 +424,7 @@ class Run(Checkpoints):
         if self._phase.begun:
             self._end_micro_step()
         self._phase.move(Move.DROP)
+        self._writes.drop(self._cursor.micro)
         self._owed = False
 
     def _draw(self) -> None:
@@ -488,6 +486,7 @@ class Run(Checkpoints):
                 "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
                 "holds it until the last micro-batch of a step"
             )
+        self._writes.begin_micro_step(plan.first_place(strided(world)))
         self._gradients.begin(
             Turn(
                 live=plan.live(micro, world),
@@ -511,6 +510,7 @@ class Run(Checkpoints):
                 "this is not the batch whose turn it is: run the batches of run.loader in the "
                 "order in which they are drawn, each once"
             )
+        self._writes.end_micro_step()
         if self._cursor.micro == 0:
             self._rates = self._learning_rates.now()
         if self._ledger is not None and not microbatch.padding:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from zero_checkpoint.persistence import NOTES
 from zero_checkpoint.saving.departure import ClientSource
 from zero_comm.sums.plan import Where
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
@@ -55,7 +54,7 @@ from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
 from zero_step.lane_states import lanes_of
-from zero_step.session import Session, end_step, notes_of
+from zero_step.session import NOTES, Session, end_step, notes_of
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +107,7 @@ class Engine(WholeWeights):
         self._state = EngineState(core, scheduler)
         self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
+        self._session.writes = core.writes
 
     # ---- a step ----
 
@@ -121,6 +121,9 @@ class Engine(WholeWeights):
         with exit_on_peer_loss(self._link), self._core.hardware.mode.refusals():
             if training:
                 microbatch = self._run.microbatch()
+                if self._core.zero is not None:
+                    first = self._run.plan().first_place(self._run.assignment)
+                    self._core.writes.begin_micro_step(first)
                 seed = mix(self._config.seed, self._run.cursor.step, microbatch.index)
                 self._self_test.run_if_due(call, args, kwargs, seed)
                 seed_everything(seed)
@@ -129,6 +132,8 @@ class Engine(WholeWeights):
                 self._profile.measure(part, self._run.cursor.step),
             ):
                 output = call(args, kwargs)
+            if training:
+                self._core.writes.check_parameters()
         self._plain_backward.watch(output)
         return output
 
@@ -205,6 +210,7 @@ class Engine(WholeWeights):
         zero, cursor = self._core.zero, self._run.cursor
         assert zero is not None
         plan, lanes = self._run.ending(), lanes_of(self._run.loader)
+        self._micro_steps.end_forwards()
         try:
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.

@@ -70,6 +70,7 @@ from zero_engine.sharding.partition import DTYPES, Small, UnitSpec, aliases, par
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
+from zero_step.forward_writes import ForwardWrites
 from zero_step.gradients import reduction_over
 
 _log = logging.getLogger(__name__)
@@ -248,6 +249,7 @@ def _make_core(
         hardware=found.hardware,
         moved=MovedStates(units, zero, overlap.wait),
         as_given=as_given,
+        writes=ForwardWrites(model, collectives),
     )
     if initial.awaits_checkpoint:
         core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)

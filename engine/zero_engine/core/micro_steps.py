@@ -253,6 +253,7 @@ class MicroSteps:
             self._tokens.clear()
         if not run.cursor.micro or self._phase.has_run:
             self._phase.move(Move.DROP)
+            core.writes.drop(run.cursor.micro)
         core.zero.accumulating = bool(self._losses)
 
     @property
@@ -388,12 +389,14 @@ class MicroSteps:
     def end(self) -> None:
         """End a micro-step that is not the last of its step."""
         self._phase.move(Move.PASS)
+        self._core.writes.end_micro_step()
         self.ended += 1
         self._run.cursor.micro += 1
 
     def begin_again(self) -> None:
         """Go back to the begin of the step that is not ended, as a load does."""
         self._phase.move(Move.LOAD)
+        self._core.writes.drop(0)
         self._losses.clear()
         self._tokens.clear()
         cursor, zero = self._run.cursor, self._core.zero
@@ -534,6 +537,11 @@ class MicroSteps:
     def counted(self, notes: Tensor, plan: StepPlan) -> int:
         """The tokens of the global batch; 0 if the script does not count them."""
         return counted(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment)
+
+    def end_forwards(self) -> None:
+        """End the forwards of a step; of a script that ends steps they have ended."""
+        if self._phase.has_run:
+            self._core.writes.end_micro_step()
 
     def clear(self) -> None:
         """End the last micro-step of a step."""

@@ -181,6 +181,7 @@ def attach(
     """Let DDP reduce the gradients of all trained parameters through `gradients`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
+    model.broadcast_buffers = False  # all ranks have the same ones, see `ForwardWrites`
 
     def arrive(_: Tensor) -> None:
         try:

@@ -388,7 +388,10 @@ def training(recipe: Recipe, back_end: str, weights: int = 0) -> Training:
 
 
 def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
-    """The hash after each step: sums of the gradients of micro-batches, in their order."""
+    """The hash after each step: sums of the gradients of micro-batches, in their order.
+
+    Each micro-batch begins with the buffers of its step; the first one's are left by it.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = recipe.model()
@@ -400,11 +403,12 @@ def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
         if recipe.before is not None:
             recipe.before(model, optimizer, step)
         trained = [p for p in model.parameters() if p.requires_grad]
-        gradients = []
+        gradients, buffers = [], [copied(model)]
         for index in range(plan.microbatches):
             microbatch = plan.microbatch(index, 0, 1)
             (x,) = samples[sample_ids(plan, microbatch, SAMPLES, SAMPLES, 42)]
             torch.manual_seed(mix(42, step, index))
+            put(model, buffers[0])
             optimizer.zero_grad()
             share = microbatch.size / plan.samples
             if recipe.own_loop:
@@ -416,6 +420,8 @@ def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
                 (model(x) * share).backward()
                 scaled = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             gradients.append(scaled)
+            buffers.append(copied(model))
+        put(model, buffers[1])
         for parameter, *addends in zip(trained, *gradients, strict=True):
             parameter.grad = summed(addends, 8).to(parameter.dtype)
         optimizer.step()
@@ -423,6 +429,18 @@ def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
             scheduler.step(*[recipe.metric(step)] if recipe.metric else [])
         hashes.append(weight_hash(model.named_parameters()))
     return hashes
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """What its buffers hold."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+
+def put(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Set its buffers."""
+    for name, value in buffers.items():
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._buffers[key] = value.clone()
 
 
 def hashes(recipe: Recipe, back_end: str, steps: int) -> list[str]:

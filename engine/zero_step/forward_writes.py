@@ -1,0 +1,220 @@
+"""What forwards write to a module: its buffers, the same at every world size, and no parameter.
+
+Must always hold: the forward of each micro-batch begins with the buffers that its step has begun
+with, and after the step all ranks have those that its first micro-batch has left. So the running
+statistics of batch norm, the vectors of spectral norm, and whatever else a forward keeps in a
+buffer depend on the samples alone: neither on who ran them, nor on how many ranks there are. What
+a script writes between two steps stays.
+
+A kernel may write to a buffer without a trace in its version (batch norm does), so buffers are
+compared: all of them in the first step, and in each before which the script has called `train()` or
+`eval()` of a module that has some. Later only those are kept which have been written to: a model
+may have gigabytes of buffers that never change, such as quantized weights.
+
+A buffer that is replaced by one of another shape is a cache: it stays as its rank has it.
+
+A forward that writes to a parameter is an error: each rank would write what its samples say, and
+train a model of its own. It is seen by the parameter's version, which writes to `.data` leave as it
+is; FSDP2 drops what is written to gathered weights, so embeddings that do it are known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero_comm.exchange.collectives import Collectives
+from zero_comm.exchange.objects import gather_objects
+from zero_contract.errors import ConfigError, ZeroError
+
+_PARAMETER = (
+    "the forward writes to the parameter {}: each rank would write what its own samples say, and "
+    "train a model of its own; write to it between two steps, the same on all ranks, or keep what "
+    "it writes in a buffer"
+)
+_RENORMALISES = (
+    "{} has max_norm={}: its forward would shrink the rows that it reads, so each rank would train "
+    "weights of its own; leave max_norm out, and between two steps do under torch.no_grad() "
+    "embedding.weight.copy_(torch.renorm(embedding.weight, {}, 0, {}))"
+)
+_CPU = torch.device("cpu")
+
+
+class ForwardWrites:
+    """Those to one module, on one rank."""
+
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+        self._module = module
+        self._collectives = collectives
+        self._modes: list[bool] | None = None
+        """Which modules with buffers trained when these were last compared."""
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        """By name, of each buffer its module and its name there."""
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._versions: list[int] = []
+        """Of the parameters, when the micro-step began."""
+        self._written: list[str] = []
+        """Buffers that forwards write to, equal on all ranks."""
+        self._found: set[str] = set()
+        """Others that a forward of this rank has written to in this step."""
+        self._own: dict[str, Tensor] = {}
+        """The buffers themselves."""
+        self._before: dict[str, Tensor] = {}
+        """What they held when the step began."""
+        self._after: dict[str, Tensor] = {}
+        """What the first micro-batch has left in them, if this rank has run it."""
+        self._begun = False
+        self._first = 0, 0
+        """Micro-step and rank that run the first micro-batch of the step."""
+        self._micro = 0
+
+    def begin_micro_step(self, first: tuple[int, int]) -> None:
+        """Keep what the step begins with, before its first forward.
+
+        Args:
+            first: Micro-step and rank that run the first micro-batch of the step.
+
+        Raises:
+            ConfigError: A module is known to write to its parameters.
+        """
+        if not self._begun:
+            self._begin_step(first)
+        self._versions = [each._version for each in self._parameters.values()]
+
+    def check_parameters(self) -> None:
+        """Check, after a forward of the micro-step, that it has written to no parameter.
+
+        Raises:
+            ZeroError: It has.
+        """
+        if not self._begun:
+            return
+        for (name, each), version in zip(self._parameters.items(), self._versions, strict=True):
+            if each._version != version:
+                raise ZeroError(_PARAMETER.format(name))
+
+    def _begin_step(self, first: tuple[int, int]) -> None:
+        self._begun, self._first, self._micro = True, first, 0
+        compares = self._find()
+        names = self._owners if compares else self._written
+        self._own = {name: self._buffer(name) for name in names}
+        self._before = {
+            # Compared where there is room: nearly all of them are of no use after this step.
+            name: each.detach().to(each.device if name in self._written else _CPU, copy=True)
+            for name, each in self._own.items()
+        }
+
+    def end_micro_step(self) -> None:
+        """Let the next forward begin as the one of this micro-step has."""
+        written = [name for name in self._own if self._is_written(name)]
+        self._found.update(set(written).difference(self._written))
+        if (self._micro, self._collectives.rank) == self._first:
+            self._after = {name: self._buffer(name).detach().clone() for name in written}
+        self._put(self._before, written)
+        self._micro += 1
+
+    def note(self) -> int:
+        """What this rank tells at the end of a step: how many buffers it knows to be written to."""
+        return len(self._written) + len(self._found)
+
+    def end_step(self, notes: Iterable[float]) -> None:
+        """Give all ranks what the first micro-batch of the step has left. Collective.
+
+        Args:
+            notes: The `note` of each rank.
+
+        Raises:
+            PeerLost: A peer is lost.
+        """
+        if max(notes) > len(self._written):
+            everybodys = gather_objects(
+                sorted(self._found), "buffers that are written to", self._collectives.everybodys
+            )
+            self._written = sorted(
+                {*self._written, *(name for each in everybodys for name in each)}
+            )
+        if self._written:
+            held = {name: self._buffer(name) for name in self._written}
+            left = {**held, **self._before, **self._after}
+            self._put(self._shared([left[name] for name in self._written]), self._written)
+        self._close()
+
+    def drop(self, micro: int) -> None:
+        """Drop what was written since the begin of a micro-step; of the first one: of the step."""
+        self._put(self._before, [name for name in self._own if self._is_written(name)])
+        self._micro = micro
+        if not micro:
+            self._close()
+
+    def _close(self) -> None:
+        self._begun, self._first = False, (0, 0)
+        self._found.clear()
+        for each in (self._own, self._before, self._after):
+            each.clear()
+
+    def _find(self) -> bool:
+        """Find the buffers; whether they have to be compared."""
+        modes = [module.training for module, _ in self._owners.values()]
+        if self._modes == modes:
+            return False
+        owners = {
+            f"{prefix}.{key}" if prefix else key: (module, key)
+            for prefix, module in self._module.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        for name, module in self._module.named_modules():
+            _refuse_renormalising(name, module)
+        self._parameters = dict(self._module.named_parameters())
+        # A forward may make buffers: those of the first one are known to the second.
+        again = owners.keys() != self._owners.keys()
+        self._owners = owners
+        self._modes = None if again else [module.training for module, _ in owners.values()]
+        return True
+
+    def _buffer(self, name: str) -> Tensor:
+        module, key = self._owners[name]
+        buffer = module._buffers[key]
+        assert buffer is not None, name
+        return buffer
+
+    def _is_written(self, name: str) -> bool:
+        module, key = self._owners[name]
+        now, before = module._buffers.get(key), self._before[name]
+        if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
+            return False
+        return name in self._written or not torch.equal(now.to(before.device), before)
+
+    @torch.no_grad()
+    def _put(self, values: dict[str, Tensor], names: Sequence[str]) -> None:
+        """Set buffers; one that a forward has replaced is replaced again."""
+        for name in names:
+            module, key = self._owners[name]
+            own = self._own.get(name)
+            if own is None:
+                own = self._buffer(name)
+            own.copy_(values[name])
+            module._buffers[key] = own
+
+    def _shared(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
+        """What to hold in the buffers that are written to: the other rank's, in one broadcast."""
+        if self._collectives.world == 1:
+            return dict(zip(self._written, own, strict=True))
+        # The wide ones first, so that each begins where its dtype may.
+        order = sorted(range(len(own)), key=lambda at: -own[at].itemsize)
+        device = own[order[0]].device
+        parts = [own[at].to(device).reshape(-1).view(torch.uint8) for at in order]
+        packed = torch.cat(parts)
+        self._collectives.broadcast(packed, "buffers of the module", self._first[1])
+        shared = {}
+        for at, part in zip(order, packed.split([part.numel() for part in parts]), strict=True):
+            shared[self._written[at]] = part.view(own[at].dtype).view(own[at].shape)
+        return shared
+
+
+def _refuse_renormalising(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        most, kind = module.max_norm, module.norm_type
+        raise ConfigError(_RENORMALISES.format(name or "the model", most, kind, most))

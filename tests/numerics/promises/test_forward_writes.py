@@ -1,0 +1,143 @@
+"""What forwards write: their buffers are the same at every world size, and parameters are refused.
+
+Each module's loss depends on its buffers, so the weights show any difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.numerics.promises.back_ends import IN, PLACES, Recipe, by_torch_alone, everywhere
+from tests.support.world import WorldPool
+
+
+class Keeps(nn.Module):
+    """A module that keeps something in buffers in some way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.down, self.head = nn.Linear(IN, IN), nn.Linear(IN, IN), nn.Linear(IN, 1)
+        self.norm = nn.BatchNorm1d(IN)
+        self.register_buffer("mean", torch.zeros(IN))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("flag", torch.zeros(3, dtype=torch.bool))
+        if how == "spectral norm":
+            spectral_norm(self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return (self.head(KEEPS[self.how](self, y)) - 1.0).square().mean()
+
+
+def of_batch_norm(m: Keeps, y: Tensor) -> Tensor:
+    statistics = m.norm.running_mean, m.norm.running_var  # those before this forward
+    mean, var = (torch.zeros(()) if each is None else each.clone() for each in statistics)
+    return m.down(m.norm(torch.cat([y, y / 2]))[: len(y)] + mean + var)
+
+
+def in_place(m: Keeps, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        m.seen += len(y)
+        m.flag[int(m.seen) % 3] ^= True
+    return m.down(y + m.mean * m.seen * 0.01 + m.flag.sum())
+
+
+def without_a_trace(m: Keeps, y: Tensor) -> Tensor:
+    m.mean.data.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+    return m.down(y + m.mean)
+
+
+def replaced(m: Keeps, y: Tensor) -> Tensor:
+    m.mean = 0.9 * m.mean + 0.1 * y.detach().mean(0)
+    return m.down(y + m.mean)
+
+
+def a_cache(m: Keeps, y: Tensor) -> Tensor:
+    if m.cache.numel() < IN:
+        m.cache = torch.arange(float(IN))
+    return m.down(y + m.cache)
+
+
+def seldom(m: Keeps, y: Tensor) -> Tensor:
+    return in_place(m, y) if y.detach().sum() > 0 else m.down(y + m.mean)
+
+
+KEEPS: dict[str, Callable[[Keeps, Tensor], Tensor]] = {
+    "batch norm": of_batch_norm,
+    "in place": in_place,
+    "without a trace": without_a_trace,
+    "replaced": replaced,
+    "a cache": a_cache,
+    "seldom": seldom,
+    "spectral norm": lambda m, y: m.down(y),
+}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def wake(module: nn.Module, _: torch.optim.Optimizer, step: int) -> None:
+    """Let batch norm learn from the second step on."""
+    module.get_submodule("norm").train(step > 0)
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("how", [*KEEPS, "woken"])
+@pytest.mark.corners(how=["batch norm", "seldom", "woken"], own_loop=[False])
+def test_what_forwards_keep_is_that_of_the_first_micro_batch_of_each_step(
+    worlds: WorldPool, tmp_path: Path, how: str, own_loop: bool
+) -> None:
+    recipe = Recipe(
+        model=partial(Keeps, "batch norm" if how == "woken" else how),
+        optimizer=sgd,
+        own_loop=own_loop,
+        before=wake if how == "woken" else None,
+    )
+    (expected,) = worlds.run(1, by_torch_alone, recipe)
+    for place, found in everywhere(worlds, recipe, tmp_path, PLACES).items():
+        assert found == expected, place
+
+
+class Writes(nn.Module):
+    """A forward that writes to its parameters."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        bag = nn.EmbeddingBag if how == "bag" else nn.Embedding
+        self.embed = bag(10, IN, max_norm=None if how == "clamped" else 0.3)
+        self.down, self.head = nn.Linear(IN, IN), nn.Linear(IN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "clamped":
+            with torch.no_grad():
+                self.down.weight.clamp_(-0.1, 0.1)
+        y = self.embed((x * 100).long() % 10)
+        y = y if self.how == "bag" else y.mean(1)
+        return (self.head(self.down(y)) - 1.0).square().mean()
+
+
+@pytest.mark.parametrize("how", ["embedding", "bag", "clamped"])
+@pytest.mark.corners(how=["embedding", "clamped"])
+def test_a_forward_that_writes_to_parameters_is_refused_by_name(
+    worlds: WorldPool, tmp_path: Path, how: str
+) -> None:
+    recipe = Recipe(model=partial(Writes, how), optimizer=sgd)
+    lost = ("fsdp2", "hsdp") if how == "clamped" else ()  # FSDP2 drops what is written
+    places = [place for place in PLACES if place[0] not in lost]
+    for place, (error,) in everywhere(worlds, recipe, tmp_path, places).items():
+        if how == "clamped":
+            assert "the forward writes to the parameter down.weight" in error, place
+        else:
+            assert "embed has max_norm=0.3: its forward would shrink the rows" in error, place
