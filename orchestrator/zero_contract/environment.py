@@ -101,6 +101,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             worker.ENV_LEAVE: "File that zero_agent.should_leave() makes; it returns True once the "
             "agent has made the file longer than 0 bytes.",
             worker.ENV_VOTE_KEY: "Key that signs what ranks write into the workers' store.",
+            worker.ENV_LAUNCHER: "torchrun, if its plug-in `zero-etcd` is in the place of the "
+            "agent: its signals are requests to leave.",
         },
         ENGINE: {
             "LOCAL_SIZE": "Number of workers on this node, as DeepSpeed's users set it on CPUs.",

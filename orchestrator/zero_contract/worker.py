@@ -35,6 +35,9 @@ ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
 ENV_VOTE_KEY = "ZERO_VOTE_KEY"
 """Key that signs what the ranks of a round write into the TCPStore, which authenticates nobody."""
 ENV_LEAVE = "ZERO_LEAVE_FILE"
+ENV_LAUNCHER = "ZERO_LAUNCHER"
+"""Who starts, signals and ends the workers in the place of an agent, whose socket they have:
+"torchrun". Of a worker that ends by itself it would charge a restart, and it reads no exit code."""
 
 
 class ExitCode(IntEnum):
@@ -273,6 +276,8 @@ class Left(_Message, frozen=True, kw_only=True):
 
     round: int
     step: int
+    notice: bool = False
+    """Whether this worker itself heard a signal or a notice of its machine, without an agent."""
 
 
 class Restored(_Message, frozen=True, kw_only=True):

@@ -3,12 +3,14 @@
     torchrun --nnodes=1:4 --max-restarts=3 --rdzv-backend=zero-etcd \
              --rdzv-endpoint=etcd-0:2379,etcd-1:2379 --rdzv-id=job train.py
 
-torchrun starts, watches and restarts the workers; this handler only decides the members of each
-round. A node's death is noticed when its lease expires, and the others continue without it at once.
-No node's loss ends the job: each round has a new TCPStore, on its first node.
+torchrun starts, watches and restarts the workers; this handler decides the members of each round,
+and `workers` asks them to leave at a step boundary before torchrun ends them. A node's death is
+noticed when its lease expires, and the others continue without it at once. No node's loss ends the
+job: each round has a new TCPStore, on its first node. Events and progress are in etcd, for
+`zero-ctl`, which may also drain a node and stop the job.
 
-Must always hold: everything runs on torchrun's own thread, in `num_nodes_waiting` and
-`next_rendezvous`; every wait is bounded.
+Must always hold: rounds are left and entered on torchrun's own thread, in `num_nodes_waiting` and
+`next_rendezvous`; every wait is bounded; a node that leaves by a wish closes no job.
 
 Source of the interface: torch.distributed.elastic.rendezvous.api.
 """
@@ -21,6 +23,7 @@ import logging
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,16 +42,20 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from zero_contract.clock import SystemClock
+from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
+from zero_contract.notices import OF_MACHINE
 from zero_orchestrator.addresses import family_of, host_port, route_towards, split_host_port
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec, check_job_name
+from zero_orchestrator.observe.events import Publisher
 from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 from zero_orchestrator.store.etcd.connection import parse_endpoints
 from zero_orchestrator.store.kv import KeyValueStore
+from zero_torchrun.workers import Workers
 
 log = logging.getLogger("zero")
 
@@ -135,9 +142,17 @@ class EtcdV3Handler(RendezvousHandler):
     ) -> None:
         self._store = store
         self._job = job
+        clock = SystemClock()
+        self._publisher = Publisher(store, job, node.id, node.incarnation, clock)
+        self._journal = Journal(node.id, publish=self._publisher.event)
         self._rdzv = Rendezvous(
-            store, job, spec, node, clock=SystemClock(), journal=Journal(node.id), timing=timing
+            store, job, spec, node, clock=clock, journal=self._journal, timing=timing
         )
+        self._workers = Workers(self._rdzv, self._journal, self._leave_by_notice)
+        self._turn = threading.Lock()
+        """Held by whoever uses the rendezvous."""
+        self._leaves_with: int | None = None
+        """torchrun's exit code, once this node is to leave the job; None: it stays."""
         self._join_timeout_s = join_timeout_s
         self._registered = False
         self._round = 0
@@ -167,11 +182,12 @@ class EtcdV3Handler(RendezvousHandler):
             RendezvousClosedError: The job is over.
             RendezvousConnectionError: etcd refuses this agent.
             RendezvousTimeoutError: Too few nodes came, or etcd did not answer.
+            SystemExit: This node has left the job, which goes on, or the job has been stopped.
         """
         deadline = time.monotonic() + self._join_timeout_s
         reason = ""
         while time.monotonic() < deadline:
-            with _as_torchs_errors():
+            with _as_torchs_errors(), self._turn:
                 try:
                     if (info := self._try_to_join()) is not None:
                         return info
@@ -187,10 +203,15 @@ class EtcdV3Handler(RendezvousHandler):
         )
 
     def num_nodes_waiting(self) -> int:
-        """1 if the round is over, or to be left: torchrun then restarts the workers; else 0."""
-        with contextlib.suppress(StoreUnavailable), _as_torchs_errors():
+        """1 if torchrun is to restart the workers, which have left or must; else 0.
+
+        Of a restart for this reason torchrun does not count.
+        """
+        with contextlib.suppress(StoreUnavailable), _as_torchs_errors(), self._turn:
             job = self._rdzv.poll()
-            return int(job.n != self._round or job.state is State.FORMING or bool(job.yielding))
+            self._obey(job)
+            self._show(job)
+            return int(self._is_left(job))
         return 0  # while etcd does not answer, the workers continue
 
     def is_closed(self) -> bool:
@@ -208,7 +229,8 @@ class EtcdV3Handler(RendezvousHandler):
             if self._registered:
                 job = self._rdzv.poll()
                 if failed:
-                    self.set_closed()
+                    if self._leaves_with is None:
+                        self.set_closed()
                     self._leave(job)
                 else:  # the job is done when the last node has reported it
                     self._rdzv.report_done(self._round)
@@ -218,7 +240,9 @@ class EtcdV3Handler(RendezvousHandler):
         except StoreError:
             return False  # the lease expires by itself
         finally:
+            self._workers.close()
             self._rdzv.close()
+            self._publisher.close()
             self._store.close()
         return True
 
@@ -229,16 +253,27 @@ class EtcdV3Handler(RendezvousHandler):
             self._rdzv.register()
             self._registered = True
         job = self._rdzv.poll()
+        self._obey(job)
+        self._show(job)
+        if job.state is State.STOPPED:
+            log.warning("job %s has been stopped: %s", self._job, job.cause)
+            raise SystemExit(AgentExit.STOPPED)
         if self._over(job):
             raise RendezvousClosedError(
                 f"job {self._job} is over; choose another --rdzv-id for a new one"
             )
-        if job.n == self._round:
+        index = job.members.index(self._rdzv.node)
+        runs = job.state is State.ACTIVE and index is not None
+        leaving = self._leaves_with is not None
+        if leaving and not runs:
+            raise SystemExit(self._leaves_with)
+        if leaving or job.n == self._round:
             self._leave(job)
             return None
-        index = job.members.index(self._rdzv.node)
-        if job.state is not State.ACTIVE or index is None:
-            return None
+        return self._enter(job, index) if runs and index is not None else None
+
+    def _enter(self, job: Snapshot, index: int) -> RendezvousInfo | None:
+        """The store of a round, which this node hosts if it is the first; None: not yet."""
         address = self._rdzv.node.address
         if index == 0 and self._hosted[0] != job.n:
             self._hosted = (job.n, _host_store(address))
@@ -249,22 +284,70 @@ class EtcdV3Handler(RendezvousHandler):
         host, port = split_host_port(job.master)
         store = self._hosted[1] if index == 0 else TCPStore(host, port, is_master=False)
         self._round = job.n
+        self._workers.begin(job, self._job)
         where = RendezvousStoreInfo(host, port)
         return RendezvousInfo(store, index, len(job.members.nodes), where)
+
+    def _is_left(self, job: Snapshot) -> bool:
+        """Whether the workers have left their round; asks them to, if they are to leave it."""
+        if job.n != self._round or job.state in (State.FORMING, State.FAILED, State.STOPPED):
+            self._workers.interrupt(f"round {self._round} is over: {job.cause}")
+            return True
+        if job.yielding is None:
+            return self._workers.have_left
+        return self._workers.ask_to_leave(job.yielding)
 
     def _leave(self, job: Snapshot) -> None:
         """Report that the workers of this round are gone, as a failure if none was reported."""
         if not job.has_member(self._rdzv.node):
             return
-        if job.state is State.ACTIVE and job.yielding is None:
+        wanted = self._leaves_with is not None or self._workers.have_left
+        if job.state is State.ACTIVE and job.yielding is None and not wanted:
+            progress = self._workers.progress
             failure = Failure(
                 node=self._rdzv.node.id,
                 symptom=False,
                 summary=f"the workers of node {self._rdzv.node.id} ended",
+                step=progress.step if progress is not None else None,
             )
             self._rdzv.report_failure(job.n, failure)
         else:
             self._rdzv.report_quiet(job.n)
+
+    def _obey(self, job: Snapshot) -> None:
+        """Begin to leave the job if `zero-ctl drain` asks for it."""
+        order = job.drain_order(self._rdzv.node)
+        if order is not None and self._leaves_with is None:
+            self._drain(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
+
+    def _drain(self, code: int, who: str) -> None:
+        self._leaves_with = code
+        revision = self._rdzv.drain()
+        text = f"{who}: leaving at the next step boundary, if the workers can"
+        self._journal.tell("drain", text, revision=revision)
+
+    def _leave_by_notice(self) -> None:
+        """Leave with the workers here, which a signal or a notice of the machine has reached.
+
+        torchrun's own thread may be waiting for them to end, and calls nothing here afterwards.
+        """
+        with contextlib.suppress(StoreError), self._turn:
+            if self._leaves_with is None:
+                self._drain(OF_MACHINE, "a signal, or a notice of this machine")
+                self._leave(self._rdzv.poll())
+
+    def _show(self, job: Snapshot) -> None:
+        """Publish what is due, for `zero-ctl`."""
+        workers, nodes = self._workers, len(job.members.nodes)
+        self._journal.round, self._journal.nodes = job.n, nodes
+        self._publisher.alive(nodes=nodes)
+        self._publisher.progress(
+            workers.progress,
+            lease=self._rdzv.lease,
+            nodes=nodes,
+            preparing=workers.preparing,
+            pids=dict(workers.pids),
+        )
 
     @property
     def _closed_key(self) -> str:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from tests.support.cluster import descendants, environment, kill_all
+from tests.support.cluster import ROOT, descendants, environment, kill_all, whole_lines
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
+from zero_comm.worker.agent_link import AgentLink
+from zero_contract.exit_codes import AgentExit
+from zero_contract.worker import ENV_JOB, ENV_ROUND
+from zero_orchestrator.membership.job_state import Published
+from zero_orchestrator.membership.keys import Keys
+from zero_torchrun.handler import BACKEND, create
+
+LEAVING = ROOT / "tests" / "support" / "leaving_job.py"
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -44,19 +56,27 @@ def torchrun(tmp_path: Path, etcd, request: pytest.FixtureRequest):
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        *flags: str, nnodes: str = "1:2", endpoint: str = etcd.endpoint
+        *flags: str,
+        nnodes: str = "1:2",
+        endpoint: str = etcd.endpoint,
+        training: tuple[str, ...] = (str(script), str(tmp_path)),
     ) -> subprocess.Popen[str]:
         where = (f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job}")
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", *flags]
-        command += ["--rdzv-backend=zero-etcd", *where, str(script), str(tmp_path)]
+        command += ["--rdzv-backend=zero-etcd", *where, *training]
         log = tmp_path / f"{len(started)}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
-                command, stdout=file, stderr=file, env=environment(), cwd=tmp_path
+                command,
+                stdout=file,
+                stderr=file,
+                env={**environment(), "PYTHONPATH": str(ROOT)},
+                cwd=tmp_path,
             )
         started.append(process)
         return process
 
+    start.job = job
     yield start
     for process in started:
         kill(process)
@@ -114,3 +134,125 @@ def test_an_etcd_that_is_not_there_is_named_at_once(torchrun, tmp_path):
     torchrun(endpoint=endpoint)
     said = f"cannot reach etcd at {endpoint}"
     wait_for(lambda: said in output(tmp_path), 150, "a line that names it")
+
+
+# ---- trainings of this project: they leave at a step boundary ----
+
+
+class Training:
+    """Nodes of one job that train, of which torchrun may restart none for a failure."""
+
+    def __init__(self, torchrun, directory: Path, endpoint: str, kind: str) -> None:
+        self._torchrun, self._directory, self._endpoint = torchrun, directory, endpoint
+        self._script = (str(LEAVING), kind, str(directory))
+
+    def start(self) -> subprocess.Popen[str]:
+        return self._torchrun("--max-restarts=0", training=self._script)
+
+    def steps(self, rank: int = 0) -> list[int]:
+        file = self._directory / f"steps-{rank}"
+        return [int(line) for line in whole_lines(file)] if file.exists() else []
+
+    def goes_on(self, rank: int = 0) -> None:
+        before = len(self.steps(rank))
+        wait_for(lambda: len(self.steps(rank)) >= before + 5, 150, f"steps of rank {rank}")
+
+    def ctl(self, *arguments: str) -> str:
+        endpoint = f"--rdzv-endpoint={self._endpoint}"
+        command = [sys.executable, "-m", "zero_orchestrator", arguments[0], endpoint]
+        done = subprocess.run(
+            [*command, *arguments[1:], self._torchrun.job],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.ctl("status", "--json"))
+
+
+@pytest.fixture(params=["protect", pytest.param("engine", marks=pytest.mark.full)])
+def training(torchrun, tmp_path, etcd, request) -> Training:
+    return Training(torchrun, tmp_path, etcd.endpoint, request.param)
+
+
+def test_nodes_join_and_drain_at_a_step_boundary_and_the_job_is_stopped(training, tmp_path):
+    first = training.start()
+    training.goes_on()
+    second = training.start()
+    training.goes_on(rank=1)
+    status = training.status()
+    members = [one["node"] for one in status["members"]]
+    assert (status["state"], len(members)) == ("ACTIVE", 2)
+    wait_for(lambda: training.status()["members"][0]["step"], 30, "a step in the status")
+    leaver = next(node for node in members if node != status["members"][0]["node"])
+    training.ctl("drain", leaver)
+    assert second.wait(60) == AgentExit.DRAINED, output(tmp_path)
+    training.goes_on()
+    training.ctl("stop")
+    assert first.wait(60) == AgentExit.STOPPED, output(tmp_path)
+    steps = training.steps()
+    assert steps == list(range(1, len(steps) + 1)), "a step was done twice"
+    told = training.ctl("events")
+    for event in ("joins", "zero-ctl drain", "left at step", "halt"):
+        assert event in told, told
+    assert training.status()["restarts"] == 0
+
+
+@pytest.mark.full
+def test_a_torchrun_that_gets_sigterm_drains_its_node_and_no_other_is_charged(training, tmp_path):
+    first = training.start()
+    training.goes_on()
+    second = training.start()
+    training.goes_on(rank=1)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 1, output(tmp_path)  # as ever
+    training.goes_on()
+    steps = training.steps()
+    assert steps == list(range(1, len(steps) + 1)), "a step was done twice"
+    assert training.status()["restarts"] == 0
+    assert first.poll() is None
+
+
+@pytest.mark.full
+def test_a_node_that_is_killed_costs_torchrun_no_restart(training, tmp_path):
+    first = training.start()
+    training.goes_on()
+    second = training.start()
+    training.goes_on(rank=1)
+    kill(second)
+    training.goes_on()
+    assert first.poll() is None, output(tmp_path)
+
+
+def test_a_worker_publishes_only_while_its_round_is_current(etcd, etcd_store, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # the plug-in sets variables
+    handler = create(
+        RendezvousParameters(
+            backend=BACKEND,
+            endpoint=etcd.endpoint,
+            run_id="fenced",
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+        )
+    )
+    try:
+        handler.next_rendezvous()
+        assert (os.environ[ENV_JOB], os.environ[ENV_ROUND]) == ("fenced", "1")
+        link = AgentLink(0)
+        assert link.request_commit(4, "step-4", "digest", 8).granted
+        assert not link.request_peer_memory(None).directory
+        key = Keys("fenced").round
+        held = etcd_store.get(key)
+        etcd_store.put(key, held.value)  # as of a transition that this node has not seen
+        reply = link.request_commit(5, "step-5", "digest", 10)
+        assert (reply.granted, reply.reason, reply.passing) == (False, "round 1 is over", False)
+        link.close()
+    finally:
+        handler.shutdown()
+    assert Published.from_json(etcd_store.get(Keys("fenced").latest).value).step == 4

@@ -15,9 +15,9 @@ from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.workers.environment import StartOrder
 from zero_agent.workers.group import WorkerGroup
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.stacks import GIVE_UP_S, describe
 from zero_contract.exit_codes import AgentExit
+from zero_contract.hub import Hub
 
 freezes = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 

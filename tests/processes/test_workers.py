@@ -17,9 +17,9 @@ from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.workers.exits import read_error_file
 from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.tap import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
+from zero_contract.hub import Hub
 
 pytestmark = pytest.mark.processes
 
@@ -262,7 +262,7 @@ def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
 AGENT = """
 import sys, time
 from pathlib import Path
-from zero_agent.workers.hub import Hub
+from zero_contract.hub import Hub
 from zero_agent.workers.output.tap import Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient

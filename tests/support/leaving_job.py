@@ -1,8 +1,8 @@
 """A training that leaves well, whatever started it: leaving_job.py KIND DIRECTORY.
 
 Kinds: `alone` (`should_leave`, without torch), `ranks` (with a process group), `protect` (stock DDP
-and a loader with processes of its own), `engine`. `DIRECTORY/steps-RANK` gets a line for each step;
-what the first two save is in `DIRECTORY/saved`.
+and a loader with processes of its own), `engine`. `DIRECTORY/steps-RANK` gets a line for each step
+of a process; what the first two save is in `DIRECTORY/saved`.
 """
 
 import os
@@ -16,8 +16,15 @@ RANK = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
 SAVED = HERE / "saved"
 
 
+_last = 0
+
+
 def did(step: int) -> None:
-    """A step is done, which the test may see before the next."""
+    """A step is done, its last micro-batch at least, which the test may see before the next."""
+    global _last  # noqa: PLW0603 - it is the process that takes steps
+    if step == _last:
+        return
+    _last = step
     with (HERE / f"steps-{RANK}").open("a") as file:
         file.write(f"{step}\n")
     time.sleep(0.05)

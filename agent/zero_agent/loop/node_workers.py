@@ -25,18 +25,18 @@ from zero_agent.node.installed import Installed
 from zero_agent.node.leave_request import LeaveRequests
 from zero_agent.node.network import interface_of
 from zero_agent.node.state import BUSY, Workers
-from zero_agent.workers.channel import Channel, WaitReplies
 from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
 from zero_agent.workers.exits import describe
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.recent import RecentOutput
 from zero_agent.workers.output.tap import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps, load_in_words
 from zero_agent.workers.world_size import WorldSize
+from zero_contract.channel import Channel, WaitReplies
 from zero_contract.clock import Clock, Stopwatch
 from zero_contract.exit_codes import AgentExit
+from zero_contract.hub import Hub
 from zero_contract.journal import Journal
 from zero_contract.signing import Key, Secret
 from zero_contract.worker import (

@@ -25,7 +25,7 @@ from zero_contract.notices import ENV_FILE, OF_MACHINE, heard
 
 LEFT = 76
 """As in `zero_contract.worker`; `should_leave` imports little."""
-_ENV_SOCKET = "ZERO_AGENT_SOCKET"
+_ENV_SOCKET, _ENV_LAUNCHER = "ZERO_AGENT_SOCKET", "ZERO_LAUNCHER"
 
 _code = LEFT
 """The exit code of `leave`."""
@@ -38,7 +38,8 @@ def should_leave() -> bool:
     ranks save after the same step.
     """
     global _code  # noqa: PLW0603 - it is the process that leaves
-    file, alone = os.environ.get(ENV_FILE), _ENV_SOCKET not in os.environ
+    file = os.environ.get(ENV_FILE)
+    alone = _ENV_SOCKET not in os.environ or _ENV_LAUNCHER in os.environ
     code = 0
     if file is not None and _asked_by(file):
         code = OF_MACHINE if alone else LEFT

@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from zero_contract.hub import EXHAUSTED
 from zero_orchestrator.addresses import family_of, route_towards
-
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Errors of a process that is out of file descriptors or socket memory."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACES_SIX = Path("/proc/net/if_inet6")

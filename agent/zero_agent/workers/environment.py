@@ -16,22 +16,11 @@ from zero_agent.errors import AgentFailed
 from zero_agent.workers.exits import fresh_error_file
 from zero_agent.workers.output.streams import NAMES, Route, Std, Streams
 from zero_contract.exit_codes import AgentExit
-from zero_contract.signing import Purpose, Secret, derive
-from zero_contract.worker import (
-    ENV_COMMITTED,
-    ENV_FENCE,
-    ENV_HEARTBEAT,
-    ENV_JOB,
-    ENV_LEAVE,
-    ENV_NODE,
-    ENV_ROUND,
-    ENV_RUN,
-    ENV_SOCKET,
-    ENV_VOTE_KEY,
-)
+from zero_contract.signing import Secret
+from zero_contract.worker import ENV_HEARTBEAT, ENV_LEAVE
 from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.membership.job_state import Node, Snapshot
+from zero_orchestrator.membership.job_state import Node, Snapshot, round_env
 
 ENV_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 ENV_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
@@ -89,18 +78,11 @@ def worker_env(
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        ENV_JOB: name,
-        ENV_NODE: node.id,
-        ENV_RUN: derive(secret, Purpose.RUN)[:16],
-        ENV_ROUND: job.n,
-        ENV_FENCE: job.fence,
-        ENV_COMMITTED: job.committed,
-        ENV_SOCKET: socket_path,
         ENV_HEARTBEAT: heartbeat_file,
         ENV_LEAVE: leave_file,
-        ENV_VOTE_KEY: derive(secret, Purpose.ROUND, str(job.n)),
     }
-    return {key: str(value) for key, value in values.items()}
+    of_round = round_env(job, name, node, secret, socket_path)
+    return {key: str(value) for key, value in values.items()} | of_round
 
 
 def _slots_of_role(nodes: Sequence[Node], role: str) -> int:

@@ -25,10 +25,10 @@ from typing import Any
 
 from zero_agent.node.network import ANY_PORT
 from zero_agent.workers.forkserver import LONG_ORDER, PACKET_BYTES, STOP_FORKSERVER
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.tap import Tap
 from zero_agent.workers.worker_main import Program
 from zero_contract.clock import Clock, Stopwatch, SystemClock
+from zero_contract.hub import Hub
 from zero_contract.signing import Key
 
 log = logging.getLogger("zero")

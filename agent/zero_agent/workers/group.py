@@ -19,13 +19,13 @@ from zero_agent.node.state import Workers
 from zero_agent.workers.environment import StartOrder
 from zero_agent.workers.exits import WATCHDOG_LINES, Exit, device_error, read_stacks
 from zero_agent.workers.forkserver_client import ForkserverClient
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.oom import OomKills
 from zero_agent.workers.output.recent import LIMIT_BYTES, RecentOutput
 from zero_agent.workers.output.tap import STDERR, STDOUT, Tap
 from zero_agent.workers.stacks import GIVE_UP_S, Process, describe
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
 from zero_contract.clock import Clock, Stopwatch, SystemClock
+from zero_contract.hub import Hub
 from zero_contract.worker import ExitCode
 
 

@@ -7,7 +7,9 @@ has one link, however many engines it has (a GAN, actor and critic): the agent s
 - Progress: each engine's step is a heartbeat; the step of the most advanced engine is reported.
 - SIGTERM: a scheduler such as Slurm signals every process of a job. The agent decides then what its
   workers do, so a worker with a link ignores the signal, unless the script handles it.
-- Without an agent, what `zero_contract.notices` hears takes the place of its request.
+- Without an agent, what `zero_contract.notices` hears takes the place of its request. Under
+  torchrun with our plug-in there are both: a socket for commits and requests, and torchrun's
+  signals. A worker that has left, or lost a peer, waits there for torchrun to end it.
 - Leaving: as soon as the consensus of one engine's step decides it, it holds for all engines; the
   process leaves at the script's next save of all, because the script alone knows at which point
   their states belong together.
@@ -45,7 +47,7 @@ from zero_comm.worker.distributed import leave_group
 from zero_comm.worker.rank_times import WAITS, EveryonesTimes, StepTimer
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
-from zero_contract.notices import heard
+from zero_contract.notices import Notice, heard
 from zero_contract.user_files import is_own
 from zero_contract.worker import (
     Ability,
@@ -67,9 +69,12 @@ BEFORE_FIRST_STEP = "first step: it may compile and warm up"
 """Told of a worker that has an engine and its state, until its first step ends."""
 WAIT_FOR_ETCD_S = 5.0
 """The time that one request for the last checkpoint of a script waits for etcd: another follows."""
+ENDED_WITHIN_S = 30.0
+"""Time for torchrun to learn why a worker has left: a node that is lost has a lease, for 3 s."""
 LAST_SAVE = 0.75
 """The part of the drain timeout for which the last save may wait for etcd: the rest is needed to
 exit, before the agent kills the worker."""
+_LOOK_S = 0.05
 _SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
 """The timeout of a send: an agent that does not read counts as gone, so no step waits for it."""
 
@@ -156,15 +161,25 @@ class AgentLink:
         return self._pid == os.getpid() and self._socket is not None and not self.interrupt.reason
 
     @property
+    def launched(self) -> bool:
+        """Whether torchrun with our plug-in is in the place of the agent."""
+        return self.present and contract.ENV_LAUNCHER in os.environ
+
+    @property
     def leave_asked(self) -> int:
         """The exit code of a worker that its agent wants out of its group, or a notice; 0: stay.
 
         From the first call on, a worker without an agent heeds notices.
         """
-        if self.present:
-            return ExitCode.LEFT if self._leave.is_set() else 0
-        notice = heard()
+        if self._leave.is_set():
+            return ExitCode.LEFT
+        notice = self._notice
         return notice.code if notice is not None else 0
+
+    @property
+    def _notice(self) -> Notice | None:
+        """What this process has heard itself; under an agent, the agent hears."""
+        return heard() if self.launched or not self.present else None
 
     @property
     def leaving(self) -> bool:
@@ -269,9 +284,20 @@ class AgentLink:
         Raises:
             SystemExit: Always, with the exit code of a worker that has left.
         """
-        self._send(contract.Left(round=self.round, step=step))
+        notice = self._notice is not None
+        self._send(contract.Left(round=self.round, step=step, notice=notice))
         leave_group()
+        self.await_end()
         raise SystemExit(self.leaves_with)
+
+    def await_end(self) -> None:
+        """Wait for torchrun, if that is the launcher, to end this process, which has no group."""
+        by_s = time.monotonic() + ENDED_WITHIN_S
+        while self.launched and heard() is None and time.monotonic() < by_s:
+            with self._changed:
+                self._changed.wait_for(lambda: self._socket is None, _LOOK_S)
+                if self._socket is None:
+                    return
 
     def request_commit(
         self,
@@ -464,7 +490,8 @@ def agent_link(rank: int) -> AgentLink:
     if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
         _link = AgentLink(rank)
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if _link.present and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        agent = _link.present and not _link.launched
+        if agent and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)
     return _link
 
@@ -504,6 +531,8 @@ def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
             raise
         _log.error("leaving a broken group: %s", error)
         leave_group()
+        if link is not None:
+            link.await_end()
         raise SystemExit(ExitCode.PEER_LOST) from error
 
 

@@ -11,7 +11,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self
 
+from zero_contract import worker
 from zero_contract.decoding import encode
+from zero_contract.signing import Purpose, Secret, derive
 from zero_orchestrator.errors import SpecMismatch
 from zero_orchestrator.membership.dead_links import LinkReport, Pair, SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion, in_force
@@ -387,3 +389,18 @@ class Snapshot:
         """The request that this agent process leaves, or None."""
         who = (node.id, node.incarnation)
         return next((d for d in self.drains if (d.node, d.incarnation) == who), None)
+
+
+def round_env(job: Snapshot, name: str, node: Node, secret: Secret, socket: str) -> dict[str, str]:
+    """The variables by which the workers of a round know it, and the socket of their launcher."""
+    values: dict[str, object] = {
+        worker.ENV_JOB: name,
+        worker.ENV_NODE: node.id,
+        worker.ENV_RUN: derive(secret, Purpose.RUN)[:16],
+        worker.ENV_ROUND: job.n,
+        worker.ENV_FENCE: job.fence,
+        worker.ENV_COMMITTED: job.committed,
+        worker.ENV_SOCKET: socket,
+        worker.ENV_VOTE_KEY: derive(secret, Purpose.ROUND, str(job.n)),
+    }
+    return {key: str(value) for key, value in values.items()}

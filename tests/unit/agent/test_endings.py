@@ -15,9 +15,9 @@ from zero_agent.workers import exits
 from zero_agent.workers.environment import StartOrder
 from zero_agent.workers.exits import Exit, fresh_error_file
 from zero_agent.workers.group import WorkerGroup
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.recent import RecentOutput
 from zero_contract.exit_codes import AgentExit
+from zero_contract.hub import Hub
 from zero_contract.journal import Journal
 from zero_contract.worker import ExitCode
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, State

@@ -15,8 +15,8 @@ import time
 from tests.support.descriptors import no_descriptors
 from tests.support.waiting import wait_for
 from zero_agent.node.network import PatientServer
-from zero_agent.workers.channel import Channel
-from zero_agent.workers.hub import FIRST_PAUSE_S, Hub
+from zero_contract.channel import Channel
+from zero_contract.hub import FIRST_PAUSE_S, Hub
 from zero_contract.worker import Hello, encode
 
 

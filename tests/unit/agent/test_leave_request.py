@@ -10,7 +10,7 @@ import pytest
 import zero_agent
 from zero_agent.node import leave_request
 from zero_agent.node.leave_request import ENV_FILE, LEFT, LeaveRequests
-from zero_contract.worker import ENV_LEAVE, ENV_SOCKET, ExitCode
+from zero_contract.worker import ENV_LAUNCHER, ENV_LEAVE, ENV_SOCKET, ExitCode
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,8 @@ def test_without_a_file_and_where_there_is_no_directory_nobody_leaves(tmp_path, 
 
 
 def test_the_names_are_those_of_the_contract():
-    ours = ENV_FILE, LEFT, leave_request._ENV_SOCKET
-    assert ours == (ENV_LEAVE, ExitCode.LEFT, ENV_SOCKET)
+    ours = ENV_FILE, LEFT, leave_request._ENV_SOCKET, leave_request._ENV_LAUNCHER
+    assert ours == (ENV_LEAVE, ExitCode.LEFT, ENV_SOCKET, ENV_LAUNCHER)
     with pytest.raises(SystemExit) as left:
         zero_agent.leave()
     assert left.value.code == ExitCode.LEFT

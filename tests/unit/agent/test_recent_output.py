@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.waiting import wait_for
 from zero_agent.loop.answers import last_output
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.recent import RecentOutput
 from zero_agent.workers.output.streams import Format, Route, Std, Streams
 from zero_agent.workers.output.tap import FILES, File, JsonLines, Tap, Terminal
+from zero_contract.hub import Hub
 from zero_orchestrator.observe.queries import unpack
 
 FACTS = {"round": 1, "rank": 4, "local_rank": 0, "stream": "stdout"}

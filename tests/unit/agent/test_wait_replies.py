@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from zero_agent.workers.channel import WaitReplies
+from zero_contract.channel import WaitReplies
 from zero_contract.worker import WaitReply
 
 

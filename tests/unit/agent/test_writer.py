@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output import tap as output
 from zero_agent.workers.output.tap import Tap, Terminal
 from zero_contract import journal, writer
+from zero_contract.hub import Hub
 from zero_contract.journal import Journal
 from zero_contract.writer import Writer
 from zero_orchestrator.store.lease import LeaseKeeper, LeaseState

@@ -24,9 +24,9 @@ from os.path import samestat
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from zero_agent.workers.hub import Hub
 from zero_agent.workers.output.recent import RecentOutput
 from zero_agent.workers.output.streams import Route
+from zero_contract.hub import Hub
 from zero_contract.writer import Writer
 
 log = logging.getLogger("zero")

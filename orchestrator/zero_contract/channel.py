@@ -1,8 +1,8 @@
-"""The agent's end of the contract with its workers: a Unix socket each worker connects to.
+"""The launcher's end of the contract with its workers: a Unix socket each worker connects to.
 
-A worker under zero_engine connects to it; any other script never does, and is managed by signals
-alone. Each line is a message of `zero_contract.worker`; a malformed line closes that worker's
-connection and nothing else.
+The launcher is zero-agent, or torchrun with our plug-in. A worker under zero_engine connects to it;
+any other script never does, and is managed by signals alone. Each line is a message of
+`zero_contract.worker`; a malformed line closes that worker's connection and nothing else.
 
 `WaitReplies` asks all of them one question at a time. Must always hold: the wait for the replies is
 bounded; a reply to an earlier question is not taken for one to this.
@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec import structs
 
-from zero_agent.workers.hub import Hub
+from zero_contract.hub import Hub
 from zero_contract.worker import ContractError, Hello, Message, WaitReply, decode, encode
 
 log = logging.getLogger("zero")

@@ -1,8 +1,8 @@
-"""One thread that waits for all of an agent's file descriptors.
+"""One thread that waits for all file descriptors of an agent, or of another launcher.
 
 The pipes of the workers' output, the forkserver's socket and the workers' message sockets are
 registered with a callback that reads them. Callbacks run on the hub's thread and must not block;
-everything that needs a decision goes to the agent's inbox as an event.
+what needs a decision goes to another thread.
 
 Must always hold: a descriptor is watched until it is removed. A callback that raises, because the
 process is out of descriptors for example, is called again after a pause.
@@ -11,6 +11,7 @@ process is out of descriptors for example, is called again after a pause.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import selectors
@@ -19,9 +20,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from zero_agent.node.network import EXHAUSTED
-
 log = logging.getLogger("zero")
+
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a process that is out of file descriptors or socket memory."""
 
 FIRST_PAUSE_S = 0.1
 """First pause after a callback has raised; the pause doubles with each failure in a row."""

@@ -1,0 +1,176 @@
+"""The plug-in's end of the contract with the workers of this node, which torchrun starts and ends.
+
+    worker  -- Hello, Progress, Left, CommitRequest -->  a socket of torchrun's process
+    worker  <-- CommitReply, Leave --------------------  (zero_contract.channel)
+
+torchrun's own way to change a round is SIGTERM to all workers. Those of this project are asked
+first: they finish the step together, save, say that they have left, and wait for the signal, so
+that torchrun charges no restart, whichever node notices first. A script without the engine or
+`zero_torch.protect` never connects, and gets the signal at once.
+
+Must always hold: a checkpoint is published only by an answer of etcd that compares the fence of the
+worker's round, also while torchrun's own thread waits for workers to end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from zero_contract import worker
+from zero_contract.channel import Channel
+from zero_contract.hub import Hub
+from zero_contract.journal import Journal
+from zero_contract.worker import (
+    Ability,
+    CommitReply,
+    CommitRequest,
+    Hello,
+    Leave,
+    Left,
+    Message,
+    PeerMemoryReply,
+    PeerMemoryRequest,
+    Preparing,
+    Progress,
+    When,
+)
+from zero_orchestrator.errors import StoreError
+from zero_orchestrator.membership.job_state import Snapshot, round_env
+from zero_orchestrator.membership.rendezvous import Rendezvous
+from zero_orchestrator.store import retry
+
+LEAVE_WITHIN_S = 600.0
+"""The longest wait for a step and a save; then torchrun's SIGTERM follows, and in 30 s its SIGKILL.
+zero-agent has --shutdown-timeout for it, and torchrun no such flag."""
+
+
+class Workers:
+    """The workers of a round that speak with this process."""
+
+    def __init__(self, rdzv: Rendezvous, journal: Journal, on_notice: Callable[[], None]) -> None:
+        """Listen; `on_notice` is called on another thread when a notice lets a worker leave."""
+        self._rdzv, self._journal, self._on_notice = rdzv, journal, on_notice
+        self._scratch = TemporaryDirectory(prefix="zero-torchrun-", ignore_cleanup_errors=True)
+        self._hub = Hub()
+        self._channel = Channel(self._hub, Path(self._scratch.name, "agent"), self._on_message)
+        self._changed = threading.Lock()
+        self._begin(0, 0)
+
+    def _begin(self, round: int, fence: int) -> None:
+        self.round, self._fence = round, fence
+        self.pids: dict[int, int] = {}
+        self.preparing = ""
+        self.progress: Progress | None = None
+        """Of the last step of the lowest rank here."""
+        self._can_leave: set[int] = set()
+        self._left: set[int] = set()
+        self._asked: dict[int, When] = {}
+        self._asked_s: float | None = None
+
+    def begin(self, job: Snapshot, name: str) -> None:
+        """Let torchrun give the workers that it starts next what they need to know of the round."""
+        self._channel.hang_up()
+        with self._changed:
+            self._begin(job.n, job.fence)
+        rdzv = self._rdzv
+        os.environ |= round_env(job, name, rdzv.node, rdzv.secret, self._channel.path)
+        os.environ[worker.ENV_LAUNCHER] = "torchrun"
+
+    @property
+    def have_left(self) -> bool:
+        """Whether all workers that can leave have done so, at the same step boundary."""
+        with self._changed:
+            return bool(self._left) and self._left >= self._can_leave
+
+    def ask_to_leave(self, reason: str) -> bool:
+        """Ask for the end of the step; whether there is nobody to be waited for."""
+        with self._changed:
+            waits_for = self._can_leave - self._left
+        if not waits_for:
+            return True
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+        self._ask(When.BOUNDARY, reason, waits_for)
+        return time.monotonic() - self._asked_s > LEAVE_WITHIN_S
+
+    def interrupt(self, reason: str) -> None:
+        """Let all stop to wait for peers: the round is over."""
+        with self._changed:
+            connected = set(self.pids)
+        self._ask(When.NOW, reason, connected)
+
+    def _ask(self, when: When, reason: str, ranks: set[int]) -> None:
+        for rank in ranks:
+            if self._asked.get(rank) is not when:
+                self._asked[rank] = when
+                leave = Leave(round=self.round, when=when, reason=reason, within_s=LEAVE_WITHIN_S)
+                self._channel.send(rank, leave)
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._channel.close()
+        self._hub.close()
+        self._scratch.cleanup()
+
+    # ---- the hub's thread ----
+
+    def _on_message(self, rank: int, message: Message) -> None:
+        with self._changed:
+            self._note(rank, message)
+        match message:
+            case CommitRequest():
+                # etcd may keep it waiting, and the thread that reads must not.
+                commit = threading.Thread(
+                    target=self._commit, args=(rank, message, self._fence), daemon=True
+                )
+                commit.start()
+            case PeerMemoryRequest():
+                reason = "torchrun keeps no checkpoints in memory; zero-agent does"
+                self._channel.send(rank, PeerMemoryReply(request=message.request, reason=reason))
+            case Left():
+                self._journal.tell("left", f"rank {rank} left at step {message.step}")
+                if message.notice:
+                    threading.Thread(target=self._on_notice, daemon=True).start()
+            case _:
+                pass
+
+    def _note(self, rank: int, message: Message) -> None:
+        match message:
+            case Hello() if message.round == self.round:
+                self.pids[rank] = message.pid
+                if Ability.BOUNDARY in message.can:
+                    self._can_leave.add(rank)
+            case Left() if message.round == self.round:
+                self._left.add(rank)
+            case Preparing():
+                self.preparing = message.what
+            case Progress() if rank == min(self.pids, default=rank):
+                self.preparing, self.progress = "", message
+
+    def _commit(self, rank: int, request: CommitRequest, fence: int) -> None:
+        granted, reason, passing = False, f"round {request.round} is over", False
+        if request.round == self.round:
+            try:
+                granted = retry.within(request.patience_s)(
+                    self._rdzv.commit,
+                    fence,
+                    step=request.step,
+                    tag=request.tag,
+                    digest=request.digest,
+                    samples=request.samples,
+                    in_memory=request.in_memory,
+                )
+            except StoreError as error:
+                reason, passing = f"etcd did not take it: {error}", True
+        reply = CommitReply(
+            request=request.request,
+            granted=granted,
+            reason="" if granted else reason,
+            passing=passing,
+        )
+        self._channel.send(rank, reply)
