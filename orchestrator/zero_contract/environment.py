@@ -62,6 +62,10 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "OTEL_SDK_DISABLED": "true: no traces are sent.",
             "OTEL_SERVICE_NAME": "Name of the service in traces (default: zero-elastic).",
             "OTEL_RESOURCE_ATTRIBUTES": "Further attributes of the sender of traces.",
+            "KUBEFLOW_TRAINER_SERVER_URL": "Where the progress of a TrainJob is posted; Kubeflow "
+            "Trainer sets it.",
+            "KUBEFLOW_TRAINER_SERVER_CA_CERT": "File of the authority of that server.",
+            "KUBEFLOW_TRAINER_SERVER_TOKEN": "File with the token for it.",
             "XDG_STATE_HOME": "Directory below which an etcd that the agent runs keeps its data "
             "(default ~/.local/state).",
             "ETCD_UNSUPPORTED_ARCH": "The only ETCD_* variable that the agent passes on to an etcd "

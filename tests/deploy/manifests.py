@@ -55,7 +55,7 @@ def named(objects: list[Object], kind: str, name: str) -> Object:
 
 _TEMPLATES: dict[str, Callable[[Object], Object]] = {
     "JobSet": lambda one: one["spec"],
-    "TrainingRuntime": lambda one: one["spec"]["template"]["spec"],
+    "ClusterTrainingRuntime": lambda one: one["spec"]["template"]["spec"],
 }
 """Kind -> the JobSet's spec in it."""
 
@@ -67,7 +67,8 @@ def jobs(objects: list[Object]) -> Iterator[Object]:
         for one in _TEMPLATES[owner["kind"]](owner)["replicatedJobs"]:
             name = f"{owner['metadata']['name']}-{one['name']}-0"
             head = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}}
-            yield head | {"spec": one["template"]["spec"]}
+            sizes = {"parallelism": 2, "completions": 2}  # Trainer sets both
+            yield head | {"spec": sizes | one["template"]["spec"]}
 
 
 def workloads(objects: list[Object]) -> Iterator[Object]:

@@ -37,7 +37,7 @@ VERSIONS = ("1.31", "1.33", "1.35", "1.37")
 README = (DEPLOY / "README.md").read_text()
 
 NOT_KUBERNETES = {
-    *("JobSet", "TrainingRuntime", "TrainJob", "Certificate", "Issuer"),
+    *("JobSet", "ClusterTrainingRuntime", "Certificate", "Issuer"),
     *("PodMonitor", "PrometheusRule"),
 }
 """Kinds with a schema of their own project's."""
@@ -202,44 +202,22 @@ def test_a_trainjob_runs_the_job_of_the_base_in_the_container_that_trainer_looks
     assert container["name"] == "node"
     rules = inside["spec"]["podFailurePolicy"]["rules"]
     assert [r["onExitCodes"]["containerName"] for r in rules[1:]] == ["node"] * 3
-    assert (
-        yaml.safe_load(
-            yaml.safe_dump(inside["spec"])
-            .replace("name: node\n", "name: agent\n")
-            .replace("containerName: node", "containerName: agent")
-        )
-        == named(render(BASE), "Job", "train")["spec"]
-    )
-    assert of_kind(objects, "Job") == []
-
-
-def test_a_trainjob_names_its_runtime_and_has_as_many_nodes():
-    objects = render(OVERLAYS["trainer"])
-    runtime, train = (named(objects, kind, "train") for kind in ("TrainingRuntime", "TrainJob"))
-    [inside] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    assert inside["template"]["metadata"]["labels"] == {
-        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    base = containers(named(render(BASE), "Job", "train"))[0]
+    differ = {"name", "args", "env", "workingDir"}
+    assert {k: v for k, v in container.items() if k not in differ} == {
+        k: v for k, v in base.items() if k not in differ
     }
-    assert train["spec"]["runtimeRef"] == {
-        "apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": "train",
-    }  # fmt: skip
-    numbers = (
-        runtime["spec"]["mlPolicy"],
-        train["spec"]["trainer"],
-        {"numNodes": inside["template"]["spec"]["parallelism"]},
-    )
-    assert [one["numNodes"] for one in numbers] == [4, 4, 4]
-    # A policy of Trainer's for torch would give each node a rank, which is etcd's business here.
-    assert runtime["spec"]["mlPolicy"].keys() == {"numNodes"}
+    assert "args" not in container, "they are the TrainJob's"
+    assert of_kind(objects, "Job") == []
 
 
 QUEUE_NAME = "kueue.x-k8s.io/queue-name"
 
 
-@pytest.mark.parametrize("components", [["kueue"], ["gpu", "kueue"], ["trainer", "kueue"]])
+@pytest.mark.parametrize("components", [["kueue"], ["gpu", "kueue"], ["kueue-elastic"]])
 def test_a_queued_job_names_a_queue_that_covers_all_that_it_asks_for(components, tmp_path):
     objects = combined(tmp_path, *components)
-    [owner] = of_kind(objects, "Job", "TrainJob")
+    [owner] = of_kind(objects, "Job")
     assert owner["spec"]["suspend"] is True, "only Kueue lets it begin"
     queue = render(DEPLOY / "kubernetes" / "kueue")
     local = named(queue, "LocalQueue", owner["metadata"]["labels"][QUEUE_NAME])

@@ -1,6 +1,6 @@
 """Plays cert-manager for the local cluster: real certificates, by openssl, as Secrets.
 
-Who calls it: tests that run manifests with cert-manager's objects in them.
+Who calls it: tests that run manifests with cert-manager's objects in them, or a server with TLS.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def issue(objects: list[Object], directory: Path) -> list[Object]:
     certificates = [o["spec"] for o in objects if o["kind"] == "Certificate"]
     for spec in sorted(certificates, key=lambda one: not one.get("isCA", False)):
         signer = issuers[spec["issuerRef"]["name"]].get("ca", {}).get("secretName")
-        _sign(spec, signer, directory)
+        sign(spec, signer, directory)
     made = [_secret(spec["secretName"], directory) for spec in certificates]
     return [o for o in objects if o["kind"] not in {"Issuer", "Certificate"}] + made
 
 
-def _sign(spec: Object, signer: str | None, directory: Path) -> None:
+def sign(spec: Object, signer: str | None, directory: Path) -> None:
+    """Make NAME.crt, NAME.key and NAME.ca of a certificate; without a signer it signs itself."""
     name = directory / spec["secretName"]
     extensions = [f"basicConstraints=critical,CA:{'TRUE' if spec.get('isCA') else 'FALSE'}"]
     if spec.get("dnsNames"):

@@ -79,6 +79,9 @@ class Job:
             for pod in self.active:
                 pod.terminate(now_s)
             return
+        for pod in self.active:
+            if pod.index >= self.spec["completions"]:
+                pod.terminate(now_s)
         running = {pod.index for pod in self.active}
         for index in set(range(self.spec["completions"])) - running:
             failed_too_often = self._failures.get(index, 0) > int(self.spec["backoffLimitPerIndex"])

@@ -31,7 +31,6 @@ WITHOUT_EFFECT = {"NetworkPolicy", "PodDisruptionBudget"}
 """Understood; nothing here schedules, evicts or filters by them."""
 
 _MAKERS: Mapping[str, type[Job] | type[StatefulSet]] = {"Job": Job, "StatefulSet": StatefulSet}
-_PATH = "/usr/local/bin:/usr/bin:/bin"
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
@@ -122,6 +121,7 @@ class Cluster:
         namespace, address = self._bridge.attach()
         facts = {"metadata.name": name, "status.podIP": address, "spec.nodeName": host}
         facts |= {f"metadata.labels['{key}']": value for key, value in labels.items()}
+        facts["metadata.annotations['batch.kubernetes.io/job-completion-index']"] = str(index)
         directory = self.directory / "pods" / namespace
         inside = self._container(host, spec, facts, directory)
         sandbox = Sandbox(inside, namespace, directory)
@@ -134,13 +134,17 @@ class Cluster:
     ) -> Container:
         container = spec["containers"][0]
         environment = self._environment(container, facts)
-        words = (*container.get("command", []), *container.get("args", []))
+        image = self._images[container["image"].rpartition(":")[0]]
+        start = container.get("command", image.entrypoint)
+        at = container.get("workingDir")
+        within = ("/usr/bin/env", f"--chdir={at}") if at else ()
+        words = (*within, *start, *container.get("args", []))
         hosts = Mount(target="/etc/hosts", source=self._hosts, read_only=True)
         return Container(
             hostname=host,
-            image=self._images[container["image"].rpartition(":")[0]],
+            image=image,
             command=[expand(word, environment) for word in words],
-            environment={"HOSTNAME": host, "PATH": _PATH, **environment},
+            environment={"HOSTNAME": host, "PATH": image.path, **environment},
             mounts=[hosts, *self._mounts(spec, container, directory)],
             user=spec["securityContext"]["runAsUser"],
             group=spec["securityContext"]["runAsGroup"],
@@ -154,7 +158,7 @@ class Cluster:
         for variable in container.get("env", []):
             if "valueFrom" in variable:
                 path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-                found[variable["name"]] = facts[path]
+                found[variable["name"]] = facts.get(path, "")  # as of a label that is not there
             else:
                 found[variable["name"]] = expand(variable["value"], found)
         return found

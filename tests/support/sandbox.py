@@ -54,6 +54,7 @@ class Image:
     files: Mapping[str, Path]
     """Path in the container -> here; read-only."""
     entrypoint: Sequence[str] = ()
+    path: str = "/usr/local/bin:/usr/bin:/bin"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,5 +210,5 @@ def _become(container: Container, root: Path) -> list[str]:
     return [
         *("/usr/bin/env", "-i", *variables, sys.executable, "-I", "-S", str(_BECOME)),
         *(str(root), str(container.user), str(container.group)),
-        *(*container.image.entrypoint, *container.command),
+        *container.command,
     ]

@@ -348,6 +348,7 @@ class Agent:
                 self._rdzv.set_unhealthy(self._health_checks.complaint)
             action, reason = self._next_action()
             if action is Action.EXIT:
+                self._told.show_done(self._node_workers, self._rdzv.snapshot, self._rdzv.node)
                 self._told.log_time(self._store, self._rdzv.snapshot, self._rdzv.node)
                 return log_end(
                     self._job,

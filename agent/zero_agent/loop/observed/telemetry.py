@@ -18,6 +18,7 @@ from zero_agent.loop.observed.job_history import JobHistory
 from zero_agent.loop.observed.judging import Post, Verdicts, ask_through
 from zero_agent.loop.observed.node_time import NodeTime, await_ledgers, in_a_sentence
 from zero_agent.loop.observed.traces import Traces
+from zero_agent.loop.observed.trainjob import TrainJobStatus
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.clock import Clock
@@ -64,6 +65,7 @@ class Telemetry:
         self.time = NodeTime(clock, before_ns)
         self.history = JobHistory()
         self.traces = Traces(job, config.node_id, store, environ)
+        self._trainjob = TrainJobStatus(environ, clock)
         self._over = 0
         """The last round whose end was logged."""
 
@@ -99,6 +101,7 @@ class Telemetry:
         runs = now.workers is Workers.RUNNING
         idle_s = steps.idle_s() if runs and steps.is_missing() else None
         if job.members.index(now.node) == 0:
+            self._trainjob.look(steps.last, steps.speed)
             step, warming_up = steps.finished or 0, steps.may_be_warming_up
             self.verdicts.add(Idle(step=step, idle_s=idle_s, warming_up=warming_up))
         else:
@@ -138,6 +141,11 @@ class Telemetry:
     def _publish_history(self, *, last: bool) -> None:
         history = self.history
         self.publisher.history(history.history, reign=history.reign, last=last)
+
+    def show_done(self, workers: NodeWorkers, job: Snapshot, me: Node) -> None:
+        """Show in the TrainJob, if there is one, that the job is done."""
+        if job.state is State.DONE and job.members.index(me) == 0:
+            self._trainjob.look(workers.steps.last, workers.steps.speed, done=True)
 
     def log_time(self, store: KeyValueStore, job: Snapshot, me: Node) -> None:
         """Log the time of this node; on the node of rank 0, that of a job that has ended, too."""
