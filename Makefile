@@ -110,7 +110,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,metrics,torch]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -118,7 +118,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,docs]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,metrics,torch,docs]'
 	@touch $@
 
 # What the image installs, with hashes. torch is left out: see deploy/Dockerfile. Needs uv.

@@ -13,10 +13,12 @@ HERE = Path(__file__).parent
 PROJECT = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
 OF_TORCH = ["filelock", "jinja2", "networkx", "setuptools>=77", "sympy", "typing-extensions"]
 """What torch needs of other indexes than its own, and what installs us."""
+OPTIONAL = PROJECT["optional-dependencies"]
 EXTRAS = ("etcd", "s3", "gcs", "stacks", "traces")
+BASE = PROJECT["dependencies"] + OPTIONAL["metrics"] + OPTIONAL["torch"]
 SETS = {
-    "base": [one for one in PROJECT["dependencies"] if not one.startswith("torch")] + OF_TORCH,
-    **{extra: PROJECT["optional-dependencies"][extra] for extra in EXTRAS},
+    "base": [one for one in BASE if not one.startswith("torch")] + OF_TORCH,
+    **{extra: OPTIONAL[extra] for extra in EXTRAS},
 }
 WHAT = {
     "base": "what zero-elastic and torch need, torch and its GPU libraries aside",

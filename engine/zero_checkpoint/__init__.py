@@ -7,6 +7,7 @@ two protocols below both. `find` lists the checkpoints of a directory, and `veri
 one. `format.pieces` defines the terms for the state itself.
 """
 
+import zero_contract.needs_torch  # noqa: F401 - says what is not installed
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.loading.candidates import Candidate, Found, Rejected, find

@@ -7,6 +7,7 @@ len(dataset))` says whether every sample of every epoch was consumed exactly onc
 run, another `round` of the ledger, has done again counts once.
 """
 
+import zero_contract.needs_torch  # noqa: F401 - says what is not installed
 from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.lanes import Lanes
 from zero_data.ledger import Ledger, Report, read_ledger, verify

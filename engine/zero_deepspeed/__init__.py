@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import zero_contract.needs_torch  # noqa: F401 - says what is not installed
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused, ConfigError, PeerLost, ZeroError

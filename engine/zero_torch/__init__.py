@@ -9,6 +9,7 @@ The weights are the same bits at every world size, and under DDP and FSDP2. A sc
 `loss.backward()` and `optimizer.step()` itself.
 """
 
+import zero_contract.needs_torch  # noqa: F401 - says what is not installed
 from zero_comm.worker.distributed import leave_failures_to_agent
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.protection import protect

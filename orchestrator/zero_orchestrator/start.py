@@ -19,6 +19,7 @@ from importlib.util import find_spec, module_from_spec
 from typing import NoReturn
 
 from zero_contract.exit_codes import CRASHED
+from zero_contract.extras import remedy
 
 
 def agent() -> NoReturn:
@@ -68,8 +69,7 @@ def run(module: str) -> NoReturn:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and not f"{error.name}".startswith("zero_"):
-            # pip also adds what an installed package lacks.
-            print(f"{error.name} is not installed: pip install zero-elastic", file=sys.stderr)
+            print(remedy(str(error.name)), file=sys.stderr)
             sys.exit(CRASHED)
         with contextlib.suppress(OSError):  # a full disk behind stderr
             sys.excepthook(type(error), error, error.__traceback__)  # imports nothing

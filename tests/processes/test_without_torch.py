@@ -48,7 +48,7 @@ def test_an_agent_without_torch_runs_a_job_to_its_end(tmp_path, cluster, without
     [
         ("ctl", ("--version",), 0, ""),
         ("agent", ("--version",), 0, ""),
-        ("ckpt", ("ls", "."), 70, "torch is not installed: pip install zero-elastic\n"),
+        ("ckpt", ("ls", "."), 70, "torch is not installed: pip install 'zero-elastic[torch]'\n"),
     ],
 )
 def test_a_command_that_needs_torch_names_the_line_to_type(

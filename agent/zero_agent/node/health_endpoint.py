@@ -24,6 +24,7 @@ from typing import Any
 
 from zero_agent.node.network import PatientServer
 from zero_agent.node.state import Workers
+from zero_contract.extras import remedy
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError
 
@@ -181,7 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] == _METRICS:
-            code, kind, body = HTTPStatus.OK, _TEXT, self.server.health.metrics()
+            code, kind, body = self._metrics()
         else:
             code, record = self.server.health.answer(self.path)
             kind, body = "application/json", json.dumps(record).encode() + b"\n"
@@ -190,6 +191,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _metrics(self) -> tuple[HTTPStatus, str, bytes]:
+        try:
+            return HTTPStatus.OK, _TEXT, self.server.health.metrics()
+        except ModuleNotFoundError as error:
+            text = f"{remedy(str(error.name))}\n"
+            return HTTPStatus.NOT_IMPLEMENTED, "text/plain", text.encode()
 
     def log_message(self, format: str, *args: Any) -> None:
         """A probe each second is not logged."""

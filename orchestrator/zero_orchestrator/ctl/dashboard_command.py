@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zero_contract.exit_codes import CtlExit
+from zero_contract.extras import remedy
 from zero_orchestrator import arguments
 from zero_orchestrator.addresses import family_of, host_port, who
 from zero_orchestrator.ctl import requests
@@ -67,8 +68,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         from zero_orchestrator.ctl.page.server import Server
     except ImportError as error:
         raise SpecError(
-            f"the dashboard needs {error.name}, which is not installed: "
-            "pip install 'zero-elastic[dashboard]'; `zero-ctl report` works without it"
+            f"{remedy(str(error.name))}; `zero-ctl report` needs no dashboard"
         ) from error
     job = _await_job(store, args.job, view)
     token = secrets.token_urlsafe(24) if args.token_file is None else _token(args.token_file)

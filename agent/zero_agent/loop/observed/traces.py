@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from zero_contract.extras import remedy
 from zero_contract.worker import Saved
 from zero_orchestrator.errors import StoreError
 from zero_orchestrator.observe import events
@@ -109,10 +110,7 @@ def refusal(environ: Mapping[str, str]) -> str | None:
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec(_EXPORTER) is not None:
             return None
-    return (
-        f"no traces are sent: {asked} is set, and the extra `traces` is not installed; "
-        "pip install 'zero-elastic[traces]'"
-    )
+    return f"no traces are sent, although {asked} is set: {remedy('opentelemetry')}"
 
 
 class Traces:
