@@ -15,13 +15,13 @@ worker's round, also while torchrun's own thread waits for workers to end.
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from zero_contract import worker
+from zero_contract import owned_dir, worker
 from zero_contract.channel import Channel
 from zero_contract.hub import Hub
 from zero_contract.journal import Journal
@@ -44,6 +44,9 @@ from zero_orchestrator.membership.job_state import Snapshot, round_env
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.store import retry
 
+_PREFIX = "zero-torchrun-"
+_PARENT_BYTES = 60
+"""With the rest, the path of a Unix socket has at most 107 bytes."""
 LEAVE_WITHIN_S = 600.0
 """The longest wait for a step and a save; then torchrun's SIGTERM follows, and in 30 s its SIGKILL.
 zero-agent has --shutdown-timeout for it, and torchrun no such flag."""
@@ -55,9 +58,13 @@ class Workers:
     def __init__(self, rdzv: Rendezvous, journal: Journal, on_notice: Callable[[], None]) -> None:
         """Listen; `on_notice` is called on another thread when a notice lets a worker leave."""
         self._rdzv, self._journal, self._on_notice = rdzv, journal, on_notice
-        self._scratch = TemporaryDirectory(prefix="zero-torchrun-", ignore_cleanup_errors=True)
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) > _PARENT_BYTES:  # Slurm makes long TMPDIRs
+            parent = Path("/tmp")
+        owned_dir.sweep(parent, f"{_PREFIX}*")  # those of processes that were killed
+        self._scratch = owned_dir.make(parent, _PREFIX)
         self._hub = Hub()
-        self._channel = Channel(self._hub, Path(self._scratch.name, "agent"), self._on_message)
+        self._channel = Channel(self._hub, self._scratch.path / "agent", self._on_message)
         self._changed = threading.Lock()
         self._begin(0, 0)
 
@@ -115,7 +122,7 @@ class Workers:
         """Hear nothing more."""
         self._channel.close()
         self._hub.close()
-        self._scratch.cleanup()
+        self._scratch.remove()
 
     # ---- the hub's thread ----
 

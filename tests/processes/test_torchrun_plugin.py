@@ -175,11 +175,12 @@ class Training:
         return json.loads(self.ctl("status", "--json"))
 
 
-@pytest.fixture(params=["protect", pytest.param("engine", marks=pytest.mark.full)])
+@pytest.fixture(params=["protect", "engine"])
 def training(torchrun, tmp_path, etcd, request) -> Training:
     return Training(torchrun, tmp_path, etcd.endpoint, request.param)
 
 
+@pytest.mark.full
 def test_nodes_join_and_drain_at_a_step_boundary_and_the_job_is_stopped(training, tmp_path):
     first = training.start()
     training.goes_on()
