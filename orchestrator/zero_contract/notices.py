@@ -4,7 +4,8 @@ Without an agent a training asks `heard` at the end of each step, and leaves aft
 agent looks for the same notices of the machine (`watch`) and drains its node.
 
 - Signals: those that a terminal, a launcher or a scheduler sends, unless the script handles them
-  itself. The same signal once more has its default effect: it ends the process.
+  itself. The same signal once more has its default effect: it ends the process. The handler that
+  Ray gives its workers is none of the script's: it ends them at once.
 - Metadata: only where the firmware, or a variable of the cloud's SDK, says which cloud it is, so
   no other machine waits for a server that is not there. One process of a machine asks.
 - A file: that of ZERO_LEAVE_FILE is not empty any more. Kubernetes writes an annotation of the pod
@@ -246,6 +247,7 @@ def _begin() -> None:
         for number in SIGNALS:
             handler = signal.getsignal(number)
             default = handler in (signal.SIG_DFL, signal.default_int_handler, _on_signal)
+            default = default or getattr(handler, "__module__", "").startswith("ray.")
             if default and not (interactive and number == signal.SIGINT):
                 signal.signal(number, _on_signal)
     local = next((os.environ[name] for name in _FIRST if name in os.environ), "0")

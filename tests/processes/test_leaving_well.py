@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.cluster import COLD, ROOT, TOGETHER, environment, whole_lines
 from tests.support.metadata import CLOUDS, NOTICES, Metadata, metadata_server
+from tests.support.new_environment import python_with
 from tests.support.ports import free_port
 from tests.support.slurm import slurm_cluster
 from tests.support.terminal import Terminal
@@ -153,6 +154,26 @@ def test_a_handler_of_the_scripts_own_stays(tmp_path):
     assert done.stdout == "mine\nFalse\n"
 
 
+def test_the_handler_that_ray_gives_its_workers_is_replaced(tmp_path):
+    script = (
+        "import os, signal, sys, zero_agent\n"
+        "ends = lambda *_: sys.exit(1)\n"
+        "ends.__module__ = 'ray._private.worker'\n"
+        "signal.signal(signal.SIGTERM, ends)\n"
+        "zero_agent.should_leave()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print(zero_agent.should_leave())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True\n"
+
+
 @pytest.mark.parametrize("state", ["silent", "dead"])
 def test_no_step_and_no_start_waits_for_a_server_that_does_not_answer(tmp_path, metadata, state):
     variables = {k: v for cloud in CLOUDS for k, v in metadata.environment(cloud).items()}
@@ -276,6 +297,53 @@ def test_as_process_1_of_a_container_it_leaves_before_the_grace_period_ends(tmp_
     (inside,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(inside), signal.SIGTERM)
     has_left(process, job, TERM)
+
+
+RAY = """
+import os, signal, sys, ray
+ray.init(num_cpus=1, include_dashboard=False)
+
+@ray.remote(max_restarts=0)
+class Worker:
+    def pid(self):
+        return os.getpid()
+
+    def train(self):
+        sys.argv = ["job", "alone", {directory!r}]
+        sys.path += {paths!r}
+        try:
+            exec(open({job!r}).read(), {{"__name__": "job"}})
+        except SystemExit as ending:
+            return ending.code
+
+worker = Worker.remote()
+pid, ending = ray.get(worker.pid.remote()), worker.train.remote()
+print(pid, flush=True)
+print(ray.get(ending, timeout=60), flush=True)
+"""
+
+
+@pytest.mark.full
+def test_an_actor_of_ray_saves_its_step_when_its_process_gets_sigterm(tmp_path):
+    """Ray gives its workers a handler that ends them at once."""
+    python = python_with("ray", "msgspec")
+    paths = [str(ROOT / one) for one in ("agent", "orchestrator")]
+    script = tmp_path / "ray_job.py"
+    script.write_text(RAY.format(directory=str(tmp_path), paths=paths, job=str(JOB)))
+    job = Job(tmp_path, (str(python),), "alone", {})
+    process = subprocess.Popen(
+        [str(python), str(script)], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        pid = int(process.stdout.readline())
+        job.wait_for_steps()
+        os.kill(pid, signal.SIGTERM)
+        said = process.stdout.read()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert str(TERM) in said.splitlines()
+    assert job.steps() == list(range(1, job.saved() + 1))
 
 
 @pytest.mark.etcd

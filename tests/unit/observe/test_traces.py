@@ -154,8 +154,8 @@ def test_a_missing_extra_is_one_message_that_names_it(store, monkeypatch, caplog
     sender.saved(SAVED)
     sender.close()
     assert caplog.messages == [
-        "no traces are sent: OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set, and the extra `traces` is "
-        "not installed; pip install 'zero-elastic[traces]'"
+        "no traces are sent, although OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set: opentelemetry is "
+        "not installed: pip install 'zero-elastic[traces]'"
     ]
 
 
