@@ -139,8 +139,7 @@ class PositionLoader(ABC, Generic[Ordered]):
     def run(self) -> Ticket | None:
         """The ticket of the batch that a micro-step runs now; None if no batch waits for one."""
         ticket = self.draws.run()
-        if self.draws.ended:  # no draw comes before what the script does with the next one
-            self._seed()
+        self._seed()  # perhaps no draw comes before what the script does with the next one
         return ticket
 
     def __iter__(self) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -101,6 +102,30 @@ def test_a_batch_may_be_drawn_between_the_backward_and_the_step_of_the_one_befor
     for world in (1, 2):
         root = str(tmp_path / str(world))
         assert worlds.run(world, drawn_between, kind, root) == [(9, expected(kind)[9])] * world
+        assert ledger_problems(root) == ()
+
+
+def drawn_in_bursts(kind: str, root: str) -> tuple[int, str]:
+    """Several batches are drawn, then all of them are run, as a Trainer does with a step's."""
+    trainer = KINDS[kind](root)
+    while trainer.step < 7:
+        batches = iter(trainer.loader)
+        while burst := [*islice(batches, 3)]:
+            for rows in burst:
+                train(trainer, rows)
+    result = trainer.step, trainer.hash()
+    trainer.close()
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.corners(kind=["protect"])
+def test_each_of_several_batches_drawn_at_once_has_its_own_random_numbers(
+    worlds: WorldPool, expected: Any, tmp_path: Path, kind: str
+) -> None:
+    for world in (1, 2):
+        root = str(tmp_path / str(world))
+        assert worlds.run(world, drawn_in_bursts, kind, root) == [(9, expected(kind)[9])] * world
         assert ledger_problems(root) == ()
 
 
