@@ -50,6 +50,8 @@ class Ticket:
     """Of what the script does with it."""
     documents: tuple[Documents, ...] = ()
     """What each sample is made of, if it is packed."""
+    ends_step: bool = False
+    """Whether it is the last one of its step on this rank; False where the script ends steps."""
 
 
 class Draws:
@@ -71,11 +73,6 @@ class Draws:
     def next(self) -> Ticket | None:
         """The batch that is run next, if it is drawn."""
         return self._waiting[0] if self.waiting else None
-
-    @property
-    def ended(self) -> bool:
-        """Whether the epoch has ended, so nothing more is drawn in this iteration."""
-        return self._ended
 
     @property
     def waiting(self) -> int:

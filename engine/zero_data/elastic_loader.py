@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import (
@@ -181,7 +181,8 @@ class MicroBatchSampler:
         for step, plan in enumerate(plans, self.cursor.step):
             for each in range(micro, plan.micro_steps(self.world)):
                 microbatch = plan.assigned(assignment, each, self.rank)
-                yield self._ticket(plan, microbatch, step, microbatch.index)
+                ticket = self._ticket(plan, microbatch, step, microbatch.index)
+                yield replace(ticket, ends_step=each + 1 == plan.micro_steps(self.world))
             micro = 0
 
     def _rests(self) -> Iterator[StepPlan]:

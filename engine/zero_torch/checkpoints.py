@@ -56,6 +56,7 @@ class Checkpoints(Session):
 
     Attributes:
         grad_norm: The norm of the gradients that `Run` has clipped last, before clipping.
+        loss: Of the last step of a `Run`, over all ranks.
         scheduler: As given to `protect`; so is `scaler`.
     """
 
@@ -75,6 +76,7 @@ class Checkpoints(Session):
     ) -> None:
         """Join the other ranks; `protect` checks the arguments, and calls `start`."""
         self.grad_norm: float | None = None
+        self.loss = 0.0
         self.scheduler = scheduler
         self.scaler = scaler
         self._wrapped = wrapped
@@ -154,21 +156,32 @@ class Checkpoints(Session):
     ) -> bool:
         """Save if a save is due, or if the agent has asked this worker to leave.
 
-        Call it after each batch; between two steps it does nothing. Without an interval here or in
-        the config's "checkpoint", the interval is "auto": the one that loses the least time.
+        Call it after each batch; between two steps it does nothing. For the interval see `due`.
 
         Returns:
             Whether a checkpoint was saved.
         """
-        if not self._between_steps():
-            return False
-        options = self._chosen.checkpoint
-        if every_steps is every_s is options.every_steps is options.every_s is None:
-            every_s = "auto"
-        if not self._unsaved or not self.due(every_steps, every_s):
+        if not self._between_steps() or not self._unsaved or not self.due(every_steps, every_s):
             return False
         self._unsaved = False
         return self.save(directory, client_state=client_state)
+
+    def due(
+        self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None
+    ) -> bool:
+        """Whether to save now; the same on all ranks. Also true when this worker is to leave.
+
+        It ends a step whose optimizer has acted, and is False within one.
+
+        Args:
+            every_steps: The number of steps between saves.
+            every_s: The number of seconds between saves; "auto": the one that loses the least time.
+                Without either argument the config decides, and without an interval there, "auto".
+        """
+        options = self._chosen.checkpoint
+        if every_steps is every_s is options.every_steps is options.every_s is None:
+            every_s = "auto"
+        return self._between_steps() and super().due(every_steps, every_s)
 
     # ---- steps ----
 
@@ -190,7 +203,7 @@ class Checkpoints(Session):
             if everybodys is None:
                 everybodys = self._agreement.reach([], self._notes()).notes
             notes, at = everybodys.tolist(), -1 - len(self._tokens)
-            loss = sum(row[at] for row in notes) * self._correction
+            self.loss = sum(row[at] for row in notes) * self._correction
             self._losses.clear()
             self._tokens.clear()
             self._correction = 1.0
@@ -198,7 +211,7 @@ class Checkpoints(Session):
             progress = Progress(
                 step=cursor.step,
                 samples=cursor.samples,
-                loss=loss if self._training.ordered is not None else None,
+                loss=self.loss if self._training.ordered is not None else None,
                 gradient_norm=self.grad_norm,
                 tokens=cursor.tokens,
                 loss_scale=self.scaler.get_scale() if self.scaler is not None else None,

@@ -234,6 +234,11 @@ class Run(Checkpoints):
         """Samples consumed by the steps done."""
         return self._cursor.samples
 
+    @property
+    def last(self) -> bool:
+        """Whether the micro-batch under way is the last one of its step on this rank."""
+        return self._now().last
+
     def backward(self, loss: Tensor, *, tokens: int | Tensor | None = None) -> None:
         """Compute the gradients of this micro-batch's mean loss, with its share of the step.
 

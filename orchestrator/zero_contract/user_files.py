@@ -6,7 +6,7 @@ import re
 
 _LIBRARIES = re.compile(
     r"/(site|dist)-packages/|/lib/python3|<frozen|"
-    r"/zero_(agent|checkpoint|comm|contract|data|deepspeed|engine|orchestrator|step|torch|torchrun)/"
+    r"/zero_(agent|checkpoint|comm|contract|data|deepspeed|engine|libraries|orchestrator|step|torch|torchrun)/"
 )
 
 

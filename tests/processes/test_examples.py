@@ -114,12 +114,11 @@ def test_lightning_has_one_hash_at_every_world_size_and_after_a_kill_and_a_join(
     alone = agent("--standalone", str(example), str(tmp_path / "alone"), "ddp")
     undisturbed = re.findall(r"^step 100, weights v2:[0-9a-f]{64}$", alone.stdout, re.MULTILINE)
     slow = tmp_path / "slow.py"
-    pause = "(time.sleep(0 if Path({!r}).exists() else 0.03), self.run.step(max_norm=1.0))"
+    pause = f"        time.sleep(0 if Path({str(tmp_path / 'hurry')!r}).exists() else 0.03)\n"
+    its_step = "        return nn.functional"
     slow.write_text(
         "import time\nfrom pathlib import Path\n"
-        + example.read_text().replace(
-            "self.run.step(max_norm=1.0)", pause.format(str(tmp_path / "hurry"))
-        )
+        + example.read_text().replace(its_step, pause + its_step)
     )
     line = [str(slow), str(tmp_path / "state"), sharded]
     job = cluster(flags=("--nnodes=1:2", "--max-restarts=1", TOGETHER), script=line)
@@ -178,9 +177,33 @@ def test_a_loop_of_its_own_has_the_same_losses_and_weights_at_every_world_size(
 LOOP = EXAMPLES / "accelerate_loop.py"
 
 
+@pytest.mark.full
+def test_a_loop_of_accelerate_has_one_hash_at_every_number_of_ranks_and_when_it_resumes(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    short = tmp_path / "short.py"  # ends in its second epoch
+    short.write_text(
+        LOOP.read_text().replace(
+            "EPOCHS, SAVE_EVERY, MICROBATCHES = 5", "EPOCHS, SAVE_EVERY, MICROBATCHES = 2"
+        )
+    )
+    assert agent(*TWO, str(short), str(tmp_path / "on3")).returncode == 0
+    found = set()
+    for ranks, first in ((1, 0), (2, 0), (3, 6)):
+        line = (*TWO[:1], f"--nproc-per-node={ranks}", str(LOOP), str(tmp_path / f"on{ranks}"))
+        done = agent(*line)
+        assert f"step 20 from {first}," in done.stdout, done.stderr
+        found.add(tuple(hashes(done.stdout)))
+    assert len(found) == len(next(iter(found))) == 1
+
+
+RECIPE = ROOT / "tests" / "data" / "scripts" / "accelerate_recipe.py"
+
+
 def looped(directory: Path, ranks: int, *edits: tuple[str, str]) -> tuple[int, str]:
-    """The example, edited, at this number of ranks; its last step's number and its output."""
-    text = LOOP.read_text()
+    """The recipe, edited, at this number of ranks; its last step's number and its output."""
+    text = RECIPE.read_text()
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
@@ -196,7 +219,7 @@ def hashes(output: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_the_loop_of_accelerate_has_one_hash_at_every_number_of_ranks_and_when_it_resumes(
+def test_a_loop_of_accelerate_with_the_engine_has_one_hash_and_resumes(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")

@@ -120,7 +120,8 @@ class LaneLoader(PositionLoader[LaneOrder]):
         ids = tuple(range(first, first + microbatch.size))
         forward = mix(self._of_reading, step, microbatch.index)
         of_loop = forward if self._seeds_forward else loop_seed(seed)
-        ticket = Ticket(plan.position + microbatch.start, ids, seed, of_loop)
+        ends = number + 1 == plan.micro_steps(self.order.world)
+        ticket = Ticket(plan.position + microbatch.start, ids, seed, of_loop, ends_step=ends)
         if microbatch.padding:
             return ticket, self._some_batch(plan)
         _, batch, _, documents = reads[microbatch.index]

@@ -13,7 +13,6 @@ Imported after accelerate.accelerator; `resuming` decides.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -29,9 +28,9 @@ from zero_deepspeed.as_deepspeed.resuming import (
     OWN_ORDER,
     OWN_SCHEDULE,
     check_loop,
-    check_processes,
     engine_missing,
 )
+from zero_libraries.accelerate import check_processes
 
 _log = logging.getLogger(__name__)
 _exempt: list[str] = []
@@ -49,7 +48,7 @@ def install() -> None:
         constructor(self, *args, **named)
         made = _has_engine(self)
         if made:
-            check_processes(self.num_processes, int(os.environ.get("WORLD_SIZE", "1")))
+            check_processes(self.num_processes)
         asked = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")  # accelerate sets it for a plugin
         _warn(self, engine_missing(asked=asked, made=made))
 

@@ -371,18 +371,3 @@ def engine_missing(*, asked: bool, made: bool) -> str:
         "number of ranks. Give Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=1)), or "
         "--deepspeed CONFIG to the Trainer"
     )
-
-
-def check_processes(counted: int, world: int) -> None:
-    """Check that accelerate knows of all processes.
-
-    Raises:
-        ConfigError: It knows of fewer; another batch than the script's would be trained.
-    """
-    if counted < world:
-        raise ConfigError(
-            f"accelerate counts {counted} process{'es' if counted > 1 else ''}, and there are "
-            f"{world}: without a GPU it chooses no backend. Give it one: "
-            "Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend='gloo')], ...), or "
-            "TrainingArguments(use_cpu=True) for the Trainer"
-        )

@@ -19,7 +19,6 @@ from zero_deepspeed.as_deepspeed.resuming import (
     RunStart,
     Seen,
     check_loop,
-    check_processes,
     check_schedule,
     choose,
     engine_missing,
@@ -213,12 +212,6 @@ def test_a_loop_that_begins_again_over_its_checkpoint_is_refused() -> None:
 def test_a_loop_whose_batch_has_changed_with_the_world_is_refused() -> None:
     with pytest.raises(CannotGoOn, match=r"a step took 8 samples .*, and takes 4 now"):
         check_loop(2, 5, 8, 4)
-
-
-def test_an_accelerator_that_counts_one_process_of_several_is_refused_with_the_remedy() -> None:
-    check_processes(2, 2)
-    with pytest.raises(ConfigError, match=r"counts 1 process, and there are 2: .*backend='gloo'"):
-        check_processes(1, 2)
 
 
 def test_an_accelerator_that_drops_its_plugin_is_refused_and_one_without_is_told() -> None:

@@ -1,0 +1,258 @@
+"""Lightning's Trainer on `zero_torch.Run`: a strategy.
+
+    trainer = lightning.Trainer(strategy=ZeroDDP("checkpoints", microbatches=12), ...)
+    trainer.fit(model, loader)             # resumes by itself
+    print(trainer.strategy.run.global_step, trainer.strategy.run.weight_hash())
+
+Lightning sees a global batch as one batch, so its step, epoch, validation and schedules do not
+depend on the number of ranks. The loops' own progress, and the states of callbacks, are part of the
+run's checkpoint. `ModelCheckpoint` writes what it always writes, for other uses of the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import zero_torch
+from zero_contract.errors import ConfigError
+from zero_libraries.steps import GlobalBatches
+
+_OF_THE_RUN = ("state_dict", "optimizer_states", "hyper_parameters", "hparams_name", "hparams_type")
+"""Parts of Lightning's checkpoint that the run has, or that the script gives again."""
+
+
+class _Protected:
+    """What a strategy does otherwise; comes before the strategy that wraps the model.
+
+    Attributes:
+        run: The run, from the begin of `fit` on.
+    """
+
+    run: zero_torch.Run
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *more: Any,
+        microbatches: int,
+        config: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Set up a strategy.
+
+        Args:
+            directory: Of the checkpoints from which the run resumes.
+            *more: As for the strategy of Lightning, as are `named`.
+            microbatches: Those of a global batch, over all ranks; the batches of the script's
+                DataLoader are micro-batches.
+            config: As for `zero_torch.protect`.
+            **named: See `more`.
+        """
+        super().__init__(*more, **named)
+        self._directory = directory
+        self._microbatches = microbatches
+        self._config = config
+        self._batches: GlobalBatches | None = None
+        self._micro_batch: Any = None
+        """The one whose turn it is, of the step that Lightning has given."""
+        self._step: list[Any] = []
+
+    # ---- begin and end ----
+
+    @property
+    def _fits(self) -> bool:
+        module = self.lightning_module  # type: ignore[attr-defined]
+        return module is None or module.trainer.state.fn == "fit"
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The run loads the weights once they are wrapped."""
+        return self._fits or super().restore_checkpoint_after_setup  # type: ignore[misc]
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The run restores it."""
+        return False
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Make the run, and load its newest checkpoint."""
+        super().setup(trainer)  # type: ignore[misc]
+        if not self._fits:
+            return
+        check(trainer)
+        if hasattr(self, "run"):
+            raise ConfigError("fit() was called before: make another strategy for another run")
+        trainer.fit_loop.setup_data()
+        run = self._begin()
+        its: Any = trainer
+        its.precision_plugin.clip_grad_by_norm = lambda _, norm: run.clip_grad_norm_(float(norm))
+        its.callbacks.append(_Saves(run, self._directory))
+
+    def _begin(self) -> zero_torch.Run:
+        if not hasattr(self, "run"):
+            its: Any = self
+            trainer, batches = its.lightning_module.trainer, self._batches
+            if batches is None or len(its.optimizers) != 1:
+                raise ConfigError("Zero's strategy takes one DataLoader of torch and one optimizer")
+            schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+            self.run = zero_torch.protect(
+                its.model,
+                its.optimizers[0],
+                batches.given,
+                microbatches=self._microbatches,
+                scheduler=schedulers[0] if schedulers else None,
+                config=self._config,
+            )
+            self.run.keep_client_state(self.state)
+            if self.run.load(self._directory) is not None:
+                trainer._checkpoint_connector._loaded_checkpoint = {
+                    **self.run.client_state,
+                    "state_dict": {},
+                    "lr_schedulers": [],
+                }
+        return self.run
+
+    def load_model_state_dict(self, *more: Any, **named: Any) -> None:
+        """Do nothing in `fit`: the run has loaded it."""
+        if not self._fits:
+            super().load_model_state_dict(*more, **named)  # type: ignore[misc]
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Refuse another checkpoint than the newest one of the run, in `fit`."""
+        if not self._fits:
+            return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
+        raise ConfigError(
+            f"fit(ckpt_path={str(checkpoint_path)!r}): a run resumes by itself, from the newest "
+            f"checkpoint in {self._directory}; leave ckpt_path out. To begin with other weights, "
+            "load them into the module first"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Lightning's part of a checkpoint: progress, callbacks, what hooks add."""
+        its: Any = self
+        connector = its.lightning_module.trainer._checkpoint_connector
+        self._dumps = True
+        try:
+            whole = connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._dumps = False
+        return {key: whole[key] for key in whole.keys() - {*_OF_THE_RUN, "lr_schedulers"}}
+
+    _dumps = False
+    """Whether `state` asks, which wants no tensors of the run."""
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """See Lightning."""
+        return {} if self._dumps else super().lightning_module_state_dict()  # type: ignore[misc]
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See Lightning."""
+        return {} if self._dumps else super().optimizer_state(optimizer)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Finish the last save."""
+        if hasattr(self, "run"):
+            self.run.close()
+        super().teardown()  # type: ignore[misc]
+
+    # ---- data ----
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The training loader, as global batches; others as they are."""
+        its: Any = self
+        if not its.lightning_module.trainer.training:
+            return super().process_dataloader(dataloader)  # type: ignore[misc]
+        if not isinstance(dataloader, DataLoader):
+            raise ConfigError(
+                f"fit() got a {type(dataloader).__name__} to train on: give a DataLoader of torch, "
+                "whose batches are micro-batches"
+            )
+        self._batches = GlobalBatches(dataloader, self._microbatches)
+        self._batches.begin = self._begin
+        return self._batches
+
+    # ---- a step ----
+
+    def training_step(self, batch: Any, *more: Any, **named: Any) -> Any:
+        """The step of the script, on the micro-batch whose turn it is."""
+        self._step = batch
+        mine = batch[0] if self._micro_batch is None else self._micro_batch
+        return super().training_step(mine, *more, **named)  # type: ignore[misc]
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *_: Any, **__: Any) -> Tensor:
+        """The backward of the run, between the hooks of the script."""
+        its: Any = self
+        module, precision = its.lightning_module, its.precision_plugin
+        closure_loss = precision.pre_backward(closure_loss, module)
+        self.run.backward(closure_loss)
+        return precision.post_backward(closure_loss, module)
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **_: Any,
+    ) -> Any:
+        """Run all micro-batches of the step; the last one acts."""
+        its: Any = self
+        result = closure()
+        for micro_batch in self._step[1:]:
+            self._micro_batch = micro_batch
+            self.run.step()
+            result = closure()
+        self._micro_batch = None
+        its.precision_plugin._after_closure(model or its.lightning_module, optimizer)
+        optimizer.step()
+        return result
+
+
+def check(trainer: pl.Trainer) -> None:
+    """Check the arguments of a Trainer.
+
+    Raises:
+        ConfigError: One of them cannot be kept; names it.
+    """
+    module: Any = trainer.lightning_module
+    precision: Any = trainer.precision_plugin
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError("accumulate_grad_batches: leave it out; microbatches takes its place")
+    if not module.automatic_optimization:
+        raise ConfigError("automatic_optimization=False: call zero_torch.protect() in the module")
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        raise ConfigError("precision='16-mixed' has a scaler of its own: give 'bf16-mixed'")
+
+
+class _Saves(Callback):
+    """Ends the step of the run, and saves when that is due."""
+
+    def __init__(self, run: zero_torch.Run, directory: str | os.PathLike[str]) -> None:
+        self._run = run
+        self._directory = directory
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Save after a step, and leave, if that is due."""
+        self._run.save_if_due(self._directory)
+
+
+class ZeroDDP(_Protected, DDPStrategy):
+    """DistributedDataParallel whose bits do not depend on the number of ranks."""
+
+
+class ZeroFSDP2(_Protected, ModelParallelStrategy):
+    """FSDP2, as `configure_model` of the module shards it."""
+
+
+StrategyRegistry.register("zero_ddp", ZeroDDP)

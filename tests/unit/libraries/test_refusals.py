@@ -1,0 +1,137 @@
+"""What a plug-in cannot keep is refused at the start, with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero_contract.errors import ConfigError, ZeroError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs, when they are imported
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(8, 2)), 2)
+
+
+def test_an_accelerator_that_counts_one_process_of_several_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("accelerate")
+    from zero_libraries.accelerate import check_processes
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_processes(2)
+    with pytest.raises(ConfigError, match=r"counts 1 process, and there are 2: .*backend='gloo'"):
+        check_processes(1)
+
+
+def test_an_accelerator_that_accumulates_by_itself_is_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from zero_libraries.accelerate import protect
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=3\): leave it out"):
+        protect(
+            accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3),
+            model,
+            optimizer,
+            data(),
+            microbatches=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "remedy"),
+    [
+        ({"gradient_accumulation_steps": 3}, "microbatches is the number of micro-batches"),
+        ({"auto_find_batch_size": True}, "changes the micro-batch"),
+        ({"enable_jit_checkpoint": True}, "a protected Trainer leaves with a checkpoint"),
+        ({"include_num_input_tokens_seen": True}, "counts padding"),
+    ],
+)
+def test_an_argument_of_a_trainer_that_cannot_be_kept_is_refused(
+    tmp_path: Path, argument: dict[str, Any], remedy: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from zero_libraries.transformers import protect
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], **argument
+    )
+    trainer = transformers.Trainer(nn.Linear(2, 1), arguments)
+    [name] = argument
+    with pytest.raises(ConfigError, match=f"{name}.*{remedy}"):
+        protect(trainer, microbatches=2)
+
+
+def test_rewards_of_a_group_are_compared_on_one_rank() -> None:
+    pytest.importorskip("transformers")
+    from zero_libraries.transformers import whole_groups
+
+    class RepeatSampler(torch.utils.data.Sampler[int]):
+        """As TRL's; each prompt stands several times."""
+
+        mini_repeat_count, repeat_count, shuffle = 2, 1, False
+
+        def __len__(self) -> int:
+            return 8
+
+    def loader(size: int) -> DataLoader[Any]:
+        return DataLoader(range(4), size, sampler=RepeatSampler(), collate_fn=list)  # type: ignore[arg-type]
+
+    assert [*whole_groups(loader(4))] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert (plain := data()) is whole_groups(plain)
+    with pytest.raises(ConfigError, match="a group of completions must be in one micro-batch"):
+        whole_groups(loader(3))
+    RepeatSampler.repeat_count = 2
+    with pytest.raises(ConfigError, match=r"GRPOConfig\(steps_per_generation=1\)"):
+        whole_groups(loader(4))
+
+
+@pytest.mark.parametrize(
+    ("argument", "manual", "remedy"),
+    [
+        ({"accumulate_grad_batches": 2}, False, "microbatches takes its place"),
+        ({}, True, r"call zero_torch\.protect\(\) in the module"),
+    ],
+)
+def test_an_argument_of_lightning_that_cannot_be_kept_is_refused(
+    tmp_path: Path, argument: dict[str, Any], manual: bool, remedy: str
+) -> None:
+    lightning = pytest.importorskip("lightning")
+    from zero_libraries.lightning import check
+
+    module = lightning.LightningModule()
+    module.automatic_optimization = not manual
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, default_root_dir=str(tmp_path),
+        enable_checkpointing=False, enable_progress_bar=False, **argument,
+    )  # fmt: skip
+    trainer.strategy.connect(module)
+    with pytest.raises(ConfigError, match=remedy):
+        check(trainer)
+
+
+def test_a_run_of_lightning_resumes_from_no_checkpoint_but_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from zero_libraries.lightning import ZeroDDP
+
+    strategy = ZeroDDP(tmp_path, microbatches=2)
+    with pytest.raises(ConfigError, match=r"ckpt_path='last.ckpt'\): a run resumes by itself"):
+        strategy.load_checkpoint("last.ckpt")
+
+
+def test_the_samples_of_a_stream_are_not_drawn_before_the_optimizer_is_there() -> None:
+    from zero_libraries.steps import GlobalBatches
+
+    batches = GlobalBatches(data(), 3)
+    assert len(batches) == 2  # of 6 samples and of 2
+    with pytest.raises(ZeroError, match="before the library has made the optimizer"):
+        next(iter(batches))
