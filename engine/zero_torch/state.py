@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.state.extra_state import extra_state, restore_extra_state
@@ -129,9 +130,11 @@ class TrainingState:
             What it reads; and the reads of all ranks, whose `exchange` fills the rest.
 
         Raises:
-            ModelMismatch: The checkpoint has its parameters in other param groups.
+            ModelMismatch: The checkpoint is of another model, or has its parameters in other param
+                groups. Nothing has changed.
         """
         self._check_groups(manifest)
+        self._check_tensors(manifest)
         self._make_optimizer_state(manifest)
         self.statefuls.make(manifest)
         boxes = (self._box(each, tensor) for each, tensor in self._live())
@@ -185,6 +188,17 @@ class TrainingState:
                 f"checkpoint {manifest.tag}: the parameters are in other param groups (for example "
                 f"{min(names)}); give the optimizer the groups that it had"
             )
+
+    def _check_tensors(self, manifest: Manifest) -> None:
+        """Compare what there will be with a checkpoint, while the optimizer still has its state."""
+        parameters = self._wrapped.parameters()
+        coming = {t: info for t, info in self.tensors().items() if t.kind in (PARAM, BUFFER)}
+        coming |= {
+            each: TensorInfo(tuple(parameters[each.fqn].shape), info.dtype)
+            for each, info in manifest.tensors.items()
+            if each.kind not in (PARAM, BUFFER, OTHER) and each.fqn in parameters
+        }
+        resolve(State(coming, (), self.aliases()), manifest)
 
     def _make_optimizer_state(self, manifest: Manifest) -> None:
         """Allocate every key that the checkpoint has for a parameter, and drop all others."""

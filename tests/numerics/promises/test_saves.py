@@ -10,15 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.numerics.in_memory.nodes import checkpoints, drop, on_a_node, settle
-from tests.numerics.promises.back_ends import BACK_ENDS, WITH_EVERYTHING, hashes, training
+from tests.numerics.promises.back_ends import (
+    BACK_ENDS,
+    STEPS,
+    WITH_EVERYTHING,
+    Net,
+    Recipe,
+    agreed,
+    hashes,
+    training,
+)
 from tests.support.inside import persistence_of
 from tests.support.saving import Full, Gated, heard, use
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
 from tests.unit.checkpoint.support import flip
 from zero_checkpoint import find
+from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.pieces import PARAM
 from zero_checkpoint.loading.candidates import Candidate
 from zero_contract.errors import ZeroError
@@ -101,6 +112,41 @@ def damage(checkpoint: Candidate) -> None:
 
 
 # ---- in memory ----
+
+
+class Wider(Net):
+    """Another model: one parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def refused_in_between(back_end: str, other: str) -> list[str]:
+    """The hashes of a run that tries to load a checkpoint of another model after two steps."""
+    save_once(Recipe(model=Wider), back_end, other)
+    own = training(Recipe(), back_end)
+    found = list(own.hashes(2))
+    with pytest.raises(ModelMismatch, match="param/scale"):
+        own.load(other)
+    return [*found, *own.hashes(STEPS)]
+
+
+def save_once(recipe: Recipe, back_end: str, directory: str) -> None:
+    own = training(recipe, back_end)
+    own.train(1)
+    own.save(directory)
+    own.close()
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.corners(back_end=["ddp", "fsdp2", "stage3"])
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
+    worlds: WorldPool, tmp_path: Path, back_end: str
+) -> None:
+    world = BACK_ENDS[back_end]
+    found = agreed(worlds.run(world, refused_in_between, back_end, str(tmp_path)))
+    assert found == agreed(worlds.run(world, hashes, Recipe(), back_end, STEPS))
 
 
 def kept_in_memory(root: str, back_end: str, until: int, weights: int) -> tuple[int, list[str]]:
