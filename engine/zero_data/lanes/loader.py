@@ -153,10 +153,9 @@ class LaneLoader(PositionLoader[LaneOrder]):
         )
 
     def _warn(self, epoch: int) -> None:
-        again = [start.number - start.at for start in self.order.mark().starts.values()]
-        if max(again, default=0) and all(
-            s.state is None for s in self.order.mark().starts.values()
-        ):
+        starts = self.order.mark().starts.values() if self.order.rank == 0 else ()
+        again = [start.number - start.at for start in starts]
+        if max(again, default=0) and all(start.state is None for start in starts):
             _log.warning(
                 "%s has no state: its lanes are found again by reading up to %d samples of each "
                 "from the begin of epoch %d; give it state_dict() and load_state_dict()",

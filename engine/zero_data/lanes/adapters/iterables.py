@@ -30,6 +30,7 @@ _FEW = (
     "%s has %d part%s for %d lanes: lanes share a part, which each process that reads it reads "
     "whole; give more files, or divide the data by torch.utils.data.get_worker_info()"
 )
+_AGAIN = "%s has no whole state: %d samples of epoch %d are read again"
 _LATE = (
     "training_data: {} divides itself by torch.utils.data.get_worker_info(), but not before its "
     "first sample, so lanes have taken it for data that does not; ask at the begin of __iter__()"
@@ -59,14 +60,16 @@ class Iterables:
     def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
         """See `Source`."""
         parts = self._parts(lanes, epoch) if state is None else state["parts"]
+        if lane == epoch == 0 and not self._said:  # one process of the job opens this lane
+            self._said = True
+            self._remark(parts, lanes)
         if parts == lanes:
             inner = None if state is None else state["stream"]
             return _Whole(self._stream(lane, lanes, epoch, inner), parts)
-        if not self._said:
-            _log.warning(_FEW, type(self._dataset).__name__, parts, "s"[parts == 1 :], lanes)
-            self._said = True
         offset, part = divmod(lane, parts)
         at, inner = (0, None) if state is None else (state["at"], state["stream"])
+        if lane == 0 and at and inner is None:
+            _log.warning(_AGAIN, type(self._dataset).__name__, at, epoch)
         shared = self._shared.get((epoch, part))
         if shared is None or not shared.joins(offset, at, inner):
             begin = partial(self._stream, part, parts, epoch)
@@ -75,6 +78,12 @@ class Iterables:
             shared.joins(offset, at, inner)
             self._shared[epoch, part] = shared
         return _Strided(shared, offset, parts)
+
+    def _remark(self, parts: int, lanes: int) -> None:
+        if parts < lanes:
+            _log.warning(_FEW, type(self._dataset).__name__, parts, "s"[parts == 1 :], lanes)
+        if remark := self._library.remark(self._dataset):
+            _log.warning("%s", remark)
 
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1
@@ -203,8 +212,6 @@ class _Shared:
     def _start(self) -> _Stream:
         stream = self._begin(self._state)
         if self._state is None and self.at:
-            said = "%s has no whole state: %d samples of epoch %d are read again"
-            _log.warning(said, stream.name, self.at, self._epoch)
             try:
                 for number in range(self.at):
                     self._read(stream, number)

@@ -6,7 +6,6 @@ becomes one part of an epoch, and whether its state is whole; `Library` answers 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -15,14 +14,16 @@ from torch.utils.data import DataLoader
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
 
-_log = logging.getLogger(__name__)
-
 
 class Library:
     """Iterables of nobody in particular, which may divide themselves by `get_worker_info()`."""
 
     def check(self, dataset: Any) -> None:
         """Raise ConfigError if lanes cannot read it."""
+
+    def remark(self, dataset: Any) -> str:
+        """What its user should know; empty: nothing."""
+        return ""
 
     def parts(self, dataset: Any, lanes: int) -> int | None:
         """Into how many parts it can be divided, at most `lanes`; None: it must be tried."""
@@ -48,12 +49,14 @@ class _HuggingFace(Library):
                 "training_data: the dataset is divided by split_dataset_by_node, and lanes divide "
                 "it themselves; give the dataset from before"
             )
-        if self.lossy(dataset):
-            _log.warning(
-                "the state of .shuffle(buffer_size=...) leaves its buffer out: a resume reads each "
-                "lane of the epoch again up to its position; give the dataset without it to "
-                "zero_data.lanes.Shuffle, whose state has the buffer"
-            )
+
+    def remark(self, dataset: Any) -> str:
+        said = (
+            "the state of .shuffle(buffer_size=...) leaves its buffer out: a resume reads each "
+            "lane of the epoch again up to its position; give the dataset without it to "
+            "zero_data.lanes.Shuffle, whose state has the buffer"
+        )
+        return said if self.lossy(dataset) else ""
 
     def parts(self, dataset: Any, lanes: int) -> int | None:
         return min(lanes, int(dataset.num_shards))
