@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import OTHER, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable
+from zero_contract.errors import ConfigError
 from zero_data.lanes.order import LaneOrder
 from zero_data.position_loader import Feed
 
@@ -48,21 +50,29 @@ class LaneStates:
             self._memory[lane].copy_(torch.frombuffer(bytearray(row), dtype=torch.uint8))
         return self._joined(state, order.lanes)
 
+    def check(self, manifest: Manifest, order: LaneOrder | None) -> None:
+        """Check, before anything is read or made, that lanes can go on from a checkpoint.
+
+        Raises:
+            ModelMismatch: It has others.
+        """
+        if order is not None:
+            try:
+                order.check(manifest.meta["engine"].get("lanes"))
+            except ConfigError as error:
+                raise ModelMismatch(str(error)) from None
+
     def wanted(self, state: State, manifest: Manifest, order: LaneOrder | None) -> State:
         """A state to load, with the lanes that this rank holds."""
         info = manifest.tensors.get(_ROWS)
         self._allocate([], 0)
-        if order is None or info is None or info.shape[0] != order.lanes:
+        if order is None or info is None:
             return state
         self._allocate([lane for lane in order.own() if lane < order.lanes], info.shape[1])
         return self._joined(state, order.lanes)
 
     def adopt(self, run: Mapping[str, Any], order: LaneOrder | None) -> None:
-        """Go to the position of a checkpoint, to which the cursor has moved; its rows are read.
-
-        Raises:
-            ConfigError: It has another number of lanes.
-        """
+        """Go to the position of a checkpoint, to which the cursor has moved; its rows are read."""
         if order is None:
             return
         if run.get("lanes") is None and run.get("samples") and order.rank == 0:

@@ -231,6 +231,7 @@ class Loading:
 
     def _wanted(self, manifest: Manifest) -> State:
         training = self._training
+        training.lanes.check(manifest, training.order)
         filled, self._reads = training.state.wanted(manifest)
         self.filled = training.lanes.wanted(filled, manifest, training.order)
         return self.filled

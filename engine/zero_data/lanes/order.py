@@ -234,6 +234,7 @@ class LaneOrder:
         mark = self.mark()
         return {
             "epoch": mark.epoch,
+            "micro_batch": self._batch.micro_batch,
             "numbers": list(mark.numbers),
             "ended": [lane for lane, ended in enumerate(mark.ended) if ended],
         }
@@ -248,23 +249,34 @@ class LaneOrder:
             rows[lane] = row.ljust(self.row_bytes, b"\0")
         return rows
 
+    def check(self, record: Mapping[str, Any] | None) -> None:
+        """Check that lanes can go on from the `record` of a checkpoint.
+
+        Raises:
+            ConfigError: It has another number of lanes, or of samples in a micro-batch.
+        """
+        if record is None:
+            return
+        then = len(record["numbers"]), record.get("micro_batch", self._batch.micro_batch)
+        if then != (self.lanes, self._batch.micro_batch):
+            raise ConfigError(
+                "the checkpoint has {} lanes, one for each micro-batch of a step, of {} samples, "
+                "and this run has {} micro-batches of {} in a step; give it {} of {}, or begin a "
+                "new run".format(*then, self.lanes, self._batch.micro_batch, *then)
+            )
+
     def resume(self, record: Mapping[str, Any] | None, rows: Mapping[int, bytes]) -> None:
         """Go to the position of a checkpoint, to which the cursor has moved; None: to the begin.
 
         Raises:
-            ConfigError: It has another number of lanes.
+            ConfigError: See `check`.
         """
+        self.check(record)
         self._known.clear()
         if record is None:
             self._marks = {self.cursor.step: self.beginning(0)}
             return
         numbers, ended = record["numbers"], set(record["ended"])
-        if len(numbers) != self.lanes:
-            raise ConfigError(
-                f"the checkpoint has {len(numbers)} lanes, one for each micro-batch of a step, and "
-                f"this run has {self.lanes} micro-batches in a step; give it {len(numbers)}, or "
-                "begin a new run"
-            )
         starts = {}
         for lane in self.beginning(0).starts:
             row = rows.get(lane, b"")

@@ -65,15 +65,13 @@ class Loading:
         state: EngineState,
         moved: MovedStates,
         options: LoadOptions,
-        adopt_position: Callable[[Mapping[str, Any]], None],
-        beside: Callable[[State, Manifest], State],
+        training: EngineTraining,
     ) -> None:
-        """Prepare a load; nothing is read yet. `beside` adds what is not the engine's own."""
+        """Prepare a load; nothing is read yet."""
         self.resumes = options.whole
         self.takes_position = not options.module_only
         self._selection = Selection(State({}, ()))
-        self._adopt_position = adopt_position
-        self._beside = beside
+        self._training = training
         self._filled = State({}, ())
         self._state = state
         self._moved = moved
@@ -120,7 +118,7 @@ class Loading:
                 unit.restore()
         self._state.adopt(run, self._options)
         if self.takes_position:
-            self._adopt_position(run)
+            self._training.adopt(run)
 
     def end(self) -> None:
         """Note that the state is consistent: it is that of the checkpoint, as far as requested."""
@@ -143,11 +141,13 @@ class Loading:
 
     def _wanted(self, manifest: Manifest) -> State:
         self._end_exchange()
+        if self.takes_position:
+            self._training.check(manifest)
         self._tear("a load was interrupted")
         self._selection = self._state.wanted(manifest, self._options)
         self._filled = self._selection.state
         if self.takes_position:
-            self._filled = self._beside(self._filled, manifest)
+            self._filled = self._training.beside(self._filled, manifest)
         return self._filled
 
     def _exchange(self, filled: bool) -> None:
@@ -221,10 +221,20 @@ class EngineTraining:
 
     def loading(self, options: LoadOptions = _WHOLE) -> Loading:
         """A load into this engine."""
-        return Loading(self._state, self._core.moved, options, self._adopt, self._wanted_lanes)
+        return Loading(self._state, self._core.moved, options, self)
 
-    def _wanted_lanes(self, state: State, manifest: Manifest) -> State:
-        return self._lanes.wanted(state, manifest, lanes_of(self._run.loader))
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a checkpoint of other lanes; raises ModelMismatch."""
+        if not self._run.batch_from_world:  # else its batch is taken over
+            self._lanes.check(manifest, lanes_of(self._run.loader))
+
+    def beside(self, state: State, manifest: Manifest) -> State:
+        """A state to load, with the lanes of a checkpoint, and its batch if the config has none."""
+        run, saved = self._run, manifest.meta["engine"]
+        if run.batch_from_world and saved["microbatches"]:
+            count, size = saved["microbatches"], saved["micro_batch"]
+            run.adopt_batch(BatchShape(microbatches=count, micro_batch=size))
+        return self._lanes.wanted(state, manifest, lanes_of(run.loader))
 
     # ---- the record of the run ----
 
@@ -258,12 +268,10 @@ class EngineTraining:
             return record_of_native(dist.get_backend(), layout.native)
         return record_of(zero.reduction_block, rounds=layout.sums.rounds)
 
-    def _adopt(self, saved: Mapping[str, Any]) -> None:
-        """Resume at a position, with its batch if the config leaves it open; raises as `adopt`."""
-        run, count, size = self._run, saved["microbatches"], saved["micro_batch"]
-        run.loaded_samples = (count or 0) * (size or 0)
-        if run.batch_from_world and count:
-            run.adopt_batch(BatchShape(microbatches=count, micro_batch=size))
+    def adopt(self, saved: Mapping[str, Any]) -> None:
+        """Resume at a position; raises as `record.adopt`."""
+        run = self._run
+        run.loaded_samples = (saved["microbatches"] or 0) * (saved["micro_batch"] or 0)
         if run.loader is not None and saved["dataset_size"]:
             run.loader.order.expect(saved["dataset_size"])
         self._adopt_order(saved)

@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tests.numerics.promises.back_ends import EVERYWHERE, IN, Place, Recipe, agreed, training
+from tests.numerics.promises import back_ends
+from tests.numerics.promises.back_ends import (
+    EVERYWHERE,
+    IN,
+    OfEngine,
+    Place,
+    Recipe,
+    agreed,
+    training,
+)
 from tests.support.world import WorldPool
+from zero_checkpoint.errors import ModelMismatch
 from zero_data import read_ledger, verify
 from zero_data.lanes import Pack, Packed
 
@@ -43,6 +53,7 @@ class Stateful(Files):
     """The same, with a state."""
 
     number = 0
+    loaded = 0
 
     def __iter__(self) -> Iterator[tuple[Tensor]]:
         info = get_worker_info()
@@ -55,6 +66,7 @@ class Stateful(Files):
         return {"number": self.number, "moment": torch.tensor([self.number])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        Stateful.loaded += 1
         self.number = state["number"]
 
 
@@ -211,8 +223,62 @@ def test_lanes_train_alike_wherever_their_gradients_are_added(
 
 
 @pytest.mark.parametrize("place", [("ddp", 3), ("stage3", 4), ("stage0", 8), ("fsdp2", 2)])
-@pytest.mark.full
+@pytest.mark.corners(place=[("ddp", 3), ("stage3", 4)])
 def test_padding_has_no_tokens(worlds: WorldPool, place: Place) -> None:
     given = replace(recipe("no state"), counts=counted)
     alone = agreed(worlds.run(1, run, given, "plain", STEPS))
     assert agreed(worlds.run(place[1], run, given, place[0], STEPS)) == alone
+
+
+def of_other_lanes(back_end: str, saved: str) -> tuple[str, bool]:
+    """Why a checkpoint of five lanes is refused by four, and whether all is as before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(back_ends, "MICROBATCHES", 4)
+        own = training(recipe("a state"), back_end, weights=1)
+    before = own.hash()
+    with pytest.raises(ModelMismatch) as refused:
+        own.load(saved)
+    kept = own.hash() == before
+    if isinstance(own, OfEngine):
+        own.engine.load_checkpoint(saved, load_module_only=True)
+        kept &= own.hash() != before
+    kept &= own.step == 0
+    own.train(1)
+    return str(refused.value), kept
+
+
+@pytest.mark.parametrize("back_end", ["ddp", "stage3"])
+def test_a_checkpoint_of_other_lanes_is_refused_before_weights_are_read(
+    worlds: WorldPool, tmp_path: Path, back_end: str
+) -> None:
+    saved = str(tmp_path / "saved")
+    worlds.run(2, run, recipe("a state"), back_end, 2, saved)
+    for said, kept in worlds.run(2, of_other_lanes, back_end, saved):
+        assert "has 5 lanes" in said
+        assert "give it 5 of 2, or begin a new run" in said
+        assert kept
+
+
+BATCH_OF_WORLD = {"train_batch_size": None, "gradient_accumulation_steps": 1}
+"""A micro-batch of each rank of the first round, which are five."""
+
+
+def test_lanes_that_the_number_of_ranks_has_fixed_go_on_with_their_states(
+    worlds: WorldPool, tmp_path: Path, whole: list[str]
+) -> None:
+    given = replace(recipe("a state"), sections=BATCH_OF_WORLD)
+    saved = str(tmp_path / "saved")
+    begun = agreed(worlds.run(5, run, given, "stage0", 2, saved))
+    found = worlds.run(3, run_and_count, given, saved)
+    assert begun + found[0][0] == whole
+    assert [count for _, count in found] == [1, 1, 1], "of the lanes that have samples left"
+
+
+def run_and_count(given: Recipe, saved: str) -> tuple[list[str], int]:
+    """The hashes after a load, and the states that lanes have loaded in this epoch."""
+    Stateful.loaded = 0
+    own = training(given, "stage0", weights=1)
+    own.load(saved)
+    found = [next(own.hashes(3))]
+    loaded = Stateful.loaded
+    return [*found, *own.hashes(STEPS)], loaded

@@ -67,6 +67,13 @@ class Stateful(Files):
         self.number = state["number"]
 
 
+class Undivided(IterableDataset[int]):
+    """Knows nothing of workers, and has no state."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(30)
+
+
 class Sparse(Stateful):
     def __init__(self, lengths: list[int]) -> None:
         super().__init__(lengths, every=3)
@@ -133,13 +140,22 @@ def test_a_state_finds_a_position_without_reading_what_was_before_it() -> None:
     assert min(Files.read) > 0, "the lanes were not begun again"
 
 
-def test_without_a_state_lanes_are_read_again_and_the_log_says_how_much(
+def test_without_a_state_lanes_are_read_again_and_one_rank_says_how_much(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lengths = [40] * 3
     _, state = trained(Files(lengths), 2, batch_size=2, until=5)
     trained(Files(lengths), 3, batch_size=2, until=6, state=state)
-    assert "reading up to 10 samples of each from the begin of epoch 0" in caplog.text
+    (said,) = caplog.messages
+    assert "reading up to 10 samples of each from the begin of epoch 0" in said
+
+
+def test_one_rank_says_that_lanes_share_what_does_not_divide_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = driven(Undivided, 3, lanes=4, batch_size=2, until=4).state
+    driven(Undivided, 2, lanes=4, batch_size=2, until=7, state=state)
+    assert [each.partition(" for ")[0] for each in caplog.messages] == ["Undivided has 1 part"]
 
 
 def test_the_ledger_of_lanes_is_exact_over_rounds_and_names_what_is_not(tmp_path: Path) -> None:
@@ -207,11 +223,15 @@ def test_data_that_cannot_be_begun_again_are_refused() -> None:
         Lanes((each for each in [1]), batch_size=1, lanes=1)
 
 
-def test_another_number_of_lanes_is_refused() -> None:
-    lanes = Lanes(Files([4, 4]), batch_size=1, lanes=2)
-    assert len([*lanes]) == 8
-    with pytest.raises(ConfigError, match=r"has 2 lanes.*give it 2, or begin a new run"):
-        Lanes(Files([4, 4, 4]), batch_size=1, lanes=3).load_state_dict(lanes.state_dict())
+@pytest.mark.parametrize(("lanes", "micro_batch"), [(3, 1), (2, 2)])
+def test_another_number_of_lanes_or_of_their_samples_is_refused(
+    lanes: int, micro_batch: int
+) -> None:
+    saved = Lanes(Files([4, 4]), batch_size=1, lanes=2)
+    assert len([*saved]) == 8
+    other = Lanes(Files([4] * lanes), batch_size=micro_batch, lanes=lanes)
+    with pytest.raises(ConfigError, match=r"has 2 lanes.*, of 1 .*give it 2 of 1, or begin a new"):
+        other.load_state_dict(saved.state_dict())
 
 
 def test_a_position_inside_of_a_global_batch_is_refused() -> None:
