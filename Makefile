@@ -64,13 +64,18 @@ searches: dev
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)
 
-# An environment of its own: these libraries want other versions of what the rest uses.
+# An environment of its own: these libraries want other versions of what the rest uses. uv finds some
+# that suit each other within a minute, pip tries releases one by one for an hour.
+WITH_TESTS := filelock hypothesis pytest pytest-timeout pytest-xdist
+LIBRARIES := datasets grain megatron-energon 'mosaicml-streaming>=0.13' torchdata webdataset
+
 test-libraries: $(VENV)-libraries/.installed
 	$(VENV)-libraries/bin/python -m pytest -m "" tests/libraries $(PYTEST_ARGS)
 
 $(VENV)-libraries/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-libraries
-	$(VENV)-libraries/bin/python -m pip install --quiet -e '.[dev]' datasets grain megatron-energon mosaicml-streaming torchdata webdataset
+	$(VENV)-libraries/bin/python -m pip install --quiet uv
+	$(VENV)-libraries/bin/uv pip install --quiet --python $(VENV)-libraries/bin/python -e . $(WITH_TESTS) $(LIBRARIES)
 	@touch $@
 
 coverage: dev
