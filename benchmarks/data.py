@@ -1,16 +1,18 @@
 """What do lanes cost beside torch's DataLoader, and how fast do they find a position again?
 
-**rate**: samples per second of one rank that reads lines of text as tokens, through lanes and
-through torch's DataLoader with the same dataset and number of processes, in turns. Target: 0.95 of
-the DataLoader's. **find**: seconds from a saved position behind --samples samples to the next
-batch, with the dataset's state (target: 1 s) and without it, when they are all read again. Of CPU
-time as well, which the load of the machine changes less.
+**rate**: samples per second of one rank that reads lines of text as tokens, or samples that cost
+nothing, through lanes and through torch's DataLoader with the same dataset and number of processes,
+in turns. Target: 0.95 of the DataLoader's, of tokens. Without loading processes these are seconds
+of CPU time, which the load of the machine changes less. **find**: seconds from a saved position
+behind --samples samples to the next batch, with the dataset's state (target: 1 s) and without it,
+when they are all read again.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +47,17 @@ class Lines(IterableDataset[torch.Tensor]):
         return {"read": self.read}
 
 
+class Ready(Lines):
+    """The same sample as often, which is there already."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        assert info is None or info.id < info.num_workers  # as in `Numbers`
+        sample = torch.zeros(LENGTH)
+        for _ in range(1 << 30):
+            yield sample
+
+
 class Numbers(IterableDataset[int]):
     """As many numbers in each part, as fast as an iterable may be."""
 
@@ -68,13 +81,14 @@ class Stateful(Numbers):
         self.next = state["next"]
 
 
-def rate(batches: Iterable[Any], count: int, batch: int) -> float:
+def rate(batches: Iterable[Any], count: int, batch: int, clock: Callable[[], float]) -> float:
     """Samples per second, after the first few."""
     running = iter(batches)
     list(islice(running, 20))
-    begin_s = time.perf_counter()
-    taken = len(list(islice(running, count)))
-    return taken * batch / (time.perf_counter() - begin_s)
+    begin_s, taken = clock(), 0
+    for _ in islice(running, count):
+        taken += batch
+    return taken / (clock() - begin_s)
 
 
 def rates(directory: Path, options: argparse.Namespace) -> None:
@@ -83,25 +97,23 @@ def rates(directory: Path, options: argparse.Namespace) -> None:
     for path in paths:
         path.write_text(line * (options.batches * options.batch))
 
-    def of_lanes(workers: int) -> Lanes:
-        return Lanes(
-            Lines(paths), batch_size=options.batch, lanes=options.lanes, num_workers=workers
-        )
-
-    def of_torch(workers: int) -> Any:
-        return DataLoader(Lines(paths), batch_size=options.batch, num_workers=workers)
-
-    print("| processes | DataLoader, samples/s | lanes, samples/s | lanes / DataLoader |")
-    print("| --- | --- | --- | --- |")
-    for workers in options.workers:
-        found: dict[Callable[[int], Any], list[float]] = {of_torch: [], of_lanes: []}
-        for _ in range(options.trials):
-            for make, measured in found.items():
-                measured.append(rate(make(workers), options.batches, options.batch))
-        pairs = zip(*found.values(), strict=True)
-        ratio = [ours / theirs for theirs, ours in pairs]
-        cells = [*(spread(each, 0) for each in found.values()), spread(ratio, 2)]
-        print(f"| {workers} | {' | '.join(cells)} |", flush=True)
+    print("| samples | processes | DataLoader, samples/s | lanes, samples/s | lanes / DataLoader |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, kind in ("lines as tokens", Lines), ("ready", Ready):
+        for workers in options.workers:
+            clock = time.perf_counter if workers else time.process_time
+            more = {"batch_size": options.batch, "num_workers": workers}
+            found: list[tuple[float, float]] = []
+            for _ in range(options.trials):
+                pair = (
+                    DataLoader(kind(paths), **more),
+                    Lanes(kind(paths), lanes=options.lanes, **more),
+                )
+                theirs, ours = (rate(each, options.batches, options.batch, clock) for each in pair)
+                found.append((theirs, ours))
+            cells = [spread([*each], 0) for each in zip(*found, strict=True)]
+            ratio = spread([ours / theirs for theirs, ours in found], 2)
+            print(f"| {name} | {workers} | {' | '.join(cells)} | {ratio} |", flush=True)
 
 
 def find(
@@ -113,12 +125,13 @@ def find(
         size = samples // options.lanes + 10 * big
         return Lanes(kind(size), batch_size=batch, lanes=options.lanes, collate_fn=len)
 
-    big = max(1, samples // options.lanes // 100)
+    big = max(1, samples // options.lanes // options.batch // 100) * options.batch
     reading = lanes(big)
     for _ in reading:
         if reading.last and reading.samples >= samples:
             break
     state, found_s = reading.state_dict(), []
+    state["lanes"]["micro_batch"] = options.batch  # small ones would have ended there as well
     for _ in range(options.trials):
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         again = lanes(options.batch)
@@ -161,4 +174,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what is above was measured")

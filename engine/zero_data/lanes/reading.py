@@ -7,21 +7,17 @@ not touch the random numbers of anybody else in the process.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
-from zero_data.lanes.adapters.place import seed_process
+from zero_data.lanes.adapters.place import seeded
 from zero_data.lanes.packing import Packed
 from zero_data.lanes.source import Reader, Source
 from zero_data.lanes.stored import dump, load
@@ -80,7 +76,8 @@ class Reading(IterableDataset[Read | None]):
     starts: Mapping[int, Start]
     """Where each lane begins; lanes in the order of their turns."""
     epoch: int
-    micro_batch: int
+    micro_batch: int | None
+    """Samples of each micro-batch; None: readers give whole ones."""
     collate: Callable[[list[Any]], Any]
     seed: int
 
@@ -111,23 +108,22 @@ class Reading(IterableDataset[Read | None]):
                 yield _END
         number, took_s, read_s = start.at, 0.0, 0.0
         while True:
-            begin_s = time.perf_counter()
-            again = number < start.number
+            again, batch, taken = number < start.number, None, None
             with seeded(mix(self.seed, self.epoch, lane, number, _READING)):
-                samples = list(islice(reader, self.micro_batch))
-                batch = self.collate(samples) if samples and not again else None
-            number += len(samples)
-            read_s += time.perf_counter() - begin_s
-            taken = None
-            if samples and not again and read_s >= _PACE * took_s:
                 begin_s = time.perf_counter()
-                with seeded(0):
-                    given = reader.state()
-                    taken = None if given is None else _stored(given, self.dataset)
-                took_s, read_s = time.perf_counter() - begin_s, 0.0
+                samples = self._take(reader)
+                if samples and not again:
+                    batch = self.collate(samples)
+                read_s += time.perf_counter() - begin_s
+                # Within: to keep the random numbers of others once more takes as long as a sample.
+                if samples and not again and read_s >= _PACE * took_s:
+                    begin_s = time.perf_counter()
+                    taken = _state_of(reader, self.dataset)
+                    took_s, read_s = time.perf_counter() - begin_s, 0.0
+            number += len(samples)
             if not again:
                 yield Read(len(samples), batch, taken, _documents(samples))
-            if len(samples) < self.micro_batch:
+            if len(samples) < (self.micro_batch or 1):
                 break
         if number < start.number:
             raise ConfigError(
@@ -138,6 +134,11 @@ class Reading(IterableDataset[Read | None]):
         while True:
             yield _END
 
+    def _take(self, reader: Reader) -> list[Any]:
+        if self.micro_batch is None:
+            return next(reader, [])
+        return list(islice(reader, self.micro_batch))
+
 
 def _documents(samples: list[Any]) -> tuple[Documents, ...]:
     """Those of each sample; empty if none is packed."""
@@ -145,32 +146,11 @@ def _documents(samples: list[Any]) -> tuple[Documents, ...]:
     return found if any(found) else ()
 
 
-def _stored(state: Mapping[str, Any], dataset: Any) -> bytes:
+def _state_of(reader: Reader, dataset: Any) -> bytes | None:
+    state = reader.state()
     try:
-        return dump(state)
+        return None if state is None else dump(state)
     except ConfigError as error:
         raise ConfigError(
             f"training_data: the state of {type(dataset).__name__} cannot be stored: {error}"
         ) from None
-
-
-_GENERATOR = np.random.MT19937()
-"""Of numpy's random numbers while a lane is read; to copy their state takes 0.3 ms."""
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch on the CPU, Python and numpy from a seed; afterwards as before.
-
-    A normal number of which numpy has drawn two, and given one, is drawn anew.
-    """
-    numpy: Any = np.random  # exports more than its types say
-    before = torch.random.get_rng_state(), random.getstate(), numpy.get_bit_generator()
-    numpy.set_bit_generator(_GENERATOR)
-    seed_process(seed)
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(before[0])
-        random.setstate(before[1])
-        numpy.set_bit_generator(before[2])

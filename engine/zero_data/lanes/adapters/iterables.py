@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.libraries import Library, library_of
-from zero_data.lanes.adapters.place import Worker, seed_process, seeds_kept
+from zero_data.lanes.adapters.place import Worker, seed_process, seeded
 from zero_data.lanes.source import Reader
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Iterables:
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1
         if parts is None and self._divides is None:
-            with seeds_kept():
+            with seeded(0):
                 tried = self._stream(0, lanes, epoch, None)
                 next(iter(tried), None)
             self._divides = tried.worker.asked

@@ -70,7 +70,8 @@ class Worker:
             os.environ[variable] = _ENVIRONMENT[variable]
 
     def __exit__(self, *_: object) -> None:
-        os.environ.update(self._environment)
+        if self._environment:
+            os.environ.update(self._environment)
         for name, original in self._of_torch:
             setattr(torch.distributed, name, original)
         torch_worker._worker_info = self._before
@@ -92,13 +93,23 @@ def seed_process(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
+_GENERATOR = np.random.MT19937()
+"""Of numpy's random numbers while a lane is read; to copy their state takes 0.3 ms."""
+
+
 @contextmanager
-def seeds_kept() -> Iterator[None]:
-    """Leave these random numbers as they were."""
-    before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch on the CPU, Python and numpy from a seed; afterwards as before.
+
+    A normal number of which numpy has drawn two, and given one, is drawn anew.
+    """
+    numpy: Any = np.random  # exports more than its types say
+    before = torch.random.get_rng_state(), random.getstate(), numpy.get_bit_generator()
+    numpy.set_bit_generator(_GENERATOR)
+    seed_process(seed)
     try:
         yield
     finally:
         torch.random.set_rng_state(before[0])
         random.setstate(before[1])
-        np.random.set_state(before[2])
+        numpy.set_bit_generator(before[2])
