@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import BatchSampler, DataLoader
 
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.adapters import source_of
-from zero_data.lanes.adapters.indexed import Drawn
+from zero_data.lanes.adapters.indexed import Batches, Drawn
 from zero_data.lanes.loader import LaneLoader, reads_lanes
 from zero_data.lanes.order import Exchange, LaneOrder
+from zero_data.lanes.source import Source
 
 _AS_GIVEN = (
     "collate_fn",
@@ -72,12 +71,10 @@ def check_loader(loader: object) -> None:
             f"ranks. Give DataLoader(dataset, batch_size=...), also of an IterableDataset; or "
             f"{_WAYS_OUT}"
         )
-    if loader.batch_size is None:
+    if loader.batch_sampler is None:
         raise ConfigError(
-            f"the DataLoader has no batch_size, but a {type(loader.batch_sampler).__name__}: "
-            "zero_torch decides which samples are a micro-batch; give batch_size, the samples of a "
-            "micro-batch, and no batch_sampler. Of a loader that accelerator.prepare() returns, "
-            "give the one that it was made of"
+            "the DataLoader has neither batch_size nor batch_sampler, so its samples are not "
+            "batched; give batch_size, the samples of a micro-batch"
         )
     own = type(loader).__iter__ is not DataLoader.__iter__
     if own and _name(loader) not in _ITERATES_AS_TORCH:
@@ -99,7 +96,8 @@ def shuffles(loader: DataLoader[Any]) -> bool:
     if name not in (*_SEQUENTIAL, *_RANDOM, *_DISTRIBUTED):
         raise ConfigError(
             f"the DataLoader has a {kind} ({name}), whose order zero_torch cannot divide over any "
-            f"number of ranks; {_EXACTLY}"
+            f"number of ranks; {_EXACTLY}, or batch_sampler=BatchSampler(sampler, batch_size, "
+            "drop_last) if its order follows from its seed and the epoch"
         )
     source = sampler.dataset if name in _DISTRIBUTED else sampler.data_source
     whole = len(loader.dataset)  # type: ignore[arg-type]
@@ -130,6 +128,7 @@ def without_effect(loader: DataLoader[Any], seed: int, torch_seed: int) -> list[
 
     From 2**32 on `torch_seed` is torch's own or this project's.
     """
+    loader = plain(loader)
     sampler: Any = loader.sampler
     found = []
     if torch_seed < 1 << 32 and torch_seed != seed:
@@ -142,9 +141,33 @@ def without_effect(loader: DataLoader[Any], seed: int, torch_seed: int) -> list[
     return found
 
 
+def plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same with batch_size, where torch's own batch sampler draws from a sampler of the tables.
+
+    torch makes the one of the other by itself.
+    """
+    batches = loader.batch_sampler
+    if loader.batch_size is not None or type(batches) is not BatchSampler:
+        return loader
+    if _name(batches.sampler) not in (*_SEQUENTIAL, *_RANDOM, *_DISTRIBUTED, *_DRAWING):
+        return loader
+    return DataLoader(
+        loader.dataset,
+        batches.batch_size,
+        sampler=batches.sampler,
+        drop_last=batches.drop_last,
+        generator=loader.generator,
+        **_options(loader),
+    )
+
+
+def _options(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in _AS_GIVEN}
+
+
 def in_order(
     loader: DataLoader[Any],
-    batch: BatchShape,
+    microbatches: int,
     cursor: Cursor,
     rank: int,
     world: int,
@@ -157,29 +180,28 @@ def in_order(
         ConfigError: See `shuffles`; or the dataset is too small.
     """
     check_loader(loader)
-    options: dict[str, Any] = {name: getattr(loader, name) for name in _AS_GIVEN}
-    drawn = not reads_lanes(loader.dataset) and _draws(loader)
-    if not (drawn or reads_lanes(loader.dataset)):
+    loader = plain(loader)
+    dataset, options = loader.dataset, _options(loader)
+    source: Source | None = None
+    micro_batch = loader.batch_size
+    if micro_batch is None:
+        batches = source = Batches(dataset, loader.batch_sampler, seed)
+        micro_batch = batches.check(exchange)
+    elif reads_lanes(dataset):
+        source = source_of(dataset)
+    elif _draws(loader):
+        source = Drawn(dataset, loader.sampler, seed)
+    batch = BatchShape(microbatches=microbatches, micro_batch=micro_batch)
+    where: dict[str, Any] = {"batch": batch, "cursor": cursor, "rank": rank, "world": world}
+    if source is None:
         sampler = sampler_of(
-            loader.dataset,
-            batch=batch,
-            cursor=cursor,
-            rank=rank,
-            world=world,
+            dataset,
             seed=seed,
             shuffle=shuffles(loader),
             drop_last=loader.drop_last,
             seeds_forward=True,
+            **where,
         )
         return ElasticLoader(sampler, **options)
-    order = LaneOrder(
-        loader.dataset,
-        batch=batch,
-        cursor=cursor,
-        rank=rank,
-        world=world,
-        drop_last=loader.drop_last,
-        exchange=exchange,
-    )
-    source = Drawn(loader.dataset, loader.sampler, seed) if drawn else source_of(loader.dataset)
+    order = LaneOrder(dataset, drop_last=loader.drop_last, exchange=exchange, **where)
     return LaneLoader(order, source, seed=seed, seeds_forward=True, **options)

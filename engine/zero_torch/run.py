@@ -30,7 +30,7 @@ from zero_comm.sums.reduction import Turn
 from zero_comm.waiting import transport_failures
 from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
-from zero_data.global_batch import BatchShape, MicroBatch, StepPlan, plan_step, strided
+from zero_data.global_batch import MicroBatch, StepPlan, plan_step, strided
 from zero_data.ledger import Ledger, round_of_start
 from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
 from zero_step.agree import Agreement, clipped
@@ -92,10 +92,10 @@ class Run(Checkpoints):
             chosen=chosen,
         )
         options = chosen.elastic
-        self._batch = BatchShape(microbatches=microbatches, micro_batch=loader.batch_size or 1)
         begins = partial(self._collectives.everybodys, what=BEGINS)
         place = self._rank, self._world, options.seed
-        self.loader = in_order(loader, self._batch, self._cursor, *place, begins)
+        self.loader = in_order(loader, microbatches, self._cursor, *place, begins)
+        self._batch = self.loader.order.batch
         self.loader.calls = self._begin_iteration, self._draw, self._between_steps
         self._writes = self.writes = ForwardWrites(wrapped.module, self._collectives)
         self._parameters = wrapped.parameters()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import data
 from torch.utils.data import (
@@ -63,6 +67,44 @@ class Batches(BatchSampler):
     pass
 
 
+class Lengths(Sampler[list[int]]):
+    """Batches of samples of about one length, of 1 to 3, in an order that it keeps and changes."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1], [2, 3, 4], [5, 6], [7]]
+        self.generator = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.generator.shuffle(self.batches)
+        yield from self.batches
+
+
+class Clock(Lengths):
+    """Draws by numbers of its own, which nobody can seed."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.SystemRandom().shuffle(order := list(range(SIZE)))
+        return iter([order[:4], order[4:]])
+
+
+class Locked(Lengths):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Share(Lengths):
+    """Of one rank."""
+
+    rank = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield self.batches[self.rank]
+
+
 class Mixing(DataLoader[Any]):
     """Does something to each batch."""
 
@@ -96,8 +138,17 @@ SAMPLERS: list[tuple[type, dict[str, Any], bool | str | Sequence[int]]] = [
     (Own, {"sampler": Own()}, "Own .*give shuffle=True or"),
     (SubsetRandomSampler, {"sampler": SubsetRandomSampler([1, 2])}, [1, 2]),
     (WeightedRandomSampler, {"sampler": WeightedRandomSampler([0, 0, 0.1, 0.9], 12)}, [2, 3]),
-    (BatchSampler, batched(BatchSampler(Own(), 2, False)), "no batch_size, but a BatchSampler"),
-    (Batches, batched(Batches(Own(), 2, False)), "no batch_size, but a Batches"),
+    (BatchSampler, batched(BatchSampler(Own(), 2, False)), "a BatchSampler, has no length"),
+    (Batches, batched(Batches(Own(), 2, False)), "a Batches, has no length .*give batch_size"),
+    (BatchSampler, batched(BatchSampler(SequentialSampler(DATA), 2, False)), IN_ORDER),
+    (BatchSampler, batched(BatchSampler(RandomSampler(DATA), 2, False)), SHUFFLED),
+    (BatchSampler, batched(BatchSampler(SubsetRandomSampler([1, 2]), 2, False)), [1, 2]),
+    (Batches, batched(Batches(RandomSampler(DATA), 4, False)), SHUFFLED),
+    (BatchSampler, batched(BatchSampler(Backwards(DATA), 3, True)), [7, 6, 5, 4, 3, 2]),
+    (list, batched([[3, 1, 2], [0]]), [3, 1, 2, 0]),
+    (Lengths, batched(Lengths()), SHUFFLED),
+    (Clock, batched(Clock()), "a Clock, draws other batches when .*set_epoch"),
+    (Locked, batched(Locked()), "a Locked, cannot be copied .*give batch_size"),
     (Sampler, {"sampler": [3, 2, 1]}, r"a list \(builtins.list\)"),
 ]
 
@@ -109,7 +160,9 @@ def test_the_table_has_every_sampler_of_torch() -> None:
 
 
 def protected(loader: Any, **config: Any) -> zero_torch.Run:
-    model = nn.Linear(1, 1)
+    model: nn.Module = nn.Linear(1, 1)
+    if dist.get_world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return zero_torch.protect(model, optimizer, loader, microbatches=2, config=config)
 
@@ -152,9 +205,9 @@ def test_a_sampler_is_taken_exactly_or_refused_by_name(worlds: WorldPool) -> Non
         if isinstance(order, str):
             assert isinstance(samples, str)
             assert re.search(order, samples)
-            assert (kind.__name__ in samples) == (kind is not Sampler)
+            assert kind is Sampler or kind.__name__ in samples
         elif not isinstance(order, bool):
-            assert len(samples) == len(options["sampler"])
+            assert "batch_sampler" in options or len(samples) == len(options["sampler"])
             assert set(samples) <= set(order)
         else:
             assert sorted(samples) == list(range(SIZE))
@@ -207,13 +260,13 @@ def test_what_has_no_effect_on_the_order_of_samples_is_said_once(worlds: WorldPo
     assert found[5][0].startswith("drop_last leaves out 3 of 7 samples in each epoch: ")
 
 
-def drawn() -> list[str]:
-    """The weights after each step of two epochs of 11 draws."""
+def drawn(options: dict[str, Any]) -> list[str]:
+    """The weights after each step of two epochs of a loader."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    loader = DataLoader(DATA, batch_size=2, sampler=WeightedRandomSampler(range(1, SIZE + 1), 11))
+    loader = DataLoader(DATA, **options)
     run = zero_torch.protect(wrapped, optimizer, loader, microbatches=3)
     found = []
     for _ in range(2):
@@ -224,7 +277,25 @@ def drawn() -> list[str]:
     return found
 
 
-def test_what_a_sampler_draws_is_the_same_at_any_number_of_ranks(worlds: WorldPool) -> None:
-    (alone,) = worlds.run(1, drawn)
-    assert len(alone) == 4
-    assert worlds.run(4, drawn) == [alone] * 4
+ELEVEN = {"batch_size": 2, "sampler": WeightedRandomSampler(range(1, SIZE + 1), 11)}
+BY_LENGTH = batched(Lengths())
+
+
+@pytest.mark.parametrize(("options", "steps"), [(ELEVEN, 4), (BY_LENGTH, 4)])
+def test_what_a_sampler_draws_is_the_same_at_any_number_of_ranks(
+    worlds: WorldPool, options: dict[str, Any], steps: int
+) -> None:
+    (alone,) = worlds.run(1, drawn, options)
+    assert len(set(alone)) == steps
+    assert worlds.run(4, drawn, options) == [alone] * 4
+
+
+def refused_share() -> str:
+    batches = Share()
+    batches.rank = dist.get_rank()
+    return refusal(DataLoader(DATA, batch_sampler=batches))
+
+
+def test_batches_of_one_rank_are_refused_on_every_rank(worlds: WorldPool) -> None:
+    for said in worlds.run(2, refused_share):
+        assert "a Share, gives the batches of one rank; give one of the whole dataset" in said

@@ -15,7 +15,7 @@ from zero_contract.errors import ConfigError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed
 from zero_data.global_batch import StepPlan, mix
-from zero_data.lanes.adapters.indexed import is_indexed
+from zero_data.lanes.adapters.indexed import Batches, is_indexed
 from zero_data.lanes.order import LaneOrder
 from zero_data.lanes.reading import Read, Reading, Start
 from zero_data.lanes.source import Source
@@ -147,7 +147,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
             lanes=order.lanes,
             starts=mark.starts,
             epoch=mark.epoch,
-            micro_batch=order.batch.micro_batch,
+            micro_batch=None if isinstance(self._source, Batches) else order.batch.micro_batch,
             collate=self._collate,
             seed=self._of_reading,
         )

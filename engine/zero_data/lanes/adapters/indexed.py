@@ -6,17 +6,21 @@ Must always hold: every number is read by one lane; the position is the whole st
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import mix, permute
 from zero_data.lanes.adapters.libraries import home_of
+from zero_data.lanes.adapters.place import Worker, seeded
 from zero_data.lanes.source import Reader
 
 
@@ -87,9 +91,114 @@ class Drawn:
         return self._dataset[self._drawn[place]]
 
 
+class Batches:
+    """A map-style dataset in the batches of a batch sampler, each of which is a micro-batch.
+
+    Those of an epoch are what a copy of the sampler draws as a job of one rank, with random numbers
+    (its generators', and those of the process) of the seed and the epoch alone.
+    """
+
+    def __init__(self, dataset: Any, sampler: Any, seed: int) -> None:
+        """Read a dataset by a sampler, which stays as it is.
+
+        Raises:
+            ConfigError: The sampler has no length, so it may have no end.
+        """
+        self._dataset, self._sampler, self._seed = dataset, sampler, seed
+        self._epoch: int | None = None
+        self._drawn: list[list[int]] = []
+        try:
+            len(sampler)
+        except (TypeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"the batch sampler of the DataLoader, a {type(sampler).__name__}, has no length "
+                f"({error}), so an epoch of it may have no end; {_BATCH_SIZE}, or give it __len__()"
+            ) from None
+
+    def check(self, exchange: Callable[[Tensor], Tensor]) -> int:
+        """Check that all ranks draw the same batches, and again. Collective.
+
+        Returns:
+            The samples of the largest batch of the first epoch, or what the sampler says.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        once, again = ([self._draw(epoch) for epoch in (0, 1)] for _ in range(2))
+        digest = hashlib.sha256(repr(once).encode()).digest()
+        own = int.from_bytes(digest[:7], "big") if once == again else -1
+        digests = {int(each) for each in exchange(torch.tensor([own], device="cpu")).flatten()}
+        if digests != {own} or own < 0:
+            name, why = type(self._sampler).__name__, _AGAIN if -1 in digests else _SHARE
+            raise ConfigError(
+                f"the batch sampler of the DataLoader, a {name}, {why}; or {_BATCH_SIZE}"
+            )
+        given = getattr(self._sampler, "batch_size", None)
+        return given if isinstance(given, int) else max(map(len, once[0]), default=1)
+
+    def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
+        """See `Source`; a sample is a batch here."""
+        if epoch != self._epoch:
+            self._epoch, self._drawn = epoch, self._draw(epoch)
+        return _Numbers(self, range(lane, len(self._drawn), lanes), epoch, state)
+
+    def read(self, place: int, epoch: int) -> list[Any]:
+        """The samples of a batch of the epoch that was opened last."""
+        numbers = self._drawn[place]
+        if hasattr(self._dataset, "__getitems__"):
+            return list(self._dataset.__getitems__(numbers))
+        return [self._dataset[number] for number in numbers]
+
+    def _draw(self, epoch: int) -> list[list[int]]:
+        try:  # the dataset is shared: it may be large, and is only read
+            sampler = copy.deepcopy(self._sampler, {id(self._dataset): self._dataset})
+        except Exception as error:
+            raise ConfigError(
+                f"the batch sampler of the DataLoader, a {type(self._sampler).__name__}, cannot be "
+                f"copied ({error}), and each epoch is drawn by a copy; {_BATCH_SIZE}"
+            ) from error
+        seed = mix(self._seed, epoch)
+        _begin(sampler, epoch, seed)
+        with seeded(seed), Worker(0, 1, epoch, alone=True):
+            return [[int(number) for number in batch] for batch in sampler]
+
+
+_BATCH_SIZE = "give batch_size and shuffle in its place"
+_AGAIN = (
+    "draws other batches when it begins an epoch again; let it draw by a generator or a seed that "
+    "it keeps, and by set_epoch(epoch)"
+)
+_SHARE = (
+    "gives the batches of one rank; give one of the whole dataset, such as with num_replicas=1 and "
+    "rank=0, and of a loader that accelerator.prepare() returns the one that it was made of"
+)
+
+
+def _begin(sampler: Any, epoch: int, seed: int) -> None:
+    """Give a sampler, and those that it draws from, the random numbers of an epoch."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    for name, value in [*getattr(sampler, "__dict__", {}).items()]:
+        match value:
+            case torch.Generator():
+                value.manual_seed(seed >> 1)
+            case random.Random() | np.random.RandomState():
+                value.seed(seed % (1 << 32))
+            case np.random.Generator():
+                setattr(sampler, name, np.random.default_rng(seed))
+            case Sampler():
+                _begin(value, epoch, seed)
+            case _:
+                pass
+
+
 class _Numbers:
     def __init__(
-        self, source: Indexed | Drawn, places: range, epoch: int, state: dict[str, Any] | None
+        self,
+        source: Indexed | Drawn | Batches,
+        places: range,
+        epoch: int,
+        state: dict[str, Any] | None,
     ) -> None:
         self._source, self._places, self._epoch = source, places, epoch
         self._next = 0 if state is None else state["next"]
