@@ -42,6 +42,7 @@ from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
 from zero_data.lanes.loader import reads_lanes
+from zero_engine.sharding.weights import whole_weights
 from zero_step import Session
 
 SAMPLES, MICROBATCHES, STEPS, SAVED_AT = 29, 5, 4, 2
@@ -149,6 +150,8 @@ class Recipe:
     model: Callable[[], nn.Module] = Net
     data: Callable[[], Any] = data
     collate: Callable[[list[Any]], tuple[Tensor]] | None = None
+    workers: int = 0
+    """Loading processes of each rank."""
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     metric: Callable[[int], float] | None = None
     """What the script steps the scheduler with after a step, which counts from 0."""
@@ -199,6 +202,10 @@ class Training:
         raise NotImplementedError
 
     def hash(self) -> str:
+        raise NotImplementedError
+
+    def weights(self) -> list[Tensor]:
+        """Copies of all whole parameters."""
         raise NotImplementedError
 
     def backward(self, batch: Tensor) -> None:
@@ -278,7 +285,13 @@ class OfStockTorch(Training):
         self.session = self.run = zero_torch.protect(
             self.model,
             self.optimizer,
-            DataLoader(samples, batch_size=2, shuffle=shuffle, collate_fn=recipe.collate),
+            DataLoader(
+                samples,
+                batch_size=2,
+                shuffle=shuffle,
+                collate_fn=recipe.collate,
+                num_workers=recipe.workers,
+            ),
             microbatches=MICROBATCHES,
             scheduler=self.scheduler,
             scaler=torch.amp.GradScaler("cpu", SCALE) if fp16 else None,
@@ -293,6 +306,9 @@ class OfStockTorch(Training):
     @property
     def norm(self) -> float | None:
         return self.run.grad_norm
+
+    def weights(self) -> list[Tensor]:
+        return [each.detach().clone() for _, each in self.run._whole_weights()]
 
     def backward(self, batch: Tensor) -> None:
         loss = self.compute(self.model, batch)
@@ -341,6 +357,7 @@ class OfEngine(Training):
             self.optimizer,
             training_data=recipe.data(),
             collate_fn=recipe.collate,
+            num_workers=recipe.workers,
             lr_scheduler=None if recipe.metric else self.scheduler,
             config=config,
         )
@@ -363,6 +380,9 @@ class OfEngine(Training):
 
     def close(self) -> None:
         self.engine.destroy()
+
+    def weights(self) -> list[Tensor]:
+        return [each.detach().clone() for _, each in whole_weights(self.engine._core.units)]
 
     def backward(self, batch: Tensor) -> None:
         loss = self.compute(self.engine, batch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,101 +10,30 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
 
 from tests.numerics.promises import back_ends
 from tests.numerics.promises.back_ends import (
     EVERYWHERE,
-    IN,
     OfEngine,
     Place,
     Recipe,
     agreed,
     training,
 )
+from tests.numerics.promises.test_saves import kept_in_memory
+from tests.support.lane_data import KINDS, Stateful, consumed
+from tests.support.queued import BACKEND
 from tests.support.world import WorldPool
 from zero_checkpoint.errors import ModelMismatch
 from zero_data import read_ledger, verify
-from zero_data.lanes import Pack, Packed
 
-LENGTHS = (7, 3, 6, 0, 5)
-"""Of five lanes: an epoch has steps of 8, 7, 5 and 1 samples, in micro-batches of 2."""
 STEPS = 7
 SAMPLES = 21 + 8 + 7 + 5
 
 
-class Files(IterableDataset[Any]):
-    """A file for each lane, out of which samples come in an order of global random numbers."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor]]:
-        info = get_worker_info()
-        assert info is not None
-        yield from self.rows(info.id, 0)
-
-    def rows(self, file: int, first: int) -> Iterator[tuple[Tensor]]:
-        for number in range(first, LENGTHS[file]):
-            row = torch.arange(IN) * 0.1 + file + number / 7
-            yield (row * random.random() + torch.randn(IN),)
-
-
-class Stateful(Files):
-    """The same, with a state."""
-
-    number = 0
-    loaded = 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor]]:
-        info = get_worker_info()
-        assert info is not None
-        for sample in self.rows(info.id, self.number):
-            self.number += 1
-            yield sample
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number, "moment": torch.tensor([self.number])}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        Stateful.loaded += 1
-        self.number = state["number"]
-
-
-class Documents(IterableDataset[Any]):
-    """Documents of 1 to 15 tokens, with a state; each lane has its own."""
-
-    number = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        info = get_worker_info()
-        assert info is not None
-        while self.number < 3 * LENGTHS[info.id]:
-            self.number += 1
-            size = 1 + (7 * self.number + info.id) % 15
-            yield [self.number % 5 + at for at in range(size)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.number = state["number"]
-
-
-def packed() -> Pack:
-    return Pack(Documents(), IN, how="chunk")
-
-
-def inputs(samples: list[Packed]) -> tuple[Tensor]:
-    return (torch.stack([sample["input_ids"] for sample in samples]) / 7,)
-
-
-DATA: dict[str, Callable[[], Any]] = {"no state": Files, "a state": Stateful}
-
-
 def recipe(kind: str, ledger: str | None = None, **sections: Any) -> Recipe:
-    return Recipe(data=DATA[kind], sections={"elastic": {"sample_ledger": ledger, **sections}})
-
-
-def of_documents(ledger: Path) -> Recipe:
-    return replace(recipe("a state", str(ledger)), data=packed, collate=inputs)
+    elastic = {"sample_ledger": ledger, **sections}
+    return Recipe(**KINDS[kind], sections={"elastic": elastic})
 
 
 def run(
@@ -150,7 +77,7 @@ PATHS = [("ddp", "stage3"), ("stage3", "fsdp2"), ("fsdp2", "stage0"), ("stage0",
 
 @pytest.mark.parametrize("world", [3, 8])
 @pytest.mark.parametrize("at", [2, 3, 4], ids=lambda step: f"after {step}")
-@pytest.mark.parametrize("kind", sorted(DATA))
+@pytest.mark.parametrize("kind", ["a state", "no state"])
 @pytest.mark.parametrize("path", PATHS, ids="-".join)
 @pytest.mark.corners(world=[3], at=[3], kind=["a state"], path=[PATHS[0], PATHS[2]])
 def test_saved_by_four_ranks_a_run_goes_on_with_any_number(
@@ -172,15 +99,6 @@ def test_saved_by_four_ranks_a_run_goes_on_with_any_number(
     assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
 
 
-def consumed(ledger: Path) -> dict[tuple[int, int], Any]:
-    """What each step and lane has consumed, by its last execution: samples and their documents."""
-    found = {}
-    for entry in sorted(read_ledger(ledger), key=lambda entry: entry.round):
-        for lane, ids in entry.microbatches.items():
-            found[entry.step, lane] = ids, entry.documents[lane]
-    return found
-
-
 @pytest.mark.parametrize("world", [3, 8])
 @pytest.mark.parametrize("path", PATHS, ids="-".join)
 @pytest.mark.corners(world=[3], path=[PATHS[0]])
@@ -189,9 +107,9 @@ def test_a_document_that_is_cut_where_ranks_change_is_trained_once_with_all_its_
 ) -> None:
     (first, then), saved = path, str(tmp_path / "saved")
     alone, ledger = tmp_path / "alone", tmp_path / "ledger"
-    whole = agreed(worlds.run(1, run, of_documents(alone), "plain", STEPS))
-    begun = agreed(worlds.run(4, run, of_documents(ledger), first, 3, saved))
-    ended = agreed(worlds.run(world, run, of_documents(ledger), then, STEPS, None, saved))
+    whole = agreed(worlds.run(1, run, recipe("packed", str(alone)), "plain", STEPS))
+    begun = agreed(worlds.run(4, run, recipe("packed", str(ledger)), first, 3, saved))
+    ended = agreed(worlds.run(world, run, recipe("packed", str(ledger)), then, STEPS, None, saved))
     assert begun + ended == whole
     assert verify(read_ledger(ledger), None).problems == ()
     found = consumed(ledger)
@@ -220,6 +138,56 @@ def test_lanes_train_alike_wherever_their_gradients_are_added(
 ) -> None:
     given = replace(recipe("no state", accumulate=where), nodes="2,2")
     assert agreed(worlds.run(4, run, given, "stage1", STEPS)) == whole
+
+
+@pytest.mark.parametrize("place", [("ddp", 3), ("fsdp2", 4), ("stage0", 8), ("stage3", 4)])
+@pytest.mark.corners(place=[("stage3", 4)])
+def test_lanes_train_alike_over_a_group_that_matches_exchanges_by_their_order_alone(
+    worlds: WorldPool, place: Place, whole: list[str]
+) -> None:
+    back_end, world = place
+    given = replace(recipe("a state"), nodes="2,2" if world == 4 else "")
+    assert agreed(worlds.run(world, run, given, back_end, STEPS, backend=BACKEND)) == whole
+
+
+def weights(given: Recipe, back_end: str) -> list[Tensor]:
+    own = training(given, back_end)
+    own.train(STEPS)
+    found = own.weights()
+    own.close()
+    return found
+
+
+@pytest.mark.parametrize("counts", [None, counted], ids=["samples", "tokens"])
+@pytest.mark.parametrize("place", [("ddp", 3), ("fsdp2", 4), ("stage0", 8), ("stage3", 4)])
+@pytest.mark.corners(place=[("ddp", 3), ("stage3", 4)], counts=[counted])
+def test_lanes_train_the_same_weights_within_rounding_by_the_sums_of_the_backend(
+    worlds: WorldPool, tmp_path: Path, place: Place, counts: Any
+) -> None:
+    back_end, world = place
+    native = replace(recipe("a state", str(tmp_path), reduction="native"), counts=counts)
+    (wanted,) = worlds.run(1, weights, replace(native, sections={}), "plain")
+    for found in worlds.run(world, weights, native, back_end):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert verify(read_ledger(tmp_path), None).problems == ()
+
+
+@pytest.mark.parametrize("kind", ["a state", "packed"])
+@pytest.mark.corners(kind=["packed"])
+def test_lanes_go_on_from_the_memory_of_nodes_with_fewer_ranks(
+    worlds: WorldPool, tmp_path: Path, kind: str
+) -> None:
+    root, ledger, found = str(tmp_path), tmp_path / "ledger", list[str]()
+    given = recipe(kind, str(ledger))
+    places = [("ddp", 3), ("stage3", 2), ("fsdp2", 2)]
+    for number, (back_end, world) in enumerate(places):
+        until = 2 * number + 2
+        ranks = worlds.run(world, kept_in_memory, root, given, back_end, until, number)
+        assert {begun for begun, _ in ranks} == {2 * number}
+        found += agreed([part for _, part in ranks])
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+    assert found == agreed(worlds.run(1, run, recipe(kind), "plain", 6))
+    assert verify(read_ledger(ledger), None).problems == ()
 
 
 @pytest.mark.parametrize("place", [("ddp", 3), ("stage3", 4), ("stage0", 8), ("fsdp2", 2)])

@@ -149,9 +149,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
     assert found == agreed(worlds.run(world, hashes, Recipe(), back_end, STEPS))
 
 
-def kept_in_memory(root: str, back_end: str, until: int, weights: int) -> tuple[int, list[str]]:
+def kept_in_memory(
+    root: str, recipe: Recipe, back_end: str, until: int, weights: int
+) -> tuple[int, list[str]]:
     """Go on from the newest checkpoint of the nodes' memories; end as a crash does."""
-    recipe = replace(WITH_EVERYTHING, sections={"checkpoint": {"ram": {}}})
+    recipe = replace(recipe, sections={**recipe.sections, "checkpoint": {"ram": {}}})
     with on_a_node(root):
         own = training(recipe, back_end, weights)
         own.load(str(checkpoints(root)))
@@ -169,7 +171,9 @@ def test_a_run_goes_on_from_the_memory_of_its_nodes_in_another_back_end(
     root, found = str(tmp_path), list[str]()
     for number, (back_end, world) in enumerate([("ddp", 3), ("stage3", 2), ("fsdp2", 2)]):
         until = 2 * number + 2
-        (part, *others) = worlds.run(world, kept_in_memory, root, back_end, until, number)
+        (part, *others) = worlds.run(
+            world, kept_in_memory, root, WITH_EVERYTHING, back_end, until, number
+        )
         assert part[0] == 2 * number
         assert others == [part] * (world - 1)
         found += part[1]
