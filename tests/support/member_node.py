@@ -17,8 +17,7 @@ import signal
 import sys
 import time
 
-from zero_agent.etcd.etcd_access import Access
-from zero_agent.etcd.joining import Joining, joined
+from zero_agent.etcd.etcd_access import Access, Joining, joined
 from zero_agent.etcd.own_etcd import Endpoint, Seat, own_server
 from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.node.network import ANY_PORT

@@ -23,10 +23,9 @@ from zero_agent.command import command_line, mistakes
 from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.errors import AgentFailed
-from zero_agent.etcd import etcd_choice, etcd_clock, local_etcd
-from zero_agent.etcd.etcd_access import Access
+from zero_agent.etcd import etcd_choice, local_etcd
+from zero_agent.etcd.etcd_access import Access, Joining, clock_complaint, joined
 from zero_agent.etcd.etcd_choice import Static, Way
-from zero_agent.etcd.joining import Joining, joined
 from zero_agent.etcd.own_etcd import Endpoint, Seat, own_server
 from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.etcd.port_proxy import PortProxy
@@ -224,7 +223,7 @@ def _await_etcd(
     question = Keys(args.rdzv_id).round  # a key of this job: the login may not allow others
 
     def look_at_it() -> None:
-        if wrong := etcd_clock.complaint(etcd_clock.offset_s(access)):
+        if wrong := clock_complaint(access.clock_offset_s()):
             log.warning("%s", wrong)
         store.warn_of_versions()
 

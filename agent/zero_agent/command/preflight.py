@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zero_agent.command.resolve import NO_FILES, count_slots, wants_gpus
-from zero_agent.etcd import etcd_choice, etcd_clock
-from zero_agent.etcd.etcd_access import Access
+from zero_agent.etcd import etcd_choice
+from zero_agent.etcd.etcd_access import Access, clock_complaint
 from zero_agent.etcd.etcd_process import find_etcd
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.node.health_checks import HealthCheckFailed, HealthProblem, Surroundings, examine
@@ -59,9 +59,7 @@ def preflight(args: argparse.Namespace, conf: RdzvConf) -> int:
             command=args.health_check,
             command_timeout_s=args.health_check_timeout,
             ask_etcd=ask_etcd,
-            ask_clock=(lambda: etcd_clock.complaint(etcd_clock.offset_s(access)))
-            if named
-            else None,
+            ask_clock=(lambda: clock_complaint(access.clock_offset_s())) if named else None,
             environ=os.environ,
         )
     )

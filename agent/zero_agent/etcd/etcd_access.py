@@ -1,25 +1,32 @@
 """This agent's connection to etcd: endpoints, TLS and login, and the remedies when they fail.
 
-Must always hold: no password is on a command line, in a log or in an error; a refusal is one
-message with the flag that remedies it, and is not retried; the wait for an etcd that does not
-answer yet is bounded.
+Must always hold: no password is on a command line, in a log or in an error, and no worker inherits
+the join token; a refusal is one message with the flag that remedies it, and is not retried; the
+wait for an etcd that does not answer yet is bounded; certificates made from the token are removed
+with this process, or by the next one if it was killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_agent.etcd.etcd_process import asked
 from zero_agent.etcd.rdzv_conf import RdzvConf
+from zero_agent.node.scratch import Scratch
 from zero_orchestrator.errors import SpecError, StoreError, StoreRefused, StoreUnavailable
 from zero_orchestrator.store import retry
+from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, TlsFiles, write_certificates
 
 if TYPE_CHECKING:
     import tenacity
@@ -27,6 +34,15 @@ if TYPE_CHECKING:
     from zero_orchestrator.store.etcd.client import EtcdStore
 
 log = logging.getLogger("zero")
+
+FAR_S = 300.0
+"""The largest tolerated skew, that of Kerberos; S3 refuses signatures from 900 s."""
+_CLOCK_TIMEOUT_S = 2.0
+OPEN = (
+    "the etcd of this job is open to every host that reaches {where}, and so is its secret: set "
+    f"{ENV_JOIN_TOKEN} to the same random characters on all nodes"
+)
+"""A warning, if there is no join token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +100,21 @@ class Access:
             return parse_endpoints(self.endpoints)[0]
         except SpecError as error:
             raise SpecError(f"--rdzv-endpoint={self.endpoints}: {error}") from error
+
+    def clock_offset_s(self) -> float | None:
+        """Seconds that this clock is ahead of etcd's (negative: behind); None if it is not told.
+
+        By the Date header of etcd's HTTP endpoint; an etcd that serves no HTTP there tells none.
+        """
+        own = (self.cert, self.key) if self.cert is not None and self.key is not None else None
+        try:
+            began_s = time.time()
+            with asked(self.first, "/version", self.ca, own, _CLOCK_TIMEOUT_S) as answer:
+                date = answer.getheader("Date")
+            now_s = (began_s + time.time()) / 2
+            return None if date is None else now_s - parsedate_to_datetime(date).timestamp()
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
 
     @contextlib.contextmanager
     def store(self) -> Iterator[EtcdStore]:
@@ -235,3 +266,49 @@ def _read(flag: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise SpecError(f"{flag}={path}: cannot be read: {error}") from error
+
+
+def clock_complaint(offset_s: float | None) -> str:
+    """A warning if the difference of two clocks is too large; empty if it is not."""
+    # No decision of a job compares clocks, so a node with a wrong one still trains: --preflight
+    # reports it, an agent warns and continues, since the wrong clock may be etcd's.
+    if offset_s is None or abs(offset_s) <= FAR_S:
+        return ""
+    way = "ahead of" if offset_s > 0 else "behind"
+    return (
+        f"this machine's clock is {abs(offset_s) / 60:.0f} min {way} etcd's; set the wrong one of "
+        "the two by NTP (`chronyc tracking`): certificates, logs and durations depend on it"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """The token and this process's certificates; both empty if no token was given."""
+
+    token: str = ""
+    tls: TlsFiles | None = None
+
+
+@contextlib.contextmanager
+def joined(
+    args: argparse.Namespace, environ: MutableMapping[str, str], *, given: bool, wanted: bool
+) -> Iterator[Joining]:
+    """Remove the token from the environment, and set the flags to the certificates made from it.
+
+    Args:
+        args: The flags; those of etcd's certificates are changed if there is a token.
+        environ: The environment, which children inherit; the token is removed.
+        given: Whether the user names certificates.
+        wanted: Whether the etcd is on the network.
+
+    Raises:
+        SpecError: The token is too easy to guess.
+    """
+    token = environ.pop(ENV_JOIN_TOKEN, "")
+    if not token or given or not wanted:
+        yield Joining()
+        return
+    with contextlib.closing(Scratch("zero-tls-")) as scratch:
+        tls = write_certificates(scratch.path, token)
+        args.etcd_ca, args.etcd_cert, args.etcd_key = tls.ca, tls.cert, tls.key
+        yield Joining(token=token, tls=tls)

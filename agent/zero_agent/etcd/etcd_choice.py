@@ -23,8 +23,8 @@ from enum import StrEnum
 
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
+from zero_agent.etcd.etcd_access import OPEN, Joining
 from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
-from zero_agent.etcd.joining import OPEN, Joining
 from zero_agent.etcd.own_etcd import Endpoint
 from zero_agent.etcd.port_proxy import WAITING, PortProxy
 from zero_agent.node.network import address_towards

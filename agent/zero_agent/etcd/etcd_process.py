@@ -19,7 +19,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -231,21 +231,40 @@ def is_healthy(endpoint: str, tls: TlsFiles | None = None) -> bool:
 
 def _get(endpoint: str, path: str, tls: TlsFiles | None) -> dict[str, object]:
     """The JSON object at a path of etcd's HTTP endpoint; empty if there is none."""
-    where = split_host_port(endpoint)
-    if tls is None:
-        connection = http.client.HTTPConnection(*where, timeout=_HTTP_TIMEOUT_S)
-    else:
-        context = ssl.create_default_context(cafile=tls.ca)
-        context.load_cert_chain(tls.cert, tls.key)
-        connection = http.client.HTTPSConnection(*where, timeout=_HTTP_TIMEOUT_S, context=context)
+    ca, own = (tls.ca, (tls.cert, tls.key)) if tls is not None else (None, None)
     try:
-        connection.request("GET", path)
-        answer = json.loads(connection.getresponse().read(65536))
+        with asked(endpoint, path, ca, own) as answer:
+            found = json.loads(answer.read(65536))
     except ValueError:
         return {}
-    finally:
-        connection.close()
-    return answer if isinstance(answer, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def asked(
+    endpoint: str,
+    path: str,
+    ca: Path | None,
+    own: tuple[Path, Path] | None,
+    timeout_s: float = _HTTP_TIMEOUT_S,
+) -> Iterator[http.client.HTTPResponse]:
+    """The answer of etcd's HTTP endpoint, by TLS if there is a `ca`; `own`: certificate and key.
+
+    Raises:
+        OSError: Nothing answers there.
+        http.client.HTTPException: What answers does not speak HTTP.
+    """
+    where = split_host_port(endpoint)
+    if ca is None:
+        connection = http.client.HTTPConnection(*where, timeout=timeout_s)
+    else:
+        context = ssl.create_default_context(cafile=ca)
+        if own is not None:
+            context.load_cert_chain(*own)
+        connection = http.client.HTTPSConnection(*where, timeout=timeout_s, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        yield connection.getresponse()
 
 
 class EtcdProcess:

@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_agent.etcd.etcd_access import OPEN, Joining
 from zero_agent.etcd.etcd_process import LOOPBACK, EtcdProcess, FoundEtcd, Member, probe
-from zero_agent.etcd.joining import OPEN, Joining
 from zero_agent.etcd.local_etcd import SharedDirectory, state_directory
 from zero_agent.node.network import first_free, is_local
 from zero_agent.node.scratch import Scratch

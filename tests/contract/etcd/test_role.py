@@ -21,7 +21,6 @@ from tests.support.etcd_server import EtcdServer
 from tests.support.waiting import wait_for
 from zero_agent.command import command_line
 from zero_agent.command.preflight import preflight
-from zero_agent.etcd import etcd_clock
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
 from zero_contract.clock import SystemClock
@@ -211,7 +210,7 @@ def test_the_same_role_is_enough_to_look_at_the_job_to_change_it_and_for_a_prefl
         preflight(asked, parse_rdzv_conf(""))
     (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("etcd")]
     assert line.split()[:2] == ["etcd", "ok"]
-    offset_s = etcd_clock.offset_s(Access(endpoints=etcd.endpoint))
+    offset_s = Access(endpoints=etcd.endpoint).clock_offset_s()
     assert offset_s is not None, "etcd tells the time, without a login"
     assert abs(offset_s) < 60
 

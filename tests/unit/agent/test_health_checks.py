@@ -15,8 +15,7 @@ import pytest
 from tests.support.waiting import wait_for
 from zero_agent.command import resolve
 from zero_agent.errors import AgentFailed
-from zero_agent.etcd import etcd_clock
-from zero_agent.etcd.etcd_access import Access
+from zero_agent.etcd.etcd_access import Access, clock_complaint
 from zero_agent.node import health_checks
 from zero_agent.node.health_checks import (
     CHECKS,
@@ -144,13 +143,13 @@ def test_a_clock_that_is_far_from_etcds_is_a_finding():
     with HTTPServer(("127.0.0.1", 0), Etcd) as server:
         threading.Thread(target=server.handle_request).start()
         access = Access(endpoints=f"127.0.0.1:{server.server_port}")
-        offset_s = etcd_clock.offset_s(access)
-    wrong = etcd_clock.complaint(offset_s)
+        offset_s = access.clock_offset_s()
+    wrong = clock_complaint(offset_s)
     assert wrong.startswith("this machine's clock is 74 min behind etcd's; set the wrong one")
     clock = found(replace(NODE, ask_clock=lambda: wrong))["clock"]
     assert (clock.passed, clock.found.endswith(wrong)) == (False, True)
-    assert etcd_clock.offset_s(access) is None, "nobody tells the time there"
-    assert [etcd_clock.complaint(s) for s in (None, 299.0, -299.0)] == [""] * 3
+    assert access.clock_offset_s() is None, "nobody tells the time there"
+    assert [clock_complaint(s) for s in (None, 299.0, -299.0)] == [""] * 3
 
 
 @pytest.mark.parametrize(
