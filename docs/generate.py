@@ -98,7 +98,7 @@ _ETCD = "etcd"
 def flags() -> str:
     """The flags of all commands, from their parsers."""
     from zero_agent.command import command_line
-    from zero_agent.launch import arguments as launch
+    from zero_agent.launch import command as launch
     from zero_checkpoint.tools import parser as ckpt
     from zero_orchestrator.ctl import cli as ctl
     from zero_orchestrator.store import join_token
@@ -179,7 +179,7 @@ A worker without `RANK` finds its place in these, in this order. Its world then 
 
 def environment() -> str:
     """Every environment variable that is read or set."""
-    from zero_comm.worker.discovery import LAUNCHERS
+    from zero_comm.worker.distributed import LAUNCHERS
     from zero_contract.environment import VARIABLES
 
     lines = [_ENVIRONMENT.rstrip()]

@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
-from zero_engine.config.activations import ActivationCheckpointing
+from zero_engine.config.schema import ActivationCheckpointing
 from zero_engine.core import activations
 
 __all__ = [

@@ -18,9 +18,8 @@ from zero_comm.sums.plan import DEFAULT_BLOCK, SUM_BYTES, Where
 from zero_comm.topology import Topology, alone
 from zero_contract.errors import ConfigError
 from zero_engine.accumulation import Accumulation
-from zero_engine.config.offload import CPU, NONE, NVME, OffloadOptimizer
 from zero_engine.config.refusals import Refusal, refusals
-from zero_engine.config.schema import DTYPE_NAMES, Config
+from zero_engine.config.schema import CPU, DTYPE_NAMES, NONE, NVME, Config, OffloadOptimizer
 from zero_engine.stages import STAGES, Stage
 
 # ---- what a layout depends on ----

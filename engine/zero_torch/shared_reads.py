@@ -17,9 +17,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.dtypes import byte_view
-from zero_checkpoint.format.pieces import Piece, TensorId
+from zero_checkpoint.format.pieces import Piece, TensorId, cut
 from zero_comm.exchange.collectives import Collectives, Pending, wait
 
 _UNDER_WAY = 4

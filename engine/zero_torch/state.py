@@ -24,15 +24,16 @@ from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import TensorTable
-from zero_checkpoint.state.extra_state import extra_state, restore_extra_state
 from zero_checkpoint.state.torch_state import (
     device_of_number,
+    extra_state,
     matched,
     number_as_json,
     number_from_json,
     numbers_of,
     persistent_buffers,
     plain,
+    restore_extra_state,
     set_option,
 )
 from zero_step.division import chunks
@@ -112,7 +113,7 @@ class TrainingState:
         return groups
 
     def extra_state(self) -> dict[str, Any]:
-        """See `zero_checkpoint.state.extra_state`."""
+        """See `zero_checkpoint.state.torch_state`."""
         return extra_state(self._wrapped.module, own_name)
 
     def aliases(self) -> dict[str, str]:

@@ -18,8 +18,7 @@ from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.in_memory import MemorySearch
 from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.plain import UNKNOWN_RUN
-from zero_checkpoint.state.extra_state import KEY as EXTRA_STATE
-from zero_checkpoint.state.scheduler_state import restore_schedule, schedule_as_json
+from zero_checkpoint.state.torch_state import EXTRA_STATE, restore_schedule, schedule_as_json
 from zero_comm.determinism import Hardware
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.order import NATIVE, ORDERED, record_of, record_of_native

@@ -29,7 +29,7 @@ import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.ports import free_port
 from zero_checkpoint import weight_hash
-from zero_checkpoint.state.block_digests import AT_ONCE_BYTES, BLOCK_BYTES
+from zero_checkpoint.state.weight_hash import AT_ONCE_BYTES, BLOCK_BYTES
 from zero_comm.errors import LeavingNow
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums import fold

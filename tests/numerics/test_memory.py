@@ -21,8 +21,13 @@ from zero_comm.sums.buffer_pool import BufferPool
 from zero_comm.sums.plan import Where
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_engine.config import load_config
-from zero_engine.config.offload import OffloadOptimizer
-from zero_engine.config.schema import Bf16, Config, OptimizerConfig, ZeroOptimization
+from zero_engine.config.schema import (
+    Bf16,
+    Config,
+    OffloadOptimizer,
+    OptimizerConfig,
+    ZeroOptimization,
+)
 from zero_engine.layout import Facts, resolve
 from zero_engine.observe.memory import estimate
 from zero_engine.tiers.nvme import Nvme

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.training import DIVIDED, config, fingerprint, make_engine, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
-from zero_comm.exchange.node_group import node_exchanges
+from zero_comm.exchange.collectives import node_exchanges
 from zero_deepspeed.zero import GatheredParameters
 
 STEPS = 4

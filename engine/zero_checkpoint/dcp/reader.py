@@ -29,9 +29,8 @@ from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.dcp.names import Stored, keys_of
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.manifest import Manifest
-from zero_checkpoint.format.pieces import Piece, State, TensorInfo
+from zero_checkpoint.format.pieces import Piece, State, TensorInfo, cut
 from zero_checkpoint.loading import restore
 from zero_checkpoint.plain import group_consensus
 

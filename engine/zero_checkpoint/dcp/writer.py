@@ -27,9 +27,8 @@ from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.dtypes import DTYPES, name_of
-from zero_checkpoint.format.pieces import Piece, State, TensorInfo
+from zero_checkpoint.format.pieces import Piece, State, TensorInfo, cut
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus
 from zero_checkpoint.saving import commit

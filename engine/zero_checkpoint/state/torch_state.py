@@ -6,7 +6,8 @@ name, unless the caller asks for its text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.state.client_state import pack, unpack
 
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Floating-point buffers of torch's own layers."""
@@ -158,3 +160,93 @@ def is_buffer(name: str, dtype: torch.dtype, patterns: Sequence[str] = ()) -> bo
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
     return any(fnmatchcase(name, pattern) for pattern in (*STATISTICS, *patterns))
+
+
+# ---- learning-rate schedulers ----
+# What JSON has stays as it is, so that any release reads it; all else, such as the milestones of
+# MultiStepLR, whose keys are numbers, is written as `client_state` writes it.
+
+
+def schedule_as_json(scheduler: Any) -> Any:
+    """The state of a scheduler as JSON, as of now; None without a scheduler.
+
+    Raises:
+        CheckpointError: A value in it cannot be restored.
+    """
+    if scheduler is None:
+        return None
+    name = f"the state of the scheduler {type(scheduler).__name__}"
+    return _storable(scheduler.state_dict(), name)
+
+
+def _storable(value: Any, path: str) -> Any:
+    """Pack as `client_state.pack`; numbers of numpy become plain ones, and tuples lists."""
+    match value:
+        case np.generic():
+            return _storable(value.item(), path)
+        case Mapping() if all(type(key) is str and key[:1] != "$" for key in value):
+            return {key: _storable(inner, f"{path}.{key}") for key, inner in value.items()}
+        case list() | tuple():
+            return [_storable(inner, f"{path}[{number}]") for number, inner in enumerate(value)]
+        case Counter():  # as before there was a mark for it, see `_counted`
+            return pack(dict(value), path)
+        case _:
+            return pack(value, path)
+
+
+def restore_schedule(scheduler: Any, saved: Any) -> None:
+    """Give a scheduler the state that `schedule_as_json` has returned."""
+    scheduler.load_state_dict(_counted(unpack(saved), scheduler.state_dict()))
+
+
+def _counted(saved: Any, present: Any) -> Any:
+    """With a Counter where the present state has one: the milestones of MultiStepLR."""
+    match saved, present:
+        case dict(), Counter():
+            return Counter(saved)
+        case dict(), Mapping():
+            return {key: _counted(inner, present.get(key)) for key, inner in saved.items()}
+        case list(), list() if len(saved) == len(present):
+            return [_counted(*pair) for pair in zip(saved, present, strict=True)]
+        case _:
+            return saved
+
+
+# ---- the extra state of modules, such as scales of FP8 ----
+
+
+EXTRA_STATE = "extra_state"
+"""In the engine's record of a run."""
+Named = Callable[[str], str]
+"""From a module's name to its name in the user's module."""
+
+
+def extra_state(model: nn.Module, named: Named = str) -> dict[str, Any]:
+    """The extra state of all modules, as JSON, as of now.
+
+    Raises:
+        CheckpointError: A module's cannot be restored; names it.
+    """
+    return {
+        name: pack(module.get_extra_state(), f"the extra state of {name or 'the model'}")
+        for name, module in _with_extra_state(model, named)
+    }
+
+
+def restore_extra_state(
+    model: nn.Module, saved: Mapping[str, Any] | None, named: Named = str
+) -> list[str]:
+    """Give the modules what `extra_state` has returned; returns the names of those without it."""
+    absent = []
+    for name, module in _with_extra_state(model, named):
+        if saved is not None and name in saved:
+            module.set_extra_state(unpack(saved[name]))
+        else:
+            absent.append(name or "the model")
+    return absent
+
+
+def _with_extra_state(model: nn.Module, named: Named) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield named(name), module

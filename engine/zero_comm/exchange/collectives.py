@@ -35,10 +35,10 @@ from zero_comm.exchange.deadlock import DeadlockDetector
 from zero_comm.exchange.issue_order import IssueOrder, difference
 from zero_comm.exchange.objects import gather_objects
 from zero_comm.exchange.transport import Transport
-from zero_comm.exchange.transports import Transports, timeout_of
+from zero_comm.exchange.transports import Transports, own_group, timeout_of
 from zero_comm.topology import Topology, alone, concluded, place_of, rail_order, relay
 from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
-from zero_comm.worker.distributed import group_store
+from zero_comm.worker.distributed import group_store, local_device
 from zero_comm.worker.rank_times import WAITS
 from zero_contract.errors import PeerLost
 
@@ -475,3 +475,26 @@ class Collectives:
         sent_bytes = full.nbytes // self.world * (self.world - 1)
         self.bytes_sent[kind] += sent_bytes
         return sent_bytes
+
+
+def node_exchanges(
+    size: int, interrupt: Interrupt | None = None, order: IssueOrder | None = None
+) -> Collectives:
+    """The exchanges within this rank's group of `size` consecutive ranks, a divisor of the world.
+
+    Collective. `order` is compared by all ranks: all groups do the same, each with its own ranks.
+
+    Raises:
+        PeerLost: A peer is lost.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    division = [range(first, first + size) for first in range(0, world, size)]
+    node = Collectives(
+        own_group(division, timeout_of(None)),
+        interrupt,
+        name=f"deadlock/{rank // size}",
+        order=order,
+        division=division,
+    )
+    node.meet(local_device())
+    return node

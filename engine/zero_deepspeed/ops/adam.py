@@ -14,7 +14,7 @@ import torch
 from zero_contract.errors import ConfigError
 from zero_deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from zero_engine.config import Config
-from zero_engine.config.offload import NONE
+from zero_engine.config.schema import NONE
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
-from zero_engine.config.offload import NONE
+from zero_engine.config.schema import NONE
 from zero_engine.stages import STAGES
 
 if TYPE_CHECKING:

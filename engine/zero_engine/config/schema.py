@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -21,11 +23,86 @@ from zero_comm.determinism import Deterministic, mode_of
 from zero_comm.exchange.comms_log import CommsLogger
 from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
-from zero_contract.sections import MOST, Count, Finite, Number, Seed, Spelled, Whole
-from zero_engine.config.activations import ActivationCheckpointing
+from zero_contract.sections import MOST, Count, Finite, Number, Seed, Share, Spelled, Whole
 from zero_engine.config.elasticity import Elasticity
-from zero_engine.config.offload import FROM_BOOL, OffloadOptimizer, OffloadParam
 from zero_step import options
+
+NONE, CPU, NVME = "none", "cpu", "nvme"
+Device = Annotated[
+    str, Meta(pattern=f"^({NONE}|{CPU}|{NVME})$", description='"none", "cpu" or "nvme"')
+]
+FROM_BOOL = Spelled(lambda on: {"device": CPU if on else NONE} if isinstance(on, bool) else on)
+"""DeepSpeed's older "cpu_offload"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptimizer:
+    """Where master weights and optimizer state rest; the optimizer then steps on the CPU."""
+
+    device: Device = NONE
+    """Where they rest: "none", "cpu" (host memory) or "nvme" (a disk)."""
+    nvme_path: str | None = None
+    """With device "nvme": a directory on a local disk, the same path on every node."""
+    pin_memory: bool = True
+    """Allocate page-locked host memory, which makes copies from and to a GPU fast."""
+    ratio: Share = 1.0
+    """At stage 3: the part of the state, from 0 to 1, that does not stay on the device."""
+
+    def __post_init__(self) -> None:
+        _check_path("offload_optimizer", self.device, self.nvme_path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParam:
+    """Where the weights rest that modules are gathered from, at stage 3."""
+
+    device: Device = NONE
+    """Where they rest: "none", "cpu" (host memory) or "nvme" (a disk)."""
+    nvme_path: str | None = None
+    """With device "nvme": a directory on a local disk, the same path on every node."""
+    pin_memory: bool = True
+    """Allocate page-locked host memory, which makes copies from and to a GPU fast."""
+    max_in_cpu: Whole = 1_000_000_000
+    """With device "nvme": elements of each rank that stay in the host's memory."""
+
+    def __post_init__(self) -> None:
+        _check_path("offload_param", self.device, self.nvme_path)
+
+
+def _check_path(section: str, device: str, nvme_path: str | None) -> None:
+    where = f"zero_optimization.{section}"
+    if device == NVME and nvme_path is None:
+        raise ConfigError(f'{where}.device "nvme" needs {where}.nvme_path, a directory on a disk')
+    if device == NVME and nvme_path is not None and not Path(nvme_path).is_absolute():
+        raise ConfigError(f"{where}.nvme_path: {nvme_path!r} is not an absolute path")
+
+
+class Policy(StrEnum):
+    """What is kept of a module's forward for its backward."""
+
+    RECOMPUTE = "recompute"
+    SELECTIVE = "selective"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """What is kept between the forward and the backward of modules, and where. No bit changes.
+
+    DeepSpeed's keys apply to its `checkpointing.checkpoint`; `modules` and `policy` are ours.
+    """
+
+    modules: tuple[str, ...] = ()
+    """Classes of modules, such as "LlamaDecoderLayer", or patterns of their names, such as
+    "layers.*.mlp": their activations are treated as `policy` says. Modules inside them are not
+    treated once more."""
+    policy: Policy = Policy.RECOMPUTE
+    """"recompute" keeps the inputs of a module, and runs its forward again in backward. "selective"
+    also keeps the results of matrix products, convolutions and attention, and recomputes the rest.
+    "offload" keeps everything in host memory, and recomputes nothing."""
+    cpu_checkpointing: bool = False
+    """Keep in host memory the inputs that "recompute" and "selective" keep."""
+
 
 DTYPE_NAMES = {
     "fp32": "fp32",
@@ -151,8 +228,8 @@ class ZeroOptimization:
     stage: Literal[0, 1, 2, 3] = 0
     """0 shards nothing, 1 the optimizer's state, 2 also the gradients, 3 also the parameters."""
     leaf_module: LeafModule = LeafModule()
-    offload_optimizer: Annotated[OffloadOptimizer, FROM_BOOL] = OffloadOptimizer()  # noqa: RUF009
-    offload_param: Annotated[OffloadParam, FROM_BOOL] = OffloadParam()  # noqa: RUF009, is frozen
+    offload_optimizer: Annotated[OffloadOptimizer, FROM_BOOL] = OffloadOptimizer()
+    offload_param: Annotated[OffloadParam, FROM_BOOL] = OffloadParam()
     zero_hpz_partition_size: Count = 1
     """ZeRO++, at stage 3: this number of consecutive ranks, those of a node, keep a secondary copy
     of all weights, sharded over them. 1 keeps none."""
@@ -302,7 +379,7 @@ class Config:
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     zero_optimization: Annotated[ZeroOptimization, TRUE_IS_STAGE_ONE] = ZeroOptimization()
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()  # noqa: RUF009
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     checkpoint: Checkpoint = Checkpoint()  # noqa: RUF009, it is frozen

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from zero_contract.errors import ConfigError
-from zero_engine.config.activations import ActivationCheckpointing, Policy
+from zero_engine.config.schema import ActivationCheckpointing, Policy
 
 _FORWARD = "forward"
 _ATEN = torch.ops.aten

@@ -22,10 +22,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from zero_comm.determinism import Hardware, meet
-from zero_comm.exchange.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives, node_exchanges
 from zero_comm.exchange.comms_log import LOG
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
-from zero_comm.exchange.node_group import node_exchanges
 from zero_comm.topology import Topology
 from zero_comm.waiting import Interrupt
 from zero_comm.worker.agent_link import (
@@ -39,7 +38,7 @@ from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger, round_of_start
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
-from zero_engine.config.offload import CPU, NVME, OffloadOptimizer, OffloadParam
+from zero_engine.config.schema import CPU, NVME, OffloadOptimizer, OffloadParam
 from zero_engine.core import activations
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader

@@ -10,8 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from zero_comm.topology import described
-from zero_engine.config.offload import CPU, NONE, NVME
-from zero_engine.config.schema import Config, OptimizerConfig
+from zero_engine.config.schema import CPU, NONE, NVME, Config, OptimizerConfig
 from zero_engine.layout import Facts, Layout, OptimizerFacts, UnitFacts, resolve
 from zero_engine.optim.sub_groups import SUB_GROUP, UNDER_WAY
 

@@ -10,7 +10,7 @@ step, weights and gradients come to their owners, and new weights go back. Must 
 - Between steps a parameter of the optimizer has its shape and no memory; its state stays with the
   owner, in whatever shape the optimizer gives it.
 
-`owner_state` saves and loads the state.
+`state.optimizer_state` saves and loads the state.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Must always hold:
   it is finite, which ranks ask to leave.
 - A step is skipped if and only if the norm is not finite: an overflow is seen by every rank.
 
-`optimizer_state` and `owner_state` save and load its state.
+`state.optimizer_state` saves and loads its state.
 """
 
 from __future__ import annotations

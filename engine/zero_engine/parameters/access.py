@@ -27,7 +27,7 @@ from zero_engine.parameters.places import place_of
 from zero_engine.parts import Core
 from zero_engine.sharding.flat_unit import FlatUnit, Slot, overlap
 from zero_engine.sharding.segments import Segment, elementwise_keys
-from zero_engine.state.owner_state import fetch
+from zero_engine.state.optimizer_state import fetch
 
 
 def owner_of(param: nn.Parameter) -> OwnedParam | None:

@@ -9,7 +9,7 @@ Owns the gather and release hooks. Must always hold:
   a script runs modules without the model's own forward (a method beside it), it is gathered by the
   first that owns one of those. A unit is likewise gathered by the modules inside of its module that
   are called without it.
-- Every rank gathers every unit in the order of `gather_order`, also those that its branch leaves
+- Every rank gathers every unit in the order of `Pass`, also those that its branch leaves
   out: it takes part and releases them. A unit that is needed out of that order is gathered on the
   spot; if the ranks do not agree in that, they wait for each other, which `collectives` reports.
 - While a unit computes, the next ones are prefetched.
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_comm.exchange.collectives import Collectives
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_engine.sharding.gather_order import Pass, ahead, complete
 from zero_engine.sharding.module_hooks import (
     CalledAlone,
     Hook,
@@ -47,6 +47,70 @@ from zero_engine.sharding.module_hooks import (
     users_inside,
 )
 from zero_engine.sharding.module_state import ModuleState
+
+# ---- the order of the gathers, as data ----
+# Every rank gathers every unit of the order, in that order, in every pass: a rank whose branch
+# leaves a module out takes part in its gather all the same. At first the order is that of the
+# modules; after the first step it is the one in which they really ran, if all ranks agree
+# (DeepSpeed traces its first step in the same way).
+
+
+class Pass:
+    """One pass, forward or backward, by the numbers of the units."""
+
+    def __init__(self, order: Sequence[int] = ()) -> None:
+        self._order = tuple(order)
+        self._next = 0
+
+    def seek(self, unit: int) -> tuple[int, ...]:
+        """Advance to a unit that is needed now; returns the units to gather before it, unused.
+
+        A unit that the order does not have any more is needed out of order: nothing comes before
+        it, and the gather ends only if all ranks need it.
+        """
+        if unit not in self._order[self._next :]:
+            return ()
+        place = self._order.index(unit, self._next)
+        skipped = self._order[self._next : place]
+        self._next = place + 1
+        return skipped
+
+    def coming(self) -> Iterator[int]:
+        """The units that come next."""
+        return iter(self._order[self._next :])
+
+    def end(self) -> tuple[int, ...]:
+        """The units that the pass has left out at its end."""
+        rest, self._next = self._order[self._next :], len(self._order)
+        return rest
+
+
+def complete(trace: Sequence[int], default: Sequence[int]) -> tuple[int, ...]:
+    """A trace with the units that it lacks, each after its predecessor in the default order.
+
+    In the trace, the order in which they were needed, a unit may occur several times.
+    """
+    order = list(trace)
+    for place, unit in enumerate(default):
+        if unit not in order:
+            order.insert(order.index(default[place - 1]) + 1 if place else 0, unit)
+    return tuple(order)
+
+
+def ahead(coming: Iterator[int], sizes: Sequence[int], budget: int | None) -> list[int]:
+    """Prefetch: the coming units to begin to gather before they are needed.
+
+    Their sizes together are at most the budget, in elements; None: one unit of any size.
+    """
+    if budget is None:
+        return list(islice(coming, 1))
+    found: list[int] = []
+    for unit in coming:
+        budget -= sizes[unit]
+        if budget < 0:
+            break
+        found.append(unit)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

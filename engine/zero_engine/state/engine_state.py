@@ -19,20 +19,27 @@ from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
-from zero_checkpoint.state.extra_state import KEY as EXTRA_STATE
-from zero_checkpoint.state.extra_state import extra_state, restore_extra_state
-from zero_checkpoint.state.scheduler_state import restore_schedule, schedule_as_json
 from zero_checkpoint.state.torch_state import (
+    EXTRA_STATE,
+    extra_state,
     matched,
     numbers_of,
     persistent_buffers,
     plain,
+    restore_extra_state,
+    restore_schedule,
+    schedule_as_json,
     set_option,
 )
 from zero_engine.optim.owner_steps import StepByOwners
 from zero_engine.parts import Core
-from zero_engine.state.optimizer_state import OptimizerState, StateOfSegments, cut
-from zero_engine.state.owner_state import WHOLE, StateOfOwners
+from zero_engine.state.optimizer_state import (
+    WHOLE,
+    OptimizerState,
+    StateOfOwners,
+    StateOfSegments,
+    cut,
+)
 from zero_engine.state.selection import LoadOptions, Selection, select, without_frozen
 from zero_step.record import name_of
 

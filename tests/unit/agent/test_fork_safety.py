@@ -6,7 +6,7 @@ import _thread
 
 import pytest
 
-from zero_agent.workers.fork_safety import Native, hindrance
+from zero_agent.workers.forkserver import Native, hindrance
 
 BLAS = frozenset({"libscipy_openblas64_.so"})
 

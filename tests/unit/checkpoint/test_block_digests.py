@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from zero_checkpoint.state.block_digests import BLOCK_BYTES, block_digests, in_place
+from zero_checkpoint.state.weight_hash import BLOCK_BYTES, block_digests, in_place
 
 PATTERNS = {
     "random": None,

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zero_checkpoint
 from zero_checkpoint.dcp import Reader, Writer
-from zero_checkpoint.format.boxes import cut
 from zero_checkpoint.format.manifest import file_name
-from zero_checkpoint.format.pieces import PARAM, TensorId
+from zero_checkpoint.format.pieces import PARAM, TensorId, cut
 from zero_checkpoint.tools.cli import main
 
 

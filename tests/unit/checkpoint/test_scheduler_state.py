@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from zero_checkpoint.format.manifest import check_json
-from zero_checkpoint.state.scheduler_state import restore_schedule, schedule_as_json
-from zero_checkpoint.state.torch_state import plain
+from zero_checkpoint.state.torch_state import plain, restore_schedule, schedule_as_json
 
 MADE: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "milestones": lambda optimizer: MultiStepLR(optimizer, [1, 3, 3], gamma=0.5),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cluster import TRAIN, environment, final_hash
 from tests.support.ports import free_port
-from zero_comm.worker.discovery import discover, first_of
+from zero_comm.worker.distributed import discover, first_of
 from zero_contract.errors import ConfigError
 
 TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}

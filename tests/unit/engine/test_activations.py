@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.models import make_model
 from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
-from zero_engine.config.activations import ActivationCheckpointing
+from zero_engine.config.schema import ActivationCheckpointing
 from zero_engine.core import activations
 
 

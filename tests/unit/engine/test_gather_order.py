@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_engine.sharding.gather_order import Pass, ahead, complete
+from zero_engine.sharding.param_coordinator import Pass, ahead, complete
 
 
 def test_a_rank_that_runs_every_module_gathers_each_when_it_needs_it() -> None:

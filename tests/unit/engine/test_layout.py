@@ -12,8 +12,14 @@ import pytest
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
 from zero_engine.config import Config, load_config
-from zero_engine.config.offload import OffloadOptimizer, OffloadParam
-from zero_engine.config.schema import Bf16, Elastic, Fp16, ZeroOptimization
+from zero_engine.config.schema import (
+    Bf16,
+    Elastic,
+    Fp16,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeroOptimization,
+)
 from zero_engine.layout import Facts, Layout, OptimizerFacts, UnitFacts, refused, resolve
 
 UNITS = [("first", 300, True), ("frozen", 100, False), ("last", 100, True)]

@@ -15,8 +15,7 @@ from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor
 from zero_engine.config import load_config
 from zero_engine.observe import reporting
-from zero_engine.observe.monitors import Monitors
-from zero_engine.observe.reporting import Reporter, Stopwatch
+from zero_engine.observe.reporting import Monitors, Reporter, Stopwatch
 
 CPU = torch.device("cpu")
 

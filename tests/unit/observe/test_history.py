@@ -12,7 +12,7 @@ from msgspec import structs
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
-from zero_agent.loop.observed.job_history import JobHistory
+from zero_agent.loop.observed.telemetry import JobHistory
 from zero_contract import worker
 from zero_contract.decoding import decode
 from zero_contract.worker import CommitRequest, Progress

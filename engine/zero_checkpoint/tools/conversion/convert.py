@@ -87,7 +87,7 @@ def _export_dcp(checkpoint: Candidate, options: argparse.Namespace) -> None:
                 "as it was saved; leave it out"
             )
     # DCP brings DTensors along: half a second that no other command should take.
-    from zero_checkpoint.tools.conversion.export_dcp import export_dcp
+    from zero_checkpoint.tools.conversion.dcp import export_dcp
 
     with output.progress(checkpoint, quiet=options.json) as progress:
         count, files = export_dcp(checkpoint, options.out, progress)
