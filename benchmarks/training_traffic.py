@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from training_systems import NODE_BLOCK
 
+from tests.support.traffic import traffic
 from zero_comm.sums.plan import DEFAULT_BLOCK, Where, plan_reduction
 from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
@@ -85,8 +86,8 @@ def gradients(job: Job, where: Where, block_bytes: float | None = None) -> Sent:
     plan = plan_reduction(
         assignment.rows(micro_batches), block=job.block, nodes=job.nodes, where=where
     )
-    traffic = plan.traffic(job.elements, job.weight_bytes, block_bytes)
-    return Sent(between=sum(traffic.between_bytes), inside=sum(traffic.inside_bytes))
+    sent = traffic(plan, job.elements, job.weight_bytes, block_bytes)
+    return Sent(between=sum(sent.between_bytes), inside=sum(sent.inside_bytes))
 
 
 def gather(job: Job, size: float) -> Sent:

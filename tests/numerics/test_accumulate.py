@@ -26,6 +26,7 @@ from tests.numerics.test_reduction_order import (
     numbers,
     train,
 )
+from tests.support.traffic import traffic
 from tests.support.world import WorldError, WorldPool
 from zero_checkpoint.saving.staging_memory import available_bytes
 from zero_comm.exchange.cpu.same_host import SWITCH
@@ -180,9 +181,9 @@ def test_what_travels_is_what_the_plan_says_to_the_byte(worlds: WorldPool, where
     """Equal nodes, whose slices need no rounding."""
     found = worlds.run(4, cost, "2,2", where.value, 4)
     plan = planned(where, (2, 2), 4)
-    traffic = plan.traffic(found[0][1], gradient_bytes=2)
+    by_plan = traffic(plan, found[0][1], gradient_bytes=2)
     by_node = [sum(bytes_ for bytes_, _ in found[first : first + 2]) for first in (0, 2)]
-    planned_bytes = zip(traffic.inside_bytes, traffic.between_bytes, strict=True)
+    planned_bytes = zip(by_plan.inside_bytes, by_plan.between_bytes, strict=True)
     assert by_node == [inside + between for inside, between in planned_bytes]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
+from tests.support.traffic import traffic
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.errors import Diverged
 from zero_comm.exchange.collectives import Collectives, wait
@@ -84,9 +85,9 @@ def test_what_travels_is_what_the_plan_says_to_the_byte(worlds: WorldPool) -> No
     """Equal nodes, whose slices need no rounding."""
     found = worlds.run(4, sent, "2,2")
     plan = plan_reduction(strided(4).rows(COUNT), block=8, nodes=(2, 2))
-    traffic = plan.traffic(found[0][1], gradient_bytes=2)
+    by_plan = traffic(plan, found[0][1], gradient_bytes=2)
     by_node = [sum(bytes_ for bytes_, _ in found[first : first + 2]) for first in (0, 2)]
-    planned = zip(traffic.inside_bytes, traffic.between_bytes, strict=True)
+    planned = zip(by_plan.inside_bytes, by_plan.between_bytes, strict=True)
     assert by_node == [inside + between for inside, between in planned]
 
 

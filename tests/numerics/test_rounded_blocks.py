@@ -12,6 +12,7 @@ from tests.numerics.test_accumulate import Case, make_at, on_nodes
 from tests.numerics.test_reduction_order import digest, expected, train
 from tests.support.queued import BACKEND
 from tests.support.saving import heard
+from tests.support.traffic import traffic
 from tests.support.world import WorldPool
 from zero_comm.sums.node import NodeReduction
 from zero_comm.sums.plan import plan_reduction
@@ -103,7 +104,7 @@ def test_between_nodes_a_quarter_of_the_bytes_travels_where_blocks_lie_in_one_no
     found = worlds.run(world, sent, ",".join(map(str, nodes)), block)
     plan = plan_reduction(strided(world).rows(12), block=block, nodes=nodes)
     elements = found[0][1]
-    rounded, exact = (plan.traffic(elements, 4, size) for size in (PACKED_BYTES, None))
+    rounded, exact = (traffic(plan, elements, 4, size) for size in (PACKED_BYTES, None))
     assert [256 * each for each in rounded.between_bytes] == [65 * b for b in exact.between_bytes]
     size = nodes[0]
     by_node = [sum(each for each, _ in found[at : at + size]) for at in range(0, world, size)]

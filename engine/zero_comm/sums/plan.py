@@ -96,16 +96,6 @@ class MicroStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Bytes that each node sends in one step, by node."""
-
-    inside_bytes: tuple[int, ...]
-    """From rank to rank of the node."""
-    between_bytes: tuple[int, ...]
-    """To other nodes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Expression:
     """How the sum over so many micro-batches is written."""
 
@@ -248,13 +238,13 @@ class Plan:
         most, whole_bytes = 0.0, None if block_bytes is None else block_bytes + SUM_BYTES
         for step in self.micro_steps:
             given_bytes = (
-                self._bytes(node.gives, gradient_bytes, whole_bytes) for node in step.nodes
+                self.bytes_of(node.gives, gradient_bytes, whole_bytes) for node in step.nodes
             )
             owned = sum(given_bytes) / self.world
             first = 0
             for size, node in zip(self.nodes, step.nodes, strict=True):
                 given = [
-                    self._bytes(rank.gives, gradient_bytes)
+                    self.bytes_of(rank.gives, gradient_bytes)
                     for rank in step.ranks[first : first + size]
                 ]
                 first += size
@@ -268,42 +258,7 @@ class Plan:
                 most = max(most, gradient_bytes + received + formed + owned)
         return most
 
-    def traffic(
-        self, elements: int, gradient_bytes: int, block_bytes: float | None = None
-    ) -> Traffic:
-        """The cost of the gradients of one step, of so many elements.
-
-        Bytes are as in `most_under_way`; sums are in fp32.
-        """
-        inside, between = [0.0] * len(self.nodes), [0.0] * len(self.nodes)
-        first = 0
-        for node, size in enumerate(self.nodes):
-            ranks = range(first, first + size)
-            near, far = self._parts_to_owners(ranks)
-            for step in self.micro_steps:
-                to_owners = self._bytes(step.nodes[node].gives, gradient_bytes, block_bytes)
-                to_others = sum(self._bytes(step.ranks[r].gives, gradient_bytes) for r in ranks)
-                others = self.parts - self.parts // size  # of each piece, all but its own slice
-                inside[node] += to_others * others + to_owners * near
-                between[node] += to_owners * far
-            first += size
-        return Traffic(
-            inside_bytes=tuple(int(parts * elements / self.parts) for parts in inside),
-            between_bytes=tuple(int(parts * elements / self.parts) for parts in between),
-        )
-
-    def _parts_to_owners(self, ranks: range) -> tuple[int, int]:
-        """Of one piece of a node, the parts that go to owners inside of it and outside."""
-        near = far = 0
-        for rank in ranks:
-            for target, start, stop in self.routes(rank):
-                if target not in ranks:
-                    far += stop - start
-                elif target != rank:
-                    near += stop - start
-        return near, far
-
-    def _bytes(
+    def bytes_of(
         self, pieces: Iterable[Piece], gradient_bytes: float, block_bytes: float | None = None
     ) -> float:
         """Of one element of each piece."""

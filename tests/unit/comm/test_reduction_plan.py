@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.traffic import traffic
 from zero_comm.sums.plan import (
     Expression,
     Formed,
@@ -370,8 +371,8 @@ def test_the_traffic_is_that_of_all_messages(nodes: tuple[int, ...], where: Wher
     for block, count in itertools.product([1, 8], [1, 13, 24]):
         plan = check(count, block, nodes, where)
         elements = 10 * plan.parts
-        traffic = plan.traffic(elements, 2)
-        sent = sum(traffic.inside_bytes), sum(traffic.between_bytes)
+        by_plan = traffic(plan, elements, 2)
+        sent = sum(by_plan.inside_bytes), sum(by_plan.between_bytes)
         assert sent == counted(plan, elements, 2)
 
 
@@ -382,16 +383,16 @@ def test_between_equal_nodes_a_micro_step_costs_one_piece_of_each_node(
     """What a hierarchical ring in fp32 sends: 4 N (1 - 1 / nodes), at accumulation 1."""
     world, elements = nodes * size, 1 << 20
     plan = plan_reduction(strided(world).rows(world), block=8, nodes=(size,) * nodes)
-    traffic = plan.traffic(elements, 2)
-    assert traffic.between_bytes == (4 * elements * (nodes - 1) // nodes,) * nodes
-    assert traffic.inside_bytes == (2 * elements * (size - 1),) * nodes
+    sent = traffic(plan, elements, 2)
+    assert sent.between_bytes == (4 * elements * (nodes - 1) // nodes,) * nodes
+    assert sent.inside_bytes == (2 * elements * (size - 1),) * nodes
 
 
 def test_at_the_sender_a_piece_of_each_node_and_block_travels() -> None:
     rows = node_turns((8,) * 8, 16).rows(8 * 64)
     plan = plan_reduction(rows, block=16, nodes=(8,) * 8, where=Where.NODE)
     assert len(rows) == 8
-    assert plan.traffic(1 << 20, 2).between_bytes == (4 * (4 << 20) * 7 // 8,) * 8
+    assert traffic(plan, 1 << 20, 2).between_bytes == (4 * (4 << 20) * 7 // 8,) * 8
 
 
 def test_owners_on_rails_get_slices_that_are_whole_shards() -> None:
@@ -427,7 +428,7 @@ def test_sums_that_are_formed_before_they_travel_save_what_is_between_nodes(wher
     for micro_steps, block, sent in ((1, 8, ring_bytes), (8, 16, ring_bytes)):
         rows = assignment(where, (2, 2), block, 4 * micro_steps).rows(4 * micro_steps)
         plan = plan_reduction(rows, block=block, nodes=(2, 2), where=where)
-        assert plan.traffic(1000, gradient_bytes=2).between_bytes == (sent, sent)
+        assert traffic(plan, 1000, gradient_bytes=2).between_bytes == (sent, sent)
 
 
 @pytest.mark.parametrize(
@@ -448,5 +449,5 @@ def test_blocks_that_lie_in_one_node_travel_as_a_quarter_of_their_sum(
     count = sum(nodes) * micro_steps
     rows = assignment(where, nodes, block, count).rows(count)
     plan = plan_reduction(rows, block=block, nodes=nodes, where=where)
-    exact, rounded = (plan.traffic(3 << 20, 4, size).between_bytes for size in (None, 65 / 64))
+    exact, rounded = (traffic(plan, 3 << 20, 4, size).between_bytes for size in (None, 65 / 64))
     assert rounded == (tuple(each * 65 // 256 for each in exact) if quarter else exact)
