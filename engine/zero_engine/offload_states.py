@@ -257,7 +257,7 @@ class MovedStates:
             case Kind.lp_params:
                 yield from (unit.full for unit in self._units)
                 yield from (unit.shard for unit in here if not unit.trained)
-                yield from (unit.secondary for unit in here if unit.secondary is not None)
+                yield from (unit.wire.secondary for unit in here if unit.wire.secondary is not None)
             case Kind.lp_grads if self._zero is not None:
                 yield from self._zero.gradient_sums()
 

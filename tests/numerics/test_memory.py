@@ -278,11 +278,11 @@ def secondary_shards() -> int:
     }
     engine, *_ = zero_deepspeed.initialize(model=Stack(), config=settings)
     loss = engine(torch.ones(1, WIDTH, dtype=torch.bfloat16))
-    kept = [unit.secondary for unit in engine._core.units]
+    kept = [unit.wire.secondary for unit in engine._core.units]
     size = storage([tensor for tensor in kept if tensor is not None], set())
     engine.backward(loss)
     engine.step()
-    assert [unit.secondary for unit in engine._core.units] == [None] * LAYERS
+    assert [unit.wire.secondary for unit in engine._core.units] == [None] * LAYERS
     return size
 
 

@@ -138,7 +138,7 @@ def train_in_nodes(size: int, wire: dict[str, bool]) -> tuple[Any, ...]:
         evaluated = [float(engine(torch.ones(2, 13, dtype=torch.long))) for _ in range(2)]
     engine.train()
     losses += train(engine, STEPS + 1)
-    node, reducer = engine._core.units[0]._node, engine._core.reducer
+    node, reducer = engine._core.units[0].wire._node, engine._core.reducer
     assert reducer is not None
     between = (
         engine._core.collectives.bytes_sent | reducer.pipeline.reduction.collectives.bytes_sent

@@ -21,19 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from zero_comm.exchange import left_under_way
 from zero_comm.exchange.collectives import Collectives, Pending, wait
-from zero_comm.sums.quantization import pack, packed_size, rounded, unpack
 from zero_engine.layout import Layout, UnitFacts, UnitPlaces
-from zero_engine.sharding.parameter_views import FreedStorage, ParameterViews
+from zero_engine.sharding.parameter_views import ShownBuffer
 from zero_engine.sharding.partition import DTYPES, UnitSpec
 from zero_engine.sharding.small_params import SmallParams
+from zero_engine.sharding.wire import Wire
 from zero_engine.tiers.places import Memory, Tier
 from zero_step.norm import BLOCK, SHARD_GRAIN
 
@@ -133,8 +133,6 @@ class FlatUnit:
 
     Attributes:
         label: The name, with the first and the last parameter.
-        full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
-            between uses at stage 3, and the parameters then show NaN.
         shard: [padded / world], this rank's interval in the highest precision: that of master
             weights for trained units, the compute dtype for others. A view if it can be one.
         master: The weights that the optimizer steps: `shard`, or [padded] if every rank steps all.
@@ -145,8 +143,7 @@ class FlatUnit:
         large: The parameters that are not small; at stage 3 they show NaN between uses.
         on_change: Called after `gathered` has changed.
         holders: The number of open contexts of a script that keep the unit gathered.
-        secondary: ZeRO++: from the first gather after a step on, [padded / ranks of the node] of
-            the full parameters, from which they are gathered within the node.
+        wire: How the full parameters travel.
     """
 
     def __init__(
@@ -173,14 +170,16 @@ class FlatUnit:
         self._collectives = collectives
         self.tiers = tiers
         self._arriving: Pending | None = None
-        self._packed: Tensor | None = None
-        self._node = node if stage.shards_parameters else None
-        self.secondary: Tensor | None = None
-        self._quantized = places.rounded and spec.dtype.is_floating_point
+        self.wire = Wire(
+            collectives,
+            node if stage.shards_parameters else None,
+            rounds=places.rounded and spec.dtype.is_floating_point,
+        )
         highest = DTYPES[layout.config.master] if spec.trained else spec.dtype
         source = torch.zeros(self.padded, dtype=highest, device=device)
         write(spec, self.layout.slots, source)
-        self._build(source, source.to(spec.dtype), places)
+        full = source.to(spec.dtype)
+        self._build(source, full, places)
         freed = stage.shards_parameters
         members = [
             (slot.fqn, member.param, slot.start, member.small)
@@ -189,11 +188,9 @@ class FlatUnit:
         others = [(param, start) for _, param, start, small in members if not (small and freed)]
         self.large = tuple(param for param, _ in others)
         self.on_change: Callable[[FlatUnit], None] = _nothing
-        self._views = ParameterViews(self.large, [start for _, start in others], self.full)
         kept = [(name, param, start) for name, param, start, small in members if small]
-        self.small = SmallParams(kept, self.full, collectives, apart=freed)
-        self._views.show()
-        self._freed = FreedStorage()
+        self.small = SmallParams(kept, full, collectives, apart=freed)
+        self._shown = ShownBuffer(full, self.large, [start for _, start in others])
         self.gathered = True
         self.holders = 0
         if stage.shards_parameters:
@@ -201,7 +198,6 @@ class FlatUnit:
 
     def _build(self, source: Tensor, full: Tensor, places: UnitPlaces) -> None:
         """Put the first weights where they rest; `full` may be `source`."""
-        self.full = full
         own = self._collectives.own(source)
         self._replica = source if places.replica else None
         self.shard = own if places.replica else self.tiers.state.hold(own)
@@ -217,6 +213,11 @@ class FlatUnit:
         elif not places.replica:
             self.rests = self.tiers.state
 
+    @property
+    def full(self) -> Tensor:
+        """The full parameters, see `ShownBuffer`."""
+        return self._shown.full
+
     def interval_of(self, rank: int) -> tuple[int, int]:
         """Where a rank's shard lies: [start, stop)."""
         return self._collectives.interval(self.padded, rank)
@@ -225,13 +226,13 @@ class FlatUnit:
         """Let what `refresh` has begun arrive later (stages 1 and 2); `gather` waits for it."""
         left_under_way.leave(pending)
         self._arriving, self.gathered = pending, False
-        self._views.hide()
+        self._shown.hide()
         self.on_change(self)
 
     def begin_gather(self) -> None:
         """Begin the all-gather of the full parameters (stage 3); `gather` waits for it."""
         if not self.gathered and self._arriving is None:
-            self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
+            self._shown.fill()
             self._arriving = self._publish()
 
     def gather(self) -> None:
@@ -239,13 +240,8 @@ class FlatUnit:
         self.begin_gather()
         if self._arriving is not None:
             left_under_way.finish(self._arriving)
-            if self._packed is not None:  # round this rank's own weights as well
-                world = self._collectives.world
-                unpack(self._packed.view(world, -1), self.full.view(world, -1))
-                self._packed = None
-            if self._node is not None and self.secondary is None:
-                self.secondary = self._node.own(self.full).clone()
-            self._views.show()
+            self.wire.arrive(self.full)
+            self._shown.show()
             self._arriving, self.gathered = None, True
             self.on_change(self)
 
@@ -254,31 +250,22 @@ class FlatUnit:
         if self._arriving is not None:  # they must not arrive in memory that is freed
             self.gather()
         if self.gathered:
-            self._views.hide()
-        storage = self.full.untyped_storage()
-        if storage.nbytes() and not storage.resizable():  # somebody looks at it through numpy()
-            self._leave_memory()
-        self._freed.free(self.full.untyped_storage())
+            self._shown.hide()
+        self._shown.free()
         if self.gathered:
             self.gathered = False
             self.on_change(self)
 
     def shows_in(self, structure: Any) -> bool:
-        """Whether tensors in a structure are the full parameters themselves, or views of them."""
-        address = self.full.untyped_storage()._cdata
-        return any(
-            isinstance(leaf, Tensor)
-            and leaf.layout is torch.strided
-            and leaf.untyped_storage()._cdata == address
-            for leaf in tree_leaves(structure)
-        )
+        """See `ShownBuffer.shows_in`."""
+        return self._shown.shows_in(structure)
 
     def is_written(self) -> bool:
         """Whether a script has written to this rank's part of gathered parameters (stage 3).
 
         Not known of those that are rounded, or rest in a far tier.
         """
-        if self._quantized or self.rests.far or not self.gathered:
+        if self.wire.rounds or self.rests.far or not self.gathered:
             return False
         own = self._collectives.own(self.full)
         published = self.local.to(own.device, own.dtype)
@@ -290,21 +277,21 @@ class FlatUnit:
         Freed memory under them would end the process when they are read.
         """
         if self.gathered:
-            self._leave_memory()
+            self._shown.leave_memory()
         self.release()
 
     def show_what_is_there(self) -> None:
         """Point the parameters to `full`, or show NaN while `full` is moved and has no memory."""
-        if self.gathered and self.full.untyped_storage().nbytes():
-            self._views.show()
+        if self.gathered and self._shown.has_memory:
+            self._shown.show()
         else:
-            self._views.hide()
+            self._shown.hide()
 
     def replaced(self) -> str:
         """A parameter to which a script has given other memory (stages 0-2); empty: none."""
         if self._stage.shards_parameters or not self.gathered:  # is shown anew at each gather
             return ""
-        at = self._views.replaced()
+        at = self._shown.replaced()
         return "" if at is None else self.layout.slots[at].fqn
 
     def take_writes(self) -> None:
@@ -325,17 +312,11 @@ class FlatUnit:
         self.tiers.state.changed()
         self.accept(start - low, self.shard[start - low : stop - low])
 
-    def _leave_memory(self) -> None:
-        """Leave the buffer's memory to tensors that refer to it, and allocate another buffer."""
-        with torch.inference_mode(False):  # else nothing outside that mode could write to it
-            self.full = torch.empty_like(self.full)
-            self._views.cut(self.full)
-
     def refresh(self) -> Pending:
         """Begin to bring the full parameters up to date after `master` has been stepped."""
         if self._stage.shards_parameters:
             self.release()
-            self.secondary = None
+            self.wire.secondary = None
             return self.small.refresh(self._fetch)
         if self._stage.shards_optimizer:
             return self._publish()
@@ -378,7 +359,7 @@ class FlatUnit:
         if self._arriving is not None:
             self.gather()
         if not self.gathered:
-            self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
+            self._shown.fill()
         self.small.write_to(self.full)
         return self.full
 
@@ -391,13 +372,10 @@ class FlatUnit:
         self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
         own = self._collectives.own(self.full)
         shard = self.shard.to(own.device)
-        published = shard.to(self.full.dtype)
-        if self._quantized:
-            published = rounded(published, torch.empty_like(published))  # it may be the shard
         low, high = self.interval
-        for each in self.small.members if self._quantized else ():  # these are never rounded
-            start, stop = overlap(each.start, each.stop, low, high)
-            published[start - low : stop - low].copy_(shard[start - low : stop - low])
+        small = (overlap(each.start, each.stop, low, high) for each in self.small.members)
+        exact = [slice(start - low, stop - low) for start, stop in small]
+        published = self.wire.as_seen(shard.to(self.full.dtype), exact)
         written = [(low, high)] if slots is None else [(slot.start, slot.stop) for slot in slots]
         for limits in written:
             start, stop = overlap(*limits, low, high)
@@ -420,17 +398,8 @@ class FlatUnit:
         return whole
 
     def _publish(self) -> Pending:
-        own, what = self._collectives.own(self.full), f"parameters of {self.label}"
-        if self._node is not None and self.secondary is not None:
-            self._node.own(self.full).copy_(self.secondary)
-            return self._node.all_gather(self.full, what)
-        self.rests.fetch(self.local, own)
-        if not self._quantized:
-            return self._collectives.all_gather(self.full, what)
-        size = packed_size(own.numel())
-        self._packed = self.full.new_empty(self._collectives.world * size, dtype=torch.uint8)
-        pack(own.view(1, -1), self._collectives.own(self._packed).view(1, -1))
-        return self._collectives.all_gather(self._packed, what)
+        fetch = partial(self.rests.fetch, self.local)
+        return self.wire.publish(self.full, fetch, f"parameters of {self.label}")
 
 
 def _nothing(_unit: FlatUnit) -> None:

@@ -23,10 +23,11 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _TILE_BYTES = 2 << 20
 _MOST_BYTES = 32 << 30
@@ -82,6 +83,65 @@ class ParameterViews:
         with torch._C.DisableTorchFunctionSubclass():
             for param, data in zip(self._params, shown, strict=True):
                 param.data = data
+
+
+class ShownBuffer:
+    """The flat buffer of one unit, and what its parameters show of it.
+
+    Attributes:
+        full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
+            between uses at stage 3, and the parameters then show NaN.
+    """
+
+    def __init__(self, full: Tensor, params: Sequence[nn.Parameter], starts: Sequence[int]) -> None:
+        """Show the values of the parameters, which begin at these elements of the buffer."""
+        self.full = full
+        self._freed = FreedStorage()
+        self._views = ParameterViews(params, starts, full)
+        self.show()
+
+    def show(self) -> None:
+        """Let the parameters show their values."""
+        self._views.show()
+
+    def hide(self) -> None:
+        """Let the parameters show NaN."""
+        self._views.hide()
+
+    def replaced(self) -> int | None:
+        """The first parameter to which a script has given other memory."""
+        return self._views.replaced()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the buffer has memory: it is not released, and not moved elsewhere."""
+        return self.full.untyped_storage().nbytes() > 0
+
+    def fill(self) -> None:
+        """Allocate the memory again, with undefined contents."""
+        self._freed.fill(self.full.untyped_storage(), self.full.nbytes)
+
+    def free(self) -> None:
+        """Free the memory; what looks at it through numpy() keeps it."""
+        if self.has_memory and not self.full.untyped_storage().resizable():
+            self.leave_memory()
+        self._freed.free(self.full.untyped_storage())
+
+    def leave_memory(self) -> None:
+        """Leave the memory to tensors that refer to it, and allocate another buffer."""
+        with torch.inference_mode(False):  # else nothing outside that mode could write to it
+            self.full = torch.empty_like(self.full)
+            self._views.cut(self.full)
+
+    def shows_in(self, structure: Any) -> bool:
+        """Whether tensors in a structure are the full parameters themselves, or views of them."""
+        address = self.full.untyped_storage()._cdata
+        return any(
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and leaf.untyped_storage()._cdata == address
+            for leaf in tree_leaves(structure)
+        )
 
 
 class FreedStorage:
