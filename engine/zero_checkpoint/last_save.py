@@ -239,6 +239,7 @@ class LastSave:
                 self._note(outcome)
                 if outcome.error is None:
                     return
+                # There was room, so the files are written: what is missing is etcd's consent.
                 if isinstance(outcome.error, NotPublished):
                     break
                 if not isinstance(outcome.error, DiskFull):

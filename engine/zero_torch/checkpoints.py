@@ -202,6 +202,7 @@ class Checkpoints(Session):
             everybodys, self._everybodys = self._everybodys, None
             if everybodys is None:
                 everybodys = self._agreement.reach([], self._notes()).notes
+            # A row is NOTES, what the loader tells, the loss, then the tokens of each micro-batch.
             notes, at = everybodys.tolist(), -1 - len(self._tokens)
             self.loss = sum(row[at] for row in notes) * self._correction
             self._losses.clear()

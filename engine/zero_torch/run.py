@@ -166,6 +166,7 @@ class Run(Checkpoints):
     def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
         """See the begin of a backward that the script calls itself, and that one has failed."""
         self._writes.check_parameters()
+        # In a backward this is the forward of a recomputation, and that backward has not failed.
         if torch._C._current_graph_task_id() == -1:
             self._refuse_failed()
         for each in tree_leaves(output) if self._gradients.now is not None else ():

@@ -122,7 +122,8 @@ class Hub:
             timeout_s = max(0.0, min(due) - time.monotonic()) if due else None
             for key, _ in self._selector.select(timeout_s):
                 listener = self._listeners.get(key.fd)
-                if listener is key.data and listener.due_s is None:  # not removed, in this batch
+                # A callback before this one may have removed it, and its number be another's.
+                if listener is key.data and listener.due_s is None:
                     self._call(key.fd, listener)
             now_s = time.monotonic()
             for fd, listener in list(self._listeners.items()):  # those whose pause is over

@@ -126,7 +126,7 @@ class Session:
         if any(host.process is not None for host in self._hosts):
             return True
         over = self._stopping or self._parting_s is not None
-        # If no host was ever reached, trying again would not help.
+        # If no host was ever reached, a name or a key is wrong: trying again would not help.
         reached = any(host.losses == 0 or host.code != LOST for host in self._hosts)
         return not over and any(host.again for host in self._hosts) and reached
 

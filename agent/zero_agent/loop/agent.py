@@ -99,6 +99,7 @@ class Agent:
         self._limits = Limits(config, clock, self._journal)
         self._suspects = Suspects(self._journal, clock)
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
+        # The two know each other: the limits say what waits to be written, the writer what fails.
         self._limits.remark = lambda: self._store_writes.remark
         self._node_workers = self._make_workers(environ)
         self._strain = Strain(clock)

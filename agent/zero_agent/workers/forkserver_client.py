@@ -116,6 +116,7 @@ class ForkserverClient:
     def stuck_s(self, imports_s: float) -> float | None:
         """Seconds that the forkserver has owed an answer, if that is too long; to be polled."""
         limit_s = ANSWER_S if self.ready else imports_s
+        # To be ready is an answer, too: that to the order to import.
         answered = self._obeyed + self.ready
         if answered != self._answered or self._outbox.given <= self._obeyed:
             self._answered = answered

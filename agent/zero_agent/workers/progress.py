@@ -82,6 +82,7 @@ class StepClock:
         """The usual time of a long step; None before the second step."""
         if self._long_s is None and self._took_s:
             ordered = sorted(self._took_s)
+            # At most the last but one: one very long step must not raise the limit of all others.
             place = min(int(LONG_PART * len(ordered)), len(ordered) - 2)
             self._long_s = ordered[max(place, 0)]
         return self._long_s
@@ -289,6 +290,7 @@ class Steps:
         pause_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
         if pause_s > STOOD_STILL_S:
+            # The workers stood still as well, or their reports wait unread in the sockets.
             for clock in self._clocks.values():
                 clock.leave_out(pause_s)
         for rank, beat in self._heartbeats.beats():

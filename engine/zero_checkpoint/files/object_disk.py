@@ -62,6 +62,8 @@ class ObjectDisk(Disk):
         """
         marker = path / MARKER
         _create(marker, f"save {secrets.token_hex(16)} holds this name\n".encode())
+        # The marker is there now: a store that takes it a second time ignores the condition, and
+        # would let two saves commit the same name.
         try:
             with as_os_errors(str(marker)):
                 _put(marker, b"again", exclusive=True)

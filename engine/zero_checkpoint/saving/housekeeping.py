@@ -58,6 +58,7 @@ def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEA
         rejected = []
         for path in root.iterdir():
             manifest = path / MANIFEST
+            # A tombstone has the manifest's name: what is longer is a manifest.
             if path.is_dir() and not (
                 manifest.exists() and manifest.stat().st_size > len(TOMBSTONE)
             ):

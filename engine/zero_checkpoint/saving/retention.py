@@ -89,6 +89,7 @@ def expired(
     candidates = [candidate for candidate in candidates if not candidate.manifest.is_aside]
     kept = {candidate.path for candidate in candidates[:keep_last]} | set(protected)
     if keep_every is not None:
+        # Newest first: reversed, the newest of a step comes last, and stays in the dictionary.
         newest_of_step = {c.manifest.step: c.path for c in reversed(candidates)}
         kept |= {path for step, path in newest_of_step.items() if step % keep_every == 0}
     if keep_best is not None:

@@ -123,6 +123,7 @@ class Schedule:
         if every_steps is not None:
             return step > 0 and step % every_steps == 0
         wanted_s = self._auto_s if every_s == AUTO else float(every_s or 0.0)
+        # At 0 no step has ended since the save: with an interval of 0 it would be due once more.
         return step > 0 and self._since_save_s > 0 and self._since_save_s >= wanted_s
 
 

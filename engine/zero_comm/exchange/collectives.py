@@ -198,6 +198,7 @@ class Collectives:
             LeavingNow: This rank was asked to leave.
             Diverged: The ranks wait for each other.
         """
+        # What the copy waits for is the newest exchange of this name.
         pending = Pending(what, turn=self.detector.begun[what] - 1)
         if self._waiter.interrupt.reason:
             self._leave(pending)

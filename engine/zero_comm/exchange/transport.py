@@ -160,6 +160,7 @@ class Transport:
         copied.
         """
         del what, turn
+        # `into` has no row of this rank: from there on, rank j's is row j - 1.
         low, high = self.near.start, self.near.stop
         below, above = range(low), range(high, self._world)
         return [

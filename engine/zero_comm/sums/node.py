@@ -81,6 +81,7 @@ class HeldPieces:
         for piece in (*formed.gives, *keeps):
             source = at[piece.start]
             is_sum = any(addition.target == source for addition in additions)
+            # A held single gradient is called "given", too, and its memory is not the caller's.
             is_given = source.kind == "given" and piece.start not in fetched
             # Not where the gradient was, whose memory can be used again.
             if (is_sum and source.kind == "given") or (is_given and piece in keeps):

@@ -135,7 +135,8 @@ class MicroSteps:
         elif tokens is not None:
             count = checked(tokens)
         weight = self._weight(count, is_sum=isinstance(loss, tuple))
-        # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold.
+        # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold. Where gradients are
+        # sums over ranks, each share counts as many times as there were ranks at the beginning.
         scale = zero.scale * (self._run.summed_over or 1)
         wide = value if scale == 1 else value.float()
         share = _times(wide, weight)
@@ -239,6 +240,7 @@ class MicroSteps:
             )
         for each in core.zero.sums:
             each.drop()
+        # Zeros and no shorter list: every rank exchanges one loss for each micro-step of a step.
         self._losses = [torch.zeros_like(loss) for loss in self._losses]
         if run.loader is not None:
             if self._phase.has_run:
@@ -265,6 +267,7 @@ class MicroSteps:
         core, run, phase = self._core, self._run, self._phase
         assert core.reducer is not None
         core.reducer.discard_failed()
+        # A backward after one that has run, without a step() between, is a further loss.
         draw = Move.AGAIN if phase.state is State.RUN else Move.DRAW
         phase.check(draw)
         if draw is Move.AGAIN:

@@ -166,6 +166,7 @@ class StepByOwners:
 
     def _agree(self) -> None:
         """All-gather the tree specs if one has changed: a save is no collective and cannot ask."""
+        # Each step compares a number; the specs, which are long, travel when one has changed.
         mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
         own_mark = torch.tensor([mark], device="cpu")  # among the CPUs, where a wait can be ended
         gathered = self._collectives.everybodys(own_mark, "marks of optimizer state")

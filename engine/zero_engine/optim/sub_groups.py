@@ -203,6 +203,7 @@ class StepBySubGroups:
         opened: deque[tuple[Future[Lease], Callable[[], Tensor]]] = deque()
         closing: deque[Future[None]] = deque()
         for sub_group in self._sub_groups:
+            # The one that is stepped and the next; the third of `UNDER_WAY` is being written.
             room = 2 - len(opened)
             for each in islice(coming, room):
                 name = self._rows[each.unit].name
@@ -238,6 +239,7 @@ class StepBySubGroups:
             param.grad = part.of(lease.rows[_GRADIENT])
             resting = {k: part.of(lease.rows[name(part.segment, k)]) for k in keys[part.segment]}
             rows = {key: self._moments.as_stepped(row) for key, row in resting.items()}
+            # Each sub-group counts this step from the same number: an optimizer counts in place.
             self._optimizer.state[param] = copy.deepcopy(before[part.segment].scalars) | rows
 
     def _take_back(self, sub_group: SubGroup, lease: Lease, *, directs: bool) -> None:

@@ -143,6 +143,7 @@ class GradReducer:
         ]
         # Backward meets the modules in about the reverse of their order, and ends with the root.
         blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
+        # Fixed, not the order of this rank's backward: ranks take different branches.
         self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
         self._next = 0
         self.phase = Phase(CALLS)

@@ -303,6 +303,7 @@ class ParamCoordinator:
         )
 
     def _end_call(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        # A forward that was refused by its pre-hook ends as well, and has begun no call.
         if self._calls and self._calls[-1].module is module:
             self._ended = self._calls.pop()
 

@@ -180,7 +180,8 @@ def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None)
         for slot in unit.layout.slots
         if slot.start < high and slot.stop > low and group in (None, slot.group)
     ]
-    # One call for all views; every other one is what lies between two runs.
+    # One call for all views, since a large model has tens of thousands; every other one is what
+    # lies between two runs.
     edges = [origin, *(edge for _, *run in runs for edge in run), end]
     parts = data.split([stop - start for start, stop in pairwise(edges)])[1::2]
     for (slot, start, _), part in zip(runs, parts, strict=True):

@@ -169,7 +169,7 @@ class ScratchFile:
 
     def _probe(self, direct: int) -> str:
         """Try both ways on the first page; returns why they cannot be combined, or nothing."""
-        self._direct = direct
+        self._direct = direct  # for `_read_at` and `_write_at`, until the answer is known
         mapped = self.reserve(PAGE_BYTES, torch.uint8)
         buffer = aligned(PAGE_BYTES)
         mapped.fill_(1)
