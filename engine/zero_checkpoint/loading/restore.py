@@ -242,7 +242,7 @@ def _try(
         vote = {"outcome": LoadOutcome.DAMAGED, "reason": str(error), "where": where}
         return _Attempt(vote, error=error)
     except Exception as error:
-        reason = f"rank {rank} could not load {path}: {error or type(error).__name__}"
+        reason = f"rank {rank} could not load {path}: {str(error) or type(error).__name__}"
         return _Attempt({"outcome": LoadOutcome.FAILED, "reason": reason}, error=error)
 
 

@@ -320,7 +320,8 @@ def problem(where: str, error: Exception) -> Record:
         case OSError() if error.strerror:
             text = f"{where}: {error.strerror} (errno {error.errno})"
             return {"problem": text, "full": error.errno in _NO_ROOM}
-    return {"problem": f"{where}: {error or type(error).__name__}"}
+    # A MemoryError, for example, has no text of its own.
+    return {"problem": f"{where}: {str(error) or type(error).__name__}"}
 
 
 def raise_problem(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -289,6 +290,45 @@ def test_a_full_disk_is_named_and_leaves_the_previous_checkpoint(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.parametrize(("other", "kind"), [(None, DiskFull), (errno.EIO, CheckpointError)])
+def test_a_save_lacks_room_if_every_rank_that_failed_lacked_it(old, other, kind):
+    class Failures(SmallBlocks):
+        def sync(self, file):
+            numbers = {"r00001": errno.ENOSPC, "r00002": other}
+            if number := next((n for name, n in numbers.items() if name in file.name), None):
+                raise OSError(number, os.strerror(number), file.name)
+            super().sync(file)
+
+    before = names(old)
+    errors = save_all(old, adam_state(), 3, step=2, disk=Failures())
+    assert [type(error) for error in errors] == [kind] * 3
+    check_only_the_old_one(old, before)
+
+
+def test_an_error_without_words_is_told_by_its_name(old):
+    class OutOfMemory(SmallBlocks):
+        def write(self, file, data):
+            raise MemoryError
+
+    for error in save_all(old, adam_state(), 2, step=2, disk=OutOfMemory()):
+        assert str(error).endswith("r00000.safetensors: MemoryError")
+
+
+def test_the_bytes_of_a_failed_save_are_those_that_were_written(old):
+    told = []
+    save_all(
+        old,
+        adam_state(),
+        3,
+        step=2,
+        disk=Failing("write", "r00001"),
+        on_part=lambda part, size_bytes, took_s: told.append((part, size_bytes)),
+    )
+    written = [size_bytes for part, size_bytes in told if part == "write"]
+    assert len(written) == 2
+    assert [size_bytes for part, size_bytes in told if part == "publish"] == [sum(written)]
+
+
 def test_a_fence_that_refuses_leaves_no_manifest_and_no_files(old):
     before, digests = names(old), []
 
@@ -334,6 +374,25 @@ def test_a_rank_that_never_votes_is_named_and_the_attempt_removed(old):
         if consensus.rank == 1:
             return consensus.announce(dict)  # is there, and dies before it has written
         return save(old, state, consensus, step=2, tag="t", round=0, fence=None, disk=SmallBlocks())
+
+    errors = on_ranks(3, work, timeout_s=2.0)
+    for error in (errors[0], errors[2]):
+        assert "rank 1 did not report in time" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_the_file_of_a_rank_that_died_before_its_vote_is_removed(old):
+    before = names(old)
+
+    def die(*_part: object) -> None:
+        raise SystemExit  # neither votes nor cleans up, like a process that is killed
+
+    def work(consensus):
+        state = share(adam_state(), consensus.rank, consensus.world)
+        parts = {"on_part": die} if consensus.rank == 1 else {}
+        settings = {"step": 2, "tag": "t", "round": 0, "fence": None, "disk": SmallBlocks()}
+        with suppress(SystemExit):
+            return save(old, state, consensus, **settings, **parts)
 
     errors = on_ranks(3, work, timeout_s=2.0)
     for error in (errors[0], errors[2]):

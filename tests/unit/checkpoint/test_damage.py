@@ -344,6 +344,17 @@ def test_a_rank_that_cannot_see_the_root_is_not_taken_for_damage(root, tmp_path_
     assert len(find(root).candidates) == 2
 
 
+def test_an_error_of_a_load_without_words_is_told_by_its_name(root):
+    def work(consensus):
+        def wanted(_):
+            raise MemoryError
+
+        return load(root, consensus, wanted)
+
+    for error in on_ranks(2, work):
+        assert str(error) == f"rank 0 could not load {newest(root).path}: MemoryError"
+
+
 def test_a_rank_that_dies_while_loading_is_named(root):
     def work(consensus):
         if consensus.rank == 1:
