@@ -38,8 +38,13 @@ SUBJECTS = {
         "tests/unit/checkpoint/test_commit.py",
     ],
     "zero_checkpoint.loading.restore": [
+        "tests/unit/checkpoint/test_candidates.py",
         "tests/unit/checkpoint/test_damage.py",
         "tests/unit/checkpoint/test_round_trip.py",
+        "tests/unit/checkpoint/test_weights_first.py",
+        "tests/unit/checkpoint/memory/test_damage.py",
+        "tests/unit/checkpoint/test_plain.py",
+        "tests/unit/checkpoint/test_commit.py",
     ],
 }
 """Module -> the tests that have to notice each change of it."""

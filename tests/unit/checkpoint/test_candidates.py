@@ -6,11 +6,12 @@ import os
 
 import pytest
 
-from tests.unit.checkpoint.support import adam_state, blank, load_all, same_bits, saved
+from tests.unit.checkpoint.support import adam_state, blank, flip, load_all, same_bits, saved
 from tests.unit.checkpoint.test_manifest import changed
 from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
-from zero_checkpoint.format.manifest import directory_name
+from zero_checkpoint.format.manifest import ASIDE, directory_name
+from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.candidates import Why
 from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.saving.commit import Lineage, generation
@@ -73,7 +74,7 @@ def test_two_tags_of_one_step_are_both_there_and_the_later_is_newest(tmp_path):
     assert [c.path for c in find(tmp_path).candidates] == [second, first]
 
 
-def test_nothing_was_ever_saved_means_none_and_not_an_error(tmp_path):
+def test_nothing_was_ever_saved_means_none_and_not_an_error(tmp_path, caplog):
     assert load_all(tmp_path / "never", adam_state()) == [None, None]
     (tmp_path / "step-000000001.g0.abcd").mkdir()  # a save that died before its commit
     (tmp_path / "runs").mkdir()
@@ -82,6 +83,7 @@ def test_nothing_was_ever_saved_means_none_and_not_an_error(tmp_path):
         "runs": Why.OTHER,
         "step-000000001.g0.abcd": Why.UNCOMMITTED,
     }
+    assert caplog.messages == []
 
 
 def test_the_hint_is_never_needed(tmp_path):
@@ -150,3 +152,49 @@ def test_a_manifest_in_another_directory_is_no_checkpoint(tmp_path):
     moved.rename(path)
     assert [c.path for c in find(tmp_path).candidates] == [path]
     assert isinstance(load_all(tmp_path, adam_state())[0], Loaded)
+
+
+@pytest.mark.parametrize(("spare", "read_again"), [(0, 0), (-1, 1)], ids=["told", "too long"])
+def test_the_ranks_are_told_the_manifest_unless_that_is_too_much_for_the_store(
+    tmp_path, monkeypatch, spare, read_again
+):
+    text = (saved(tmp_path, adam_state()) / "MANIFEST.json").read_bytes()
+    monkeypatch.setattr(restore, "_MOST_TOLD_BYTES", 2 * len(text) + spare)
+    reads, read = [], restore.read_manifest
+    monkeypatch.setattr(restore, "read_manifest", lambda path: reads.append(path) or read(path))
+
+    target = blank(adam_state())
+    assert [result.manifest.text for result in load_all(tmp_path, target)] == [text] * 2
+    assert same_bits(target, adam_state())
+    assert len(reads) == read_again
+
+
+def test_the_ranks_meet_once_for_each_checkpoint_that_is_tried(tmp_path):
+    older = saved(tmp_path, adam_state(), step=1)
+    damaged = saved(tmp_path, adam_state(), step=2)
+    flip(damaged / "r00001.safetensors", 5000)
+
+    met = []
+    assert load_all(tmp_path, blank(adam_state()), meet=met.append)[0].path == older
+    told = [f"all ranks have read {path.name}" for path in (damaged, older)]
+    assert met == [name for name in told for _ in range(2)]
+
+
+def test_a_root_with_nothing_but_checkpoints_aside_is_a_fresh_start_that_names_their_tags(
+    tmp_path, caplog
+):
+    for step, tag in ((1, "best"), (2, "other"), (3, "best")):
+        saved(tmp_path, adam_state(), step=step, tag=tag, meta={"engine": {ASIDE: True}})
+    assert load_all(tmp_path, adam_state()) == [None, None]
+    aside = "all checkpoints here were saved aside; to load one, name its tag: best, other"
+    assert f"{tmp_path}: {aside}" in caplog.messages
+    assert load_all(tmp_path, blank(adam_state()), tag="best")[0].manifest.step == 3
+
+
+def test_an_unknown_tag_names_what_is_there_and_not_usable_too(tmp_path):
+    bad = saved(tmp_path, adam_state(), tag="best") / "MANIFEST.json"
+    saved(tmp_path, adam_state(), step=2, tag="last")
+    bad.write_bytes(bad.read_bytes()[:-1])
+    for error in load_all(tmp_path, blank(adam_state()), tag="best"):
+        assert type(error) is CheckpointError
+        assert f"tags there are: 'last'; not usable: {bad}: does not match" in str(error)
