@@ -24,6 +24,7 @@ from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import Network
 from tests.simulation.sockets import AgentSocket, Service, between_nodes
 from tests.simulation.standard_library import Lock
+from zero_agent.node.last_word import TIMEOUT_S
 from zero_agent.node.memory import NodeMemory, _Caller
 from zero_agent.node.probe import Measured
 from zero_agent.node.ring import AnotherProcess, neighbour
@@ -38,8 +39,6 @@ IMPORTS_S = 2.0
 START_S = 0.05
 DIE_S = 0.02
 """About how long a process lives after SIGKILL."""
-DIAL_S = 5.0
-"""How long a connection to a machine that does not answer is tried."""
 
 
 @dataclass(eq=False)
@@ -464,7 +463,7 @@ class Ring:
         other = self._machines.by_name[target.id]
         network, kernel = self._machines.network, self._kernel
         if not (network.connects(self.machine.name, target.id) and other.alive):
-            kernel.park(DIAL_S)
+            kernel.park(TIMEOUT_S)
             raise TimeoutError(110, "Connection timed out")
         kernel.park(0.001)
         if not other.serves or other.ring is None or other.ring.me is None:
