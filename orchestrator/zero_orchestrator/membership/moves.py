@@ -91,6 +91,10 @@ def go(move: Move, cause: str, **cost: Any) -> Decision:
     return Decision(Transition(move, cause, **cost), cause)
 
 
+_OF_A_ROUND = ("quiet", "done", "fail", "symptom", "links")
+"""The kinds of reports that there cannot be before their round begins."""
+
+
 def transaction(
     keys: Keys,
     job: Snapshot,
@@ -148,5 +152,7 @@ def transaction(
         writes.append(Put(members, transition.members.to_json()))
         # The round before the last is history; its failures are in the journal.
         old = (keys.of_round(n - 2, ""), keys.report(n - 2, ""))
-        writes += [Delete(prefix, prefix=True) for prefix in old]
+        # A round of this number may have been before etcd was restored from an older copy.
+        lost = [keys.report(n, kind, "") for kind in _OF_A_ROUND]
+        writes += [Delete(prefix, prefix=True) for prefix in (*old, *lost)]
     return compares, writes

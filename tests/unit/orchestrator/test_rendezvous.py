@@ -127,6 +127,17 @@ def test_who_takes_the_place_of_a_lost_node_waits_for_nobody():
     assert cluster.join("a", "2").poll().charges == 1
 
 
+def test_reports_of_a_round_that_was_lost_with_the_data_of_etcd_do_not_count():
+    """Agents that have not yet seen that etcd was restored from a copy write them once more."""
+    cluster = Cluster()
+    a = cluster.join("a")
+    failure = Failure(node="a", symptom=False, summary="of the lost round")
+    cluster.store.put(a.keys.report(1, "fail", "a"), failure.to_json())
+    cluster.store.put(a.keys.report(1, "done", "a"), "")
+    cluster.settle()
+    assert (cluster.view.n, cluster.view.state, cluster.view.charges) == (1, State.ACTIVE, 0)
+
+
 def test_a_late_node_joins_and_costs_nothing():
     cluster = Cluster()
     cluster.join("a")
