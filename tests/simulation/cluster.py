@@ -25,6 +25,7 @@ from tests.simulation.network import Network
 from tests.simulation.standard_library import installed, replaced, standard_library
 from tests.simulation.training import Training, Worker
 from tests.simulation.worker_parts import worker_parts
+from tests.support.versions import newer, older
 from zero_agent.command import cli
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.agent import Agent
@@ -41,6 +42,7 @@ from zero_orchestrator.membership.spec import JobSpec
 JOB = "sim"
 KEYS = Keys(JOB)
 NAMES = "abcdefghijklmnopqrstuvwxyz"
+OTHER_VERSIONS = {"o": older, "n": newer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,8 @@ class Setting:
     join_timeout_s: float = 600.0
     shutdown_timeout_s: float = 20.0
     hang_s: float = 30.0
+    versions: str = ""
+    """Of each node's agent: o(lder), n(ewer), or this one."""
     evaluation_s: float = 0.0
     """Rank 0 works on for so long after the last step, and the other ranks end."""
 
@@ -87,6 +91,7 @@ class AgentRun:
     code: int | None = None
     error: str = ""
     signalled: bool = False
+    began_s: float = 0.0
 
 
 @dataclass
@@ -151,15 +156,18 @@ class Cluster:
         number = sum(run.machine == name for run in self.runs) + 1
         process = Process(f"{name}/{number}")
         machine.agent = process
-        run = AgentRun(process, name)
+        run = AgentRun(process, name, began_s=self.kernel.now)
         self.runs.append(run)
         self.kernel.spawn(process, "main", lambda: self._main(run, machine))
 
     def _main(self, run: AgentRun, machine: Machine) -> None:
         """The main thread of an agent's process, as `command.cli` has it."""
         process, name = run.process, machine.name
-        store = SimulatedStore(self.etcd, process, name)
-        telemetry = SimulatedStore(self.etcd, process, name)
+        version = self.setting.versions[NAMES.index(name) :][:1]
+        store, telemetry = (
+            SimulatedStore(self.etcd, process, name, words=OTHER_VERSIONS.get(version))
+            for _ in range(2)
+        )
         try:
             run.agent = Agent(
                 self._config(name, run), JOB, store, SystemClock(), {}, telemetry=telemetry

@@ -19,6 +19,8 @@ from typing import Any
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.network import ETCD, Network
 from tests.support.mvcc import Batch, Database, check_txn
+from tests.support.versions import Change as RecordChange
+from tests.support.versions import written_by
 from zero_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
 from zero_orchestrator.store.kv import (
     NO_LEASE,
@@ -61,6 +63,7 @@ class Etcd:
         """Each request takes up to so much longer."""
         self.watches: list[SimulatedWatch] = []
         self.observers: list[Observer] = []
+        self.on_restore: Callable[[Database], None] = lambda database: None
         self._draw = kernel.random("etcd")
         self._waiting: list[Callable[[], None]] = []
         self._copy: Database | None = None
@@ -97,11 +100,11 @@ class Etcd:
     def restore(self, *, new_cluster: bool) -> None:
         """Go back in time, to the copy."""
         assert self._copy is not None
-        self.database = self._copy.clone()
+        granted, self.database = self.database.granted, self._copy.clone()
+        self.database.granted = granted  # etcd's numbers of leases contain the time
         self.cluster += new_cluster
+        self.on_restore(self.database)
         self._elect()
-        for watch in self.watches:
-            watch.break_off(self._draw.uniform(0, RECONNECT_S))
 
     # ---- serving ----
 
@@ -229,10 +232,20 @@ class SimulatedWatch:
 class SimulatedStore:
     """A client of the cluster, for the tasks of one process."""
 
-    def __init__(self, etcd: Etcd, process: Process, node: str, timeout_s: float = TIMEOUT_S):
+    def __init__(
+        self,
+        etcd: Etcd,
+        process: Process,
+        node: str,
+        timeout_s: float = TIMEOUT_S,
+        *,
+        words: RecordChange | None = None,
+    ):
+        """A client; with `words`, it writes records as another version does."""
         self.etcd, self._process, self._node = etcd, process, node
         self._kernel = etcd.kernel
         self._timeout_s = timeout_s
+        self._words = words
         self._draw = etcd.kernel.random(f"store of {process.name}")
         self._closed = False
         self._watches: list[SimulatedWatch] = []
@@ -333,6 +346,8 @@ class SimulatedStore:
     def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """As `KeyValueStore.txn`."""
         check_txn(compares, writes)
+        if (words := self._words) is not None:
+            writes = [written_by(words, write) for write in writes]
 
         def carry_out(database: Database) -> TxnResult:
             if self.etcd.full and any(isinstance(write, Put) for write in writes):

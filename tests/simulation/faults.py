@@ -120,6 +120,12 @@ def _outage(cluster: Cluster, fault: Fault) -> None:
         _cut(cluster, Fault(0, "", name, ETCD, fault.for_s), both=True)
 
 
+def _restore(cluster: Cluster, fault: Fault, *, new_cluster: bool) -> None:
+    """Somebody replaces etcd by a copy of it from before: what was written meanwhile is lost."""
+    cluster.etcd.copy()
+    _later(cluster, fault, lambda: cluster.etcd.restore(new_cluster=new_cluster))
+
+
 def _set(cluster: Cluster, fault: Fault, name: str, value: object, after: object) -> None:
     """Change something of the cluster for a while: `etcd.full`, `training.disk.full`."""
     path, _, attribute = name.rpartition(".")
@@ -244,6 +250,8 @@ APPLY: Mapping[str, Callable[[Cluster, Fault], object]] = {
     "slow-etcd": lambda c, f: _set(c, f, "etcd.slow_s", 1.5, 0.0),
     "full-etcd": lambda c, f: _set(c, f, "etcd.full", True, False),
     "compact": lambda c, f: c.etcd.compact(),
+    "restore-etcd": partial(_restore, new_cluster=False),
+    "restore-etcd-elsewhere": partial(_restore, new_cluster=True),
     "full-disk": lambda c, f: _set(c, f, "training.disk.full", True, False),
     "slow-disk": lambda c, f: _set(c, f, "training.disk.slow", 20.0, 1.0),
     "failing-disk": lambda c, f: _set(c, f, "training.disk.fails", True, False),
@@ -289,6 +297,8 @@ GLOBAL = {
     "slow-etcd",
     "full-etcd",
     "compact",
+    "restore-etcd",
+    "restore-etcd-elsewhere",
     "full-disk",
     "slow-disk",
     "failing-disk",

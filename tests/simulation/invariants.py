@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.cluster import KEYS, AgentRun, Cluster
+from tests.simulation.cluster import JOB, KEYS, AgentRun, Cluster
 from tests.simulation.model import digest_of
 from tests.simulation.training import Watcher, Worker
 from tests.support.job_history import WORKERS_END_S, JobHistory, explained
@@ -20,6 +20,8 @@ from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.saving.retention import FEWEST_KEPT
 from zero_contract.worker import CommitRequest, Saved
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
+from zero_orchestrator.observe.events import goodput_prefix, read_goodput
+from zero_orchestrator.observe.goodput import total_ns
 
 LOOK_S = 5.0
 SLACK_S = 20.0
@@ -61,10 +63,20 @@ class Invariants(Watcher):
         cluster.training.disk.on_remove = self.removed
         cluster.training.watcher = self
         cluster.etcd.observers.append(self._in_memory)
+        cluster.etcd.on_restore = self.restored
         cluster.training.on_kept = self.kept
         cluster.on_agent_end = self.agent_ended
         cluster.on_agent_killed = self.no_worker_after
         cluster.kernel.after(LOOK_S, self.look)
+
+    def restored(self, database: Database) -> None:
+        """Etcd has gone back in time."""
+        self.restores += 1
+        self.history.restored(database)
+        # Fences of the lost time come again, and may publish again.
+        lost = {who for who in self._published if who[1] > database.revision}
+        self._published -= lost
+        self._resumed = {n: name for n, name in self._resumed.items() if n <= database.revision}
 
     @property
     def job(self) -> Snapshot | None:
@@ -158,6 +170,7 @@ class Invariants(Watcher):
         """An agent has ended by itself."""
         if not (explained(run.code, run.error) or self.restores):
             self.broken(f"the agent of {run.machine} ends with {run.code}: {run.error}")
+        self._accounts_for(run)
         self.no_worker_after(run)
 
     def no_worker_after(self, run: AgentRun) -> None:
@@ -171,9 +184,35 @@ class Invariants(Watcher):
 
         self.cluster.kernel.after(WORKERS_END_S, check)
 
+    def _accounts_for(self, run: AgentRun) -> None:
+        """The ledger of an agent has each second since its start once."""
+        if run.agent is not None:
+            used_s = total_ns(run.agent._told.time.used_ns()) / 1e9
+            lived_s = self.cluster.kernel.now - run.began_s
+            if abs(used_s - lived_s) > 1e-6:
+                text = f"has {used_s:.3f} s of {lived_s:.3f} s in its ledger"
+                self.broken(f"the agent of {run.machine} {text}")
+
+    def _written_ledgers(self) -> None:
+        """What etcd has of the time of a node is not more than the time of its agents."""
+        cluster, prefix = self.cluster, goodput_prefix(JOB)
+        for item in cluster.etcd.database.under(prefix):
+            name = item.key.removeprefix(prefix)
+            lived_s = sum(
+                (cluster.kernel.now if run.process.alive else run.process.ended_s) - run.began_s
+                for run in cluster.runs
+                if run.machine == name
+            )
+            if (used_s := total_ns(read_goodput(item)) / 1e9) > lived_s + 1e-6:
+                self.broken(f"the ledger of {name} has {used_s:.3f} s, and it ran {lived_s:.3f} s")
+
     def look(self) -> None:
-        """Is anybody waiting for too long?"""
+        """Is anybody waiting for too long? Is all time accounted for?"""
         kernel = self.cluster.kernel
+        for run in self.cluster.runs:
+            if run.process.alive:
+                self._accounts_for(run)
+        self._written_ledgers()
         for (worker, number), (until_s, step) in list(self._asked.items()):
             agent = worker.server.agent
             if not worker.alive or not agent.alive or worker.frozen:

@@ -54,6 +54,7 @@ class Process:
 
     name: str
     alive: bool = True
+    ended_s: float = 0.0
     frozen: bool = False
     stuck: bool = False
     """Its main task never runs again."""
@@ -141,7 +142,7 @@ class Kernel:
 
     def kill(self, process: Process) -> None:
         """End a process at once: its tasks do nothing more."""
-        process.alive = False
+        process.alive, process.ended_s = False, self.now
         for task in process.tasks:
             if task.ended or task is self.current:
                 continue

@@ -60,7 +60,7 @@ class Scenario:
 def setting_of(text: str) -> Setting:
     """`nodes=2 steps=5` as a `Setting`."""
     given = dict(word.split("=") for word in text.split())
-    return Setting(**{k: float(v) if k.endswith("_s") else int(v) for k, v in given.items()})
+    return Setting(**{name: type(getattr(Setting, name))(value) for name, value in given.items()})
 
 
 def _shown(line: Line) -> str:

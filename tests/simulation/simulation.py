@@ -69,6 +69,7 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
         save_every=source.choice([2, 5, 10]),
         step_s=source.choice([0.2, 0.5, 1.0]),
         memory_every=random.Random(f"{seed} memory").choice([0, 0, 1, 3]),
+        versions="".join(random.Random(f"{seed} versions").choices("-on", [8, 1, 1], k=nodes)),
         evaluation_s=random.Random(f"{seed} evaluation").choice([0.0] * 7 + [50.0]),
     )
     names = [chr(ord("a") + number) for number in range(nodes)]
@@ -135,7 +136,7 @@ def _happen(cluster: Cluster, fault: Fault) -> None:
 def _expected(plan: Plan, job: Snapshot) -> bool:
     """Whether this end is one that the faults may lead to."""
     if job.state is State.FAILED:
-        return job.by == Move.FAIL and job.spent >= plan.setting.max_restarts
+        return job.by in {Move.FAIL, None, ""} and job.spent >= plan.setting.max_restarts
     return job.state is State.DONE or any(fault.kind == "stop" for fault in plan.faults)
 
 

@@ -41,9 +41,7 @@ def test_what_was_found_once_is_not_found_again(arguments: str) -> None:
 def test_a_link_that_carries_nothing_keeps_a_job_of_four_nodes_for_nine_seconds() -> None:
     starts = [word for name in "abcd" for word in ("--fault", f"0 start {name}")]
     setting = "nodes=4 min_nodes=2 steps=12 step_s=1"
-    told = simulated(
-        "--seed", "1", "--setting", setting, *starts, "--fault", "12 cut a c for 40 s"
-    )
+    told = simulated("--seed", "1", "--setting", setting, *starts, "--fault", "12 cut a c for 40 s")
     (again_s,) = re.findall(r"^ *([\d.]+) .* round 2 resumes", told, re.MULTILINE)
     assert 12.0 < float(again_s) < 21.0
 

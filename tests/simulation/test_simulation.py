@@ -42,6 +42,27 @@ def test_no_seed_of_many_breaks_an_invariant(first: int) -> None:
     assert "no invariant is broken" in simulated("--first", str(first), "--count", "100")
 
 
+OTHER_TIMES = {
+    "etcd goes back in time": ["--fault", "4 restore-etcd for 3 s"],
+    "another etcd has older data": ["--fault", "4 restore-etcd-elsewhere for 3 s"],
+    "agents of three versions": [
+        "--fault",
+        "4 drain a for 5 s",
+        "--fault",
+        "6 kill-agent c for 3 s",
+    ],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("faults", OTHER_TIMES.values(), ids=OTHER_TIMES)
+def test_a_job_survives_older_data_and_other_versions(faults: list[str]) -> None:
+    setting = ["--seed", "1", "--setting", "nodes=3 steps=10 versions=on-"]
+    starts = [word for name in "abc" for word in ("--fault", f"0 start {name}")]
+    told = simulated(*setting, *starts, *faults, "--fault", "5 kill-worker b")
+    assert "job sim is done" in told
+
+
 @pytest.mark.full
 def test_what_is_free_costs_no_restart() -> None:
     assert "no invariant is broken" in simulated("--first", "5000", "--count", "100", "--free")

@@ -60,6 +60,14 @@ def round_in(tag: str) -> int | None:
     return int(found[1]) if found is not None else None
 
 
+def _move(before: Snapshot | None, job: Snapshot) -> Move | None:
+    """The move between two states; an agent of an older version does not say which it was."""
+    ends = (before.state if before is not None else None), job.state
+    charged = job.charges > (before.charges if before is not None else 0)
+    fit = (m for m, legal in LEGAL.items() if legal == ends and (m in CHARGED) == charged)
+    return Move(job.by) if job.by else next(fit, None)
+
+
 @dataclass
 class JobHistory:
     """Judges one revision after the other."""
@@ -98,12 +106,16 @@ class JobHistory:
             if head.item is None:
                 self.broken("I10: the round is deleted")
             else:
-                move = Move(json.loads(head.item.value)["by"])
-                self._told(move, keys)
-                self._transition(database, move)
+                self._transition(database, keys)
         elif self.job and self.keys.of_round(self.job.n, "yield") in keys:
             self._told(Move.YIELD, keys)
             self._yield(database)
+
+    def restored(self, database: Database) -> None:
+        """The store has gone back in time, to these keys: what came after them never was."""
+        self.job = self._snapshot(database) if self.keys.round in database.items else None
+        self._charges &= database.items.keys()
+        self._members &= database.items.keys()
 
     def _told(self, move: Move, keys: Iterable[str]) -> None:
         """A transition has an event, of the same revision."""
@@ -120,9 +132,14 @@ class JobHistory:
         spec = JobSpec.from_json(database.items[self.keys.spec].value)
         return parse(self.keys, Range(database.revision, items), spec)
 
-    def _transition(self, database: Database, move: Move) -> None:
+    def _transition(self, database: Database, keys: Iterable[str]) -> None:
         before, job = self.job, self._snapshot(database)
         self.job = job
+        move = _move(before, job)
+        if move is None:
+            self.broken(f"I1: nothing leads from {before} to {job}")
+            return
+        self._told(move, keys)
         self.transitions[database.revision] = move
         source, target = LEGAL[move]
         state = before.state if before is not None else None

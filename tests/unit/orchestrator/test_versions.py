@@ -11,19 +11,15 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
+from tests.support.versions import OLD, in_words_of, newer, older, written_by
 from tests.unit.orchestrator.test_rendezvous import Cluster
 from zero_agent.node.installed import Installed
 from zero_contract.journal import Journal
 from zero_orchestrator.errors import SpecMismatch
-from zero_orchestrator.membership.dead_links import LinkReport, SetAside
-from zero_orchestrator.membership.failures import Charge, Exclusion
 from zero_orchestrator.membership.job_state import (
-    DrainOrder,
     Failure,
-    Head,
     Members,
     Node,
-    Published,
     State,
 )
 from zero_orchestrator.membership.keys import Keys
@@ -31,45 +27,6 @@ from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.records import FIRST_PROTOCOL, PROTOCOL, read
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.kv import Put
-
-OLD = {
-    Node: {"id", "incarnation", "address", "slots", "protocol"},
-    JobSpec: {"min_nodes", "max_nodes", "max_restarts", "command", "protocol"},
-    Failure: {"node", "symptom", "summary"},
-    DrainOrder: {"node", "incarnation", "by"},
-    Charge: {"n", "cause"},
-    Exclusion: {"host", "why"},
-    Head: {"n", "state", "cause"},
-    Published: {"step", "tag", "digest", "samples"},
-    LinkReport: {"node", "dead"},
-    SetAside: {"node", "why", "others"},
-}
-"""The fields of the first version that speaks this protocol: every reader may count on them."""
-
-
-def older(record: Any) -> Any:
-    """A record as an agent writes it that knows the first fields alone."""
-    if not isinstance(record, dict):
-        return record
-    if "fields" in record:  # the members of a round, one row for each
-        kept = [i for i, name in enumerate(record["fields"]) if name in OLD[Node]]
-        rows = [[row[i] for i in kept] for row in record["nodes"]]
-        return {**record, "fields": [record["fields"][i] for i in kept], "nodes": rows}
-    for kind, first in OLD.items():
-        if record.keys() == {field.name for field in dataclasses.fields(kind)}:
-            return {name: value for name, value in record.items() if name in first}
-    return record
-
-
-def newer(record: Any) -> Any:
-    """A record as an agent writes it that knows one more field of everything."""
-    if not isinstance(record, dict):
-        return record
-    if "fields" in record:
-        rows = [[*row, "new"] for row in record["nodes"]]
-        return {**record, "fields": [*record["fields"], "later"], "nodes": rows, "also": 1}
-    return {**record, "later": "new"}
 
 
 class OtherVersion(MemoryStore):
@@ -79,27 +36,15 @@ class OtherVersion(MemoryStore):
         self._other, self._change = store, change
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_other", "_change", "put", "txn", "_in_its_words"):
+        if name in ("_other", "_change", "put", "txn"):
             return object.__getattribute__(self, name)
         return getattr(self._other, name)
 
-    def _in_its_words(self, value: str) -> str:
-        try:
-            record = json.loads(value)
-        except ValueError:
-            return value
-        return json.dumps(self._change(record)) if isinstance(record, dict) else value
-
     def put(self, key: str, value: str, **more: Any) -> int:
-        return self._other.put(key, self._in_its_words(value), **more)
+        return self._other.put(key, in_words_of(self._change, value), **more)
 
     def txn(self, compares: Sequence[Any], writes: Sequence[Any]) -> Any:
-        told = [
-            dataclasses.replace(write, value=self._in_its_words(write.value))
-            if isinstance(write, Put)
-            else write
-            for write in writes
-        ]
+        told = [written_by(self._change, write) for write in writes]
         return self._other.txn(compares, told)
 
 
