@@ -25,6 +25,7 @@ from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches
 from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
+from zero_deepspeed.version import __version__
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import Collate, training_loader
 from zero_engine.core.micro_steps import EndsBy, Loss
@@ -335,12 +336,14 @@ class DeepSpeedEngine(Engine):
             load_lr_scheduler_states,
             load_module_only,
         )
-        if path is not None and custom_load_fn is not None:
+        if path is None:
+            return None, client
+        if custom_load_fn is not None:
             checkpoint = one(str(path))
             source = read_state_dict(checkpoint, select(checkpoint, dtype=torch.float32))
             with GatheredParameters(self.module, modifier_rank=0):
                 custom_load_fn(src=source, dst=self.module)
-        return path, client
+        return path, {"ds_version": __version__, **client}
 
     def save_16bit_model(
         self,

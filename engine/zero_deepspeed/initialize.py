@@ -21,9 +21,12 @@ from zero_deepspeed.ops.adam import name_as_deepspeed
 from zero_deepspeed.shown import show
 from zero_deepspeed.utils.logging import log_dist, logger
 from zero_deepspeed.version import __version__
+from zero_deepspeed.zero import computes_in
 from zero_engine.core import initialize as core
 from zero_engine.core.initialize import OptimizerLike
 from zero_engine.optim.optimizers import Parameters
+from zero_engine.parameters.access import owner_of
+from zero_engine.parameters.early_shards import share_of
 
 Config = Mapping[str, Any] | str | Path
 Initialized = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, Any, Any]
@@ -81,13 +84,15 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
     log_dist(f"DeepSpeed info: version={__version__}, which is the ZeRO engine's", ranks=[0])
+    chosen = _the_one(config, config_params, args)
+    _cast(model, computes_in(chosen))
     engine = core.initialize(
         model,
         optimizer,
         model_parameters,
         training_data,
         lr_scheduler,
-        config=_the_one(config, config_params, args),
+        config=chosen,
         collate_fn=collate_fn,
         num_workers=num_workers,
         engine_class=DeepSpeedEngine,
@@ -105,6 +110,14 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         if optimizer is None:
             name_as_deepspeed(made.optimizer, made._config)
     return made, stepped, engine.training_dataloader, engine.lr_scheduler
+
+
+def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Round the weights before masters are made of them: DeepSpeed's first steps begin so."""
+    for param in model.parameters() if dtype is not None else ():
+        is_here = not param.is_meta and share_of(param) is None and owner_of(param) is None
+        if is_here and param.is_floating_point():
+            param.data = param.data.to(dtype)
 
 
 def _the_one(config: Config | None, config_params: Config | None, args: Any) -> Config:

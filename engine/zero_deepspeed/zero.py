@@ -6,7 +6,6 @@ or are not sharded, so that one script serves all stages.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,8 +21,6 @@ from zero_engine.parameters.early_shards import refuse_loads
 from zero_engine.parameters.gather import GatheredParameters
 from zero_engine.parameters.places import ZeroParamStatus
 from zero_engine.sharding.partition import make_external
-
-_log = logging.getLogger(__name__)
 
 __all__ = [
     "GatheredParameters",
@@ -59,30 +56,25 @@ class Init:
             config_dict_or_path: A config; at stages 0 to 2 models stay whole.
             config: Another name for it.
             enabled: False makes the context do nothing.
-            dtype: Without effect: parameters keep the dtype in which modules make them, until
-                `initialize`.
+            dtype: Of the parameters when the context ends; None: the dtype in which the config
+                computes, or else that in which modules make them.
 
         Other arguments of DeepSpeed's are accepted, without effect.
         """
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._divides = enabled and (given is None or _stage(given) == _DIVIDED)
         self._contexts: list[AbstractContextManager[Any]] = []
-        if self._divides and (dtype or _computes_in_16_bits(given)):
-            _log.info(
-                "zero.Init: parameters keep the dtype in which modules make them until "
-                "initialize(), so that results are those of the other stages; to make them in 16 "
-                "bits, use OnDevice(dtype, device) inside of it"
-            )
+        self._dtype = dtype or computes_in(given)
         if module is not None and self._divides:
             for each in module.modules():
                 refuse_loads(each)
-            with DividedConstruction(module.parameters()):
+            with DividedConstruction(module.parameters(), self._dtype):
                 pass
 
     def __enter__(self) -> None:
         """Begin to divide."""
         context: AbstractContextManager[Any]
-        context = DividedConstruction() if self._divides else nullcontext()
+        context = DividedConstruction(dtype=self._dtype) if self._divides else nullcontext()
         context.__enter__()
         self._contexts.append(context)
 
@@ -104,9 +96,14 @@ def _stage(given: Any) -> int:
     return int(zero.get("stage") or 0)
 
 
-def _computes_in_16_bits(given: Any) -> bool:
-    sections = [_read(given).get(name) or {} for name in ("bf16", "fp16")] if given else []
-    return any(section.get("enabled") is True for section in sections)
+def computes_in(given: Any) -> torch.dtype | None:
+    """The 16 bits in which a config computes; None: it does not."""
+    config = _read(given) if given is not None else {}
+    low = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+    for name in low.keys() & config.keys():
+        if isinstance(config[name], Mapping) and config[name].get("enabled") is True:
+            return low[name]
+    return None
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_deepspeed
+import zero_engine
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
@@ -19,13 +20,13 @@ from zero_engine.core.engine import Engine
 
 
 def engine_for(model: nn.Module, settings: dict[str, Any]) -> Engine:
-    engine, *_ = zero_deepspeed.initialize(
-        model=model,
+    """The master weights begin with those that it is given, in full precision."""
+    return zero_engine.initialize(
+        model,
         config=settings,
         model_parameters=param_groups(model),
         training_data=Tokens(DATASET_SIZE),
     )
-    return engine
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -73,7 +74,7 @@ def train_after_the_end(stage: int) -> tuple[bool, bool]:
     gc.collect()
     engine = engine_for(model, config(stage))
     train(engine, 2)
-    return same, engine.was_step_applied() and engine.weight_hash() != weights
+    return same, engine.global_steps == 2 and engine.weight_hash() != weights
 
 
 @pytest.mark.parametrize("stage", [1, 3])

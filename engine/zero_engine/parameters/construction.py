@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import agent_link, exit_on_peer_loss
 from zero_comm.worker.distributed import init_distributed, local_device
-from zero_engine.parameters.early_shards import EarlyGroup, divide, refuse_loads, share_of
+from zero_engine.parameters.early_shards import EarlyGroup, cast, divide, refuse_loads, share_of
 
 OPEN_ELEMENTS = 1 << 24
 """Elements of parameters that are whole at once: 64 MiB in fp32."""
@@ -51,8 +51,13 @@ _UNWRITTEN = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_emp
 class DividedConstruction(TorchFunctionMode):
     """A context in which models are made; afterwards each rank has shares of their parameters."""
 
-    def __init__(self, params: Iterable[nn.Parameter] = ()) -> None:
-        """Divide what is made in the context, and these parameters, which exist already."""
+    def __init__(
+        self, params: Iterable[nn.Parameter] = (), dtype: torch.dtype | None = None
+    ) -> None:
+        """Divide what is made in the context, and these parameters, which exist already.
+
+        At the end they get the dtype; None: they keep theirs.
+        """
         super().__init__()
         self._open: dict[Tensor, None] = {}
         """The parameters that are whole; the one that was used last is at the end."""
@@ -60,7 +65,7 @@ class DividedConstruction(TorchFunctionMode):
         """Their elements."""
         self._unwritten: dict[int, StorageWeakRef] = {}
         """By its address, memory that nobody has written to; its address stays its own."""
-        self._given = tuple(params)
+        self._given, self._dtype = tuple(params), dtype
         self._group: EarlyGroup | None = None
         self._leaving = ExitStack()
 
@@ -135,6 +140,8 @@ class DividedConstruction(TorchFunctionMode):
         if kind is None:
             with torch._C.DisableTorchFunction():
                 self._shrink(0)
+                if self._dtype is not None:
+                    cast(self._group, self._dtype)
         self._unwritten.clear()
 
     def _shrink(self, elements: int, keep: int = 0) -> None:

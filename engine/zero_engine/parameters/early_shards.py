@@ -62,7 +62,7 @@ class EarlyShare:
         """Take a parameter that is whole; `divide` is to follow. Not collective."""
         self.number = group.name, next(group.numbers)
         """The same on all ranks."""
-        self._group = group
+        self.group = group
         self._collectives = group.collectives
         self._shape = param.shape
         self._own: Tensor | None = None
@@ -85,7 +85,15 @@ class EarlyShare:
     def keep(self, param: Tensor, values: Tensor, dtype: torch.dtype) -> None:
         """Keep the share of values that all ranks have, in their dtype. Not collective."""
         self._own = self._collectives.own(self._padded(values)).clone()
-        param.data = values.new_empty((), dtype=dtype).expand(self._shape)
+        self._show(param, dtype)
+
+    def cast(self, param: Tensor, dtype: torch.dtype) -> None:
+        """Keep the share in another dtype. Not collective."""
+        self._own = None if self._own is None else self._own.to(dtype)
+        self._show(param, dtype)
+
+    def _show(self, param: Tensor, dtype: torch.dtype) -> None:
+        param.data = param.new_empty((), dtype=dtype, requires_grad=False).expand(self._shape)
         self._hide(param)
 
     def _padded(self, values: Tensor) -> Tensor:
@@ -103,7 +111,7 @@ class EarlyShare:
     def copy(self, param: Tensor) -> nn.Parameter:
         """Another parameter with the same values, divided too. Not collective."""
         other = nn.Parameter(param.detach(), param.requires_grad)
-        share = _SHARES[other] = EarlyShare(other, self._group)
+        share = _SHARES[other] = EarlyShare(other, self.group)
         share._own = None if self._own is None else self._own.clone()
         share._hide(other)
         return other
@@ -170,6 +178,13 @@ def divide(param: Tensor, group: EarlyGroup, *, written: bool = True) -> None:
         share = _SHARES[param] = EarlyShare(param, group)
     written = group.agree(written, f"whether parameter {share.number[1]} has been written to")
     share.divide(param, 0 if written else None)
+
+
+def cast(group: EarlyGroup, dtype: torch.dtype) -> None:
+    """Give another dtype to what a group has divided and is not whole now. Not collective."""
+    for param, share in list(_SHARES.items()):
+        if share.group is group and not share.gathered and param.is_floating_point():
+            share.cast(param, dtype)
 
 
 def keep_share(param: Tensor, values: Tensor, dtype: torch.dtype, group: EarlyGroup) -> None:
