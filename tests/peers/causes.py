@@ -29,9 +29,8 @@ _NO_ERROR = (
 
 _INTENDED = (
     "test_dynamic_loss_scale.py::Test(Fused|Unfused)::test_(all|some)_overflow"  # hysteresis
-    "|TestZeROBFloat16::test_(detect|ignore)_grad_overflow"  # what is not finite is never applied
-    "|TestZeroDtypeCocktail::test.bf16-fp16"  # communication_data_type would round
-    r"|v1/zero/test_zero_(user_backward|autocast)[\s\S]*(mismatch|Tensors are not close)"  # 16 bits
+    "|TestZeROBFloat16::test_ignore_grad_overflow"  # what is not finite is never applied
+    r"|v1/zero/test_zero_user_backward[\s\S]*(mismatch|Tensors are not close)"  # 16 bits
 )
 """Each has its row in docs/deepspeed.md, "Intended differences"."""
 
@@ -45,10 +44,11 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"test_error_with_invalid_accelerator|only_compatible_with_cuda|optimizer_device_set"
         r"|stage_3_save_warning",
     ),
+    ("harness", r"test_deepspeed_multigpu_no_schedulers"),  # DeepSpeed 0.19 calls no half(), either
     ("internals", r"_(model|optim)_states\.pt is not found"),  # DeepSpeed's files
     (
         "internals",
-        r"_Placeholder\b|param does not have autocast_dtype|LinearInitContextPersistence",
+        r"_Placeholder\b|zero_autocast.py::TestZeroAutoCast|LinearInitContextPersistence",
     ),
     ("internals", r"fp32_flat_groups|test_deepspeed_multi_save_same_filepath"),  # files
     ("internals", r"test_training_partition_cache|zero1_no_offload_uses_bf16|bit16_groups_flat"),

@@ -98,6 +98,7 @@ SUITES = (
         name="accelerate",
         source="https://github.com/huggingface/accelerate",
         folder="accelerate",
+        packages=("accelerate/src",),
         files=_below("tests/deepspeed", "deepspeed deepspeed_multiple_model"),
         per_test=100,
         environment={
@@ -121,6 +122,7 @@ SUITES = (
         name="lightning",
         source="https://github.com/Lightning-AI/pytorch-lightning",
         folder="lightning/tests",
+        packages=("lightning/src",),
         files=(
             *_below("tests_fabric/strategies", "deepspeed deepspeed_integration"),
             *_below("tests_pytorch/strategies", "deepspeed"),
