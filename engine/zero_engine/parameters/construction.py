@@ -141,6 +141,7 @@ class DividedConstruction(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self._shrink(0)
                 if self._dtype is not None:
+                    assert self._group is not None
                     cast(self._group, self._dtype)
         self._unwritten.clear()
 
