@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,12 +56,25 @@ def begin(
 
 
 def test_two_agents_of_a_machine_meet_at_the_endpoint_again_and_again(script, at_home):
-    """As under torchrun, the same --rdzv-id may be used again once its job has ended."""
-    flags = ("--nnodes=2", f"--rdzv-endpoint=localhost:{free_port()}", *C10D, script)
+    """As under torchrun, the same --rdzv-id may be used again once its job has ended.
+
+    And how it has ended can be asked after its store has gone with it.
+    """
+    where = f"--rdzv-endpoint=localhost:{free_port()}"
+    flags = ("--nnodes=2", where, *C10D, script)
     for _ in range(2):
         lines = printed_by_all([begin(at_home, *flags) for _ in range(2)])
         assert sorted(lines) == [["rank 0 of 2"], ["rank 1 of 2"]]
-    assert list(Path(at_home["XDG_STATE_HOME"]).glob("*/etcd-*/data")) == []
+    assert list(Path(at_home["XDG_STATE_HOME"]).glob("*/store-*/data")) == []
+    asked = subprocess.run(
+        [sys.executable, "-m", "zero_orchestrator", "status", "--json", "c10d", where],
+        env=at_home,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(asked.stdout)["state"] == "DONE"
+    assert "etcd does not answer" in asked.stderr
 
 
 @pytest.mark.parametrize("where", ["localhost:0", "127.0.0.1:0"])
@@ -176,7 +190,7 @@ def test_the_first_host_is_lost_then_another_leaves_and_the_job_ends_well(
         finally:
             for each in agents.values():
                 each.kill_node()
-    assert not list(tmp_path.glob("state-[cd]/*/etcd-*/data"))
+    assert not list(tmp_path.glob("state-[cd]/*/store-*/data"))
 
 
 def started(environ: Mapping[str, str], directory: Path, name: str, *words: str) -> AgentProcess:

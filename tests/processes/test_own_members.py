@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import AgentProcess
+from tests.support.cluster import AgentProcess, descendants
 from tests.support.partition import Network, network
 from tests.support.waiting import wait_for
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
@@ -72,6 +72,11 @@ class Nodes:
         for name in names:
             self._running.pop(name).kill_node()
 
+    def servers(self, name: str) -> list[int]:
+        """The processes of a node's etcd."""
+        pids = descendants(self._running[name].process.pid)
+        return [pid for pid in pids if Path(f"/proc/{pid}/exe").resolve().name == "etcd"]
+
     def drain(self, name: str) -> None:
         """Tell a node to leave, and wait until it has."""
         node = self._running.pop(name)
@@ -106,7 +111,7 @@ class Nodes:
         for name, node in running.items():
             assert node.wait() == 0, node.output
             assert re.search(r"lost 0 of \d+\n", self.output(name)), node.output
-            assert not list(self._directory.glob(f"state-{name}/*/etcd-*/data"))
+            assert not list(self._directory.glob(f"state-{name}/*/store-*/data"))
         self._running.clear()
 
     def close(self) -> None:
@@ -208,7 +213,11 @@ def test_a_first_node_that_is_started_again_finds_the_store_at_the_others(nodes)
     nodes.kill("a")
     nodes.served_by("bcd")
     nodes.start("a")
-    wait_for(lambda: nodes.times("it was removed", "a"), LONG_S, "node a forgets its member")
+    wait_for(
+        lambda: nodes.times("no member of the store any more", "a"),
+        LONG_S,
+        "node a forgets its member",
+    )
     nodes.drain("b")
     nodes.served_by("acd")
     nodes.end()
@@ -223,7 +232,11 @@ def test_the_smaller_half_of_a_cut_network_writes_nothing_and_returns_when_it_he
     assert nodes.times("silent", "a") == 1
     nodes.machines.heal("a", *"bcd")
     wait_for(lambda: nodes.times("heard again", "a"), LONG_S, "node a finds the others")
-    wait_for(lambda: nodes.times("it was removed", "a"), LONG_S, "node a forgets its member")
+    wait_for(
+        lambda: nodes.times("no member of the store any more", "a"),
+        LONG_S,
+        "node a forgets its member",
+    )
     nodes.kill("b")
     nodes.served_by("acd")
     nodes.end()
@@ -243,16 +256,15 @@ def test_a_member_that_is_cut_off_for_a_moment_stays_one(nodes):
 
 
 @pytest.mark.full
-def test_a_server_that_crashes_is_started_again_with_its_data(nodes):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_when_all_servers_end_at_once_they_are_started_again_with_their_data(nodes, number):
+    """As Slurm and systemd signal every process of a job, which then publishes its last save."""
     nodes.start(*"abc")
     nodes.served_by("abc")
-    servers = subprocess.run(
-        ["pgrep", "-f", f"etcd --name=b .*{nodes.machines.address('b')}:29400"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    os.kill(int(servers[-1]), signal.SIGKILL)
-    nodes.kill("c")
-    nodes.served_by("a")
+    servers = [pid for name in "abc" for pid in nodes.servers(name)]
+    assert len(servers) == 3
+    for pid in servers:
+        os.kill(pid, number)
+    wait_for(lambda: nodes.times("heard again", "abc") == 3, LONG_S, "the store answers")
+    nodes.served_by("abc")
     nodes.end()

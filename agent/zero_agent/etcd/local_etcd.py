@@ -13,7 +13,6 @@ from the main thread.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -112,12 +111,6 @@ def private_server(
 # ---- a server for all agents of this machine ----
 
 
-def state_directory() -> Path:
-    """Where the data of servers are that outlive an agent."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state, "zero-elastic")
-
-
 @dataclass(frozen=True)
 class SharedDirectory:
     """The directory of the shared server of one port: its data, locks and log."""
@@ -127,7 +120,9 @@ class SharedDirectory:
     @staticmethod
     def of_port(port: int) -> SharedDirectory:
         """The directory of this user on this machine: home directories are often shared."""
-        return SharedDirectory(state_directory() / f"etcd-{socket.gethostname()}-{port}")
+        return SharedDirectory(
+            private_etcd.state_directory() / f"etcd-{socket.gethostname()}-{port}"
+        )
 
     @property
     def data(self) -> Path:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from zero_agent.etcd.etcd_access import OPEN, Joining
 from zero_agent.etcd.etcd_process import LOOPBACK, EtcdProcess, FoundEtcd, Member, probe
-from zero_agent.etcd.local_etcd import SharedDirectory, state_directory
+from zero_agent.etcd.local_etcd import SharedDirectory
 from zero_agent.node.network import first_free, is_local
 from zero_agent.node.scratch import Scratch
 from zero_contract.decoding import decode, encode
@@ -38,6 +38,8 @@ log = logging.getLogger("zero")
 
 DEFAULT_PORT = 29400
 """As torchrun's."""
+STALE_S = 24 * 3600.0
+"""The data of a job that was killed stay for so long."""
 _PROBES = 16
 
 
@@ -97,6 +99,8 @@ class Seat:
     """Where the store may be: endpoints."""
     joining: Joining
     ports: range
+    is_first: bool = False
+    """Whether the store was to begin on this machine, where people look for it."""
     ended: bool = False
     """The job is over: nobody needs the data any more."""
     process: EtcdProcess | None = None
@@ -265,8 +269,10 @@ def own_server(
         StoreUnavailable: The server does not start; with the end of its log.
     """
     first = endpoints[0]
-    name = f"etcd-{socket.gethostname()}-{first.port}-{job or 'none'}"
-    shared = SharedDirectory(state_directory() / name)
+    of_host = f"store-{socket.gethostname()}"
+    _sweep(private_etcd.state_directory(), f"{of_host}-*")
+    name = f"{of_host}-{first.port}-{job or 'none'}"
+    shared = SharedDirectory(private_etcd.state_directory() / name)
     with contextlib.ExitStack() as made:
         directory, alone = shared.path, made.enter_context(shared.keeping())
         if not alone:  # another agent of this machine has it
@@ -275,9 +281,15 @@ def own_server(
             shutil.rmtree(directory / "data", ignore_errors=True)
         noted = decode(list[str], _read(directory / "endpoints") or "[]", "endpoints", SpecError)
         known = dict.fromkeys((*noted, *(each.text for each in endpoints)))
-        seat = Seat(directory=directory, known=tuple(known), joining=joining, ports=ports)
+        seat = Seat(
+            directory=directory,
+            known=tuple(known),
+            joining=joining,
+            ports=ports,
+            is_first=is_local(first.host),
+        )
         made.callback(seat.close)
-        if not seat.resume(node) and alone and is_local(first.host) and not seat.found():
+        if not seat.resume(node) and alone and seat.is_first and not seat.found():
             if probe(first.text, joining.tls) is not FoundEtcd.NOTHING:
                 raise SpecError(
                     f"--rdzv-endpoint={first.text}: a program listens there that does not answer "
@@ -285,6 +297,16 @@ def own_server(
                 )
             seat.begin(first, node)
         yield seat
+
+
+def _sweep(parent: Path, pattern: str) -> None:
+    """Remove what jobs have left that were killed long ago."""
+    for path in parent.glob(pattern):
+        with contextlib.suppress(OSError, SpecError):  # another agent removes it
+            if time.time() - path.stat().st_mtime > STALE_S and _age_s(path) > STALE_S:
+                with SharedDirectory(path).keeping() as free:
+                    if free:
+                        shutil.rmtree(path)
 
 
 def addresses_of(host: str) -> list[str]:

@@ -20,9 +20,17 @@ from collections.abc import Callable
 from zero_agent.etcd.etcd_process import is_healthy
 from zero_agent.etcd.own_etcd import Seat
 from zero_contract.decoding import decode, encode
-from zero_orchestrator.errors import SpecError, SpecMismatch, StoreError, StoreRefused
+from zero_contract.errors import ZeroError
+from zero_orchestrator.errors import (
+    SpecError,
+    SpecMismatch,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+)
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.observe.ended import keep
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Delete, KeyValue, Put, Read, absent, unchanged
 from zero_orchestrator.store.members import (
@@ -47,10 +55,14 @@ LOCK_S = 15
 HAND_OVER_S = 20.0
 """The longest time that a node which leaves waits until another one has its member's place."""
 SEE_OFF_S = 15.0
+LAST_WORD_S = 6.0
+"""An election takes less; after that the store has ended with the other nodes."""
 _POLL_S = 0.05
 _CRASHES = 5
 """A server that has ended more often than this, or does not serve for so long, is given up."""
 _HUNG_S = 20.0
+SOUND_S = 60.0
+"""A server that has run for so long has not crashed in a row."""
 
 
 class MemberKeeper:
@@ -79,7 +91,8 @@ class MemberKeeper:
         self._looked_s = 0.0
         """When that was read, by the monotonic clock."""
         self._crashes = 0
-        self._sound_s = time.monotonic()
+        self._began_s = self._sound_s = time.monotonic()
+        """When the server was started, and when it was healthy last."""
         self._asked_s: float | None = None
         self._said = ""
         self._watching: Callable[[], None] = lambda: None
@@ -125,18 +138,25 @@ class MemberKeeper:
     def see_off(self, ended: bool) -> None:
         """Serve the others, up to `SEE_OFF_S`, until they have read the end, or need it no more.
 
+        How the job ended is kept on this machine: the store ends with it.
+
         Args:
             ended: The job is over, rather than this node's part in it.
         """
         self._seat.ended = ended
-        deadline = time.monotonic() + SEE_OFF_S
-        with contextlib.suppress(StoreError):
-            while (
-                self._seat.member is not None
-                and time.monotonic() < deadline
-                and self._store.range(self._keys.nodes, limit=1).items
-            ):
-                time.sleep(_POLL_S)
+        heard_s = began_s = time.monotonic()
+        if self._seat.is_first or self._seat.member is not None:
+            with contextlib.suppress(ZeroError):
+                keep(self._store, self._keys.job)
+        while self._seat.member is not None and time.monotonic() - began_s < SEE_OFF_S:
+            with contextlib.suppress(StoreError):
+                if not self._store.range(self._keys.nodes, limit=1).items:
+                    self._seat.ended = True  # nobody is left who needs the data
+                    return
+                heard_s = time.monotonic()
+            if time.monotonic() - heard_s > LAST_WORD_S:
+                return  # the others have gone
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """End the thread, and with it the member."""
@@ -212,7 +232,8 @@ class MemberKeeper:
             self._seat.wipe()
             self._unable(str(error))
         else:
-            self._crashes, self._sound_s = 0, time.monotonic()
+            self._crashes = 0
+            self._began_s = self._sound_s = time.monotonic()
             self._tell(f"node {self._node} runs a member of the store, without a vote yet")
             self._store.txn([mine], [Delete(invitation.key)])
 
@@ -226,26 +247,33 @@ class MemberKeeper:
         self._tell(f"node {self._node} can run no member of the store: {why}")
 
     def _tend(self) -> None:
-        """Start the server again if it has ended or hangs; forget it if it was removed."""
+        """Start the server again if it has ended or hangs; forget it if it was removed.
+
+        Slurm and systemd signal every process of a job, all servers too: without a quorum nobody
+        can say whether this one was removed, so it is started again, and finds out itself.
+        """
         process, member = self._seat.process, self._seat.member
         assert process is not None
         assert member is not None
+        now_s = time.monotonic()
         if process.running and is_healthy(member.endpoint, member.tls):
-            self._sound_s = time.monotonic()
+            self._sound_s = now_s
+            if now_s - self._began_s > SOUND_S:
+                self._crashes = 0
             return
-        if process.running and time.monotonic() - self._sound_s < _HUNG_S:
+        if process.running and now_s - self._sound_s < _HUNG_S:
             return
-        listed = {one.peer for one in self._store.cluster.members()}  # by the other members
-        if member.peer_url not in listed:
-            self._seat.wipe()
-            self._tell(f"node {self._node} runs no member of the store any more: it was removed")
-            return
+        with contextlib.suppress(StoreUnavailable):
+            if member.peer_url not in {one.peer for one in self._store.cluster.members()}:
+                self._seat.wipe()
+                self._tell(f"node {self._node} runs no member of the store any more")
+                return
         self._crashes += 1
         if self._crashes > _CRASHES:
             self._unable(f"its server has ended {self._crashes} times")
         self._seat.stop()
         self._seat.resume()
-        self._sound_s = time.monotonic()
+        self._began_s = self._sound_s = time.monotonic()
 
     # ---- all members ----
 

@@ -46,7 +46,7 @@ from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.jobfile import command as job_files
 from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.observe import events, status
+from zero_orchestrator.observe import ended, events, status
 from zero_orchestrator.observe import gc as collect
 from zero_orchestrator.observe.status import JobStatus, NoSuchJob
 from zero_orchestrator.observe.story import recoveries
@@ -329,6 +329,17 @@ def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
 
 
 def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    try:
+        return _status_now(args, store, view)
+    except StoreUnavailable:
+        if args.job is None or (last := ended.find(args.job)) is None:
+            raise
+        print("zero-ctl: etcd does not answer; this is its last word here", file=sys.stderr)
+        view.status(last)  # the store of the job's own has ended with it
+        return CtlExit.OK
+
+
+def _status_now(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     name = None if args.all else args.job
     if name is None:
         jobs = status.read_all(store)

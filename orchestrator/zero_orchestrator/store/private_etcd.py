@@ -23,6 +23,12 @@ _NOTE = "endpoint"
 _ANSWER_S = 1.0
 
 
+def state_directory() -> Path:
+    """Where files are that outlive an agent: the data of its servers, how its jobs ended."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "zero-elastic")
+
+
 def note(directory: Path, endpoint: str) -> None:
     """Note the endpoint of the server in its directory, which an agent owns."""
     (directory / _NOTE).write_text(endpoint, encoding="utf-8")
