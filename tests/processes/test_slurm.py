@@ -71,9 +71,8 @@ class Job:
 
     def left_behind(self) -> list[str]:
         """Files with a token, a key or etcd's data."""
-        return sorted(path.name for path in self.directory.glob(".zero-*")) + sorted(
-            path.name for path in (self.directory / "tmp").glob("tmp.*")
-        )
+        data = (self.directory / "state").glob("*/store-*/data")
+        return sorted(map(str, [*self.directory.glob(".zero-*"), *data]))
 
 
 def submit(slurm: Slurm, directory: Path, *options: str) -> Job:
@@ -96,6 +95,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PET_LOG_DIR", f"{tmp_path}/logs")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with slurm_cluster(tmp_path / "slurm") as slurm:
