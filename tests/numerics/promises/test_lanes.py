@@ -14,6 +14,8 @@ from torch import Tensor
 from tests.numerics.promises import back_ends
 from tests.numerics.promises.back_ends import (
     EVERYWHERE,
+    IN,
+    Net,
     OfEngine,
     Place,
     Recipe,
@@ -21,7 +23,7 @@ from tests.numerics.promises.back_ends import (
     training,
 )
 from tests.numerics.promises.test_saves import kept_in_memory
-from tests.support.lane_data import KINDS, Stateful, consumed
+from tests.support.lane_data import KINDS, BeginsLate, Stateful, consumed
 from tests.support.queued import BACKEND
 from tests.support.world import WorldPool
 from zero_checkpoint.errors import ModelMismatch
@@ -70,6 +72,32 @@ def test_lanes_of_unequal_lengths_train_alike_everywhere_and_their_samples_once(
     assert found == whole
     report = verify(read_ledger(tmp_path), None)
     assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+
+
+class Averages(Net):
+    """A model whose forward keeps an average of its inputs in a buffer, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(IN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.1)
+        return super().forward(x + self.average)
+
+
+LATE = Recipe(model=Averages, data=BeginsLate)
+
+
+@pytest.mark.parametrize("place", EVERYWHERE, ids=lambda place: "{}-{}".format(*place))
+@pytest.mark.corners(place=[("ddp", 2), ("stage3", 3)])
+def test_buffers_are_those_of_the_first_lane_that_has_samples(
+    worlds: WorldPool, place: Place
+) -> None:
+    back_end, world = place
+    expected = agreed(worlds.run(1, run, LATE, "plain", STEPS))
+    assert agreed(worlds.run(world, run, LATE, back_end, STEPS)) == expected
 
 
 PATHS = [("ddp", "stage3"), ("stage3", "fsdp2"), ("fsdp2", "stage0"), ("stage0", "ddp")]

@@ -120,6 +120,13 @@ def test_each_rank_runs_what_the_rows_say_and_no_further_rank_does() -> None:
         turns.number(0, 3, 6)
 
 
+def test_the_first_micro_batch_with_samples_is_found_wherever_it_runs() -> None:
+    late = plan_step(0, BATCH, sizes=(0, 0, 2, 1, 2))
+    places = [late.first_place(each) for each in (strided(1), strided(2), node_turns((1, 2), 4))]
+    assert places == [(2, 0), (1, 0), (0, 1)]
+    assert plan_step(0, BATCH).first_place(strided(2)) == (0, 0)
+
+
 def test_a_cursor_that_goes_elsewhere_begins_a_step_and_says_so() -> None:
     cursor = Cursor(step=7, samples=70, micro=2)
     cursor.move(step=3, samples=30)
