@@ -57,6 +57,20 @@ _WAYS_OUT = (
     "of its data in client_state"
 )
 
+OTHER_THREAD = (
+    "run.loader is iterated in another thread than the one that trains, which begins micro-steps "
+    "here: give the DataLoader num_workers and prefetch_factor instead"
+)
+PASSED_OVER = (
+    "a batch of run.loader was drawn and not trained, and the next one was drawn: its samples "
+    "would be lost. Call backward() for every batch; let a bad one contribute 0 * its loss"
+)
+NOT_ITS_TURN = (
+    "this is not the batch whose turn it is: run the batches of run.loader in the order in which "
+    "they are drawn, each once"
+)
+"""Mistakes of a loop over it, and their remedies."""
+
 
 def check_loader(loader: object) -> None:
     """Check that a loader says which samples there are, and how they are loaded.

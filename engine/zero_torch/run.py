@@ -43,7 +43,7 @@ from zero_torch.checkpoints import Checkpoints, derive, makes_state, replace
 from zero_torch.hooks import ddp as hooks_ddp
 from zero_torch.hooks import fsdp2 as hooks_fsdp2
 from zero_torch.hooks import plain as hooks_plain
-from zero_torch.loader import in_order
+from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.local_step import local_tensors
 from zero_torch.optimizers import LearningRates, check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
@@ -437,16 +437,9 @@ class Run(Checkpoints):
         """A batch was drawn: the micro-step before has ended, or the batch waits for its end."""
         gradients, batches = self._gradients, self.loader
         if batches.elsewhere:
-            raise ZeroError(
-                "run.loader is iterated in another thread than the one that trains, which begins "
-                "micro-steps here: give the DataLoader num_workers and prefetch_factor instead"
-            )
+            raise ZeroError(OTHER_THREAD)
         if batches.draws.passed_over is not None:
-            raise ZeroError(
-                "a batch of run.loader was drawn and not trained, and the next one was drawn: its "
-                "samples would be lost. Call backward() for every batch; let a bad one contribute "
-                "0 * its loss"
-            )
+            raise ZeroError(PASSED_OVER)
         if self._phase.begun and (not gradients.pipeline.turn.last or self._has_acted):
             self._owed = self._phase.state is State.RUN
             self._end_micro_step()
@@ -512,10 +505,7 @@ class Run(Checkpoints):
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
-            raise ZeroError(
-                "this is not the batch whose turn it is: run the batches of run.loader in the "
-                "order in which they are drawn, each once"
-            )
+            raise ZeroError(NOT_ITS_TURN)
         self._writes.end_micro_step()
         if self._cursor.micro == 0:
             self._rates = self._learning_rates.now()
