@@ -119,7 +119,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[etcd,metrics,torch,dev]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
