@@ -66,6 +66,8 @@ class Workers:
         self._hub = Hub()
         self._channel = Channel(self._hub, self._scratch.path / "agent", self._on_message)
         self._changed = threading.Lock()
+        self._environ: dict[str, str | None] = {}
+        """What the variables held that the workers get by the environment of this process."""
         self._begin(0, 0)
 
     def _begin(self, round: int, fence: int) -> None:
@@ -85,8 +87,11 @@ class Workers:
         with self._changed:
             self._begin(job.n, job.fence)
         rdzv = self._rdzv
-        os.environ |= round_env(job, name, rdzv.node, rdzv.secret, self._channel.path)
-        os.environ[worker.ENV_LAUNCHER] = "torchrun"
+        told = round_env(job, name, rdzv.node, rdzv.secret, self._channel.path)
+        told[worker.ENV_LAUNCHER] = "torchrun"
+        for key in told.keys() - self._environ.keys():
+            self._environ[key] = os.environ.get(key)
+        os.environ |= told
 
     @property
     def have_left(self) -> bool:
@@ -119,7 +124,15 @@ class Workers:
                 self._channel.send(rank, leave)
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Hear nothing more.
+
+        Whoever calls torchrun's launcher as a function goes on afterwards, and has no agent.
+        """
+        for key, before in self._environ.items():
+            if before is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = before
         self._channel.close()
         self._hub.close()
         self._scratch.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 
 import pytest
@@ -49,10 +50,12 @@ def test_a_round_is_formed_over_tls_with_a_client_certificate(tmp_path, certific
         with contextlib.closing(EtcdStore(etcd.endpoint, credentials=who)) as probe:
             wait_for(lambda: answers(probe), 60, "etcd serves")
         settings = {"ca_cert": str(cert), "ssl_cert": str(cert), "ssl_cert_key": str(key)}
+        before = dict(os.environ)
         handler = create(params(etcd.endpoint, **settings))
         info = handler.next_rendezvous()
         assert (info.rank, info.world_size) == (0, 1)
         assert handler.shutdown()
+        assert dict(os.environ) == before, "whoever called torchrun as a function has no agent"
 
 
 def answers(store):

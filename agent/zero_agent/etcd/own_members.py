@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from zero_agent.etcd.etcd_process import is_healthy
 from zero_agent.etcd.own_etcd import Seat
@@ -31,7 +32,6 @@ from zero_orchestrator.errors import (
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe.ended import keep
-from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Delete, KeyValue, Put, Read, absent, unchanged
 from zero_orchestrator.store.members import (
     START_S,
@@ -42,6 +42,9 @@ from zero_orchestrator.store.members import (
     View,
     decide,
 )
+
+if TYPE_CHECKING:  # its import begins gRPC's log, see `etcd_access`
+    from zero_orchestrator.store.etcd.client import EtcdStore
 
 log = logging.getLogger("zero")
 

@@ -159,4 +159,5 @@ def loaded_state(root: str) -> tuple[int, dict[str, Any]]:
         engine = make_engine(in_memory(1))
         _, client = engine.load_checkpoint(checkpoints(root))
         drop(engine)
+        client.pop("ds_version", None)
         return engine.global_steps, client

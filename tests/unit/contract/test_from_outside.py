@@ -32,6 +32,7 @@ import zero_engine
 import zero_orchestrator
 import zero_torch
 from tests.unit.checkpoint.support import adam_state, saved
+from zero_agent.etcd.own_etcd import Place
 from zero_agent.workers.exits import read_error_file
 from zero_checkpoint import StoreConsensus
 from zero_checkpoint.format.parse import ManifestError
@@ -42,7 +43,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.handshake import WireError
 from zero_contract.worker import ContractError
 from zero_engine.config import load_config
-from zero_orchestrator.errors import SpecError
+from zero_orchestrator.errors import SpecError, SpecMismatch
 from zero_orchestrator.jobfile.reading.reader import JobFileError
 from zero_orchestrator.jobfile.reading.schema import load
 from zero_orchestrator.membership.dead_links import DeadLink, LinkReport, SetAside
@@ -59,6 +60,7 @@ from zero_orchestrator.membership.job_state import (
 from zero_orchestrator.membership.records import LARGEST_BYTES
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import events, history, lane, pace, queries, verdicts
+from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValue
 from zero_torch.settings import read as read_settings
 
@@ -131,6 +133,7 @@ HISTORY = (
     .with_checkpoint(history.Saved(step=2, tag="t", time_s=2.5, samples=16, digest="d"))
     .with_failure(4, "no space left", 5.0)
 )
+PLACE = Place(name="a", host="a.lan", addresses=("10.0.0.1",), client_port=2379, peer_port=2380)
 LANE = lane.Lane(until_s=9.0).begin(lane.Phase.STARTING, 1.0).begin(lane.Phase.TRAINING, 2.0)
 CONFIG = {
     "train_batch_size": 32,
@@ -204,6 +207,19 @@ FORMATS: dict[str, Format] = {
         lambda data: load_config(data.decode()),
         (ConfigError, UnicodeDecodeError),
         [json.dumps(CONFIG)],
+    ),
+    "JobStatus": Format(
+        lambda data: decode(JobStatus, data, "a status", SpecMismatch),
+        (SpecMismatch,),
+        [JobStatus(job="gpt", state="DONE", now="it has ended", world_size=2).to_json()],
+    ),
+    "Place": Format(
+        lambda data: decode(Place, data, "a member", SpecError), (SpecError,), [encode(PLACE)]
+    ),
+    "list[str]": Format(
+        lambda data: decode(list[str], data, "endpoints", SpecError),
+        (SpecError,),
+        [encode(["10.0.0.1:2379", "10.0.0.2:2379"])],
     ),
     "settings of protect": Format(
         lambda data: read_settings(json.loads(data)),
