@@ -331,17 +331,17 @@ def test_an_actor_of_ray_saves_its_step_when_its_process_gets_sigterm(tmp_path):
     script = tmp_path / "ray_job.py"
     script.write_text(RAY.format(directory=str(tmp_path), paths=paths, job=str(JOB)))
     job = Job(tmp_path, (str(python),), "alone", {})
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [str(python), str(script)], env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    try:
-        pid = int(process.stdout.readline())
-        job.wait_for_steps()
-        os.kill(pid, signal.SIGTERM)
-        said = process.stdout.read()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
+    ) as process:
+        try:
+            pid = int(process.stdout.readline())
+            job.wait_for_steps()
+            os.kill(pid, signal.SIGTERM)
+            said = process.stdout.read()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     assert str(TERM) in said.splitlines()
     assert job.steps() == list(range(1, job.saved() + 1))
 
