@@ -53,7 +53,7 @@ VICTIMS: dict[str, tuple[Callable[[Cluster], None], int]] = {
 CASES = [
     ("ddp", "packed", 2, ["a worker", "an agent"]),
     ("ddp", "no state", 0, ["an agent"]),
-    ("ddp", "a state", 2, ["a loading process", "a worker"]),
+    ("ddp", "a state", 2, ["a loading process"]),
     ("fsdp2", "a state", 0, ["a worker", "an agent"]),
     ("fsdp2", "no state", 2, ["a loading process", "an agent"]),
     ("stage0", "no state", 0, ["a worker", "an agent"]),
