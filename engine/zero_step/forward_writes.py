@@ -34,6 +34,10 @@ _PARAMETER = (
     "train a model of its own; write to it between two steps, the same on all ranks, or keep what "
     "it writes in a buffer"
 )
+_ABSENT = (
+    "a forward on another rank has written to the buffer {}, which the module on this rank lacks; "
+    "register it when the module is made, on all ranks"
+)
 _RENORMALISES = (
     "{} has max_norm={}: its forward would shrink the rows that it reads, so each rank would train "
     "weights of its own; leave max_norm out, and between two steps do under torch.no_grad() "
@@ -127,6 +131,7 @@ class ForwardWrites:
 
         Raises:
             PeerLost: A peer is lost.
+            ZeroError: A forward on another rank writes to a buffer that this module lacks.
         """
         if max(notes) > len(self._written):
             everybodys = gather_objects(
@@ -135,6 +140,8 @@ class ForwardWrites:
             self._written = sorted(
                 {*self._written, *(name for each in everybodys for name in each)}
             )
+            if absent := [name for name in self._written if name not in self._owners]:
+                raise ZeroError(_ABSENT.format(absent[0]))
         if self._written:
             held = {name: self._buffer(name) for name in self._written}
             left = {**held, **self._before, **self._after}

@@ -294,8 +294,6 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
     """
     persistence, link = session._persistence, session._link
     with exit_on_peer_loss(link):
-        if session.writes is not None:
-            session.writes.end_step(row[-1] for row in notes)
         persistence.take_notes([row[:-1] for row in notes])
         link.progress(persistence.number, progress)
         persistence.keep_in_memory()

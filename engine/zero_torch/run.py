@@ -522,6 +522,9 @@ class Run(Checkpoints):
 
     def _count_step(self, *, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
+        assert self._everybodys is not None  # `_may_act` has weighed the tokens
+        with exit_on_peer_loss(self._link):  # before the step counts: it has all of its state
+            self._writes.end_step(self._everybodys[:, NOTES - 1].tolist())
         self._phase.move(Move.STEP)
         self._skipped, self._unscaled = skipped, False
         cursor.step += 1

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import math
 import secrets
 import socket
 import sys
@@ -82,8 +83,8 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
             for a secure etcd `ca_cert`, `ssl_cert`, `ssl_cert_key`, `user` and `password_file`.
 
     Raises:
-        SpecError: The endpoint is malformed, half of a pair of these is missing, or a file cannot
-            be read.
+        SpecError: The endpoint is malformed, half of a pair of these is missing, a file cannot be
+            read, or a time is no number of seconds.
     """
     spec = JobSpec(
         min_nodes=params.min_nodes,
@@ -112,9 +113,17 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         check_job_name(params.run_id),
         spec,
         node,
-        timing=Timing(settle_s=float(params.get("last_call_timeout", Timing.settle_s))),
-        join_timeout_s=float(params.get("join_timeout", 600)),
+        timing=Timing(settle_s=_seconds(params, "last_call_timeout", Timing.settle_s)),
+        join_timeout_s=_seconds(params, "join_timeout", 600),
     )
+
+
+def _seconds(params: RendezvousParameters, name: str, default: float) -> float:
+    value = params.get(name, default)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(value)) and seconds >= 0:
+            return seconds
+    raise SpecError(f"--rdzv-conf: {name}={value}: give a number of seconds, such as {default:g}")
 
 
 def _file(params: RendezvousParameters, name: str) -> Path | None:

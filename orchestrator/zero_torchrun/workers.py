@@ -133,6 +133,7 @@ class Workers:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = before
+        self._environ.clear()
         self._channel.close()
         self._hub.close()
         self._scratch.remove()

@@ -70,3 +70,9 @@ def test_half_of_a_pair_and_a_missing_file_are_named():
         create(params("127.0.0.1:1", user="alice"))
     with pytest.raises(SpecError, match=r"ca_cert=/nowhere: No such file"):
         create(params("127.0.0.1:1", ca_cert="/nowhere"))
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", "-1", "inf"])
+def test_a_time_that_is_no_number_of_seconds_is_named(value):
+    with pytest.raises(SpecError, match=rf"join_timeout={value}: give a number of seconds"):
+        create(params("127.0.0.1:1", join_timeout=value))

@@ -227,6 +227,7 @@ class Engine(WholeWeights):
                 )
             if lanes is not None:
                 lanes.hear(outcome.notes[:, NOTES : len(own)].tolist())
+            self._core.writes.end_step(outcome.notes[:, NOTES - 1].tolist())
             of_micro_steps = outcome.notes[:, len(own) :]
             self._micro_steps.clear()
             self._micro_steps.applied = outcome.applied

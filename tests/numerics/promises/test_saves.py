@@ -211,12 +211,17 @@ def break_a_step(root: str, back_end: str, where: str) -> tuple[str, str]:
     own.train(2)
     own.save(root)
     hook = own.optimizer.register_step_post_hook(interrupt)
+    writes: Any = own.session.writes
+    if where == "buffers":
+        hook.remove()
+        writes.end_step = interrupt
     if where == "schedule":
         hook.remove()
         own.scheduler.breaks = True
     with pytest.raises(KeyboardInterrupt):
         own.train(3)
     hook.remove()
+    vars(writes).pop("end_step", None)
     own.scheduler.breaks = False
     with pytest.raises(ZeroError) as refused:
         own.save(root)
@@ -232,7 +237,7 @@ def break_a_step(root: str, back_end: str, where: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize("where", ["optimizer", "schedule"])
+@pytest.mark.parametrize("where", ["optimizer", "schedule", "buffers"])
 @pytest.mark.corners(back_end=["fsdp2", "stage0", "stage3"], where=["optimizer"])
 def test_nothing_is_made_of_half_a_step_and_the_newest_checkpoint_goes_on(
     worlds: WorldPool, tmp_path: Path, back_end: str, where: str
