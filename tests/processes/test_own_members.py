@@ -129,6 +129,16 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
             made.close()
 
 
+def test_the_only_server_is_killed_and_serves_again_with_its_data(nodes):
+    nodes.start(*"ab")
+    (server,) = nodes.servers("a")
+    os.kill(server, signal.SIGKILL)
+    wait_for(lambda: nodes.times("heard again", "ab") == 2, LONG_S, "the store answers")
+    nodes.served_by("a")
+    nodes.end()
+
+
+@pytest.mark.full
 def test_the_first_node_is_lost_and_nothing_of_what_was_written(nodes):
     nodes.start(*"abcd")
     nodes.served_by("abc")
