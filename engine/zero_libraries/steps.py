@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import zero_torch
 from zero_contract.errors import ZeroError
-from zero_data.lanes.loader import reads_lanes
+from zero_data.lanes.adapters import reads_lanes
 
 
 class GlobalBatches:

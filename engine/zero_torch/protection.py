@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 
 from zero_comm.worker.distributed import init_distributed
 from zero_contract.errors import ConfigError
+from zero_data.lanes.adapters.loaders import check_loader, warn_of_seeds
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
-from zero_torch.loader import check_loader, without_effect
+from zero_torch.loader import check_is_loader
 from zero_torch.optimizers import (
     check_members,
     check_scheduler,
@@ -32,6 +33,7 @@ _FUSED = (
     "{}(fused=True) steps with foreach=True instead: a fused kernel rounds the end of a shard "
     "differently, and the world size decides where shards end"
 )
+_SEED = "elastic.seed, 42 by default; give protect(config={'elastic': {'seed': ...}})"
 
 
 @overload
@@ -104,6 +106,7 @@ def protect(
     if microbatches is not None and microbatches < 1:
         raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
     if loader is not None:
+        check_is_loader(loader)
         check_loader(loader)
     chosen = settings.read(config or {})
     torch_seed = torch.initial_seed()
@@ -119,7 +122,10 @@ def protect(
         if step_without_fusion(optimizer) and dist.get_rank() == 0:
             _log.warning("%s", _FUSED.format(type(optimizer).__name__))
         if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
-            _warn_of_seeds(loader, chosen.elastic.seed, torch_seed)
+            of_torch = f"torch.manual_seed({torch_seed}) seeds the initial weights alone"
+            # From 2**32 on it is torch's own or this project's.
+            given = torch_seed < 1 << 32 and torch_seed != chosen.elastic.seed
+            warn_of_seeds(loader, chosen.elastic.seed, _SEED, *[of_torch] * given)
     made: Run | Checkpoints
     options = {
         "scheduler": scheduler,
@@ -133,14 +139,3 @@ def protect(
         made = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
     made.start()
     return made
-
-
-def _warn_of_seeds(loader: DataLoader[Any], seed: int, torch_seed: int) -> None:
-    """Name the seeds of a script that change nothing; five of them would be five equal runs."""
-    if found := without_effect(loader, seed, torch_seed):
-        _log.warning(
-            "%s: the order of samples, augmentation and the random numbers of the loop come from "
-            "elastic.seed, %d by default; give protect(config={'elastic': {'seed': ...}})",
-            "; ".join(found),
-            seed,
-        )

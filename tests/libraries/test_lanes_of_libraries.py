@@ -79,7 +79,7 @@ class _Stateful(IterableDataset):
 
 def _loader(path: Path) -> Any:
     loader = pytest.importorskip("torchdata.stateful_dataloader")
-    return loader.StatefulDataLoader(_Stateful(), batch_size=4)
+    return loader.StatefulDataLoader(_Stateful(), batch_size=_MICRO_BATCH)
 
 
 def _nodes(path: Path) -> Any:

@@ -87,7 +87,7 @@ def misread(kind: str, root: str) -> None:
         case "iterator":
             make_engine(config(), training_data=iter([1, 2]))
         case "loader":
-            make_engine(config(), training_data=DataLoader(Tokens(8), batch_size=2))
+            make_engine(config(), training_data=DataLoader(Tokens(8), batch_size=3))
         case "empty":
             next(iter(make_engine(config(), training_data=Stream(0)).training_dataloader))
         case "small":
@@ -108,10 +108,10 @@ def misread(kind: str, root: str) -> None:
     ("kind", "message"),
     [
         ("iterator", "list_iterator cannot be begun again"),
-        ("loader", "training_data: a DataLoader, whose batches would be taken for samples"),
+        ("loader", "train_micro_batch_size_per_gpu=2: the DataLoader has batch_size=3; give one"),
         ("empty", "training_data: no lane of 5 has a sample in epoch 0"),
         ("small", "training_data: lanes do not fill one global batch of 10 samples"),
-        ("unmanaged", "Stream can only be iterated, and a step has one micro-batch of each"),
+        ("unmanaged", "Stream is read in lanes, and a step has one micro-batch of each"),
         ("ledger", "elastic.sample_ledger: the samples of this batch are not known; give"),
         ("evaluation", "Stream has no length, so there are no shares of it"),
     ],

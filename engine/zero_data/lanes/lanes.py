@@ -12,7 +12,8 @@ from torch import Tensor
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape, Cursor
-from zero_data.lanes.adapters import source_of
+from zero_data.lanes.adapters.indexed import Indexed
+from zero_data.lanes.adapters.loaders import given_by, warn_of_seeds
 from zero_data.lanes.loader import LaneLoader
 from zero_data.lanes.order import LaneOrder
 from zero_data.ledger import Ledger
@@ -35,7 +36,7 @@ class Lanes:
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         lanes: int,
         drop_last: bool = False,
         seed: int = 0,
@@ -48,11 +49,13 @@ class Lanes:
         """Divide data among lanes, and those among ranks.
 
         Args:
-            dataset: What `zero_data.lanes.adapters.source_of` takes.
+            dataset: What `zero_data.lanes.adapters.source_of` takes; or a DataLoader, in whose
+                order samples are read, and whose options stand for what is not given here.
             batch_size: The samples of a micro-batch.
             lanes: Their number; the micro-batches of a global batch. It belongs to the job.
             drop_last: End an epoch before the first global batch that is not full.
-            seed: Of the random numbers with which lanes read.
+            seed: Of the random numbers with which lanes read, and of the order of samples that have
+                numbers.
             rank: By default that of torch.distributed, if it is initialized, as is `world`.
             world: The number of ranks.
             exchange: All-gathers [n] int64 on the CPU to [world, n]; by default by
@@ -62,30 +65,35 @@ class Lanes:
                 all lanes of this rank), pin_memory, and how those processes are started.
 
         Raises:
-            ConfigError: The dataset cannot be begun again; or `batch_size` or `lanes` is none.
+            ConfigError: The dataset cannot be begun again, or the DataLoader says what cannot be
+                done; or `batch_size` or `lanes` is none.
         """
-        if batch_size < 1 or lanes < 1:
-            raise ConfigError(f"batch_size={batch_size} and lanes={lanes}: give at least 1 of each")
         there = dist.is_available() and dist.is_initialized()
         self._rank = (dist.get_rank() if there else 0) if rank is None else rank
         self._world = (dist.get_world_size() if there else 1) if world is None else world
         self._exchange = exchange or partial(_gathered, self._world)
+        given = given_by(dataset, seed, self._exchange)
+        size = given.batch_size(batch_size, "batch_size of Lanes")
+        if size < 1 or lanes < 1:
+            raise ConfigError(f"batch_size={size} and lanes={lanes}: give at least 1 of each")
+        if self._rank == 0:
+            warn_of_seeds(dataset, seed, "seed of Lanes")
         self._cursor = Cursor()
         self._ledger = ledger
         self._order = LaneOrder(
-            dataset,
-            batch=BatchShape(microbatches=lanes, micro_batch=batch_size),
+            given.dataset,
+            batch=BatchShape(microbatches=lanes, micro_batch=size),
             cursor=self._cursor,
             rank=self._rank,
             world=self._world,
-            drop_last=drop_last,
+            drop_last=drop_last or given.drop_last,
             exchange=self._exchange,
         )
         self._loader = LaneLoader(
             self._order,
-            source_of(dataset),
+            given.source or Indexed(given.dataset, given.shuffle is not False, seed),
             seed=seed,
-            **of_loader,
+            **{**given.options, **of_loader},
         )
         self.weight = 0.0
         self.last = False

@@ -9,24 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from zero_contract.errors import ConfigError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed
 from zero_data.global_batch import StepPlan, mix
-from zero_data.lanes.adapters.indexed import Batches, is_indexed
+from zero_data.lanes.adapters.indexed import Batches
 from zero_data.lanes.order import LaneOrder
 from zero_data.lanes.reading import Read, Reading, Start
 from zero_data.lanes.source import Source
 from zero_data.position_loader import PositionLoader
 
 _log = logging.getLogger(__name__)
-
-
-def reads_lanes(dataset: Any) -> bool:
-    """Whether lanes read a dataset: its samples have no numbers."""
-    return isinstance(dataset, IterableDataset) or not is_indexed(dataset)
 
 
 class LaneLoader(PositionLoader[LaneOrder]):

@@ -30,6 +30,7 @@ from zero_comm.worker.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
 from zero_data.global_batch import mix
+from zero_data.lanes.adapters.loaders import Given
 from zero_data.own_loader import MicroBatches
 from zero_data.position_loader import seed_everything
 from zero_engine.core.loaders import microbatch_sampler
@@ -338,7 +339,8 @@ class Engine(WholeWeights):
                 f'batch_sampler() in the middle of a step with elastic.accumulate "{where}", which '
                 "decides who runs which micro-batch of a step; call it before the first backward()"
             )
-        sampler = MicroBatches(microbatch_sampler(self._config, self._run, dataset))
+        given = Given(dataset=dataset, source=None)
+        sampler = MicroBatches(microbatch_sampler(self._config, self._run, given))
         self._run.loader = sampler
         return sampler
 

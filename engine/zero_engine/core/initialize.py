@@ -104,7 +104,8 @@ def initialize(
             `model_parameters`. None: that of the config.
         model_parameters: Parameters or param groups; by default all that require gradients.
         training_data: The dataset of `engine.training_dataloader`: map-style, or whatever lanes
-            read (`zero_data.lanes.adapters.source_of`).
+            read (`zero_data.lanes.adapters.source_of`); or a DataLoader of one, which then says the
+            order of samples, and stands for collate_fn and num_workers.
         lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. It is
             stepped with every optimizer step that is applied.
         config: A dict, a JSON string or the path of a JSON file.

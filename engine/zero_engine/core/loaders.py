@@ -9,17 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-)
-
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.distributed import local_device
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, MicroBatchSampler, sampler_of
-from zero_data.lanes.adapters import source_of
-from zero_data.lanes.loader import LaneLoader, reads_lanes
+from zero_data.lanes.adapters.loaders import Given, given_by, warn_of_seeds
+from zero_data.lanes.loader import LaneLoader
 from zero_data.lanes.order import LaneOrder
 from zero_engine.config import Config
 from zero_engine.parts import Run
@@ -32,54 +27,63 @@ def training_loader(
     config: Config,
     run: Run,
     collectives: Collectives,
-    dataset: Dataset[Any],
+    dataset: Any,
     collate_fn: Collate | None = None,
     num_workers: int = 0,
 ) -> ElasticLoader | LaneLoader:
-    """A loader of this rank's micro-batches, from the run's position on."""
-    if isinstance(dataset, DataLoader):
-        raise ConfigError(
-            "training_data: a DataLoader, whose batches would be taken for samples; give its "
-            "dataset and collate_fn, or give it batch_sampler=engine.batch_sampler(dataset)"
-        )
+    """A loader of this rank's micro-batches, from the run's position on.
+
+    Of a dataset, or of a DataLoader: what that says holds where nothing else is given.
+
+    Raises:
+        ConfigError: See `given_by`; or the dataset is too small.
+    """
+    exchange = partial(collectives.everybodys, what=BEGINS)
+    given = given_by(dataset, config.seed, exchange)
+    given.batch_size(run.batch.micro_batch, "train_micro_batch_size_per_gpu")
+    if run.rank == 0:
+        warn_of_seeds(dataset, config.seed, "seed of the config")
+    own = {"collate_fn": collate_fn, "num_workers": num_workers}
     options: dict[str, Any] = {
-        "collate_fn": collate_fn,
-        "num_workers": num_workers,
         "pin_memory": pins_memory(),
+        **given.options,
+        **{name: value for name, value in own.items() if value},
     }
-    if not reads_lanes(dataset):
-        return ElasticLoader(microbatch_sampler(config, run, dataset), **options)
-    source = source_of(dataset)
+    if given.source is None:
+        return ElasticLoader(microbatch_sampler(config, run, given), **options)
     if not run.managed:
         raise ConfigError(
-            f"training_data: {type(dataset).__name__} can only be iterated, and a step has one "
-            "micro-batch of each of its lanes, which managed_gradient_accumulation: false leaves "
-            "open; remove that, or give a map-style dataset"
+            f"training_data: {type(given.dataset).__name__} is read in lanes, and a step has one "
+            "micro-batch of each, which managed_gradient_accumulation: false leaves open; remove "
+            "that, or give a map-style dataset"
         )
     order = LaneOrder(
-        dataset,
+        given.dataset,
         batch=run.batch,
         cursor=run.cursor,
         rank=run.rank,
         world=run.world,
-        drop_last=config.dataloader_drop_last,
+        drop_last=config.dataloader_drop_last or given.drop_last,
         assignment=run.accumulation.assignment,
-        exchange=partial(collectives.everybodys, what=BEGINS),
+        exchange=exchange,
     )
-    return LaneLoader(order, source, seed=config.seed, **options)
+    return LaneLoader(order, given.source, seed=config.seed, **options)
 
 
-def microbatch_sampler(config: Config, run: Run, dataset: Dataset[Any]) -> MicroBatchSampler:
-    """This rank's micro-batches of a map-style dataset, shuffled if the config says so."""
+def microbatch_sampler(config: Config, run: Run, given: Given) -> MicroBatchSampler:
+    """This rank's micro-batches of a map-style dataset.
+
+    Shuffled if its DataLoader says so, and without one if the config does.
+    """
     return sampler_of(
-        dataset,
+        given.dataset,
         batch=run.batch,
         cursor=run.cursor,
         rank=run.rank,
         world=run.world,
         seed=config.seed,
-        shuffle=config.elastic.shuffle,
-        drop_last=config.dataloader_drop_last,
+        shuffle=config.elastic.shuffle if given.shuffle is None else given.shuffle,
+        drop_last=config.dataloader_drop_last or given.drop_last,
         managed=run.managed,
         assignment=run.accumulation.assignment,
     )

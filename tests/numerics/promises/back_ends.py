@@ -41,7 +41,7 @@ from zero_checkpoint import weight_hash
 from zero_comm.topology import ENV_NODE_RANKS
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import BatchShape, mix, plan_epoch, sample_ids
-from zero_data.lanes.loader import reads_lanes
+from zero_data.lanes.adapters import reads_lanes
 from zero_engine.sharding.weights import whole_weights
 from zero_step import Session
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from tests.support.lanes import read, resumed
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data import Lanes
+from zero_data.lanes import Shuffle
 from zero_data.lanes.adapters import source_of
 
 
@@ -226,8 +227,9 @@ def test_a_dataset_hears_of_its_epoch():
     assert read(Epochs(2), 2, epoch=5) == [[(5, 0)], [(5, 1)]]
 
 
-def test_the_dataset_of_a_loader_is_read():
-    assert read(DataLoader(Divided(6), batch_size=2, num_workers=1), 2) == [[0, 2, 4], [1, 3, 5]]
+def test_a_loader_in_a_stage_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"DataLoader, whose batches .*give it that"):
+        Shuffle(DataLoader(Divided(6), batch_size=2), buffer=2)
 
 
 def test_a_source_travels_to_the_processes_that_read():

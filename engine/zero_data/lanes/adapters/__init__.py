@@ -3,6 +3,6 @@
 Must always hold: what a dataset yields in a lane depends on (lane, lanes, epoch) alone.
 """
 
-from zero_data.lanes.adapters.find import source_of
+from zero_data.lanes.adapters.find import reads_lanes, source_of
 
-__all__ = ["source_of"]
+__all__ = ["reads_lanes", "source_of"]

@@ -49,7 +49,7 @@ def size_of(dataset: Any) -> int:
     return dataset.num_samples if home_of(dataset, {"streaming"}) else len(dataset)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Indexed:
     """A map-style dataset; each lane has every n-th number of the epoch's order."""
 
