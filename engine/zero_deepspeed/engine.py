@@ -25,6 +25,7 @@ from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches
 from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
+from zero_deepspeed.profiling.flops_profiler import FlopsProfiler
 from zero_deepspeed.version import __version__
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import Collate, training_loader
@@ -59,6 +60,15 @@ class DeepSpeedEngine(Engine):
     """The engine with DeepSpeed's arguments, getters and setters."""
 
     tput_timer = Epochs()
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+    """Weights whose gradients travel as rows: none."""
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler:
+        """The operations of the last forward in the profiled step; there if the config asks."""
+        if not self._config.flops_profiler.enabled:
+            raise AttributeError('flops_profiler: give the section "flops_profiler" in the config')
+        return FlopsProfiler.of_engine(self.module, self._profile.of_forward)
 
     def empty_partition_cache(self) -> None:
         """Do nothing: parameters are released after every use."""

@@ -195,22 +195,32 @@ def test_a_config_that_deepspeed_accepts_trains(
     assert worlds.run(1, accepted, settings) == [True]
 
 
-def skip_nine(check: bool) -> int:
-    settings = config(0, bf16=True) | {"bf16": {"enabled": True, "check_grad_overflow": check}}
+def overflow(stage: int, check: bool) -> tuple[int, set[str]]:
+    """How many of nine steps were skipped, and which parameters are without NaN after them."""
+    settings = config(stage) | {"bf16": {"enabled": True, "check_grad_overflow": check}}
     engine = make_engine(settings | {"elastic": {"max_skipped_steps": 8}})
-    for _ in range(9):
+    while engine.global_steps < 9:
         for batch in engine.training_dataloader:
             engine.backward(engine(batch) * float("inf"))
             engine.step()
-            if engine.skipped_steps == 9:
-                return engine.global_steps
-    raise AssertionError
+            if engine.global_steps == 9:
+                break
+    with zero_deepspeed.zero.GatheredParameters(list(engine.parameters())):
+        finite = {name for name, p in engine.named_parameters() if not p.isnan().any()}
+    return engine.skipped_steps, finite
 
 
-def test_skipped_steps_end_the_run_unless_the_script_does_not_check(worlds: WorldPool) -> None:
-    assert worlds.run(1, skip_nine, False) == [9]
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_script_that_does_not_check_for_overflows_steps_with_nan(
+    worlds: WorldPool, stage: int
+) -> None:
+    untrained = {"module.unused", "module.blocks.0.scale", "module.blocks.1.scale"}
+    assert worlds.run(2, overflow, stage, False) == [(0, untrained)] * 2
+
+
+def test_skipped_steps_end_the_run(worlds: WorldPool) -> None:
     with pytest.raises(WorldError, match="the last 8 of them in a row"):
-        worlds.run(1, skip_nine, True)
+        worlds.run(1, overflow, 0, True)
 
 
 def told(_: None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ class Stack(nn.Module):
 
 
 def hash_after_three_steps(stage: int, output: str | None, plain: bool = False) -> str:
+    return after_three_steps(stage, output, plain).weight_hash()
+
+
+def after_three_steps(
+    stage: int, output: str | None, plain: bool = False
+) -> zero_deepspeed.DeepSpeedEngine:
     engine, *_ = zero_deepspeed.initialize(
         model=Stack(),
         config={
@@ -48,7 +55,7 @@ def hash_after_three_steps(stage: int, output: str | None, plain: bool = False) 
         else:
             engine.backward(loss)
         engine.step()
-    return engine.weight_hash()
+    return engine
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["the engine's backward", "the script's"])
@@ -63,6 +70,21 @@ def test_the_second_step_is_counted_and_nothing_is_changed(
         assert head.startswith(f"step 2 on rank 0: forward {FORWARD / 1e9:.3f} GFLOP in ")
         assert f"backward {BACKWARD / 1e9:.3f} GFLOP in " in head
         assert modules[0] == f"  Stack: {(FORWARD + BACKWARD) / 1e9:.3f} GFLOP"
+
+
+def shown(stage: int, output: str) -> tuple[bool, Any]:
+    profiler = after_three_steps(stage, output).flops_profiler
+    numbers = (profiler.flops, profiler.macs, profiler.params)
+    return hasattr(after_three_steps(stage, None), "flops_profiler"), numbers
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_script_reads_the_counts_of_the_forward_as_from_deepspeeds_engine(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    parameters = LAYERS * (WIDTH * WIDTH + WIDTH)
+    counts = (FORWARD, FORWARD // 2, parameters)
+    assert worlds.run(1, shown, stage, str(tmp_path / "counts")) == [(False, counts)]
 
 
 def test_what_is_not_the_profiled_step_is_not_counted() -> None:

@@ -206,6 +206,19 @@ def gradients_at_scales(powers: tuple[int, ...]) -> list[Any]:
     return seen
 
 
+def weights_of_a_frozen_one(stage: int) -> tuple[Any, Any]:
+    frozen = make_engine(config(stage)).module.blocks[0].scale
+    assert not frozen.requires_grad
+    return safe_get_full_fp32_param(frozen), safe_get_local_fp32_param(frozen)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_parameter_has_no_weights_in_the_highest_precision(
+    worlds: WorldPool, stage: int
+) -> None:
+    assert worlds.run(1, weights_of_a_frozen_one, stage) == [(None, None)]
+
+
 def misuse(kind: str) -> None:
     engine = make_engine(config(2))
     param = engine.module.norm.weight

@@ -54,9 +54,12 @@ __all__ = [
 ]
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The whole weights in the highest precision, a copy in the parameter's shape."""
-    return owned(param).weights()
+def safe_get_full_fp32_param(param: nn.Parameter) -> Any:
+    """The whole weights in the highest precision, a copy in the parameter's shape.
+
+    None if the parameter is frozen, as in DeepSpeed; `GatheredParameters` shows its values.
+    """
+    return owned(param).weights() if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -94,13 +97,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     owned(param).set_state(optim_state_key, value)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """This rank's share of the weights.
+def safe_get_local_fp32_param(param: nn.Parameter) -> Any:
+    """This rank's share of the weights; None if they are frozen.
 
     On several nodes of several ranks, shares are not in the order of ranks (see docs/reduction.md):
     `safe_get_full_fp32_param` returns the whole parameter, in place of shares joined by a script.
     """
-    return owned(param).weights_share()
+    return owned(param).weights_share() if param.requires_grad else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

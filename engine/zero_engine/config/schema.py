@@ -133,8 +133,8 @@ class Bf16:
     bf16_optimizer_states: bool = False
     """Keep the optimizer's state in bfloat16 as well; needs `bf16_master_weights_and_grads`."""
     check_grad_overflow: bool = True
-    """Whether skipped steps in a row end the run (elastic.max_skipped_steps). A step whose gradient
-    norm is not finite is always skipped."""
+    """Whether a step is skipped if the norm of its gradients is not finite. If it is not, NaN
+    reaches all weights, without a word."""
 
 
 @dataclass(frozen=True, kw_only=True)

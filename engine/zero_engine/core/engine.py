@@ -278,8 +278,7 @@ class Engine(WholeWeights):
         )
         if self.global_rank == 0:
             _log.warning("%s", what)
-        ends = self._config.bf16.check_grad_overflow or not self._config.bf16.enabled
-        if ends and state.unanswered >= self._config.elastic.max_skipped_steps:
+        if state.unanswered >= self._config.elastic.max_skipped_steps:
             raise ZeroError(
                 f"{what}, the last {state.unanswered} of them in a row: look at the data of these "
                 "steps and at that parameter, lower the learning rate, or raise "

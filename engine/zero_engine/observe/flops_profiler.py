@@ -48,6 +48,8 @@ class Profile:
         self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._modules: Counter[str] = Counter()
         """Operations of both by module."""
+        self.of_forward = FlopCounterMode(display=False)
+        """What the last forward of that step has done."""
 
     def _is_due(self, steps_done: int) -> bool:
         settings = self._settings
@@ -64,6 +66,8 @@ class Profile:
             yield
         self._spent_s[part] += now_s(self._device) - begun_s
         self._flops[part] += counter.get_total_flops()
+        if part == "forward":
+            self.of_forward = counter
         for module, operations in counter.get_flop_counts().items():
             if module != _TOTAL:
                 self._modules[module] += sum(operations.values())

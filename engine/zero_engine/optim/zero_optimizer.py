@@ -48,7 +48,8 @@ class StepOutcome:
     """What all ranks agree on after a step."""
 
     applied: bool
-    """False if the norm was not finite: weights and moments are unchanged."""
+    """False if the norm was not finite: weights and moments are unchanged (unless the config asks
+    for such steps, by bf16.check_grad_overflow)."""
     norm: float
     """Global gradient norm before clipping, of the loss without its scale."""
     notes: Tensor
@@ -75,6 +76,8 @@ class ZeroOptimizer:
         self._layout = layout
         self._collectives = collectives
         self._clip = layout.config.gradient_clipping or None
+        bf16 = layout.config.bf16
+        self._skips = bf16.check_grad_overflow or not bf16.enabled
         self.accumulating = False
         """Whether there are gradients that no step has applied yet."""
         self.changing = False
@@ -239,7 +242,7 @@ class ZeroOptimizer:
             self._refuse_written()
         share = correction(agreed.notes) / scale
         norm, factor = clipped(agreed.norm, share, self._clip)
-        applied = math.isfinite(norm)
+        applied = math.isfinite(norm) or not self._skips
         culprit = "" if applied else self._culprit()
         if applied:
             for hold in self.before_change:

@@ -29,6 +29,28 @@ class FlopsProfiler:
         self._counter = FlopCounterMode(display=False)
         self._begun_s = self._spent_s = 0.0
 
+    @classmethod
+    def of_engine(cls, model: nn.Module, counted: FlopCounterMode) -> FlopsProfiler:
+        """What an engine has counted of its module."""
+        shown = cls(model)
+        shown._counter = counted
+        return shown
+
+    @property
+    def flops(self) -> int:
+        """The operations."""
+        return self._counter.get_total_flops()
+
+    @property
+    def macs(self) -> int:
+        """The multiplications that are added up."""
+        return self.flops // 2
+
+    @property
+    def params(self) -> int:
+        """The parameters, whole ones also at stage 3."""
+        return sum(_numel(param) for param in self.model.parameters())
+
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
         """Begin to count; torch counts operations, so `ignore_list` has no effect."""
         del ignore_list
@@ -56,18 +78,15 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """The operations, as a number or as text."""
-        flops = self._counter.get_total_flops()
-        return flops_to_string(flops) if as_string else flops
+        return flops_to_string(self.flops) if as_string else self.flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """The multiplications that are added up: half of the operations."""
-        macs = self._counter.get_total_flops() // 2
-        return macs_to_string(macs) if as_string else macs
+        return macs_to_string(self.macs) if as_string else self.macs
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """The parameters, whole ones also at stage 3."""
-        count = sum(_numel(param) for param in self.model.parameters())
-        return params_to_string(count) if as_string else count
+        return params_to_string(self.params) if as_string else self.params
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """The time between start and stop, in seconds."""
