@@ -20,6 +20,8 @@ from zero_orchestrator.observe.links import link_of, turns
 from zero_orchestrator.observe.queries import Answer, Query
 
 SECRET = "the job's secret"
+PROBES = 30
+"""A verdict needs three in a row."""
 
 
 class Agents:
@@ -35,6 +37,14 @@ class Agents:
             ring.start(own, SECRET)
             self.nodes.append(replace(own, ring=ring.address))
             self.probers[name] = prober(ring, lambda: self.nodes)
+
+    def verdict(self, known):
+        """What probes find: on a busy machine some of them are excused, and do not count."""
+        for _ in range(PROBES):
+            known = known.add(self.probe())
+            if known.verdict is not None:
+                return known.verdict
+        raise AssertionError(f"no verdict after {PROBES} probes: {known}")
 
     def probe(self):
         """All links, turn by turn."""
@@ -60,8 +70,7 @@ def test_a_node_whose_link_is_slow_is_named_with_its_figures_and_an_undisturbed_
     before = Network().add(agents.probe()).add(agents.probe()).add(agents.probe())
     assert (before.verdict, [link.problem for link in agents.probe() if link.problem]) == (None, [])
     agents.net.slow_down("c", "rate 40mbit")
-    found = Network().add(agents.probe()).add(agents.probe()).add(agents.probe()).verdict
-    assert found is not None
+    found = agents.verdict(Network())
     assert (found.link.source, found.node) == ("c", "c")
     assert 3e6 < found.link.bytes_per_s < 8e6, found.text
 
@@ -69,8 +78,7 @@ def test_a_node_whose_link_is_slow_is_named_with_its_figures_and_an_undisturbed_
 @pytest.mark.netns
 def test_a_node_that_is_far_away_is_named_with_its_latency(agents):
     agents.net.slow_down("c", "delay 30ms")
-    found = Network().add(agents.probe()).add(agents.probe()).add(agents.probe()).verdict
-    assert found is not None
+    found = agents.verdict(Network())
     assert found.node == "c"
     assert 0.03 < found.link.latency_s < 0.06, found.text
 

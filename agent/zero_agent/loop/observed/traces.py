@@ -38,8 +38,9 @@ log = logging.getLogger("zero")
 
 SETTLE_S = 3.0
 """Other agents write their events of a recovery up to this long after its first step."""
-CLOSE_S = 2.0
-"""How long the end of an agent waits for what is still to be sent."""
+CLOSE_S = 5.0
+"""How long the end of an agent waits for what is still to be sent: a busy node takes seconds to
+import the library, and a job that ends soon after its recovery would have no trace of it."""
 _QUEUE = 64
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
