@@ -63,7 +63,7 @@ class Cursor:
     tokens: int = 0
     """Tokens of those steps, as far as the script has counted them."""
     moves: int = 0
-    """Times that it went elsewhere than training led: iterations under way follow it there."""
+    """How often it jumped, as a load does: loaders that are iterated follow it there."""
 
     def move(self, *, step: int, samples: int) -> None:
         """Go to the begin of another step, or back to that of this one."""
@@ -87,6 +87,8 @@ class Assignment:
 
     Groups of ranks take turns: each takes as many consecutive micro-batches as it runs in so many
     micro-steps, its ranks one after the other. What is left for the last turn is shared likewise.
+    Two groups of two, turns of 2, 8 micro-batches: ranks 0 and 1 run 0 and 1, then 2 and 3; ranks 2
+    and 3 run 4 and 5, then 6 and 7.
     """
 
     groups: tuple[int, ...]
@@ -161,7 +163,7 @@ class StepPlan:
     samples: int
     micro_batch: int
     weighed_as: int | None = None
-    """Samples that a micro-batch's weight is its share of; None: those of the step."""
+    """The weight of a micro-batch is its share of so many samples; None: of those of the step."""
     sizes: tuple[int, ...] | None = None
     """Samples of each micro-batch, 0: it is run as padding, and its gradient counts as zero; None:
     all are full but the last."""

@@ -261,7 +261,8 @@ class _Protected(Trainer):
         hand_over(self.accelerator, self.run)
         if "ram" in self._zero.config.get("checkpoint", {}):
             self.run.keep_client_state(self._zero_steps.state)
-        # Without it a worker leaves after the Trainer's own save, behind the log of the step.
+        # Without in-memory checkpoints a worker leaves after the Trainer's own save, behind the
+        # log of the step.
         if self.run.load(self._zero_directory) is not None:
             self.state = self._zero_steps.adopt(self.run.client_state)
             self._load_callback_state()

@@ -144,6 +144,8 @@ class ForwardWrites:
                 raise ZeroError(_ABSENT.format(absent[0]))
         if self._written:
             held = {name: self._buffer(name) for name in self._written}
+            # After the first micro-batch; else as before it; else, for what no forward of this rank
+            # has touched, as it is.
             left = {**held, **self._before, **self._after}
             self._put(self._shared([left[name] for name in self._written]), self._written)
         self._close()

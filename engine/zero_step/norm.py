@@ -6,8 +6,8 @@ Owns the definition of the norm, which is a format: a checkpoint records its ver
 - The elements of a parameter, flattened in row-major order, form blocks of BLOCK elements; zeros
   fill up the last one. The norm of a block is taken in fp32, or in fp64 if a gradient has that.
 - The squares of these norms are added without rounding errors that depend on their order. Each
-  square is rounded to multiples of LEVELS absolute grid steps, which are 2**WIDTH apart; sums of
-  multiples of one step are exact. After ReproBLAS (Demmel and Nguyen).
+  square is split into LEVELS integers: multiples of fixed powers of two that lie 2**WIDTH apart.
+  Sums of integers are exact. After ReproBLAS (Demmel and Nguyen).
 - What lies below the LEVELS steps of the largest square of all is dropped, and so the relative
   error of the sum is at most 2**-60 for each block. The norm is rounded once.
 
@@ -94,7 +94,9 @@ def _multiples(norms: Tensor, numbers: Tensor) -> Tensor:
 
     Exact below 2**63: for 2**44 blocks.
     """
-    sums = numbers.view(torch.int64) * -norms.numel()  # modulo 2**64, as all that is added
+    # Each block adds the bits of number + multiple to its level: the numbers are taken off here,
+    # in advance, and all of it wraps modulo 2**64.
+    sums = numbers.view(torch.int64) * -norms.numel()
     every = list(zip(numbers.unbind(), sums.unbind(), strict=True))
     for part in norms.split(_CHUNK.get(norms.device.type, 1 << 20)):
         rest = part.double().square()

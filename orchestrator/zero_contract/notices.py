@@ -4,8 +4,8 @@ Without an agent a training asks `heard` at the end of each step, and leaves aft
 agent looks for the same notices of the machine (`watch`) and drains its node.
 
 - Signals: those that a terminal, a launcher or a scheduler sends, unless the script handles them
-  itself. The same signal once more has its default effect: it ends the process. The handler that
-  Ray gives its workers is none of the script's: it ends them at once.
+  itself. The same signal once more has its default effect: it ends the process. Ray's own handler
+  is replaced: it would end the worker at once.
 - Metadata: only where the firmware, or a variable of the cloud's SDK, says which cloud it is, so
   no other machine waits for a server that is not there. One process of a machine asks.
 - A file: that of ZERO_LEAVE_FILE is not empty any more. Kubernetes writes an annotation of the pod

@@ -153,7 +153,8 @@ def converted(value: Any, kind: Any) -> Any:
             return _of_64_bits(msgspec.convert(value, kind, dec_hook=lambda cls, text: cls(text)))
         return _of_64_bits(msgspec.convert(_plain(value), kind))
     except msgspec.ValidationError as wrong:
-        # Of a value in a list, or in an object of texts, the last type in the brackets.
+        # msgspec's message has "$[" where an element is wrong, and not the whole: the type to name
+        # is then that of the elements, the last one in the brackets of list[...] or dict[str, ...].
         inner = [get_args(one) for one in parts(kind) if get_origin(one) in (tuple, list, dict)]
         wanted = [*inner[0]][0 if ... in inner[0] else -1] if "$[" in str(wrong) else kind
         raise Wrong(*located(wrong, value, words(wanted))) from None
@@ -243,7 +244,7 @@ class Decoder:
                 except Wrong as problem:
                     values[name] = None
                     wrong.append((f"{where}{problem.at}", str(problem)))
-        if not has_unknown:  # else it may be the key that is missing
+        if not has_unknown:  # else the unknown key may be a misspelling of the missing one
             wrong += [
                 (join(path, name), f"is missing; write {words(key.kind)}")
                 for name, key in keys.items()

@@ -8,9 +8,9 @@ from zero_orchestrator.ctl.page.picture import Records
 from zero_orchestrator.observe.events import Event
 from zero_orchestrator.observe.goodput import Begins, Doing, Stepped, Use, to_record
 from zero_orchestrator.observe.history import History, Saved
-from zero_orchestrator.observe.lane import Lane, Phase
 from zero_orchestrator.observe.pace import Quantiles, quantiles
 from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow
+from zero_orchestrator.observe.timeline import Phase, Timeline
 
 T0 = 1_795_446_000.0
 """When the jobs begin, seconds since the epoch."""
@@ -30,7 +30,9 @@ class Job:
         if nodes <= 9:
             self.names = [f"node-{'abcdefghi'[number]}" for number in range(nodes)]
         self.members = self.names
-        self.lanes = {name: Lane(until_s=T0).begin(Phase.STARTING, T0) for name in self.names}
+        self.timelines = {
+            name: Timeline(until_s=T0).begin(Phase.STARTING, T0) for name in self.names
+        }
         self.history, self.events = History(), []
         self.round, self.now_s = 0, T0
         self.step_s = 0.0
@@ -41,7 +43,7 @@ class Job:
 
     def mark(self, mark: Begins | Stepped) -> None:
         for name in self.members:
-            self.lanes[name] = self.lanes[name].add(mark, self.now_s)
+            self.timelines[name] = self.timelines[name].add(mark, self.now_s)
 
     def activate(self) -> None:
         self.round += 1
@@ -62,7 +64,7 @@ class Job:
             workers=len(self.members),
             loss=loss_at(number),
         ).with_duration(step_s)
-        if self.lanes[self.members[0]].spans[-1].phase is not Phase.TRAINING:
+        if self.timelines[self.members[0]].spans[-1].phase is not Phase.TRAINING:
             self.mark(Stepped(at_ns=0, step=number))
 
     def save(self, step: int, stall_s: float) -> None:
@@ -94,10 +96,10 @@ class Job:
         self.now_s += 0.2
 
     def join(self, node: str) -> None:
-        self.lanes[node] = (
-            Lane(until_s=self.now_s - 4)
+        self.timelines[node] = (
+            Timeline(until_s=self.now_s - 4)
             .begin(Phase.STARTING, self.now_s - 4)
-            .after(self.lanes[node])
+            .after(self.timelines[node])
         )
         self.tell(self.names[0], "yield", f"{node} joins")
         self.now_s += 0.2
@@ -186,7 +188,9 @@ def disturbed(
             job.join(job.names[1])
     text = f"rank 2 on {job.names[2]} computes 1.4 x slower since step {steps - 9}"
     job.tell(job.names[0], "straggler", text, rank=2, host=job.names[2], slow=True)
-    lanes = {name: replace(lane, until_s=job.now_s) for name, lane in job.lanes.items()}
+    timelines = {
+        name: replace(timeline, until_s=job.now_s) for name, timeline in job.timelines.items()
+    }
     return Records(
-        status=job.status(steps), events=tuple(job.events), history=job.history, lanes=lanes
+        status=job.status(steps), events=tuple(job.events), history=job.history, timelines=timelines
     )

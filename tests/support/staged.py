@@ -17,8 +17,8 @@ from zero_orchestrator.membership.job_state import Members, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import history as histories
-from zero_orchestrator.observe import lane as lanes
 from zero_orchestrator.observe import pace
+from zero_orchestrator.observe import timeline as timelines
 from zero_orchestrator.observe.events import (
     events_prefix,
     goodput_prefix,
@@ -29,8 +29,8 @@ from zero_orchestrator.observe.events import (
 )
 from zero_orchestrator.observe.goodput import Begins, Doing, Ledger, Mark, Stepped, to_record
 from zero_orchestrator.observe.history import History, Saved
-from zero_orchestrator.observe.lane import Lane, Phase
 from zero_orchestrator.observe.pace import Pace, Quantiles, Speed
+from zero_orchestrator.observe.timeline import Phase, Timeline
 from zero_orchestrator.observe.verdicts import Kind, Verdict, to_value
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import KeyValueStore
@@ -69,7 +69,7 @@ class Staged:
         self.state, self.cause = "", ""
         self.state_s = self.now_s
         self.history, self.events = History(), list[dict[str, object]]()
-        self.lanes: dict[str, Lane] = {}
+        self.timelines: dict[str, Timeline] = {}
         self.ledgers: dict[str, Ledger] = {}
         self.verdicts: list[Verdict] = []
         self.exclusions: list[Exclusion] = []
@@ -84,11 +84,11 @@ class Staged:
 
     def start(self, *names: str) -> None:
         """The agents of some nodes start, for the first time or again."""
-        begun = Lane(until_s=self.now_s).begin(Phase.STARTING, self.now_s)
+        begun = Timeline(until_s=self.now_s).begin(Phase.STARTING, self.now_s)
         ledger = Ledger(at_ns=self._at_ns)
         for name in names:
             self.gone.discard(name)
-            self.lanes[name] = begun.after(self.lanes.get(name))
+            self.timelines[name] = begun.after(self.timelines.get(name))
             before = self.ledgers.get(name)
             self.ledgers[name] = (
                 ledger if before is None else replace(ledger, used_ns=before.used_ns)
@@ -99,13 +99,13 @@ class Staged:
         self.events.append({**record, "event": event, "text": text, **facts})
 
     def mark(self, nodes: Iterable[str], mark: Mark) -> None:
-        made: dict[tuple[int, int], tuple[Ledger, Lane]] = {}  # most nodes have the same past
+        made: dict[tuple[int, int], tuple[Ledger, Timeline]] = {}  # most nodes have the same past
         for name in nodes:
-            ledger, lane = self.ledgers[name], self.lanes[name]
-            past = id(ledger), id(lane)
+            ledger, timeline = self.ledgers[name], self.timelines[name]
+            past = id(ledger), id(timeline)
             if past not in made:
-                made[past] = ledger.add(mark), lane.add(mark, self.now_s)
-            self.ledgers[name], self.lanes[name] = made[past]
+                made[past] = ledger.add(mark), timeline.add(mark, self.now_s)
+            self.ledgers[name], self.timelines[name] = made[past]
 
     def waits(self, seconds: float) -> None:
         self.now_s += seconds
@@ -224,7 +224,7 @@ class Staged:
         self.waits(0.4)
         self.settle(State.FORMING, cause)
         self.tell("form", cause, nodes=self.members, idle_s=0.3)
-        begun = [name for name in self.of_round if self.lanes[name].stepped]
+        begun = [name for name in self.of_round if self.timelines[name].stepped]
         self.mark(begun, Begins(at_ns=self._at_ns, doing=Doing.FORMING, reached=self.step))
 
     def restore(self) -> None:
@@ -289,13 +289,13 @@ class Staged:
     def _write_story(self, store: KeyValueStore) -> None:
         for number, event in enumerate(self.events):
             store.put(f"{events_prefix(self.name)}{number:06d}", json.dumps(event))
-        for name, lane in self.lanes.items():
-            until_s = self.now_s if name not in self.gone else lane.until_s
-            shown = lane.shown(until_s, reports=True)
+        for name, timeline in self.timelines.items():
+            until_s = self.now_s if name not in self.gone else timeline.until_s
+            shown = timeline.shown(until_s, reports=True)
             usual_ns, at_ns = round(self.step_s * _NS), max(self._at_ns, self.ledgers[name].at_ns)
             used = self.ledgers[name].shown(at_ns, reports=True, usual_ns=usual_ns)
             used_ns = to_record(used)
-            record = {"ns": used_ns, "time": until_s, "lane": lanes.to_record(shown)}
+            record = {"ns": used_ns, "time": until_s, "timeline": timelines.to_record(shown)}
             store.put(goodput_prefix(self.name) + name, json.dumps(record))
         store.put(history_key(self.name), json.dumps(histories.to_record(self.history)))
         if self.verdicts:

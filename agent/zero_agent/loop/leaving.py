@@ -125,7 +125,7 @@ class Leaving:
         return "; once more to leave at once" if self._signals else ""
 
     def _begin(self, code: int, who: str) -> bool:
-        """Exit with `code` after the next step boundary; False if that has begun already."""
+        """Exit with `code` after the next step boundary; True if that was not decided before."""
         fresh = self._since.start()
         if fresh:
             self.code, self._who = code, who

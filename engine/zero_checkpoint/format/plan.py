@@ -87,7 +87,9 @@ def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     """The intersection of each want with each fragment.
 
     The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
-    interval, and the fragments that it intersects are consecutive.
+    interval, and the fragments that it intersects are consecutive. Of fragments [0, 4), [4, 8),
+    [8, 10), a want [3, 9) meets the `first` = 0 and the two after it: `met` = 3 rows, of 1, 4 and 1
+    elements.
 
     Returns:
         [file and fields of `PlannedPart`, parts], by file and offset; parts that are adjacent both
@@ -96,11 +98,13 @@ def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     tensor, start, count, itemsize, _, _ = wants
     end = np.cumsum(fragments.length)
     begin = end - fragments.length
+    # Where each tensor begins on the axis; the 0 is for empty ones at the end, without fragments.
     origin = np.append(begin, 0)[np.searchsorted(fragments.tensor, np.arange(n_tensors))]
     low = origin[tensor] + start
     high = low + count
     first = np.searchsorted(end, low, side="right")
     met = np.where(count > 0, np.searchsorted(begin, high, side="left") - first, 0)
+    # From here on one row for each pair of a want and a fragment.
     want = np.repeat(np.arange(len(met)), met)
     row = np.arange(len(want)) + np.repeat(first - (np.cumsum(met) - met), met)
     left, right = np.maximum(low[want], begin[row]), np.minimum(high[want], end[row])

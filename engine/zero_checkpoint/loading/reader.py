@@ -76,7 +76,7 @@ def fill(
         given = extents(state.pieces, table_of(state.tensors))
         wants = given._replace(tensor=stored_at[given.tensor])
         reads = plan(wants, manifest.fragments, len(manifest.tensors), manifest.block_bytes)
-        # A part may extend into the targets that follow its own, but only in the same allocation.
+        # One part may fill several targets that lie side by side in memory, all of one allocation.
         memory = wants.memory.tolist()
         of_weights = {m for m, p in zip(memory, state.pieces, strict=True) if p.id.kind == PARAM}
         held = [each in of_weights for each in memory]

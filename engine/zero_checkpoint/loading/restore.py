@@ -5,7 +5,7 @@
     and then its others, and meets all ranks   vote: good, damaged, mismatched or failed
     rank 0 takes the worst vote                verdict: done; try the one before; or stop
 
-Must always hold: all ranks end with pieces of the same checkpoint, or all raise the same error.
+Must always hold: all ranks end with tensors of one checkpoint, or all raise the same error.
 Damage makes all ranks fall back to the checkpoint before; a checkpoint of another model does not,
 because the one before it is of that model too. If nothing else is left, checkpoints that are
 quarantined are verified again. A root in which every checkpoint is unusable is an error: starting
@@ -301,7 +301,7 @@ class _Search:
         return None
 
     def _quarantined(self) -> Iterator[Candidate]:
-        """Marked by an earlier run, newest first: its storage may be what was damaged."""
+        """Marked by an earlier run, newest first: the fault may have been its disk."""
         again = [each for each in self.rejected if each.why is Why.QUARANTINED]
         for each in again:
             with suppress(OSError, ManifestError):

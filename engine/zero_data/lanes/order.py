@@ -163,6 +163,7 @@ class LaneOrder:
         return self._settled(self.cursor.step)
 
     def _settled(self, step: int) -> Mark:
+        """The mark before a step, after what is known of its sizes."""
         # Steps of another loader leave the lanes where they were.
         mark = self._marks[max(each for each in self._marks if each <= step)]
         sizes = self._known.get(step)

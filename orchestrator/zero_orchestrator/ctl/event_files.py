@@ -20,8 +20,8 @@ from zero_orchestrator.observe.history import History
 from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow, NoSuchJob
 
 ABSENT = (
-    "Made from the event files in {directory} alone, without etcd. Loss, throughput, lanes and the "
-    "list of checkpoints are absent, because only etcd keeps them"
+    "Made from the event files in {directory} alone, without etcd. Loss, throughput, timelines and "
+    "the list of checkpoints are absent, because only etcd keeps them"
 )
 _PATTERNS = ("events-*.jsonl.1", "events-*.jsonl")
 _STATES: Mapping[str, State] = {str(move): state for move, (_, state) in LEGAL.items()}
@@ -61,7 +61,7 @@ def read(log_dir: Path, job: str) -> Records:
         status=_status(job, records),
         events=[Event(number, record) for number, record in enumerate(records, 1)],
         history=History(),
-        lanes={},
+        timelines={},
         note=note,
     )
 

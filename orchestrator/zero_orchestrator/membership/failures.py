@@ -1,4 +1,4 @@
-"""The cost of failures: the restart budget, and the exclusion (quarantine) of failing hosts.
+"""The cost of failures: the restart budget, and the exclusion of failing hosts.
 
 **Restart budget.** Each round that ends in a failure leaves one `Charge`. With
 `--refill-after-steps=N` a charge counts until N further steps have been committed. A job that fails

@@ -5,7 +5,7 @@
     /zero/events/<job>/detail/<node>.<agent>.<number>   one detail, of which fewer are kept
     /zero/progress/<job>/<node>                  the last step of a node's workers; leased
     /zero/progress/<job>/job/seen                when an agent of the job was last alive
-    /zero/progress/<job>/job/goodput/<node>      its goodput ledger and lane, of all its agents
+    /zero/progress/<job>/job/goodput/<node>      its goodput ledger and timeline, of all its agents
     /zero/progress/<job>/job/output/<node>       what its workers printed last, once the agent ends
     /zero/progress/<job>/job/verdicts            what holds about the ranks now; leased
     /zero/progress/<job>/job/history             the steps of the job, bounded; by rank 0's agent
@@ -46,12 +46,12 @@ from zero_orchestrator.errors import SpecMismatch, StoreError
 from zero_orchestrator.membership.keys import ROUND, Keys
 from zero_orchestrator.membership.records import kept
 from zero_orchestrator.observe import history as histories
-from zero_orchestrator.observe import lane as lanes
 from zero_orchestrator.observe import pace as paces
+from zero_orchestrator.observe import timeline as timelines
 from zero_orchestrator.observe.goodput import Use, add_up, from_record, to_record
 from zero_orchestrator.observe.history import History
-from zero_orchestrator.observe.lane import Lane
 from zero_orchestrator.observe.pace import Pace
+from zero_orchestrator.observe.timeline import Timeline
 from zero_orchestrator.observe.verdicts import Verdict, from_item, to_value
 from zero_orchestrator.store import retry
 from zero_orchestrator.store.kv import Change, Delete, KeyValue, KeyValueStore
@@ -136,10 +136,12 @@ def read_goodput(item: KeyValue | None) -> dict[Use, int]:
     return {} if found is None else from_record(found.ns)
 
 
-def read_lane(item: KeyValue | None) -> Lane | None:
-    """The lane in a key below `goodput_prefix`; None without one, or if it is unreadable."""
+def read_timeline(item: KeyValue | None) -> Timeline | None:
+    """The timeline in a key below `goodput_prefix`; None without one, or if it is unreadable."""
     found = kept(_Ledger, item)
-    return None if found is None or found.lane is None else lanes.from_record(found.lane)
+    return (
+        None if found is None or found.timeline is None else timelines.from_record(found.timeline)
+    )
 
 
 def read_history(item: KeyValue | None) -> History:
@@ -161,7 +163,7 @@ class _Ledger:
     """The value of a key below `goodput_prefix`."""
 
     ns: dict[str, int]
-    lane: lanes.KeptLane | None = None
+    timeline: timelines.KeptTimeline | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +228,8 @@ class Publisher:
         self._due_s: dict[Paced, float] = {}
         """When a key is written next; at once without an entry."""
         self._shown: tuple[Progress | None, str, Mapping[int, int]] = None, "", {}
-        self._ledger_before: tuple[Mapping[Use, int], Lane | None] | None = None
-        """Ledger and lane of this node's agents before this one; None: not read yet."""
+        self._ledger_before: tuple[Mapping[Use, int], Timeline | None] | None = None
+        """Ledger and timeline of this node's agents before this one; None: not read yet."""
         self._reign = 0
         self._resolution_s = 0.0
         """The time between two points of the history."""
@@ -324,23 +326,23 @@ class Publisher:
         *,
         nodes: int,
         last: bool,
-        lane: Callable[[], Lane | None] = lambda: None,
+        timeline: Callable[[], Timeline | None] = lambda: None,
     ) -> None:
         """Publish this node's ledger if the time for it has come, or if the agent ends (`last`)."""
         if not self._is_due(GOODPUT, nodes, last=last):
             return
         key = goodput_prefix(self._job) + self._node
-        used, shown = used_ns(), lane()
+        used, shown = used_ns(), timeline()
 
         def write() -> None:
             if self._ledger_before is None:
                 kept = self._store.get(key)
-                self._ledger_before = read_goodput(kept), read_lane(kept)
-            used_before, lane_before = self._ledger_before
+                self._ledger_before = read_goodput(kept), read_timeline(kept)
+            used_before, timeline_before = self._ledger_before
             record: dict[str, Any] = {"ns": to_record(add_up([used_before, used]))}
             record |= {"last": True} if last else {}
             if shown is not None:
-                record["lane"] = lanes.to_record(shown.after(lane_before))
+                record["timeline"] = timelines.to_record(shown.after(timeline_before))
             self._put(key, record)
 
         self._enqueue(key, write)

@@ -4,9 +4,9 @@ The agents of a job run the members: one in a job of one or two machines, three 
 on, five from five. `decide` is a pure function of what one agent sees; the agents that have a
 member call it, and one of them at a time carries the change out (`zero_agent.etcd.own_members`).
 
-A vote is taken from the dead before another node gets one, and from the living after it: of the
-orders in which a member can be replaced this one leaves, at each moment, the most losses that the
-store survives. What is added first has no vote (a learner), and gets one when it has all data.
+A vote is taken from the dead before another node gets one, and from the living after it: in this
+order the store survives the most further losses at every moment. What is added first has no vote (a
+learner), and gets one when it has all data.
 
 A lease tells late that a node is lost, or is back. So etcd's own check (--strict-reconfig-check) is
 the second one: it takes no vote from a member to which it is connected if the rest were no quorum.
@@ -112,7 +112,10 @@ class View:
 
     @cached_property
     def staying(self) -> tuple[Place, ...]:
-        """The first node of each machine that can have a member, in order of arrival."""
+        """One node of each machine that can have a member, in order of arrival.
+
+        It is the one that has a member already; else the one that came first.
+        """
         fit = [each for each in self.nodes if not (each.leaving or each.unable)]
         of_members = {one.node for one in self.members}
         fit.sort(key=lambda each: each.node not in of_members)  # stable
@@ -143,7 +146,7 @@ def quorum(voters: int) -> int:
 
 
 def wanted(machines: int) -> int:
-    """How many voters a job of so many machines should have; none is lost by an even number."""
+    """How many voters a job of so many machines should have: an even number survives no more."""
     return 5 if machines >= 5 else 3 if machines >= 3 else min(machines, 1)
 
 

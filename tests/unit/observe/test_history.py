@@ -1,4 +1,4 @@
-"""The history of a job and the lanes of its nodes: bounded, and nothing that matters is lost."""
+"""The history of a job and the timelines of its nodes: bounded, and nothing of weight is lost."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import history as histories
-from zero_orchestrator.observe import lane as lanes
+from zero_orchestrator.observe import timeline as timelines
 from zero_orchestrator.observe.events import (
     GOODPUT,
     Publisher,
@@ -27,12 +27,12 @@ from zero_orchestrator.observe.events import (
     history_key,
     read_goodput,
     read_history,
-    read_lane,
+    read_timeline,
 )
 from zero_orchestrator.observe.goodput import Begins, Doing, Stepped, Use
 from zero_orchestrator.observe.history import CHECKPOINTS, POINTS, History, Saved
-from zero_orchestrator.observe.lane import SPANS, Lane, Phase
 from zero_orchestrator.observe.pace import Quantiles, quantiles
+from zero_orchestrator.observe.timeline import SPANS, Phase, Timeline
 
 
 def trained(steps: range, history: History | None = None) -> History:
@@ -252,27 +252,27 @@ def test_a_history_is_written_as_rarely_as_its_points_allow():
     pen.close()
 
 
-# ---- lanes ----
+# ---- timelines ----
 
 
-def lane_of(*marks: tuple[float, Doing | int | tuple[int, float]], reports=True) -> Lane:
-    lane = Lane(until_s=0.0).begin(Phase.STARTING, 0.0)
+def timeline_of(*marks: tuple[float, Doing | int | tuple[int, float]], reports=True) -> Timeline:
+    timeline = Timeline(until_s=0.0).begin(Phase.STARTING, 0.0)
     for at_s, what in marks:
         if isinstance(what, Doing):
             mark = Begins(at_ns=0, doing=what, reports=reports)
         else:
             step, saving_s = what if isinstance(what, tuple) else (what, 0.0)
             mark = Stepped(at_ns=0, step=step, saving_ns=round(saving_s * 1e9))
-        lane = lane.add(mark, at_s)
-    return lane
+        timeline = timeline.add(mark, at_s)
+    return timeline
 
 
-def phases(lane: Lane) -> list[tuple[float, str]]:
-    return [(span.from_s, str(span.phase)) for span in lane.spans]
+def phases(timeline: Timeline) -> list[tuple[float, str]]:
+    return [(span.from_s, str(span.phase)) for span in timeline.spans]
 
 
-def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
-    lane = lane_of(
+def test_a_timeline_shows_a_start_training_a_save_and_a_recovery():
+    timeline = timeline_of(
         (1, Doing.RUNNING),
         (3, 1),
         (4, 2),
@@ -283,7 +283,7 @@ def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
         (9, 4),
         (10, Doing.ENDING),
     )
-    assert phases(lane) == [
+    assert phases(timeline) == [
         (0.0, "starting"),
         (3, "training"),
         (4.5, "saving"),
@@ -292,15 +292,15 @@ def test_a_lane_shows_a_start_training_a_save_and_a_recovery():
         (9, "training"),
         (10, "starting"),
     ]
-    kept = decode(lanes.KeptLane, lanes.to_record(lane), "a lane")
-    assert lanes.from_record(kept).spans == lane.spans
+    kept = decode(timelines.KeptTimeline, timelines.to_record(timeline), "a timeline")
+    assert timelines.from_record(kept).spans == timeline.spans
 
 
 def test_steps_that_were_lost_are_repeated_until_the_first_new_one_begins():
-    lane = lane_of((1, Doing.RUNNING), (2, 5), (3, 6), (4, 7), (5, Doing.RUNNING))
+    timeline = timeline_of((1, Doing.RUNNING), (2, 5), (3, 6), (4, 7), (5, Doing.RUNNING))
     for at_s, step in ((6.0, 5), (7.0, 6), (8.0, 7), (9.0, 8)):
-        lane = lane.add(Stepped(at_ns=0, step=step), at_s)
-    assert phases(lane)[1:] == [
+        timeline = timeline.add(Stepped(at_ns=0, step=step), at_s)
+    assert phases(timeline)[1:] == [
         (2, "training"),
         (5, "recovering"),
         (6, "repeating"),
@@ -309,8 +309,10 @@ def test_steps_that_were_lost_are_repeated_until_the_first_new_one_begins():
 
 
 def test_workers_that_report_no_steps_train_as_long_as_they_run():
-    lane = lane_of((1, Doing.RUNNING), (5, Doing.FORMING), (6, Doing.RUNNING), reports=False)
-    assert phases(lane.shown(9, reports=False)) == [
+    timeline = timeline_of(
+        (1, Doing.RUNNING), (5, Doing.FORMING), (6, Doing.RUNNING), reports=False
+    )
+    assert phases(timeline.shown(9, reports=False)) == [
         (0.0, "starting"),
         (1, "training"),
         (5, "starting"),
@@ -319,33 +321,35 @@ def test_workers_that_report_no_steps_train_as_long_as_they_run():
 
 
 def test_between_two_agents_a_node_was_gone():
-    before = replace(lane_of((1, Doing.RUNNING), (2, 1)), until_s=5.0)
-    now = Lane(until_s=9.0).begin(Phase.STARTING, 9.0)
+    before = replace(timeline_of((1, Doing.RUNNING), (2, 1)), until_s=5.0)
+    now = Timeline(until_s=9.0).begin(Phase.STARTING, 9.0)
     assert phases(now.after(before))[-2:] == [(5.0, "gone"), (9.0, "starting")]
 
 
-def test_a_lane_is_bounded_and_loses_saves_first():
-    lane = lane_of((0.5, Doing.RUNNING), (1, 1))
+def test_a_timeline_is_bounded_and_loses_saves_first():
+    timeline = timeline_of((0.5, Doing.RUNNING), (1, 1))
     for hour in range(1, 500):
         at_s = 3600.0 * hour
-        lane = lane.add(Stepped(at_ns=0, step=hour, saving_ns=20 * 10**9), at_s)
+        timeline = timeline.add(Stepped(at_ns=0, step=hour, saving_ns=20 * 10**9), at_s)
         if hour in (10, 100, 400):
-            lane = lane.add(Begins(at_ns=0, doing=Doing.FORMING), at_s + 60)
-            lane = lane.add(Stepped(at_ns=0, step=hour), at_s + 61)
-    assert len(lane.spans) <= SPANS
-    found = [span.phase for span in lane.spans]
+            timeline = timeline.add(Begins(at_ns=0, doing=Doing.FORMING), at_s + 60)
+            timeline = timeline.add(Stepped(at_ns=0, step=hour), at_s + 61)
+    assert len(timeline.spans) <= SPANS
+    found = [span.phase for span in timeline.spans]
     assert found.count(Phase.RECOVERING) == 3
     assert found.count(Phase.SAVING) > 20
 
 
-def test_the_lane_is_written_with_the_ledger_and_continued_by_the_next_agent():
+def test_the_timeline_is_written_with_the_ledger_and_continued_by_the_next_agent():
     store, clock = MemoryStore(), ManualClock()
     for incarnation in "12":
         pen = Publisher(store, "gpt", "a", incarnation, clock)
-        lane = lane_of((1, Doing.RUNNING), (2, 1))
+        timeline = timeline_of((1, Doing.RUNNING), (2, 1))
         if incarnation == "2":
-            lane = Lane(until_s=30.0).begin(Phase.STARTING, 30.0)
-        pen.goodput(lambda: {Use.USEFUL: 7}, nodes=1, last=True, lane=lambda lane=lane: lane)
+            timeline = Timeline(until_s=30.0).begin(Phase.STARTING, 30.0)
+        pen.goodput(
+            lambda: {Use.USEFUL: 7}, nodes=1, last=True, timeline=lambda timeline=timeline: timeline
+        )
         pen.event(json.dumps({"text": incarnation}))
         count = int(incarnation)
         wait_for(
@@ -354,7 +358,7 @@ def test_the_lane_is_written_with_the_ledger_and_continued_by_the_next_agent():
         pen.close()
     kept = store.get(goodput_prefix("gpt") + "a")
     assert read_goodput(kept) == {Use.USEFUL: 14}
-    assert [str(span.phase) for span in read_lane(kept).spans] == [
+    assert [str(span.phase) for span in read_timeline(kept).spans] == [
         "starting",
         "training",
         "gone",

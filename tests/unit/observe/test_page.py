@@ -116,7 +116,7 @@ def test_no_text_is_cut_at_any_width_and_all_can_be_read(page, shown, name):
     """With a failed job, a full disk, 62 nodes: what an operator looks at."""
     page.look(1600, 1000)
     shown(name)
-    for made in "curve-table", "lane-table":
+    for made in "curve-table", "timeline-table":
         page.run(f"document.getElementById('{made}').open = true")
     page.run("document.querySelectorAll('.recovery').forEach((one) => (one.open = true))")
     for width in (1600, 1280, 1000, 760, 390, 320):
@@ -151,7 +151,7 @@ def test_what_is_wrong_now_is_at_the_head_of_the_page_and_on_the_time_line(page,
     strips = "[...document.querySelectorAll('#charts text')].map((one) => one.textContent)"
     assert {"saves fail", "etcd away"} <= set(page.run(strips))
     assert page.run("document.querySelectorAll('#charts .trouble').length") == 2
-    assert page.run("picture.lanes[0].spans.at(-2)[2]") == "saving", "training waits for it"
+    assert page.run("picture.timelines[0].spans.at(-2)[2]") == "saving", "training waits for it"
     shown("healthy")
     assert page.run("document.getElementById('wrong').checkVisibility()") is False
     assert page.run("document.querySelectorAll('#charts .trouble').length") == 0
@@ -220,7 +220,7 @@ def test_62_nodes_are_drawn_with_their_hosts_spares_and_their_straggler(page, sh
     assert last == "gpu-61spare---10.20.7.15:29400rack8-gpu-61.cluster.example-"
     first = page.run("document.querySelector('#nodes tbody tr').textContent")
     assert first.endswith("rack1-gpu-00.cluster.example8 x NVIDIA H100 80GB HBM3")
-    assert page.run("document.querySelectorAll('#lanes path.straggler').length") == 1
+    assert page.run("document.querySelectorAll('#timelines path.straggler').length") == 1
     held = page.run("document.querySelector('#problems tbody tr').textContent")
     assert held.startswith("straggler")
     assert "holds now" in held
@@ -233,7 +233,7 @@ def test_everything_can_be_reached_and_read_with_a_keyboard(page, report):
     for _ in range(40):
         page.press("Tab")
         reached.append(page.run("document.activeElement.id || document.activeElement.textContent"))
-    named = {"charts", "lanes", "nodes", "checkpoints", "paces", "find", "matters"}
+    named = {"charts", "timelines", "nodes", "checkpoints", "paces", "find", "matters"}
     assert named <= set(reached)
     assert "Loss and throughput as a table" in reached
     page.run("document.getElementById('charts').focus()")
@@ -255,10 +255,10 @@ def test_what_the_charts_show_is_there_in_words_and_tables(page, report):
     assert "failures: 1, longest time without a step 1.8 s" in words
     rows = "document.querySelectorAll('#{} tbody tr').length"
     page.run("document.getElementById('curve-table').open = true")
-    page.run("document.getElementById('lane-table').open = true")
+    page.run("document.getElementById('timeline-table').open = true")
     page.run("new Promise(done => setTimeout(done))")
     assert page.run(rows.format("curve-table")) == 39
-    assert "gone" in page.run("document.getElementById('lane-table').textContent")
+    assert "gone" in page.run("document.getElementById('timeline-table').textContent")
     assert page.run(rows.format("checkpoints")) == 7 + 1  # and one in memory
     newest = "document.querySelector('#checkpoints tbody tr').textContent"
     assert page.run(newest).startswith("70memory")
@@ -278,7 +278,7 @@ def test_a_job_without_a_checkpoint_on_disk_has_none_in_its_charts(page, report)
     assert not page.run("document.getElementById('legend').textContent.includes('checkpoint')")
 
 
-def test_the_axis_of_steps_keeps_the_lanes_under_the_curve(page, report):
+def test_the_axis_of_steps_keeps_the_timelines_under_the_curve(page, report):
     page.look(*WIDTHS["desktop"])
     report(disturbed())
     ends = "[...document.querySelectorAll('.curve')].map(c => Math.round(c.getBBox().x))"

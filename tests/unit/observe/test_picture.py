@@ -21,7 +21,7 @@ from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import history as histories
-from zero_orchestrator.observe import lane as lanes
+from zero_orchestrator.observe import timeline as timelines
 from zero_orchestrator.observe.events import Event, events_prefix, goodput_prefix, history_key
 from zero_orchestrator.observe.goodput import to_record
 from zero_orchestrator.observe.history import History
@@ -55,14 +55,16 @@ def test_the_picture_of_a_job_that_lost_a_node_and_has_it_back():
     assert sum(use["part"] for use in found["uses"]) == pytest.approx(1)
 
 
-def test_the_lanes_cover_the_run_without_gaps_and_show_who_was_gone():
+def test_the_timelines_cover_the_run_without_gaps_and_show_who_was_gone():
     found = shown(disturbed())
-    for lane in found["lanes"]:
-        spans = lane["spans"]
+    for timeline in found["timelines"]:
+        spans = timeline["spans"]
         assert spans[0][0] == T0
         assert spans[-1][1] is None  # until now
         assert [span[1] for span in spans[:-1]] == [span[0] for span in spans[1:]]
-    phases = {lane["node"]: [span[2] for span in lane["spans"]] for lane in found["lanes"]}
+    phases = {
+        timeline["node"]: [span[2] for span in timeline["spans"]] for timeline in found["timelines"]
+    }
     assert "gone" in phases["node-b"]
     assert {"recovering", "repeating"} <= set(phases["node-a"])
     assert "gone" not in phases["node-a"]
@@ -76,17 +78,17 @@ def test_a_recovery_lasts_from_the_first_sign_to_the_first_step_of_the_next_roun
     assert [event[2] for event in failure["events"]][:3] == ["exit", "dead", "interrupt"]
 
 
-def test_a_lane_that_was_written_long_ago_is_continued_by_what_the_job_has_told_since():
+def test_a_timeline_that_was_written_long_ago_is_continued_by_what_the_job_has_told_since():
     records = disturbed()
     restart = next(e for e in records.events if e.record["event"] == "interrupt")
     began = next(e for e in records.events if e.record["round"] == 2)
     old_s = restart.record["time"] - 1
-    node = records.lanes["node-a"]
+    node = records.timelines["node-a"]
     spans = tuple(span for span in node.spans if span.from_s < old_s)
     old = dataclasses.replace(node, spans=spans, until_s=old_s)
-    found = shown(records, lanes={**records.lanes, "node-a": old})
-    lane = next(lane for lane in found["lanes"] if lane["node"] == "node-a")
-    since = [(span[0], span[2]) for span in lane["spans"] if span[0] > old_s]
+    found = shown(records, timelines={**records.timelines, "node-a": old})
+    timeline = next(timeline for timeline in found["timelines"] if timeline["node"] == "node-a")
+    since = [(span[0], span[2]) for span in timeline["spans"] if span[0] > old_s]
     first_s = next(p.time_s for p in records.history.points if p.time_s > began.record["time"])
     assert since[:2] == [(restart.record["time"], "recovering"), (first_s, "training")]
     assert [phase for _, phase in since[2:]] == ["recovering", "training"]
@@ -142,17 +144,19 @@ def test_how_long_steps_take_is_shown_of_the_slowest_ranks_and_after_the_end_of_
     assert tile["value"] == "0.25 s"
 
 
-def test_the_lane_of_a_node_that_is_lost_ends_where_its_round_did():
+def test_the_timeline_of_a_node_that_is_lost_ends_where_its_round_did():
     records = disturbed()
-    gone = dataclasses.replace(records.lanes["node-b"], spans=records.lanes["node-b"].spans[:3])
+    gone = dataclasses.replace(
+        records.timelines["node-b"], spans=records.timelines["node-b"].spans[:3]
+    )
     gone = dataclasses.replace(gone, until_s=gone.spans[-1].from_s)
     rows = tuple(row for row in records.status.members if row.node != "node-b")
     status = dataclasses.replace(records.status, members=rows)
-    found = shown(records, status=status, lanes={**records.lanes, "node-b": gone})
-    lane = next(lane for lane in found["lanes"] if lane["node"] == "node-b")
+    found = shown(records, status=status, timelines={**records.timelines, "node-b": gone})
+    timeline = next(timeline for timeline in found["timelines"] if timeline["node"] == "node-b")
     lost_s = next(e.record["time"] for e in records.events if e.record["event"] == "interrupt")
-    assert lane["spans"][-1] == [lost_s, found["range"][1], "gone"]
-    assert lane["condition"] == "gone"
+    assert timeline["spans"][-1] == [lost_s, found["range"][1], "gone"]
+    assert timeline["condition"] == "gone"
 
 
 def test_a_job_that_has_ended_ends_where_its_records_do():
@@ -160,14 +164,14 @@ def test_a_job_that_has_ended_ends_where_its_records_do():
     status = dataclasses.replace(records.status, state=State.DONE)
     found = picture(dataclasses.replace(records, status=status), now_s=T0 + 9e6)
     assert found["range"][1] < T0 + 100
-    assert all(lane["spans"][-1][2] == "training" for lane in found["lanes"])
+    assert all(timeline["spans"][-1][2] == "training" for timeline in found["timelines"])
     assert found["job"]["ended"] is True
 
 
 def test_a_job_that_has_only_begun_has_a_picture():
     status = JobStatus(job="new", state="", now="waiting")
-    found = picture(Records(status=status, events=(), history=History(), lanes={}), now_s=T0)
-    assert (found["range"], found["lanes"], found["recoveries"]) == ([T0, T0], [], [])
+    found = picture(Records(status=status, events=(), history=History(), timelines={}), now_s=T0)
+    assert (found["range"], found["timelines"], found["recoveries"]) == ([T0, T0], [], [])
     assert found["words"]["loss"] == "Loss: not reported."
     document.page(found, live=False)
 
@@ -185,10 +189,10 @@ def test_a_loss_that_is_not_finite_is_named_and_spoils_nothing():
     )
     status = JobStatus(job="gpt", state="ACTIVE", now="", members=(row,))
     event = Event(1, {"time": math.inf, "event": None, "text": None})
-    records = Records(status=status, events=(event,), history=History(), lanes={})
+    records = Records(status=status, events=(event,), history=History(), timelines={})
     found = picture(records, now_s=T0)
     assert next(t for t in found["tiles"] if t["label"] == "Loss")["value"] == "not finite"
-    assert found["lanes"][0]["ranks"] == "0-7"
+    assert found["timelines"][0]["ranks"] == "0-7"
     json.dumps(found, allow_nan=False)
 
 
@@ -222,8 +226,12 @@ def stored(records: Records) -> MemoryStore:
     store.put(Keys(job).spec, spec.to_json())
     for event in records.events:
         store.put(f"{events_prefix(job)}a.1.{event.revision:06d}", json.dumps(event.record))
-    for node, lane in records.lanes.items():
-        ledger = {"ns": to_record({}), "lane": lanes.to_record(lane), "time": lane.until_s}
+    for node, timeline in records.timelines.items():
+        ledger = {
+            "ns": to_record({}),
+            "timeline": timelines.to_record(timeline),
+            "time": timeline.until_s,
+        }
         store.put(goodput_prefix(job) + node, json.dumps(ledger))
     store.put(history_key(job), json.dumps(histories.to_record(records.history)))
     return store
@@ -242,7 +250,12 @@ def test_a_report_is_one_file_with_the_records_of_the_job(tmp_path, capsys):
     data = text.partition('id="picture">')[2].partition("</script>")[0]
     found = json.loads(data)
     assert found["curve"]["step"][-1] == 76
-    assert [lane["node"] for lane in found["lanes"]] == ["node-a", "node-b", "node-c", "node-d"]
+    assert [timeline["node"] for timeline in found["timelines"]] == [
+        "node-a",
+        "node-b",
+        "node-c",
+        "node-d",
+    ]
     assert len(found["recoveries"]) == 2
     assert list(tmp_path.iterdir()) == [path]
 
@@ -255,7 +268,7 @@ def test_a_report_that_cannot_be_written_says_so(tmp_path):
 def test_unreadable_records_leave_out_only_what_they_hold(tmp_path):
     store = stored(disturbed())
     store.put(history_key("demo"), "[1]")
-    store.put(goodput_prefix("demo") + "node-a", '{"ns": {}, "lane": {"spans": 7}}')
+    store.put(goodput_prefix("demo") + "node-a", '{"ns": {}, "timeline": {"spans": 7}}')
     report(store, "demo", "-o", str(tmp_path / "r.html"))
     text = (tmp_path / "r.html").read_text()
     assert '"node":"node-b"' in text
@@ -305,9 +318,9 @@ def test_a_report_from_files_alone_shows_the_story_and_says_what_is_absent(files
     found = json.loads(path.read_text().partition('id="picture">')[2].partition("</script>")[0])
     assert (found["job"]["state"], found["job"]["round"]) == ("DONE", 2)
     assert found["job"]["note"] == (
-        f"Made from the event files in {files}/demo alone, without etcd. Loss, throughput, lanes "
-        "and the list of checkpoints are absent, because only etcd keeps them. Lines that are no "
-        "events: 1"
+        f"Made from the event files in {files}/demo alone, without etcd. Loss, throughput, "
+        "timelines and the list of checkpoints are absent, because only etcd keeps them. Lines "
+        "that are no events: 1"
     )
     assert [event[3] for event in found["events"]][:3] == ["open", "activate", "start"]
     assert [one["cause"] for one in found["recoveries"]] == ["lost node c; restart 1 of 3"]

@@ -1,4 +1,4 @@
-"""What the page draws over time: bands without a step, and the lanes of nodes."""
+"""What the page draws over time: bands without a step, and the timelines of nodes."""
 
 from itertools import pairwise
 
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from zero_orchestrator.observe.events import Event
 from zero_orchestrator.observe.goodput import Begins, Doing, Stepped
-from zero_orchestrator.observe.lane import Lane, Phase, Span, intervals
 from zero_orchestrator.observe.story import bands, recoveries
+from zero_orchestrator.observe.timeline import Phase, Span, Timeline, intervals
 
 STEP_S, USUAL_NS = 2.0, 2_000_000_000
 
@@ -85,7 +85,7 @@ def test_a_failure_that_another_one_ended_is_over_with_the_first_step_after_both
 
 
 def test_a_round_whose_steps_are_not_known_but_told_of_ends_the_band_before_it():
-    """A history of a long job has few points, and a lane few spans."""
+    """A history of a long job has few points, and a timeline few spans."""
     rounds = [("interrupt", 5.0, 1.0, True), ("interrupt", 40.0, 1.0, True)]
     first, second = bands(recoveries(story(rounds, end_s=500.0)), [], 60.0)
     assert (first.to_s, first.over) == (26.0, True)
@@ -96,48 +96,50 @@ SPANS = st.lists(st.tuples(st.floats(0, 100), st.sampled_from(Phase)), max_size=
 
 
 @given(SPANS, st.floats(0, 100))
-def test_the_spans_of_a_lane_are_in_order_without_gaps_and_none_overlaps(starts, end_s):
+def test_the_spans_of_a_timeline_are_in_order_without_gaps_and_none_overlaps(starts, end_s):
     drawn = intervals([Span(from_s=from_s, phase=phase) for from_s, phase in starts], end_s)
     assert all(from_s < to_s for from_s, to_s, _ in drawn)
     assert all(a[1] == b[0] for a, b in pairwise(drawn))
     assert not drawn or drawn[-1][1] == end_s
 
 
-def ran(*took_s: float) -> Lane:
-    """The lane of a node whose steps took so long."""
-    lane, now_s = Lane(until_s=0.0).begin(Phase.STARTING, 0.0), 10.0
-    lane = lane.add(Begins(at_ns=0, doing=Doing.RUNNING), now_s)
+def ran(*took_s: float) -> Timeline:
+    """The timeline of a node whose steps took so long."""
+    timeline, now_s = Timeline(until_s=0.0).begin(Phase.STARTING, 0.0), 10.0
+    timeline = timeline.add(Begins(at_ns=0, doing=Doing.RUNNING), now_s)
     for step, length_s in enumerate(took_s, start=1):
         now_s += length_s
-        lane = lane.add(Stepped(at_ns=0, step=step, usual_ns=USUAL_NS), now_s)
-    return lane
+        timeline = timeline.add(Stepped(at_ns=0, step=step, usual_ns=USUAL_NS), now_s)
+    return timeline
 
 
-def drawn(lane: Lane, end_s: float):
-    return [(f, t, str(p)) for f, t, p in intervals(lane.spans, end_s)]
+def drawn(timeline: Timeline, end_s: float):
+    return [(f, t, str(p)) for f, t, p in intervals(timeline.spans, end_s)]
 
 
 def test_a_step_that_takes_unusually_long_is_stuck_after_the_usual_time():
-    lane = ran(5.0, STEP_S, STEP_S, 60.0, STEP_S)
+    timeline = ran(5.0, STEP_S, STEP_S, 60.0, STEP_S)
     expected = [(0, 15, "starting"), (15, 21, "training"), (21, 79, "stuck"), (79, 90, "training")]
-    assert drawn(lane, 90.0) == expected
+    assert drawn(timeline, 90.0) == expected
 
 
 def test_a_step_that_has_not_ended_is_stuck_now_and_until_its_round_is():
-    lane = ran(5.0, STEP_S)
+    timeline = ran(5.0, STEP_S)
     expected = [(0, 15, "starting"), (15, 19, "training")]
-    assert drawn(lane.shown(25.0, reports=True), 25.0) == [*expected[:1], (15, 25, "training")]
-    assert drawn(lane.shown(50.0, reports=True), 50.0) == [*expected, (19, 50, "stuck")]
-    ended = lane.add(Begins(at_ns=0, doing=Doing.FORMING), 60.0)
+    assert drawn(timeline.shown(25.0, reports=True), 25.0) == [*expected[:1], (15, 25, "training")]
+    assert drawn(timeline.shown(50.0, reports=True), 50.0) == [*expected, (19, 50, "stuck")]
+    ended = timeline.add(Begins(at_ns=0, doing=Doing.FORMING), 60.0)
     assert drawn(ended, 70.0) == [*expected, (19, 60, "stuck"), (60, 70, "recovering")]
 
 
 def test_a_save_that_waits_is_one_save_however_often_its_worker_says_so():
-    lane, now_s = ran(5.0, STEP_S), 17.0
+    timeline, now_s = ran(5.0, STEP_S), 17.0
     for _ in range(200):
         now_s += 5.0
-        lane = lane.add(Stepped(at_ns=0, step=2, saving_ns=5_000_000_000, usual_ns=USUAL_NS), now_s)
-    assert drawn(lane, now_s) == [
+        timeline = timeline.add(
+            Stepped(at_ns=0, step=2, saving_ns=5_000_000_000, usual_ns=USUAL_NS), now_s
+        )
+    assert drawn(timeline, now_s) == [
         (0, 15, "starting"),
         (15, 17, "training"),
         (17, now_s, "saving"),

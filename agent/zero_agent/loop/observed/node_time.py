@@ -34,7 +34,7 @@ from zero_orchestrator.observe.goodput import (
     in_parts,
     total_ns,
 )
-from zero_orchestrator.observe.lane import Lane, Phase
+from zero_orchestrator.observe.timeline import Phase, Timeline
 from zero_orchestrator.store.kv import KeyValueStore
 
 _NS = 1e9
@@ -83,13 +83,13 @@ def process_age_s(proc: Path = Path("/proc/self")) -> float:
 
 
 class NodeTime:
-    """The ledger and the lane of this agent, up to now; used on the agent's thread alone."""
+    """The ledger and the timeline of this agent, up to now; used on the agent's thread alone."""
 
     def __init__(self, clock: Clock, before_ns: Mapping[Use, int] = MappingProxyType({})) -> None:
         """The time of a node begins."""
         self._clock = clock
         self._ledger = Ledger(at_ns=self._now_ns(), used_ns=before_ns)
-        self._lane = Lane(until_s=time.time()).begin(Phase.STARTING, time.time())
+        self._timeline = Timeline(until_s=time.time()).begin(Phase.STARTING, time.time())
         self._seen = (Doing.STARTING, 0)
         self._reports = False
         self._usual_ns = 0
@@ -130,13 +130,13 @@ class NodeTime:
         """The use of the time up to now."""
         return self._ledger.shown(self._now_ns(), reports=self._reports, usual_ns=self._usual_ns)
 
-    def lane(self) -> Lane:
+    def timeline(self) -> Timeline:
         """What the node did up to now, and when."""
-        return self._lane.shown(time.time(), reports=self._reports)
+        return self._timeline.shown(time.time(), reports=self._reports)
 
     def _mark(self, mark: Mark) -> None:
         self._ledger = self._ledger.add(mark)
-        self._lane = self._lane.add(mark, time.time())
+        self._timeline = self._timeline.add(mark, time.time())
 
     def _now_ns(self) -> int:
         return round(self._clock.now() * _NS)

@@ -260,8 +260,8 @@ class Telemetry:
 
     def publish_time(self, *, nodes: int, last: bool) -> None:
         """Publish the ledger of this node, and the history if rank 0 is here."""
-        used_ns, lane = self.time.used_ns, self.time.lane
-        self.publisher.goodput(used_ns, nodes=nodes, last=last, lane=lane)
+        used_ns, timeline = self.time.used_ns, self.time.timeline
+        self.publisher.goodput(used_ns, nodes=nodes, last=last, timeline=timeline)
         if self.history.leads:
             self._publish_history(last=last)
 

@@ -29,8 +29,8 @@ function svg(name, attributes = {}, text = null) {
 }
 function setText(id, text) { $(id).textContent = text; }
 
-/** The spans of a lane; the last one of a live node lasts until now. */
-function spans(lane) { return lane.spans.map(([from, to, phase]) => [from, to === null ? picture.range[1] : to, phase]); }
+/** The spans of a timeline; the last one of a live node lasts until now. */
+function spans(timeline) { return timeline.spans.map(([from, to, phase]) => [from, to === null ? picture.range[1] : to, phase]); }
 
 // ---- words ----
 
@@ -276,44 +276,44 @@ function drawCharts() {
   root.append(cursor);
   $("charts").replaceChildren(root);
   drawn = { ...where, cursor };
-  drawLanes(where);
+  drawTimelines(where);
   $("charts").setAttribute("aria-valuemax", Math.max(0, curve.time.length - 1));
 }
 
-function drawLanes(where) {
-  const { lanes } = picture, { left, right, x, wide, small } = where;
-  const tall = Math.max(5, Math.min(20, Math.floor(440 / (lanes.length || 1)))), bar = tall > 9 ? tall - 4 : tall - 1;
-  const root = svg("svg", { width: wide, height: tall * lanes.length + 8, "aria-hidden": "true" });
+function drawTimelines(where) {
+  const { timelines } = picture, { left, right, x, wide, small } = where;
+  const tall = Math.max(5, Math.min(20, Math.floor(440 / (timelines.length || 1)))), bar = tall > 9 ? tall - 4 : tall - 1;
+  const root = svg("svg", { width: wide, height: tall * timelines.length + 8, "aria-hidden": "true" });
   const paths = Object.fromEntries(PHASES.map((phase) => [phase, ""])), every = Math.ceil(14 / tall), most = small ? 6 : 12;
-  lanes.forEach((lane, row) => {
+  timelines.forEach((timeline, row) => {
     const top = row * tall + 3;
     if (row % every === 0) {
-      const name = lane.node.length > most ? `…${lane.node.slice(1 - most)}` : lane.node;
+      const name = timeline.node.length > most ? `…${timeline.node.slice(1 - most)}` : timeline.node;
       root.append(svg("text", { x: left - 8, y: top + Math.max(bar, 8) / 2 + 4, "text-anchor": "end" }, name));
     }
-    for (const [from, to, phase] of spans(lane)) {
+    for (const [from, to, phase] of spans(timeline)) {
       const start = Math.min(x(from), right - 1.5), width = Math.max(x(to) - start, phase === "training" ? 0.2 : 1.5);
       const thin = phase === "idle" ? bar / 3 : 0; // so that colour is not all that tells
       paths[phase in paths ? phase : "idle"] += `M${start.toFixed(1)} ${(top + thin).toFixed(1)}h${width.toFixed(1)}v${(bar - 2 * thin).toFixed(1)}h${(-width).toFixed(1)}z`;
     }
   });
   for (const phase of PHASES) if (paths[phase]) root.append(svg("path", { d: paths[phase], class: `phase-${phase}` }));
-  const rows = new Map(lanes.map((lane, row) => [lane.node, row]));
+  const rows = new Map(timelines.map((timeline, row) => [timeline.node, row]));
   for (const [{ from_s, to_s }, node] of slow().flatMap((one) => one.nodes.map((node) => [one, node]))) {
     if (!rows.has(node)) continue;
     const px = x(from_s), top = rows.get(node) * tall + 3, wide = x(to_s === null ? picture.range[1] : to_s) - px;
     root.append(svg("rect", { x: px, y: top + bar - 2, width: Math.max(wide, 2), height: 3, class: "straggler" }));
     root.append(svg("path", { d: `M${px} ${top + bar}l5 -${Math.max(bar, 8)}h-10z`, class: "straggler" }));
   }
-  const cursor = svg("line", { y1: 0, y2: tall * lanes.length + 4, class: "cursor", visibility: "hidden" });
+  const cursor = svg("line", { y1: 0, y2: tall * timelines.length + 4, class: "cursor", visibility: "hidden" });
   root.append(cursor);
-  $("lanes").replaceChildren(root);
-  drawn.lanes = cursor;
+  $("timelines").replaceChildren(root);
+  drawn.timelines = cursor;
   drawn.tall = tall;
 }
 
 function drawLegend() {
-  const used = new Set(picture.lanes.flatMap((lane) => lane.spans.map((span) => span[2])));
+  const used = new Set(picture.timelines.flatMap((timeline) => timeline.spans.map((span) => span[2])));
   const items = PHASES.filter((phase) => used.has(phase)).map((phase) => {
     const box = svg("svg", { width: 16, height: 12, "aria-hidden": "true" });
     box.append(svg("rect", { width: 16, height: 12, rx: 2, class: `phase-${phase}` }));
@@ -337,7 +337,7 @@ function point(time_s, row) {
   view.at = time_s;
   view.row = row;
   const out = $("readout"), { curve } = picture;
-  const lines = drawn ? [drawn.cursor, drawn.lanes] : [];
+  const lines = drawn ? [drawn.cursor, drawn.timelines] : [];
   if (time_s === null) {
     lines.forEach((line) => line.setAttribute("visibility", "hidden"));
     out.textContent = "Point at the charts, or focus them and press the arrow keys.";
@@ -358,10 +358,10 @@ function point(time_s, row) {
     if (curve.workers[i]) parts.push(`world size ${curve.workers[i]}`);
     $("charts").setAttribute("aria-valuenow", i);
   }
-  const lane = row === null ? null : picture.lanes[row];
-  if (lane) {
-    const span = spans(lane).find(([from, to]) => time_s >= from && time_s <= to);
-    parts.push(`${lane.node}: ${span ? `${span[2]} for ${length(span[1] - span[0])}` : "not there"}`);
+  const timeline = row === null ? null : picture.timelines[row];
+  if (timeline) {
+    const span = spans(timeline).find(([from, to]) => time_s >= from && time_s <= to);
+    parts.push(`${timeline.node}: ${span ? `${span[2]} for ${length(span[1] - span[0])}` : "not there"}`);
   } else {
     const one = picture.recoveries.find((r) => time_s >= r.from_s && time_s <= r.to_s);
     if (one) parts.push(`${attempts(one)}, no step for ${length(one.to_s - one.from_s)}: ${one.cause}`);
@@ -372,13 +372,13 @@ function point(time_s, row) {
   out.replaceChildren(el("b", {}, parts[0]), parts.length > 1 ? ` · ${parts.slice(1).join(" · ")}` : "");
   $("charts").setAttribute("aria-valuetext", parts.join(", "));
 }
-function pointer(event, lanes) {
+function pointer(event, timelines) {
   const box = $("charts").getBoundingClientRect(), px = event.clientX - box.left;
   if (px < drawn.left - 4 || px > drawn.right + 4) return point(null, null);
   let row = null;
-  if (lanes) {
-    row = Math.floor((event.clientY - $("lanes").getBoundingClientRect().top + $("lanes").scrollTop - 3) / drawn.tall);
-    if (!picture.lanes[row]) row = null;
+  if (timelines) {
+    row = Math.floor((event.clientY - $("timelines").getBoundingClientRect().top + $("timelines").scrollTop - 3) / drawn.tall);
+    if (!picture.timelines[row]) row = null;
   }
   point(drawn.time(Math.min(Math.max(px, drawn.left), drawn.right)), row);
 }
@@ -427,13 +427,13 @@ function curveTable() {
     curve.step[i].toLocaleString("en"), tight(clock(curve.time[i])), amount(curve.loss[i]), amount(curve.rate[i]), String(curve.workers[i]),
   ]), [0, 2, 3, 4]);
 }
-function laneTable() {
-  const rows = picture.lanes.flatMap((lane) => spans(lane).map(([from, to, phase]) => [tight(lane.node), phase, tight(clock(from)), length(to - from)]));
+function timelineTable() {
+  const rows = picture.timelines.flatMap((timeline) => spans(timeline).map(([from, to, phase]) => [tight(timeline.node), phase, tight(clock(from)), length(to - from)]));
   const shown = table(["node", "phase", `from, ${here()}`, "for"], rows.slice(0, 1000), [3]);
   return rows.length > 1000 ? el("div", {}, shown, el("p", { class: "empty" }, `The first 1,000 of ${rows.length.toLocaleString("en")} spans.`)) : shown;
 }
 function openTables() {
-  for (const [id, make] of [["curve-table", curveTable], ["lane-table", laneTable]]) {
+  for (const [id, make] of [["curve-table", curveTable], ["timeline-table", timelineTable]]) {
     if (!$(id).open) continue;
     $(id).lastElementChild.replaceChildren(make());
     fit($(id));
@@ -502,18 +502,18 @@ function drawRecoveries() {
   })));
 }
 function drawNodes() {
-  const { lanes } = picture;
-  setText("nodes-count", lanes.length || "");
-  const hosts = lanes.some((lane) => lane.host && lane.host !== lane.node);
-  const devices = lanes.some((lane) => lane.devices);
+  const { timelines } = picture;
+  setText("nodes-count", timelines.length || "");
+  const hosts = timelines.some((timeline) => timeline.host && timeline.host !== timeline.node);
+  const devices = timelines.some((timeline) => timeline.devices);
   const heads = ["node", "state", "ranks", "step", "loss", "address", ...(hosts ? ["host"] : []), ...(devices ? ["devices"] : [])];
-  fill("nodes", lanes.length, "No node has been seen yet.", () => table(heads, lanes.map((lane) => {
-    const tone = { running: "", done: "", spare: "", gone: picture.job.ended ? "" : "warn", draining: "warn", left: "warn" }[lane.condition];
-    return [tight(lane.node), el("td", { class: `tone ${tone === undefined ? "bad" : tone}` }, lane.condition), tight(lane.ranks || "-"),
-      lane.step === null ? "-" : lane.step.toLocaleString("en"), amount(lane.loss), lane.address || "-", ...(hosts ? [lane.host || "-"] : []), ...(devices ? [lane.devices || "-"] : [])];
+  fill("nodes", timelines.length, "No node has been seen yet.", () => table(heads, timelines.map((timeline) => {
+    const tone = { running: "", done: "", spare: "", gone: picture.job.ended ? "" : "warn", draining: "warn", left: "warn" }[timeline.condition];
+    return [tight(timeline.node), el("td", { class: `tone ${tone === undefined ? "bad" : tone}` }, timeline.condition), tight(timeline.ranks || "-"),
+      timeline.step === null ? "-" : timeline.step.toLocaleString("en"), amount(timeline.loss), timeline.address || "-", ...(hosts ? [timeline.host || "-"] : []), ...(devices ? [timeline.devices || "-"] : [])];
   }), [3, 4]));
   if (live) {
-    const chosen = $("node").value, names = lanes.filter((lane) => lane.alive).map((lane) => lane.node);
+    const chosen = $("node").value, names = timelines.filter((timeline) => timeline.alive).map((timeline) => timeline.node);
     $("node").replaceChildren(...names.map((name) => el("option", {}, name)));
     if (names.includes(chosen)) $("node").value = chosen;
     $("control").hidden = picture.job.ended;
@@ -573,16 +573,16 @@ function drawEvents() {
   setText("more", `Show all ${found.length.toLocaleString("en")}`);
 }
 function drawWords() {
-  const { words, lane_age_s: late } = picture;
-  setText("words", [words.loss, words.rate, words.lanes, late > 15 ? `Lanes are up to ${length(late)} old.` : ""].filter(Boolean).join(" "));
+  const { words, timeline_age_s: late } = picture;
+  setText("words", [words.loss, words.rate, words.timelines, late > 15 ? `Timelines are up to ${length(late)} old.` : ""].filter(Boolean).join(" "));
 }
 
 const SECTIONS = [
   [drawJob, ["job"]], [drawTiles, ["tiles"]], [drawUses, ["uses"]],
-  [drawCharts, ["range", "curve", "lanes", "recoveries", "checkpoints", "problems"]],
-  [drawLegend, ["lanes", "recoveries", "checkpoints", "problems"]], [openTables, ["curve", "lanes"]],
-  [drawRecoveries, ["recoveries"]], [drawNodes, ["lanes", "job"]], [drawCheckpoints, ["checkpoints"]], [drawPaces, ["paces"]],
-  [drawProblems, ["problems"]], [drawWrong, ["problems"]], [drawEvents, ["events"]], [drawWords, ["words", "lane_age_s"]],
+  [drawCharts, ["range", "curve", "timelines", "recoveries", "checkpoints", "problems"]],
+  [drawLegend, ["timelines", "recoveries", "checkpoints", "problems"]], [openTables, ["curve", "timelines"]],
+  [drawRecoveries, ["recoveries"]], [drawNodes, ["timelines", "job"]], [drawCheckpoints, ["checkpoints"]], [drawPaces, ["paces"]],
+  [drawProblems, ["problems"]], [drawWrong, ["problems"]], [drawEvents, ["events"]], [drawWords, ["words", "timeline_age_s"]],
 ];
 function draw(changed) {
   for (const [make, of] of SECTIONS) if (!changed || of.some((name) => name in changed)) make();
@@ -644,10 +644,10 @@ for (const input of document.querySelectorAll("fieldset input")) {
   input.addEventListener("change", () => { view[input.name] = input.value; drawCharts(); point(view.at, view.row); });
 }
 $("charts").addEventListener("pointermove", (event) => pointer(event, false));
-$("lanes").addEventListener("pointermove", (event) => pointer(event, true));
-for (const id of ["charts", "lanes"]) $(id).addEventListener("pointerleave", () => point(null, null));
+$("timelines").addEventListener("pointermove", (event) => pointer(event, true));
+for (const id of ["charts", "timelines"]) $(id).addEventListener("pointerleave", () => point(null, null));
 $("charts").addEventListener("keydown", keys);
-for (const id of ["curve-table", "lane-table"]) $(id).addEventListener("toggle", openTables);
+for (const id of ["curve-table", "timeline-table"]) $(id).addEventListener("toggle", openTables);
 $("find").addEventListener("input", () => { view.all = false; drawEvents(); });
 $("matters").addEventListener("change", drawEvents);
 $("more").addEventListener("click", () => { view.all = true; drawEvents(); });

@@ -26,14 +26,14 @@ from zero_orchestrator.observe.events import (
     goodput_prefix,
     history_key,
     read_history,
-    read_lane,
+    read_timeline,
 )
 from zero_orchestrator.observe.events import read as read_events
 from zero_orchestrator.observe.goodput import USES, from_record, total_ns
 from zero_orchestrator.observe.history import History, Point, Saved
-from zero_orchestrator.observe.lane import Lane, Phase, Span, intervals
 from zero_orchestrator.observe.status import JobStatus, NodeRow, slowest_ranks
 from zero_orchestrator.observe.story import ENDS, Band, bands, recoveries
+from zero_orchestrator.observe.timeline import Phase, Span, Timeline, intervals
 from zero_orchestrator.store.kv import KeyValueStore
 
 WINDOWS = 100
@@ -41,7 +41,7 @@ WINDOWS = 100
 RANKS = 50
 """Most ranks whose step times are shown: the slowest."""
 NOTICE_S = 15.0
-"""A lost node is noticed within this time: its lane ends where its round did."""
+"""A lost node is noticed within this time: its timeline ends where its round did."""
 TONES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("interrupt", "fail", "give up", "dead", "hang", "dead link"), "bad"),
@@ -71,8 +71,8 @@ class Records:
     status: JobStatus
     events: Sequence[Event]
     history: History
-    lanes: Mapping[str, Lane]
-    """Node -> its lane."""
+    timelines: Mapping[str, Timeline]
+    """Node -> its timeline."""
     note: str = ""
     """What the records lack, and why."""
 
@@ -85,12 +85,18 @@ def read(store: KeyValueStore, job: str) -> Records:
         UnreadableJob: The keys are of another version.
     """
     prefix = goodput_prefix(job)
-    kept = {item.key.removeprefix(prefix): read_lane(item) for item in store.range(prefix).items}
+    kept = {
+        item.key.removeprefix(prefix): read_timeline(item) for item in store.range(prefix).items
+    }
     return Records(
         status=statuses.read(store, job),
         events=read_events(store, job),
         history=read_history(store.get(history_key(job))),
-        lanes={node: lane for node, lane in kept.items() if lane is not None and lane.spans},
+        timelines={
+            node: timeline
+            for node, timeline in kept.items()
+            if timeline is not None and timeline.spans
+        },
     )
 
 
@@ -98,8 +104,13 @@ def picture(records: Records, *, now_s: float) -> Json:
     """What the page shows, section by section."""
     job, history, told = records.status, records.history, records.events
     end_s = _end_s(records, now_s)
-    lanes = [_lane(records, row, end_s) for row in _rows(records)]
-    steps_s = [from_s for lane in lanes for from_s, _, phase in lane["spans"] if phase in _STEPS]
+    timelines = [_timeline(records, row, end_s) for row in _rows(records)]
+    steps_s = [
+        from_s
+        for timeline in timelines
+        for from_s, _, phase in timeline["spans"]
+        if phase in _STEPS
+    ]
     steps_s = sorted([*steps_s, *(point.time_s for point in history.points)])
     lost = bands(recoveries(told), steps_s, _over_s(records, end_s))
     recovered = [_recovery(band) for band in lost]
@@ -112,8 +123,8 @@ def picture(records: Records, *, now_s: float) -> Json:
         "tiles": _tiles(records, end_s),
         "range": [_start_s(records, end_s), end_s],
         "curve": _curve(history),
-        "lanes": lanes,
-        "lane_age_s": GOODPUT.pause_s(len(lanes)) if not job.ended else 0.0,
+        "timelines": timelines,
+        "timeline_age_s": GOODPUT.pause_s(len(timelines)) if not job.ended else 0.0,
         "recoveries": recovered,
         "paces": _paces(job),
         "checkpoints": _checkpoints(history, told),
@@ -121,7 +132,7 @@ def picture(records: Records, *, now_s: float) -> Json:
         "uses": _uses(job),
         "events": [_event(event) for event in told],
     }
-    return {**sections, "words": _in_words(history, lanes, recovered)}
+    return {**sections, "words": _in_words(history, timelines, recovered)}
 
 
 # ---- time ----
@@ -132,14 +143,14 @@ def _end_s(records: Records, now_s: float) -> float:
     job = records.status
     if not job.ended and job.live_nodes:
         return now_s
-    last_s = [lane.until_s for lane in records.lanes.values()]
+    last_s = [timeline.until_s for timeline in records.timelines.values()]
     last_s += [_time_s(event) for event in records.events[-1:]]
     last_s += [point.time_s for point in records.history.points[-1:]]
     return max(last_s, default=job.state_time_s or now_s)
 
 
 def _start_s(records: Records, end_s: float) -> float:
-    first_s = [lane.spans[0].from_s for lane in records.lanes.values()]
+    first_s = [timeline.spans[0].from_s for timeline in records.timelines.values()]
     first_s += [point.time_s for point in records.history.points[:1]]
     if not first_s:
         first_s = [_time_s(event) for event in records.events[:1]]
@@ -191,7 +202,7 @@ def _tiles(records: Records, end_s: float) -> list[Json]:
     step, loss = max(known, key=lambda one: one[0], default=(None, None))
     rates, unit = _rates(points)
     rate = next((value for value in reversed(rates) if value is not None), None)
-    nodes = len(records.lanes) if job.ended and records.lanes else len(job.members)
+    nodes = len(records.timelines) if job.ended and records.timelines else len(job.members)
     spares = sum(row.alive for row in job.spares)
     total = "" if job.total_steps is None else f"of {job.total_steps:,}; "
     wanted = _count(job.world_size, "worker")
@@ -314,19 +325,19 @@ def _rows(records: Records) -> list[tuple[str, NodeRow | None]]:
     """All nodes: those of the status, in rank order, then those that are gone, by name."""
     job = records.status
     there: dict[str, NodeRow | None] = {row.node: row for row in (*job.members, *job.spares)}
-    return [*there.items(), *((n, None) for n in sorted(records.lanes) if n not in there)]
+    return [*there.items(), *((n, None) for n in sorted(records.timelines) if n not in there)]
 
 
-def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> Json:
+def _timeline(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> Json:
     node, row = named
-    lane, spans = records.lanes.get(node), []
-    if lane is not None:
-        starts = list(lane.spans)
+    timeline, spans = records.timelines.get(node), []
+    if timeline is not None:
+        starts = list(timeline.spans)
         alive = row is not None and row.alive and not records.status.ended
         if alive:
-            starts += _since_written(records, node, lane)
-        elif lane.until_s < end_s - 1:
-            starts.append(Span(from_s=lane.until_s, phase=Phase.GONE))
+            starts += _since_written(records, node, timeline)
+        elif timeline.until_s < end_s - 1:
+            starts.append(Span(from_s=timeline.until_s, phase=Phase.GONE))
         for place, span in enumerate(starts):
             if span.phase is Phase.GONE:
                 starts[place] = replace(span, from_s=_lost_s(records, span.from_s))
@@ -346,10 +357,13 @@ def _lane(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> 
     }
 
 
-def _since_written(records: Records, node: str, lane: Lane) -> Iterator[Span]:
-    """What a node has done since it wrote its lane, as the rounds and the steps of the job show."""
-    phase, step_times_s = lane.spans[-1].phase, [point.time_s for point in records.history.points]
-    late = takewhile(lambda event: _time_s(event) > lane.until_s, reversed(records.events))
+def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[Span]:
+    """What a node has done since it wrote its timeline, by the rounds and steps of the job."""
+    phase, step_times_s = (
+        timeline.spans[-1].phase,
+        [point.time_s for point in records.history.points],
+    )
+    late = takewhile(lambda event: _time_s(event) > timeline.until_s, reversed(records.events))
     for event in reversed(list(late)):
         at_s, kind = _time_s(event), event.record.get("event")
         place = bisect_left(step_times_s, at_s)
@@ -365,8 +379,8 @@ def _since_written(records: Records, node: str, lane: Lane) -> Iterator[Span]:
 
 
 def _lost_s(records: Records, written_s: float) -> float:
-    """When a node was lost that wrote its lane last at this time: the end of its round, if near."""
-    within_s = GOODPUT.pause_s(len(records.lanes)) + NOTICE_S
+    """When a node was lost that wrote its timeline last then: the end of its round, if near."""
+    within_s = GOODPUT.pause_s(len(records.timelines)) + NOTICE_S
     ended = (_time_s(e) for e in records.events if e.record.get("event") in ENDS)
     return next((t for t in ended if written_s <= t <= written_s + within_s), written_s)
 
@@ -472,7 +486,7 @@ def _event(event: Event) -> list[Any]:
 # ---- the same in words, for whoever does not see the charts ----
 
 
-def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) -> Json:
+def _in_words(history: History, timelines: Sequence[Json], found: Iterable[Json]) -> Json:
     failed = [one for one in found if one["failures"]]
     lost = "no failure"
     if failed:
@@ -484,7 +498,7 @@ def _in_words(history: History, lanes: Sequence[Json], found: Iterable[Json]) ->
     return {
         "loss": _curve_in_words("Loss", [(p.step, p.loss) for p in history.points]),
         "rate": _rate_in_words(history),
-        "lanes": f"{_count(len(lanes), 'node')}, a lane each; {lost}.",
+        "timelines": f"{_count(len(timelines), 'node')}, a timeline each; {lost}.",
     }
 
 

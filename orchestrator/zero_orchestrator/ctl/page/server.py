@@ -63,7 +63,7 @@ _HEADERS = {
 def changes(before: Json, after: Json) -> Json:
     """The sections that differ; of a list of the same length, `[place, value]` of what differs.
 
-    Those of lists are under `patches`: the lanes of 200 nodes change one by one.
+    Those of lists are under `patches`: the timelines of 200 nodes change one by one.
     """
     found: Json = {}
     patches: Json = {}

@@ -1,10 +1,10 @@
 """The verdict about a slow link: the network between two nodes is slower than that of the others.
 
-Pure. A probe measures the links of a job (`links`). A link is compared with those that its nodes
-have no part in, one node at a time: a node whose network is slow makes all of its links slow, which
-are most links of a small job. It is compared with its own rate in earlier probes as well, as two
-nodes have no other link. A verdict needs three probes in a row. The time in which either end waited
-for a CPU is left out: a busy machine is no slow link.
+Pure. A probe measures the links of a job (`links`). A link is compared with all links without its
+source, then with all without its target: a node whose network is slow makes all of its links slow,
+which are most links of a small job. It is compared with its own rate in earlier probes as well, as
+two nodes have no other link. A verdict needs three probes in a row. The time in which either end
+waited for a CPU is left out: a busy machine is no slow link.
 
 The network is probed some time after the first steps of a round, when a job becomes slower and no
 rank explains it (`slowdown`), and again soon after a link was found to be slow. A probe costs each
@@ -28,7 +28,7 @@ from zero_orchestrator.observe.links import Link, in_figures
 from zero_orchestrator.observe.verdicts import Kind, Verdict
 
 SLOWER = 3.0
-"""A slow link has at most this fraction of the usual rate, or so many times the usual latency."""
+"""A slow link has at most 1 / SLOWER of the usual rate, or SLOWER times the usual latency."""
 FAST_BYTES_PER_S = 125e6
 LATER_S = 0.005
 """The latency of a slow link is longer than usual by so much, at least."""

@@ -1,10 +1,11 @@
-"""The lane of a node: what the node did, from when to when, bounded however long the job runs.
+"""The timeline of a node: what the node did, from when to when, bounded however long the job runs.
 
-A lane is made of the marks of the goodput ledger, and is written with it. The ledger says how much
-time each use took; the lane says when. `Lane` is a value, and its methods are pure functions.
+A timeline is made of the marks of the goodput ledger, and is written with it. The ledger says how
+much time each use took; the timeline says when. `Timeline` is a value, and its methods are pure
+functions.
 
 Times are of the node's wall clock, in seconds since the epoch: for people only. Must always hold: a
-lane has at most `SPANS` spans; they do not overlap, and are in order.
+timeline has at most `SPANS` spans; they do not overlap, and are in order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zero_orchestrator.observe.goodput import Begins, Doing, Mark
 from zero_orchestrator.observe.pace import stalls
 
 SPANS = 64
-"""Most spans of a lane; beyond them a short one becomes part of the span before it."""
+"""Most spans of a timeline; beyond them a short one becomes part of the span before it."""
 SAVE_S = 0.05
 """A save that blocks training for less time is not shown: it is in the ledger."""
 
@@ -60,7 +61,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
+class Timeline:
     """The spans of a node; each ends where the next one begins, the last one at `until_s`."""
 
     spans: tuple[Span, ...] = ()
@@ -78,8 +79,8 @@ class Lane:
     usual_s: float = 0.0
     """The usual time of a long step of this round; 0: not known."""
 
-    def add(self, mark: Mark, at_s: float) -> Lane:
-        """The lane after one more mark of the ledger, at a time of the wall clock."""
+    def add(self, mark: Mark, at_s: float) -> Timeline:
+        """The timeline after one more mark of the ledger, at a time of the wall clock."""
         at_s = max(at_s, self.until_s)
         if isinstance(mark, Begins):
             now = self.shown(at_s, reports=mark.reports)
@@ -101,36 +102,36 @@ class Lane:
         now = replace(now.begin(phase, at_s), ran_s=None, stepped=True, reached=reached)
         return replace(now, step=mark.step, step_s=step_s)
 
-    def _saves(self, from_s: float) -> Lane:
-        """The lane with a save, or with more of the one that has just ended, as one that waits."""
+    def _saves(self, from_s: float) -> Timeline:
+        """The timeline with a save that blocks, or with more of the one that has just ended."""
         if len(self.spans) > 1:
             *before, last = self.spans
             if before[-1].phase is Phase.SAVING and last.from_s > from_s - SAVE_S:
                 return replace(self, spans=tuple(before))
         return self.begin(Phase.SAVING, from_s)
 
-    def _stalled(self, at_s: float) -> Lane:
-        """The lane with the part of the present step that is above the usual time of a long one."""
+    def _stalled(self, at_s: float) -> Timeline:
+        """With the part of the present step that is above the usual time of a long one."""
         if self.step is None or not self.usual_s or not stalls(at_s - self.step_s, self.usual_s):
             return self
         return self.begin(Phase.STUCK, self.step_s + self.usual_s)
 
-    def shown(self, at_s: float, *, reports: bool) -> Lane:
-        """The lane up to now. Workers that do not report their steps train as long as they run."""
+    def shown(self, at_s: float, *, reports: bool) -> Timeline:
+        """The timeline up to now; workers that report no steps train as long as they run."""
         now = replace(self, until_s=max(at_s, self.until_s))
         if reports or self.ran_s is None:
             return now._stalled(now.until_s)
         return now.begin(Phase.TRAINING, self.ran_s)
 
-    def begin(self, phase: Phase, at_s: float) -> Lane:
-        """The lane with a new span, unless the node does that already."""
+    def begin(self, phase: Phase, at_s: float) -> Timeline:
+        """The timeline with a new span, unless the node does that already."""
         now = replace(self, until_s=max(at_s, self.until_s))
         if self.spans and self.spans[-1].phase is phase:
             return now
         return replace(now, spans=_bounded((*self.spans, Span(from_s=at_s, phase=phase))))
 
-    def after(self, before: Lane | None) -> Lane:
-        """This lane after that of the node's agents before: between them the node was gone."""
+    def after(self, before: Timeline | None) -> Timeline:
+        """This timeline after that of the node's agents before: between them the node was gone."""
         if before is None:
             return self
         gone = Span(from_s=before.until_s, phase=Phase.GONE)
@@ -173,22 +174,22 @@ def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(span for last, span in pairs if last is None or last.phase is not span.phase)
 
 
-def to_record(lane: Lane) -> dict[str, Any]:
-    """The lane as JSON."""
-    spans = [[round(span.from_s, 2), str(span.phase)] for span in lane.spans]
-    return {"spans": spans, "until_s": round(lane.until_s, 2)}
+def to_record(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as JSON."""
+    spans = [[round(span.from_s, 2), str(span.phase)] for span in timeline.spans]
+    return {"spans": spans, "until_s": round(timeline.until_s, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptLane:
-    """The record of a lane: its spans with their starts."""
+class KeptTimeline:
+    """The record of a timeline: its spans with their starts."""
 
     spans: tuple[tuple[float, str], ...]
     until_s: float
 
 
-def from_record(record: KeptLane) -> Lane:
-    """The lane in a record; a phase that this version does not know is IDLE."""
+def from_record(record: KeptTimeline) -> Timeline:
+    """The timeline in a record; a phase that this version does not know is IDLE."""
     known = {str(phase): phase for phase in Phase}
     spans = (Span(from_s=at_s, phase=known.get(name, Phase.IDLE)) for at_s, name in record.spans)
-    return Lane(spans=tuple(spans), until_s=record.until_s)
+    return Timeline(spans=tuple(spans), until_s=record.until_s)
