@@ -6,7 +6,7 @@
 # make searches     random tests, a deep search of the model, an hour of simulation: with SEED, which
 #                   it prints; short with MINUTES=1 WALK=1000 MODEL='--nodes 2' SEARCHED=tests/contract/kv
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
-# make test-libraries   the data of other libraries, in lanes, in an environment of its own
+# make test-libraries   the data and the loops of other libraries, in environments of their own
 # make coverage     which branches of the decisions no unit test takes; all are taken
 # make mutants      changes norm, sums, commit and restore in each small way: is it noticed? An hour
 # make test-image   builds and runs the image: root, buildah, debootstrap, a network, minutes
@@ -41,6 +41,8 @@ test: dev
 	$(PYTEST)
 
 test-all: $(PARTS) test-image
+	@if $(MAKE) $(ENVIRONMENTS); then $(MAKE) test-libraries; \
+	else echo "the libraries cannot be installed here: test-libraries was left out"; fi
 
 $(PARTS): test-%: dev
 	$(PYTEST) -m 'not image' tests/$*
@@ -64,18 +66,22 @@ searches: dev
 test-peers: dev
 	$(BIN)/python -m tests.peers $(PEERS)
 
-# An environment of its own: these libraries want other versions of what the rest uses. uv finds some
-# that suit each other within a minute, pip tries releases one by one for an hour.
+# Environments of their own: these libraries want other versions of what the rest uses, and those with
+# data other ones than those with loops. uv finds some that suit each other within a minute, pip tries
+# releases one by one for an hour. A test of what is not installed is skipped.
 WITH_TESTS := filelock hypothesis pytest pytest-timeout pytest-xdist
-LIBRARIES := datasets grain megatron-energon 'mosaicml-streaming>=0.13' torchdata webdataset
+ENVIRONMENTS := $(VENV)-data/.installed $(VENV)-loops/.installed
 
-test-libraries: $(VENV)-libraries/.installed
-	$(VENV)-libraries/bin/python -m pytest -m "" tests/libraries $(PYTEST_ARGS)
+test-libraries: $(ENVIRONMENTS)
+	$(VENV)-data/bin/python -m pytest -m "" tests/libraries $(PYTEST_ARGS)
+	$(VENV)-loops/bin/python -m pytest -m "" tests/processes/test_libraries*.py $(PYTEST_ARGS)
 
-$(VENV)-libraries/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-libraries
-	$(VENV)-libraries/bin/python -m pip install --quiet uv
-	$(VENV)-libraries/bin/uv pip install --quiet --python $(VENV)-libraries/bin/python -e . $(WITH_TESTS) $(LIBRARIES)
+$(VENV)-data/.installed: LIBRARIES = datasets grain megatron-energon 'mosaicml-streaming>=0.13' torchdata webdataset
+$(VENV)-loops/.installed: LIBRARIES = accelerate lightning 'torchtitan>=0.3' 'transformers>=5.23' triton trl
+$(VENV)-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python -e '.[etcd]' $(WITH_TESTS) $(LIBRARIES)
 	@touch $@
 
 coverage: dev
@@ -131,4 +137,4 @@ locks:
 	$(BIN)/python deploy/locks/make.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-libraries build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-data $(VENV)-loops build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -118,6 +118,7 @@ def whole_groups(loader: DataLoader[Any]) -> DataLoader[Any]:
         loader.dataset,
         batch_size=size // times,
         shuffle=sampler.shuffle,
+        drop_last=True,  # as TRL: its ranks gather rewards, equally many of each
         collate_fn=_Repeat(loader.collate_fn, times),
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,

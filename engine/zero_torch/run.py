@@ -236,6 +236,11 @@ class Run(Checkpoints):
         return self._cursor.samples
 
     @property
+    def tokens(self) -> int:
+        """Tokens of the steps done, as they were given to `backward`."""
+        return self._cursor.tokens
+
+    @property
     def last(self) -> bool:
         """Whether the micro-batch under way is the last one of its step on this rank."""
         return self._now().last

@@ -73,10 +73,10 @@ def main() -> None:
             ]
             args = DPOConfig(**common, max_length=24)
             trainer = DPOTrainer(
-                model(), args=args, train_dataset=Dataset.from_list(rows), **with_rest
+                model(), model(), args=args, train_dataset=Dataset.from_list(rows), **with_rest
             )
         case _:
-            rows = [{"prompt": words(n, 4)} for n in range(13)]
+            rows = [{"prompt": words(n, 4)} for n in range(33)]
             sizes = {"num_generations": 2, "max_completion_length": 6, "loss_type": "grpo"}
             args = GRPOConfig(**{**common, "per_device_train_batch_size": 4}, **sizes)
             trainer = GRPOTrainer(

@@ -86,7 +86,9 @@ def test_rewards_of_a_group_are_compared_on_one_rank() -> None:
     def loader(size: int) -> DataLoader[Any]:
         return DataLoader(range(4), size, sampler=RepeatSampler(), collate_fn=list)  # type: ignore[arg-type]
 
-    assert [*whole_groups(loader(4))] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    whole = whole_groups(loader(4))
+    assert [*whole] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert whole.drop_last  # ranks gather equally many rewards
     assert (plain := data()) is whole_groups(plain)
     with pytest.raises(ConfigError, match="a group of completions must be in one micro-batch"):
         whole_groups(loader(3))
