@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from accelerate.accelerator import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import DistributedType, parse_flag_from_env, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -114,7 +114,17 @@ class _OnDevice:
 
 
 def hand_over(accelerator: Any, run: zero_torch.Run) -> None:
-    """Let a run do what an accelerator would do in a step."""
+    """Let a run do what an accelerator would do in a step.
+
+    Raises:
+        ConfigError: The accelerator was to shard the model, and has not.
+    """
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not sharded and accelerator.num_processes > 1:
+        raise ConfigError(
+            "accelerate has dropped fsdp_plugin (fsdp= of TrainingArguments), as it does on CPUs: "
+            "each rank would have the whole model, in DDP. Leave it out, or train on GPUs"
+        )
 
     def backward(loss: Tensor, *, tokens: int | Tensor | None = None, **_: Any) -> None:
         run.backward(loss, tokens=tokens)

@@ -1,4 +1,4 @@
-"""One training by each library: python library_job.py LIBRARY DATA DIRECTORY.
+"""One training by each library: python library_job.py LIBRARY[-fsdp2] DATA DIRECTORY.
 
 All of them train the same model on the same data, so all have one hash. `DIRECTORY/pause` has the
 seconds that each step takes more; `DIRECTORY/kill` the step after which the last rank kills itself.
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import zero_torch
@@ -70,7 +71,23 @@ def after_step(directory: Path, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL * (step == int(kill.read_text())))
 
 
-def by_torch(data: Dataset[Any], directory: Path, config: dict[str, Any]) -> zero_torch.Run:
+def shard_on_cpus() -> None:
+    """Let accelerate shard on CPUs, where it takes DDP whatever it is given."""
+    from accelerate.state import AcceleratorState, DistributedType
+
+    constructor: Any = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **named: Any) -> None:
+        constructor(self, *args, fsdp_plugin=fsdp_plugin, **named)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = init
+
+
+def by_torch(
+    data: Dataset[Any], directory: Path, config: dict[str, Any], sharded: bool
+) -> zero_torch.Run:
     dist.init_process_group("gloo")
     model: nn.Module = Net()
     if dist.get_world_size() > 1:
@@ -88,12 +105,18 @@ def by_torch(data: Dataset[Any], directory: Path, config: dict[str, Any]) -> zer
     return run
 
 
-def by_accelerate(data: Dataset[Any], directory: Path, config: dict[str, Any]) -> zero_torch.Run:
-    from accelerate import Accelerator
+def by_accelerate(
+    data: Dataset[Any], directory: Path, config: dict[str, Any], sharded: bool
+) -> zero_torch.Run:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     from zero_libraries.accelerate import protect
 
-    accelerator = Accelerator(cpu=True)
+    plugin = None
+    if sharded:
+        shard_on_cpus()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     net = Net()
     run, model, optimizer, loader, _ = protect(
         accelerator,
@@ -118,7 +141,9 @@ def by_accelerate(data: Dataset[Any], directory: Path, config: dict[str, Any]) -
     return run
 
 
-def by_transformers(data: Dataset[Any], directory: Path, config: dict[str, Any]) -> zero_torch.Run:
+def by_transformers(
+    data: Dataset[Any], directory: Path, config: dict[str, Any], sharded: bool
+) -> zero_torch.Run:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from zero_libraries.transformers import protect
@@ -133,6 +158,8 @@ def by_transformers(data: Dataset[Any], directory: Path, config: dict[str, Any])
         )
 
     stream = isinstance(data, IterableDataset)
+    if sharded:
+        shard_on_cpus()
     arguments = TrainingArguments(
         output_dir=str(directory),
         per_device_train_batch_size=MICRO_BATCH,
@@ -147,6 +174,8 @@ def by_transformers(data: Dataset[Any], directory: Path, config: dict[str, Any])
         disable_tqdm=True,
         use_cpu=True,
         remove_unused_columns=False,
+        fsdp="full_shard" if sharded else "",
+        fsdp_config={"fsdp_version": 2} if sharded else None,
     )
     trainer = Trainer(
         Net(), arguments, data_collator=collate, train_dataset=data, callbacks=[After()]
@@ -159,15 +188,22 @@ def by_transformers(data: Dataset[Any], directory: Path, config: dict[str, Any])
     return run
 
 
-def by_lightning(data: Dataset[Any], directory: Path, config: dict[str, Any]) -> zero_torch.Run:
+def by_lightning(
+    data: Dataset[Any], directory: Path, config: dict[str, Any], sharded: bool
+) -> zero_torch.Run:
     import lightning
 
-    from zero_libraries.lightning import ZeroDDP
+    from zero_libraries.lightning import ZeroDDP, ZeroFSDP2
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layers = Net().layers
+
+        def configure_model(self) -> None:
+            if sharded:
+                mesh: Any = self.device_mesh
+                fully_shard(self.layers, mesh=mesh["data_parallel"])
 
         def training_step(self, batch: list[Tensor], _: int) -> Tensor:
             return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -178,7 +214,10 @@ def by_lightning(data: Dataset[Any], directory: Path, config: dict[str, Any]) ->
         def on_train_batch_end(self, *_: Any) -> None:
             after_step(directory, self.global_step)
 
-    strategy = ZeroDDP(directory / "run", microbatches=MICROBATCHES, config=config)
+    zero: dict[str, Any] = {"microbatches": MICROBATCHES, "config": config}
+    strategy: Any = ZeroDDP(directory / "run", **zero)
+    if sharded:
+        strategy = ZeroFSDP2(directory / "run", int(os.environ["WORLD_SIZE"]), 1, **zero)
     trainer = lightning.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -202,7 +241,7 @@ STREAMED_STEPS = 32
 
 
 def main() -> None:
-    library, kind, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    (library, _, how), kind, directory = sys.argv[1].partition("-"), sys.argv[2], Path(sys.argv[3])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = {
@@ -210,7 +249,7 @@ def main() -> None:
         "checkpoint": {"every_steps": EVERY},
     }
     data: Dataset[Any] = Stream() if kind == "stream" else rows()
-    run = globals()[f"by_{library}"](data, directory, config)
+    run = globals()[f"by_{library}"](data, directory, config, how == "fsdp2")
     weights = run.weight_hash()
     if int(os.environ["RANK"]) == 0:
         print(f"done: step {run.global_step}, weight hash {weights}", flush=True)

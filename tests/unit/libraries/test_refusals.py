@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,18 @@ def test_an_accelerator_that_accumulates_by_itself_is_refused() -> None:
             data(),
             microbatches=2,
         )
+
+
+def test_an_accelerator_that_was_to_shard_and_does_not_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("accelerate")
+    from zero_libraries.accelerate import hand_over
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    on_cpus: Any = SimpleNamespace(distributed_type="MULTI_CPU", num_processes=2)
+    with pytest.raises(ConfigError, match="accelerate has dropped fsdp_plugin"):
+        hand_over(on_cpus, on_cpus)
 
 
 @pytest.mark.parametrize(
