@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 _DEATH_S = 30.0
@@ -43,6 +44,13 @@ class _Worker:
         self.pipe.close()
 
 
+def forkserver() -> ForkServerContext:
+    """Starts processes that share one import of torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
+
+
 class WorldPool:
     """Runs functions as the ranks of a world. `close` it when done."""
 
@@ -50,8 +58,7 @@ class WorldPool:
         """Start `size` processes, which share one import of torch."""
         import torch.distributed as dist
 
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.preloaded"])
+        self._context = forkserver()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers = [self._start() for _ in range(size)]
         self._calls = 0

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from zero_comm.waiting import transport_failures
-from zero_contract.errors import ConfigError
+from zero_contract.errors import ConfigError, PeerLost
 from zero_contract.signing import Key, Purpose, derive
 from zero_contract.worker import (
     ENV_ROUND,
@@ -136,6 +136,23 @@ def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
     if thread.is_alive():
         _log.warning("the process group has not been aborted within %g s", timeout_s)
     return not thread.is_alive()
+
+
+def found_again(environ: Mapping[str, str]) -> None:
+    """Leave the process group and found the next one, with other variables, in the same process.
+
+    Rank, world size and store are those of `environ`, such as a `Join` has. What was made of the
+    group before, such as `Collectives`, must be made anew. Threads, devices, compiled code and
+    memory stay.
+
+    Raises:
+        PeerLost: The former group has not been aborted in time; or a rank of the next one, or the
+            host of its store, is lost.
+    """
+    if not leave_group():
+        raise PeerLost(f"the former process group is not aborted within {ABORT_TIMEOUT_S:g} s")
+    os.environ.update(environ)
+    init_distributed()
 
 
 def _abort() -> None:
