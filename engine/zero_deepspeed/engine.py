@@ -23,6 +23,7 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches
+from zero_deepspeed.checkpoint.ds_to_universal import alias
 from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
 from zero_deepspeed.profiling.flops_profiler import FlopsProfiler
@@ -340,7 +341,7 @@ class DeepSpeedEngine(Engine):
         """
         path, client = super().load_checkpoint(
             load_dir,
-            tag,
+            alias(load_dir, tag),
             load_module_strict and custom_load_fn is None,
             load_optimizer_states,
             load_lr_scheduler_states,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import logging
@@ -21,6 +22,7 @@ from tests.support.cluster import environment
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_deepspeed.checkpoint import ds_to_universal
 from zero_deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from zero_deepspeed.utils import (
     get_z3_leaf_modules,
@@ -352,6 +354,32 @@ def test_there_is_nothing_to_convert_to_a_universal_checkpoint() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "loads at every world size and stage; give x to load_checkpoint()" in done.stdout
+
+
+def save_and_convert(place: str) -> str:
+    engine = make_engine(config(1))
+    train(engine, 2)
+    engine.save_checkpoint(place, tag="old")
+    engine.save_checkpoint(place, tag="older")
+    if engine.global_rank == 0:
+        folders = {"input_folder": f"{place}/old", "output_folder": f"{place}/old_universal"}
+        ds_to_universal.main(argparse.Namespace(**folders))
+    return engine.weight_hash()
+
+
+def load_the_converted(place: str) -> tuple[str, str]:
+    engine = make_engine(config(3), seed=8)
+    path, _ = engine.load_checkpoint(place, tag="old_universal")
+    return Path(path or "").name, engine.weight_hash()
+
+
+def test_a_converted_checkpoint_loads_by_its_new_tag_at_another_world(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    saved = worlds.run(2, save_and_convert, str(tmp_path))[0]
+    assert worlds.run(1, load_the_converted, str(tmp_path)) == [
+        ((tmp_path / "old").resolve().name, saved)
+    ]
 
 
 def assertions(_: None) -> dict[str, str]:

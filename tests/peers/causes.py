@@ -24,6 +24,7 @@ _NO_ERROR = (
     "|MuonRejectsReduceScatter|ElasticConfigChanged|test_no_grad_input_error"
     "|GatheredParametersAllRanksErrorOnModification|user_cpu_adam_must_enable_bf16_states"
     "|TestZeroOffloadOptim::test.True|DeepSpeedConfigIntegration::test_save_checkpoints$"
+    "|TestOptimizerImplementation::test"  # stage 0, and gradients in 16 bits
 )
 """Their `pytest.raises` fails in a worker, which DeepSpeed's harness waits for until its limit."""
 
@@ -50,6 +51,12 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"_Placeholder\b|zero_autocast.py::TestZeroAutoCast|LinearInitContextPersistence",
     ),
     ("internals", r"fp32_flat_groups|test_deepspeed_multi_save_same_filepath"),  # files
+    ("internals", r"mp_rank_00_model_states\.pt'"),  # the same
+    ("internals", r"TestZeROUniversalCheckpointDP"),  # conversions read DeepSpeed's files
+    (
+        "internals",  # with one loss of several engines, these call _backward_epilogue
+        r"TestMultipleModels::test_zero_optimizer\[\w+-\w+-\w+-\d-True",
+    ),
     ("internals", r"test_training_partition_cache|zero1_no_offload_uses_bf16|bit16_groups_flat"),
     ("internals", r"nelement\(\) == 0|should go back to be 0-sized"),
     ("harness", r"test_nproc_[gx]pu_launch_configurations"),  # a mock of this process's GPUs
@@ -76,7 +83,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
         r"'zero_deepspeed\.runtime\.(utils|zero\.partition_parameters)' has no attribute"
         r"|deepspeed\.runtime\.zero\.partition_parameters has no attribute",
     ),
-    ("internals", r"there is no (zero_)?deepspeed\.runtime\.zero\.stage"),
+    ("internals", r"deepspeed\.runtime\.zero\.stage\w+ does not exist here"),
     ("internals", r"isinstance\([\s\S]{1,600}, (DeepSpeedZeroOpt|ZeROOpt)|be ZeROOptimizer"),
     ("internals", r"isinstance\(.*, (ZeROOrderedDict|(BF16|FP16)_\w*Optimizer)\)"),
     (

@@ -1,30 +1,47 @@
-"""DeepSpeed's `ds_to_universal`: no checkpoint needs a conversion, so it does nothing.
+"""DeepSpeed's `ds_to_universal`: no checkpoint needs a conversion, so it makes a link.
 
-python -m zero_deepspeed.checkpoint.ds_to_universal --input_folder DIR --output_folder DIR
+python -m zero_deepspeed.checkpoint.ds_to_universal --input_folder DIR/TAG --output_folder DIR/NEW
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from pathlib import Path
 
-__all__ = ["main"]
+__all__ = ["alias", "main"]
+
+
+def alias(load_dir: str | Path, tag: str | float | None) -> str | float | None:
+    """The tag that another one stands for since `main` was called; otherwise the same."""
+    link = Path(load_dir, str(tag))
+    if tag is None or not link.is_symlink():
+        return tag
+    meant = Path(os.readlink(link))
+    return meant.name if link.with_name(meant.name).is_symlink() else tag
 
 
 def main(args: argparse.Namespace | None = None) -> int:
-    """Say so; returns 0."""
+    """Say so, and make the new tag an alias of the old one; returns 0."""
     if args is None:
         parser = argparse.ArgumentParser(
             prog="python -m zero_deepspeed.checkpoint.ds_to_universal",
             description="Nothing to do: every checkpoint loads at every world size and stage.",
         )
-        parser.add_argument("--input_folder", metavar="DIR", help="without effect")
-        parser.add_argument("--output_folder", metavar="DIR", help="without effect")
+        parser.add_argument("--input_folder", metavar="DIR", help="the checkpoint: DIR/TAG")
+        parser.add_argument("--output_folder", metavar="DIR", help="another tag for it: DIR/NEW")
         args, _ = parser.parse_known_args()
+    folder, link = (getattr(args, each, None) for each in ("input_folder", "output_folder"))
+    if folder and link:
+        old, new = Path(folder), Path(link)
+        beside = old.parent.resolve() == new.parent.resolve()
+        if beside and old.is_symlink() and not new.exists():
+            new.symlink_to(old.name)
     print(
         "nothing to convert: every checkpoint of this engine loads at every world size and stage; "
-        f"give {getattr(args, 'input_folder', None) or 'its directory'} to load_checkpoint(). For "
-        "one of DeepSpeed: zero-ckpt import --from deepspeed"
+        f"give {folder or 'its directory'} to load_checkpoint(). For one of DeepSpeed: zero-ckpt "
+        "import --from deepspeed"
     )
     return 0
 
