@@ -131,6 +131,7 @@ def test_lion_steps_by_the_sign_and_decays_the_weight() -> None:
             "optimizer LBFGS calls the model again within a step, and sees all parameters as one",
         ),
         ({"type": "OneBitAdam"}, "optimizer.type: 'OneBitAdam' does not exist here, and DeepSpeed"),
+        ({"type": "MuAdam"}, "optimizer.type: 'MuAdam' is of the package mup: pip install mup"),
         ({"type": "Adamm"}, "optimizer.type: 'Adamm' is unknown; known: adadelta, adafactor, adag"),
         ({"type": "Lion", "params": {"lr": -1}}, "optimizer.params of Lion: Lion: lr -1"),
         ({"type": "Adam", "params": {"max_grad_norm": 1}}, "write it as gradient_clipping"),

@@ -10,7 +10,8 @@ user's parameters, so that groups, defaults and schedulers come out as in plain 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -120,6 +121,24 @@ _ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
 """An optimizer of DeepSpeed's that compresses its traffic -> the one to set instead."""
 
 
+_OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
+
+
+def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer of muP, as in DeepSpeed: torch's, with learning rates by the shapes of weights.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+    try:
+        made: Callable[..., torch.optim.Optimizer] = getattr(import_module("mup"), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"optimizer.type: {name!r} is of the package mup: pip install mup"
+        ) from error
+    return made
+
+
 def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
     name = config.type.lower()
     cls = BY_NAME.get(name)
@@ -128,11 +147,13 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
             f"optimizer.type: {config.type!r} does not exist here, and DeepSpeed has removed it; "
             f'set {_ONE_BIT[name]!r}, and "zero_quantized_gradients" to send less'
         )
+    if name in _OF_MUP:
+        return _made(config, _of_mup(_OF_MUP[name]), parameters, _params(config))
     if cls is None:
         known = ", ".join(sorted(name for name, cls in BY_NAME.items() if _why_not(cls) is None))
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
     _check(cls)
-    params = {key: unquoted(value) for key, value in config.params.items() if value != "auto"}
+    params = _params(config)
     if name in ("adam", "adamw"):
         # DeepSpeed's Adam in torch's terms: both names are AdamW, without decay by default.
         params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
@@ -145,10 +166,22 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
         raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
     if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
         params["fused"] = True
-    params = check_params("optimizer.params", cls, params)
+    return _made(config, cls, parameters, check_params("optimizer.params", cls, params))
+
+
+def _params(config: OptimizerConfig) -> dict[str, Any]:
+    return {key: unquoted(value) for key, value in config.params.items() if value != "auto"}
+
+
+def _made(
+    config: OptimizerConfig,
+    make: Callable[..., torch.optim.Optimizer],
+    parameters: Parameters,
+    params: Mapping[str, Any],
+) -> torch.optim.Optimizer:
     try:
-        return cls(parameters, **params)
-    except (TypeError, ValueError) as error:
+        return make(parameters, **params)
+    except (TypeError, ValueError, AssertionError) as error:  # mup asserts that shapes are known
         raise ConfigError(f"optimizer.params of {config.type}: {error}") from error
 
 
