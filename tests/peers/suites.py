@@ -110,6 +110,7 @@ SUITES = (
         name="transformers",
         source="https://github.com/huggingface/transformers",
         folder="transformers",
+        packages=("transformers/src",),
         files=("tests/deepspeed/test_deepspeed.py",),
         per_test=100,
         environment={
