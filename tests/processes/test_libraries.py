@@ -63,7 +63,7 @@ def test_a_killed_rank_costs_a_library_steps_and_no_bit(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+@pytest.mark.parametrize("library", OTHERS)
 def test_a_library_that_shards_by_fsdp2_is_exact_through_a_kill(
     tmp_path: Path, expected: Any, library: str
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_library_that_shards_by_fsdp2_is_exact_through_a_kill(
 
 @pytest.mark.full
 @pytest.mark.parametrize("data", ["rows", "stream"])
-@pytest.mark.parametrize("library", OTHERS)
+@pytest.mark.parametrize("library", [*OTHERS, "accelerate-fsdp2", "transformers-fsdp2"])
 def test_a_library_is_exact_while_nodes_are_killed_and_join(
     cluster: Any, tmp_path: Path, expected: Any, library: str, data: str
 ) -> None:

@@ -73,7 +73,7 @@ def after_step(directory: Path, step: int) -> None:
 
 def shard_on_cpus() -> None:
     """Let accelerate shard on CPUs, where it takes DDP whatever it is given."""
-    from accelerate.state import AcceleratorState, DistributedType
+    from accelerate.state import AcceleratorState, DistributedType, PartialState
 
     constructor: Any = AcceleratorState.__init__
 
@@ -81,6 +81,7 @@ def shard_on_cpus() -> None:
         constructor(self, *args, fsdp_plugin=fsdp_plugin, **named)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     AcceleratorState.__init__ = init
 
