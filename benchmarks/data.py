@@ -3,9 +3,9 @@
 **rate**: samples per second of one rank that reads lines of text as tokens, or samples that cost
 nothing, through lanes and through torch's DataLoader with the same dataset and number of processes,
 in turns. Target: 0.95 of the DataLoader's, of tokens. Without loading processes these are seconds
-of CPU time, which the load of the machine changes less. **find**: seconds from a saved position
-behind --samples samples to the next batch, with the dataset's state (target: 1 s) and without it,
-when they are all read again.
+of CPU time, in turns of a few batches: the load of the machine changes those less. **find**:
+seconds from a saved position behind --samples samples to the next batch, with the dataset's state
+(target: 1 s) and without it, when they are all read again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+try:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from zero_data import Lanes
+    from zero_data import Lanes
+except KeyboardInterrupt:
+    sys.exit("interrupted; nothing was measured")
 
 LENGTH = 512
 
@@ -81,14 +84,19 @@ class Stateful(Numbers):
         self.next = state["next"]
 
 
-def rate(batches: Iterable[Any], count: int, batch: int, clock: Callable[[], float]) -> float:
-    """Samples per second, after the first few."""
-    running = iter(batches)
-    list(islice(running, 20))
-    begin_s, taken = clock(), 0
-    for _ in islice(running, count):
-        taken += batch
-    return taken / (clock() - begin_s)
+def rates_of(
+    loaders: Iterable[Iterable[Any]], turn: int, count: int, clock: Callable[[], float]
+) -> list[float]:
+    """Batches per second of each, after the first few; they take turns of so many batches."""
+    running, found_s = [iter(each) for each in loaders], []
+    for each in running:
+        list(islice(each, 20))
+    for _ in range(count // turn):
+        for each in running:
+            begin_s = clock()
+            list(islice(each, turn))
+            found_s.append(clock() - begin_s)
+    return [count // turn * turn / sum(found_s[k :: len(running)]) for k in range(len(running))]
 
 
 def rates(directory: Path, options: argparse.Namespace) -> None:
@@ -109,8 +117,9 @@ def rates(directory: Path, options: argparse.Namespace) -> None:
                     DataLoader(kind(paths), **more),
                     Lanes(kind(paths), lanes=options.lanes, **more),
                 )
-                theirs, ours = (rate(each, options.batches, options.batch, clock) for each in pair)
-                found.append((theirs, ours))
+                turn = options.batches if workers else min(10, options.batches)
+                theirs, ours = rates_of(pair, turn, options.batches, clock)
+                found.append((theirs * options.batch, ours * options.batch))
             cells = [spread([*each], 0) for each in zip(*found, strict=True)]
             ratio = spread([ours / theirs for theirs, ours in found], 2)
             print(f"| {name} | {workers} | {' | '.join(cells)} | {ratio} |", flush=True)

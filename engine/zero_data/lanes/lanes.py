@@ -93,6 +93,7 @@ class Lanes:
             self._order,
             given.source or Indexed(given.dataset, given.shuffle is not False, seed),
             seed=seed,
+            seeds_loop=False,
             **{**given.options, **of_loader},
         )
         self.weight = 0.0
@@ -116,20 +117,20 @@ class Lanes:
     def __iter__(self) -> Iterator[Any]:
         """The batches from here to the end of the epoch. Collective."""
         cursor, order = self._cursor, self._order
-        moves = cursor.moves
+        moves, plan = cursor.moves, None
         for ticket, batch in self._loader.read(self.epoch):
-            plan = order.plan(cursor.step, cursor.samples)
-            microbatch = plan.assigned(order.assignment, cursor.micro, self._rank)
-            self.weight = plan.weight(microbatch)
-            if self._ledger is not None and not microbatch.padding:
-                self._ledger.consume(microbatch.index, ticket.ids, ticket.documents)
+            plan = plan or order.plan(cursor.step, cursor.samples)
+            self.weight = len(ticket.ids) / plan.base
+            if self._ledger is not None and ticket.ids:
+                number = order.assignment.number(cursor.micro, self._rank, order.lanes)
+                self._ledger.consume(number, ticket.ids, ticket.documents)
             cursor.micro += 1
             self.last = cursor.micro == plan.micro_steps(self._world)
             if self.last:
                 own = torch.tensor(order.notes(), device="cpu")
                 order.hear(self._exchange(own).tolist())
                 cursor.step, cursor.samples = cursor.step + 1, cursor.samples + plan.samples
-                cursor.micro = 0
+                cursor.micro, plan = 0, None
                 if self._ledger is not None:
                     self._ledger.end_step(cursor.step)
             yield batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from zero_data.draws import Ticket
 from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed
 from zero_data.global_batch import StepPlan, mix
 from zero_data.lanes.adapters.indexed import Batches
+from zero_data.lanes.adapters.place import kept
 from zero_data.lanes.order import LaneOrder
 from zero_data.lanes.reading import Read, Reading, Start
 from zero_data.lanes.source import Source
+from zero_data.ledger import Documents
 from zero_data.position_loader import PositionLoader
 
 _log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
         source: Source,
         *,
         seed: int,
+        seeds_loop: bool = True,
         seeds_forward: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
@@ -51,7 +54,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
         super().__init__(order, order.cursor)
         self._source = source
         self._of_reading = seed
-        self._seeds_forward = seeds_forward
+        self._seeds_loop, self._seeds_forward = seeds_loop, seeds_forward
         self._collate = collate_fn or default_collate
         self._workers = num_workers
         self._pin = pin_memory
@@ -77,14 +80,16 @@ class LaneLoader(PositionLoader[LaneOrder]):
         self._warn(epoch)
         reading = self._reading()
         workers = min(self._workers, len(reading.starts))
-        loader = DataLoader(
-            reading,
-            batch_size=None,
-            collate_fn=_unchanged,  # type: ignore[arg-type] # typed for batches
-            num_workers=workers,
-            pin_memory=self._pin,
-            **(self._of_workers if workers else {}),
-        )
+        loader: Iterable[Read | None] = reading
+        if workers or self._pin:
+            loader = DataLoader(
+                reading,
+                batch_size=None,
+                collate_fn=_unchanged,  # type: ignore[arg-type] # typed for batches
+                num_workers=workers,
+                pin_memory=self._pin,
+                **(self._of_workers if workers else {}),
+            )
         coming = _Coming(loader, [*reading.starts], order.own(), step)
         order.coming = coming.sizes
         try:
@@ -110,28 +115,32 @@ class LaneLoader(PositionLoader[LaneOrder]):
         self, plan: StepPlan, step: int, number: int, reads: dict[int, Read]
     ) -> tuple[Ticket, Any]:
         microbatch = plan.assigned(self.order.assignment, number, self.order.rank)
-        seed = microbatch_seed(self._of_reading, step, microbatch.index)
         first = self.order.number_of(step, microbatch.index)
         ids = tuple(range(first, first + microbatch.size))
-        forward = mix(self._of_reading, step, microbatch.index)
-        of_loop = forward if self._seeds_forward else loop_seed(seed)
+        forward = self._of_reading, step, microbatch.index
+        seed = of_loop = 0  # where nobody seeds the loop, they are not worth their time
+        if self._seeds_loop:
+            seed = microbatch_seed(*forward)
+            of_loop = mix(*forward) if self._seeds_forward else loop_seed(seed)
         ends = number + 1 == plan.micro_steps(self.order.world)
-        ticket = Ticket(plan.position + microbatch.start, ids, seed, of_loop, ends_step=ends)
+        documents: tuple[Documents, ...] = ()
         if microbatch.padding:
-            return ticket, self._some_batch(plan)
-        _, batch, _, documents = reads[microbatch.index]
-        ticket = replace(ticket, documents=documents)
-        if self._padding is None:
-            self._padding = copy.deepcopy(batch)
-        return ticket, batch
+            batch = self._some_batch(plan)
+        else:
+            _, batch, _, documents = reads[microbatch.index]
+            if self._padding is None:
+                self._padding = copy.deepcopy(batch)
+        return Ticket(plan.position + microbatch.start, ids, seed, of_loop, documents, ends), batch
 
     def _some_batch(self, plan: StepPlan) -> Any:
         """A batch that is run and not counted: one that this rank has had, or of any lane."""
         if self._padding is None:
             assert plan.sizes is not None
-            lane = next(number for number, size in enumerate(plan.sizes) if size)
+            # The last one: whoever opens the first one says what there is to say of the data.
+            lane = max(number for number, size in enumerate(plan.sizes) if size)
             anew = replace(self._reading(), starts={lane: Start()})
-            self._padding = next(anew.read(lane)).batch
+            with kept():
+                self._padding = next(anew.read(lane)).batch
         return copy.deepcopy(self._padding)
 
     def _reading(self) -> Reading:
@@ -170,7 +179,7 @@ class _Coming:
     # Nothing in here refers to the loader, see `ElasticLoader`.
 
     def __init__(
-        self, loader: DataLoader[Read | None], lanes: list[int], own: Sequence[int], step: int
+        self, loader: Iterable[Read | None], lanes: list[int], own: Sequence[int], step: int
     ) -> None:
         """Begin at a step; `own` are the numbers of this rank's micro-batches, `lanes` or none."""
         self._loader = loader
@@ -195,7 +204,8 @@ class _Coming:
 
     def _fill(self, rows: int) -> None:
         if self._reads is None:
-            self._reads = iter(self._loader) if self._lanes else iter(())
+            with kept():  # a DataLoader draws a seed
+                self._reads = iter(self._loader) if self._lanes else iter(())
         while len(self._rows) < rows:
             row: dict[int, Read] = {}
             while len(row) < len(self._lanes):

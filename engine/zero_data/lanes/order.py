@@ -171,7 +171,10 @@ class LaneOrder:
             return mark
         if self.ends(sizes):
             return self.beginning(mark.epoch + 1)
-        starts = {lane: replace(s, ended=not sizes[lane]) for lane, s in mark.starts.items()}
+        starts = {
+            lane: start if sizes[lane] else replace(start, ended=True)
+            for lane, start in mark.starts.items()
+        }
         return Mark(mark.epoch, mark.numbers, tuple(not each for each in sizes), starts)
 
     def pass_step(self, step: int, starts: Mapping[int, Start]) -> None:
@@ -222,11 +225,10 @@ class LaneOrder:
     def _hear(self, step: int, everybodys: Sequence[Sequence[float]]) -> None:
         room = max(int(row[-1]) for row in everybodys)
         self.row_bytes = max(self.row_bytes, 1 << room if room else 0)
-        numbers = [int(number) for row in everybodys for number in row[:-1]]
-        if _UNKNOWN in numbers:  # the loop has been left
+        if any(_UNKNOWN in row[:-1] for row in everybodys):  # the loop has been left
             return
-        columns = torch.tensor(numbers).view(self.world, -1).t().flatten()
-        self._known[step] = tuple(columns[self.assignment.places(self.lanes)].tolist())
+        places = (divmod(place, self.world) for place in self.assignment.places(self.lanes))
+        self._known[step] = tuple(int(everybodys[rank][micro]) for micro, rank in places)
 
     # ---- checkpoints ----
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
-from zero_data.lanes.adapters.place import seeded
+from zero_data.lanes.adapters.place import ALONE, kept, seed_process, seeded
 from zero_data.lanes.packing import Packed
 from zero_data.lanes.source import Reader, Source
 from zero_data.lanes.stored import dump, load
@@ -89,11 +89,12 @@ class Reading(IterableDataset[Read | None]):
         for place, lane in enumerate([*self.starts][number::workers]):
             turns[place] = self.read(lane)
         while True:
-            for turn in turns:
-                yield None if turn is None else next(turn)
+            with ALONE, kept():  # of a whole row: they take as long as to read a short sample
+                row = [None if turn is None else next(turn) for turn in turns]
+            yield from row
 
     def read(self, lane: int) -> Iterator[Read]:
-        """The micro-batches of a lane, then the end for ever."""
+        """The micro-batches of a lane, then the end for ever; within `kept`."""
         # Opened at once: lanes of a process can share what none of them has begun to read.
         start, reader = self.starts[lane], None
         if not start.ended:
@@ -109,17 +110,16 @@ class Reading(IterableDataset[Read | None]):
         number, took_s, read_s = start.at, 0.0, 0.0
         while True:
             again, batch, taken = number < start.number, None, None
-            with seeded(mix(self.seed, self.epoch, lane, number, _READING)):
+            seed_process(mix(self.seed, self.epoch, lane, number, _READING))
+            begin_s = time.perf_counter()
+            samples = self._take(reader)
+            if samples and not again:
+                batch = self.collate(samples)
+            read_s += time.perf_counter() - begin_s
+            if samples and not again and read_s >= _PACE * took_s:
                 begin_s = time.perf_counter()
-                samples = self._take(reader)
-                if samples and not again:
-                    batch = self.collate(samples)
-                read_s += time.perf_counter() - begin_s
-                # Within: to keep the random numbers of others once more takes as long as a sample.
-                if samples and not again and read_s >= _PACE * took_s:
-                    begin_s = time.perf_counter()
-                    taken = _state_of(reader, self.dataset)
-                    took_s, read_s = time.perf_counter() - begin_s, 0.0
+                taken = _state_of(reader, self.dataset)
+                took_s, read_s = time.perf_counter() - begin_s, 0.0
             number += len(samples)
             if not again:
                 yield Read(len(samples), batch, taken, _documents(samples))
@@ -135,15 +135,17 @@ class Reading(IterableDataset[Read | None]):
             yield _END
 
     def _take(self, reader: Reader) -> list[Any]:
-        if self.micro_batch is None:
-            return next(reader, [])
-        return list(islice(reader, self.micro_batch))
+        with ALONE:
+            if self.micro_batch is None:
+                return next(reader, [])
+            return list(islice(reader, self.micro_batch))
 
 
 def _documents(samples: list[Any]) -> tuple[Documents, ...]:
     """Those of each sample; empty if none is packed."""
-    found = tuple(each.documents if isinstance(each, Packed) else () for each in samples)
-    return found if any(found) else ()
+    if Packed not in map(type, samples):
+        return ()
+    return tuple(each.documents if isinstance(each, Packed) else () for each in samples)
 
 
 def _state_of(reader: Reader, dataset: Any) -> bytes | None:

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.libraries import Library, library_of
-from zero_data.lanes.adapters.place import Worker, seed_process, seeded
+from zero_data.lanes.adapters.place import ALONE, Worker, seed_process, seeded
 from zero_data.lanes.source import Reader
 
 _log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class _Stream(Iterator[Any]):
     """One iteration of a copy of a dataset, as one part of several."""
 
     def __init__(self, dataset: Any, library: Library, worker: Worker, state: Any) -> None:
-        self._lossy = library.lossy(dataset)
+        lossy = library.lossy(dataset)
         self.name = type(dataset).__name__
         self.worker = worker
         with worker:
@@ -113,24 +113,38 @@ class _Stream(Iterator[Any]):
             else:
                 own = dataset(worker.number, worker.workers)
             self._dataset = worker.dataset = own
-            names = _names(own)
-            if state is not None and names:
-                getattr(own, names[1])(state)
+            given = None if state is None else _names(own)
+            if given:
+                getattr(own, given[1])(state)
             self._samples = iter(own)
-            if state is not None and not names:
-                getattr(self._samples, _names(self._samples)[1])(state)
+            if given == ():
+                self._restore(state)
+            holder = own if _names(own) else self._samples
+            save, _ = _names(holder) or ("", "")
+            self._save = None if lossy or not save else getattr(holder, save)
+
+    def _restore(self, state: Any) -> None:
+        names = _names(self._samples)
+        if not names:
+            raise ConfigError(
+                f"training_data: the checkpoint has a state of its data, and {self.name} takes "
+                "none; give the data that it was made with, or begin a new run"
+            )
+        getattr(self._samples, names[1])(state)
 
     def __next__(self) -> Any:
+        if ALONE.is_here():  # to enter once more takes longer than to read a short sample
+            self.worker.tell()
+            return next(self._samples)
         with self.worker:
             return next(self._samples)
 
     def state(self) -> Any:
         """The state of the dataset, or else of the iterator; None: there is none."""
-        for holder in () if self._lossy else (self._dataset, self._samples):
-            if names := _names(holder):
-                with self.worker:
-                    return getattr(holder, names[0])()
-        return None
+        if self._save is None:
+            return None
+        with self.worker:
+            return self._save()
 
 
 def _names(holder: Any) -> tuple[str, ...]:

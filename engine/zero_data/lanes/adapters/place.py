@@ -22,8 +22,58 @@ from zero_data.global_batch import mix
 
 _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1"}
 _ALONE = {"get_rank": 0, "get_world_size": 1}
-_FREE = threading.RLock()
-"""Of what a reading thread replaces."""
+
+
+class _Alone:
+    """A context in which this thread is told that there is one rank; it may be entered again.
+
+    `get_worker_info()` answers afterwards as before.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.RLock()
+        self._thread = 0
+        self._before: list[Any] = []
+        """What `get_worker_info()` has answered, each time that it was entered."""
+        self._environment: dict[str, str] = {}
+        self._of_torch: dict[str, Callable[..., int] | None] = {}
+
+    def __enter__(self) -> None:
+        self._free.acquire()
+        self._before.append(torch_worker._worker_info)
+        if len(self._before) > 1:
+            return
+        self._thread = threading.get_ident()
+        for name, alone in _ALONE.items():
+            self._of_torch[name] = original = getattr(torch.distributed, name, None)
+            setattr(torch.distributed, name, self._answer(original, alone))
+        self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        for variable in self._environment:
+            os.environ[variable] = _ENVIRONMENT[variable]
+
+    def __exit__(self, *_: object) -> None:
+        torch_worker._worker_info = self._before.pop()
+        if not self._before:
+            self._thread = 0
+            os.environ.update(self._environment)
+            for name, original in self._of_torch.items():
+                setattr(torch.distributed, name, original)
+        self._free.release()
+
+    def is_here(self) -> bool:
+        """Whether this thread is within."""
+        return self._thread == threading.get_ident()
+
+    def _answer(self, original: Callable[..., int] | None, alone: int) -> Callable[..., int]:
+        def answer(*args: Any, **kwargs: Any) -> int:
+            if original is None or self.is_here():
+                return alone
+            return original(*args, **kwargs)
+
+        return answer
+
+
+ALONE = _Alone()
 
 
 class Worker:
@@ -39,13 +89,6 @@ class Worker:
         self.dataset: Any = None
         self.asked = False
         self._told: Any = None if alone else self
-        self._thread = 0
-        self._before: Any = None
-        self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        self._of_torch = [(name, getattr(torch.distributed, name, None)) for name in _ALONE]
-        self._answers = {
-            name: self._answer(original, _ALONE[name]) for name, original in self._of_torch
-        }
 
     @property
     def id(self) -> int:
@@ -60,30 +103,15 @@ class Worker:
         return self.workers
 
     def __enter__(self) -> None:
-        # Each sample is read within: this takes a few microseconds, a generator would take ten.
-        _FREE.acquire()
-        self._thread = threading.get_ident()
-        self._before, torch_worker._worker_info = torch_worker._worker_info, self._told
-        for name, answer in self._answers.items():
-            setattr(torch.distributed, name, answer)
-        for variable in self._environment:
-            os.environ[variable] = _ENVIRONMENT[variable]
+        ALONE.__enter__()
+        self.tell()
 
     def __exit__(self, *_: object) -> None:
-        if self._environment:
-            os.environ.update(self._environment)
-        for name, original in self._of_torch:
-            setattr(torch.distributed, name, original)
-        torch_worker._worker_info = self._before
-        _FREE.release()
+        ALONE.__exit__()
 
-    def _answer(self, original: Callable[..., int] | None, alone: int) -> Callable[..., int]:
-        def answer(*args: Any, **kwargs: Any) -> int:
-            if original is None or threading.get_ident() == self._thread:
-                return alone
-            return original(*args, **kwargs)
-
-        return answer
+    def tell(self) -> None:
+        """Let `get_worker_info()` answer this one, until `ALONE` is left."""
+        torch_worker._worker_info = self._told
 
 
 def seed_process(seed: int) -> None:
@@ -98,18 +126,25 @@ _GENERATOR = np.random.MT19937()
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of torch on the CPU, Python and numpy from a seed; afterwards as before.
+def kept() -> Iterator[None]:
+    """Random numbers of torch on the CPU, Python and numpy are afterwards as before.
 
     A normal number of which numpy has drawn two, and given one, is drawn anew.
     """
     numpy: Any = np.random  # exports more than its types say
     before = torch.random.get_rng_state(), random.getstate(), numpy.get_bit_generator()
     numpy.set_bit_generator(_GENERATOR)
-    seed_process(seed)
     try:
         yield
     finally:
         torch.random.set_rng_state(before[0])
         random.setstate(before[1])
         numpy.set_bit_generator(before[2])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The same, and meanwhile they come from a seed."""
+    with kept():
+        seed_process(seed)
+        yield
