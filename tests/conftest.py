@@ -18,6 +18,7 @@ from tests.support.cluster import run_alone
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.memory_store import MemoryStore
 from tests.support.s3_server import S3Server, s3_server
+from tests.support.world import WorldPool
 from zero_engine.observe.reporting import LOGGERS
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Delete, KeyValueStore
@@ -58,6 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = not any("::" in argument for argument in config.args)
     if whole and (outside := [test for test, found in inside.items() if not found]):
         raise pytest.UsageError(f"no case lies in the corners of {', '.join(outside)}")
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[WorldPool]:
+    """Worlds of any number of ranks, of which five are there from the begin."""
+    pool = WorldPool(5)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True)

@@ -281,17 +281,18 @@ class OfStockTorch(Training):
         fp16 = recipe.precision == "fp16"
         elastic = {"seed": recipe.seed, **recipe.sections.get("elastic", {})}
         samples = recipe.data()
-        shuffle = None if reads_lanes(samples) else True
+        if not isinstance(samples, DataLoader):
+            samples = DataLoader(
+                samples,
+                batch_size=2,
+                shuffle=None if reads_lanes(samples) else True,
+                collate_fn=recipe.collate,
+                num_workers=recipe.workers,
+            )
         self.session = self.run = zero_torch.protect(
             self.model,
             self.optimizer,
-            DataLoader(
-                samples,
-                batch_size=2,
-                shuffle=shuffle,
-                collate_fn=recipe.collate,
-                num_workers=recipe.workers,
-            ),
+            samples,
             microbatches=MICROBATCHES,
             scheduler=self.scheduler,
             scaler=torch.amp.GradScaler("cpu", SCALE) if fp16 else None,
