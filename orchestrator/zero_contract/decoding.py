@@ -14,6 +14,7 @@ import dataclasses
 import json
 import re
 import sys
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ def decode(
     """
     try:
         found = parse(data) if isinstance(data, bytes | str) else data
+        _prepare(kind)
         if isinstance(kind, type):
             return msgspec.convert(found, kind, str_keys=True)
         value: T = msgspec.convert({"": found}, _holder(kind)).value
@@ -83,6 +85,23 @@ def decode(
     except ValueError as wrong:
         problem = f"is not JSON: {str(wrong)[: 2 * _SHOWN]}"
     raise error("; ".join([f"{what}: {problem}", *([remedy] if remedy else [])]))
+
+
+_prepared: set[type[Any] | UnionType] = set()
+_preparing = threading.RLock()
+
+
+def _prepare(kind: type[Any] | UnionType) -> None:
+    """Let msgspec learn a type, on one thread at a time.
+
+    It keeps what it knows of a class in that class, from before it knows all of it (types may be
+    recursive): another thread that decodes it then crashes the process. Of what it knows already,
+    any number of threads may decode.
+    """
+    if kind not in _prepared:
+        with _preparing:
+            msgspec.json.Decoder(kind if isinstance(kind, type) else _holder(kind))
+            _prepared.add(kind)
 
 
 @lru_cache(maxsize=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import zlib
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -87,3 +89,29 @@ def test_what_was_packed_small_is_not_unpacked_into_all_memory():
     for damaged, limit in ((packed, (1 << 24) - 1), (packed[:-4], 1 << 24), (b"{}", 99)):
         with pytest.raises(ValueError, match=r"bytes|check"):
             inflate(damaged, limit)
+
+
+AT_ONCE = """
+import dataclasses, sys, threading
+from zero_contract.decoding import decode
+sys.setswitchinterval(1e-6)
+FIELDS = [(f"f{n}", "int | None", dataclasses.field(default=None)) for n in range(20)]
+for _ in range(100):
+    inner = dataclasses.make_dataclass("Inner", FIELDS)
+    kind = dataclasses.make_dataclass("Kind", [("inner", inner), *FIELDS])
+    gate = threading.Barrier(4)
+    def first():
+        gate.wait()
+        assert decode(kind, '{"inner": {"f1": 3}}', "a record").inner.f1 == 3
+    threads = [threading.Thread(target=first) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_that_are_the_first_to_decode_a_type_do_not_crash_the_process():
+    """msgspec 0.22 shows them a class of which it does not know all: a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
