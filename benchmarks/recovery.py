@@ -2,6 +2,7 @@
 
     python benchmarks/recovery.py --trials 5
     python benchmarks/recovery.py --cases join,drain
+    python benchmarks/recovery.py --launchers zero-agent,zero-agent-3    # etcd with 3 members
 
 Two nodes with one worker each run `recovery_worker.py`, a plain script: what is measured is the
 launcher alone, no engine and no checkpoint. Launchers take turns within each trial; medians and
@@ -35,11 +36,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rendezvous import serving
 from rich.console import Console
 from rich.table import Table
 
 from zero_agent.etcd.etcd_process import free_port
-from zero_agent.etcd.local_etcd import private_server
 from zero_agent.node.process_control import children
 
 HERE = Path(__file__).resolve().parent
@@ -60,6 +61,8 @@ class Launcher:
     """How long gloo waits for a silent peer."""
     victim: int
     """The node that can be killed; 0 hosts torchrun's store."""
+    members: int = 1
+    """Of etcd."""
 
 
 def zero_agent(node: int, etcd: str, job: str, port: int) -> Sequence[str]:
@@ -84,6 +87,7 @@ def torchrun(conf: str) -> Callable[[int, str, str, int], Sequence[str]]:
 
 LAUNCHERS = {
     "zero-agent": Launcher("zero-agent", zero_agent, 600, victim=0),
+    "zero-agent-3": Launcher("zero-agent, 3 members", zero_agent, 600, victim=0, members=3),
     "torchrun-tuned": Launcher("torchrun, tuned", torchrun(f",{TUNED}"), 5, victim=1),
     "torchrun": Launcher("torchrun, defaults", torchrun(""), 1800, victim=1),
 }
@@ -250,16 +254,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--launchers", default=",".join(LAUNCHERS))
+    parser.add_argument("--launchers", default="zero-agent,torchrun-tuned,torchrun")
     args = parser.parse_args()
     chosen = [LAUNCHERS[name] for name in args.launchers.split(",")]
     cases = args.cases.split(",")
     found: dict[tuple[str, str], list[float | None]] = {}
-    with private_server() as etcd:
+    with contextlib.ExitStack() as made:
+        directory = made.enter_context(tempfile.TemporaryDirectory(prefix="recovery-etcd-"))
+        etcd = {
+            count: made.enter_context(serving(Path(directory, str(count)), count))
+            for count in sorted({launcher.members for launcher in chosen})
+        }
         for number in range(args.trials):
             for case in cases:
                 for launcher in chosen:
-                    seconds = trial(launcher, case, etcd)
+                    seconds = trial(launcher, case, etcd[launcher.members])
                     found.setdefault((launcher.name, case), []).append(seconds)
                     print(f"trial {number + 1}: {launcher.name}, {case}: {seconds}", flush=True)
     show(chosen, cases, found)

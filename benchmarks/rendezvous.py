@@ -3,9 +3,9 @@
     python benchmarks/rendezvous.py --sizes 16,64,256,1000,2000 --trials 3
 
 Each agent is a `Rendezvous` with a lease, a node and watches of its own, against a cluster of
-three etcd servers on this machine; `rendezvous_agents.py` runs up to 100 of them in a process, on
-one connection; the three that see the whole job have a process each. Their workers are imaginary:
-they start at once and are gone at once. Measured:
+three etcd servers on this machine, or `--members=3,1` in turn; `rendezvous_agents.py` runs up to
+100 of them in a process, on one connection; the three that see the whole job have a process each.
+Their workers are imaginary: they start at once and are gone at once. Measured:
 
 - join: all but one agent wait. From the last one's first call to the moment when every agent
   knows its place in the round and where the round's TCPStore listens (p50, p99 and last agent).
@@ -67,14 +67,14 @@ class Trial:
 
 
 @contextlib.contextmanager
-def three_members(directory: Path) -> Iterator[str]:
-    """A cluster that serves; its endpoints."""
+def serving(directory: Path, count: int) -> Iterator[str]:
+    """A cluster of so many members; its endpoints."""
     directory.mkdir()
     members = [
         Member(
             name=f"m{i}", data=directory / f"m{i}", client_port=free_port(), peer_port=free_port()
         )
-        for i in range(3)
+        for i in range(count)
     ]
     peers = ",".join(f"{member.name}={member.peer_url}" for member in members)
     with contextlib.ExitStack() as stack:
@@ -232,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default="16,64,256,1000")
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--members", default="3", help="of etcd; several numbers: in turn")
     parser.add_argument("--c10d-up-to", type=int, default=64, help="agents; 0: not at all")
     parser.add_argument("--logins", action="store_true", help="measure logins alone")
     parser.add_argument("--bcrypt-cost", type=int, default=10, help="of passwords (etcd's is 10)")
@@ -242,16 +243,19 @@ def main() -> None:
         return
     table = Table(*COLUMNS, title="seconds: median (range); counts for each agent in one round")
     for count in map(int, args.sizes.split(",")):
-        trials, peers = [], []
+        sizes, peers = list(map(int, args.members.split(","))), []
+        found: dict[int, list[Trial]] = {members: [] for members in sizes}
         with tempfile.TemporaryDirectory(prefix="rendezvous-") as name:
             for number in range(args.trials):
-                with three_members(Path(name) / str(number)) as endpoints:
-                    trials.append(trial(endpoints, count))
-                print(f"{count} agents: {row('', trials[-1:])}", flush=True)
+                for members, trials in found.items():
+                    with serving(Path(name, f"{number}-{members}"), members) as endpoints:
+                        trials.append(trial(endpoints, count))
+                    print(f"{count} agents, {members}: {row('', trials[-1:])}", flush=True)
                 if count <= args.c10d_up_to:
                     peers.append(c10d_join(count))
                     print(f"c10d, {count} handlers: {peers[-1]:.2f}", flush=True)
-        table.add_row(*row(str(count), trials))
+        for members, trials in found.items():
+            table.add_row(*row(f"{count}, {members} members", trials))
         if peers:
             last = f"{statistics.median(peers):.2f} ({min(peers):.2f}-{max(peers):.2f})"
             table.add_row(f"{count}, c10d", "", "", last)

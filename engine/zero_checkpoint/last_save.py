@@ -288,8 +288,8 @@ class LastSave:
         request, attempt = written.request, written.attempt
         assert attempt is not None
         samples = attempt.manifest.meta["engine"]["samples"]
-        where = str(written.directory)
-        fence = self._link.fence(request.step, request.tag, samples, written=where)
+        where, root = str(written.directory), str(request.root.resolve())
+        fence = self._link.fence(request.step, request.tag, samples, written=where, root=root)
         return publish_or_withdraw(attempt, fence)
 
     def _warn(self, text: str) -> None:

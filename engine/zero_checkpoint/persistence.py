@@ -138,7 +138,13 @@ class Persistence:
             problem=problem,
             step=step,
             tag=tag,
-            fence=self._link.fence(step, tag, self.training.cursor.samples, last=leaving),
+            fence=self._link.fence(
+                step,
+                tag,
+                self.training.cursor.samples,
+                last=leaving,
+                root=str(self._memory_root.resolve()),
+            ),
         )
         saved = self._save(request, waits=waits)
         script.saved_step = step

@@ -99,6 +99,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "it.",
             worker.ENV_ROUND: "Number of the round.",
             worker.ENV_FENCE: "Fence of the round: a commit of an older round is refused.",
+            worker.ENV_STORE: "Id of the job's etcd: once a new one has followed it, a commit is "
+            "refused.",
             worker.ENV_COMMITTED: "Newest committed step when the round began.",
             worker.ENV_SOCKET: "Unix socket of the agent.",
             worker.ENV_HEARTBEAT: "File that zero_agent.heartbeat() touches.",

@@ -29,6 +29,7 @@ ENV_NODE = "ZERO_NODE"
 ENV_RUN = "ZERO_RUN"
 ENV_ROUND = "ZERO_ROUND"
 ENV_FENCE = "ZERO_FENCE"
+ENV_STORE = "ZERO_STORE"
 ENV_COMMITTED = "ZERO_COMMITTED_STEP"
 ENV_SOCKET = "ZERO_AGENT_SOCKET"
 ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
@@ -244,6 +245,8 @@ class CommitRequest(_Message, frozen=True, kw_only=True):
     """The worker's round: only the fence of that round counts. 0: the worker does not say."""
     written: str = ""
     """Where its files are, if the script ends with it and waits for etcd."""
+    root: str = ""
+    """Where the job's checkpoints are, if it is one of those on disk."""
 
 
 class PeerMemoryRequest(_Message, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ from zero_contract.clock import Stopwatch, SystemClock
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import named_as_set
-from zero_orchestrator.errors import SpecMismatch, StoreError
+from zero_orchestrator.errors import SpecMismatch, StoreError, StoreReplaced
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.runs import command_name, current_run, standing_run
 from zero_orchestrator.observe.goodput import Use
@@ -161,17 +161,40 @@ def _meet(
             config = dataclasses.replace(config, show_store=proxy.show_store)
         if args.node_id or config.spec.max_nodes > 1:
             _sign_lines(config.node_id, config.streams.format)
-        with access.store() as store:
-            if way is Way.NAMED:
-                _await_etcd(args, access, store, numbers)
-            # Not before etcd answers: until its name resolves, the route to it is unknown.
-            address = config.address or address_towards(access.first)
-            config = dataclasses.replace(config, address=address)
-            try:
+        part = partial(_take_part, numbers=numbers, came=came, world=world, health=health)
+        try:
+            return _in_store(args, way, access, config, seat, numbers, part)
+        finally:  # the rest is short, and no signal may change the exit code any more
+            signals.ignore(numbers)
+
+
+def _in_store(
+    args: argparse.Namespace,
+    way: Way,
+    access: Access,
+    config: AgentConfig,
+    seat: Seat | None,
+    numbers: Sequence[signal.Signals],
+    take_part: Callable[[AgentConfig, EtcdStore, MemberKeeper | None], int],
+) -> int:
+    """Take part in the job at its etcd, and in those that follow it if it is lost for good."""
+    while True:
+        keeper: MemberKeeper | None = None
+        try:
+            with access.store() as store:
+                if way is Way.NAMED:
+                    _await_etcd(args, access, store, numbers)
+                # Not before etcd answers: until its name resolves, the route to it is unknown.
+                address = config.address or address_towards(access.first)
+                config = dataclasses.replace(config, address=address)
                 with _keeper(seat, store, config) as keeper:
-                    return _take_part(config, store, numbers, came, world, health, keeper)
-            finally:  # the rest is short, and no signal may change the exit code any more
-                signals.ignore(numbers)
+                    code = take_part(config, store, keeper)
+                    signals.ignore(numbers)
+                    return code
+        except (AgentFailed, StoreReplaced) as error:
+            if keeper is None:
+                raise
+            access = dataclasses.replace(access, endpoints=_go_on(keeper, access, error))
 
 
 @contextlib.contextmanager
@@ -259,10 +282,26 @@ def _keeper(
         yield keeper
 
 
+def _go_on(keeper: MemberKeeper, access: Access, error: AgentFailed | StoreReplaced) -> str:
+    """The endpoints of the store with which the job goes on, after the loss of its own.
+
+    Raises:
+        AgentFailed, StoreError: The job does not go on from here.
+    """
+    silent = isinstance(error, AgentFailed)
+    if isinstance(error, AgentFailed) and error.code != AgentExit.NO_STORE:
+        raise error
+    log.warning("%s", error)
+    try:
+        return keeper.go_on(access, begins=silent)
+    except ZeroError as why:
+        raise AgentFailed(AgentExit.NO_STORE, f"{error}; {why}") from why
+
+
 def _serve(keeper: MemberKeeper | None, agent: Agent, config: AgentConfig, job: str) -> None:
     """Keep this node's member of the job's own etcd, if it has one, while the agent runs."""
     if keeper is not None:
-        agent.holds = keeper.holds
+        agent.holds, agent.replaced = keeper.holds, keeper.replaced
         host = config.advertised or config.address
         keeper.serve(job, host, config.address, agent.tell_of_member)
 
@@ -302,11 +341,12 @@ def _runs_elsewhere(store: KeyValueStore, job: str | None, name: str) -> bool:
 def _take_part(
     config: AgentConfig,
     store: EtcdStore,
+    keeper: MemberKeeper | None,
+    *,
     numbers: Sequence[signal.Signals],
     came: Sequence[int],
     world: Static | None,
     health: Health | None,
-    keeper: MemberKeeper | None,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
     on_unhealthy = health.waits if health is not None else lambda why: None

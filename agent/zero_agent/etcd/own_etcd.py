@@ -23,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zero_agent.etcd import signs
 from zero_agent.etcd.etcd_access import OPEN, Joining
-from zero_agent.etcd.etcd_process import LOOPBACK, EtcdProcess, FoundEtcd, Member, probe
+from zero_agent.etcd.etcd_process import LOOPBACK, EtcdProcess, FoundEtcd, Member, is_healthy, probe
 from zero_agent.etcd.local_etcd import SharedDirectory
 from zero_agent.node.network import first_free, is_local
 from zero_agent.node.scratch import Scratch
@@ -41,6 +42,8 @@ DEFAULT_PORT = 29400
 STALE_S = 24 * 3600.0
 """The data of a job that was killed stay for so long."""
 _PROBES = 16
+_DATA = ("data", "member")
+"""What is here of a member."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,12 @@ class Seat:
     """Whether the store was to begin on this machine, where people look for it."""
     ended: bool = False
     """The job is over: nobody needs the data any more."""
+    store: str = ""
+    """The id of the store; empty: it is not known yet, or nothing was published through it."""
+    root: str = ""
+    """Where the checkpoints are."""
+    news: str = ""
+    """What the next keeper of this seat's member has to tell."""
     process: EtcdProcess | None = None
     _made: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -138,6 +147,80 @@ class Seat:
         if new != self.known:
             self.known = new
             _replace(self.directory / "endpoints", encode(list(endpoints)))
+
+    def note(self, store: str, root: str) -> None:
+        """Note the store and where its checkpoints are: a new one would be announced there."""
+        if (store, root) != (self.store, self.root):
+            self.store, self.root = store, root
+            _replace(self.directory / "store", encode([store, root]))
+
+    def follow(self, endpoints: str, store: str) -> None:
+        """The job goes on with another store; the data of the old one are not needed any more."""
+        self.known = ()
+        self.learn(endpoints.split(","))
+        self.note(store, self.root)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def follow_heir(self) -> bool:
+        """Go where other nodes have begun a new store, while this agent was away; whether so."""
+        self._put_back()  # a new store of this node, which was killed before it was the heir
+        noted = decode(list[str], _read(self.directory / "store") or "[]", "store", SpecError)
+        if len(noted) != 2:
+            return False
+        self.store, self.root = noted
+        if (heir := signs.newest_heir(self.root, self.store)) is None:
+            return False
+        self.wipe()
+        if not any(is_healthy(each, self.joining.tls) for each in heir.endpoint.split(",")):
+            (self.directory / "store").unlink()  # of a job that was killed, as far as one can know
+            return False
+        log.info("node %s has begun a new store of this job at %s", heir.node, heir.endpoint)
+        self.follow(heir.endpoint, heir.store)
+        return True
+
+    @contextlib.contextmanager
+    def beginning_anew(self, name: str, host: str, address: str) -> Iterator[Member]:
+        """Begin a new store with this member; without `follow`, the data of the old one come back.
+
+        Args:
+            name: Of this node.
+            host: By which the others reach this machine.
+            address: On which it listens.
+
+        Raises:
+            SpecError: No etcd is installed.
+            StoreUnavailable: The server does not start; with the end of its log.
+        """
+        self.stop()
+        self._aside.mkdir(exist_ok=True)
+        for each in _DATA:
+            with contextlib.suppress(FileNotFoundError):
+                (self.directory / each).rename(self._aside / each)
+        try:
+            addresses = [] if address == LOOPBACK else [address]
+            port = split_host_port(self.known[-1])[1]
+            self._start(
+                self._place(name, host, addresses, port if _is_free(port, addresses) else 0)
+            )
+            assert self.process is not None
+            self.process.wait_healthy()
+            yield self.process.member
+        finally:
+            if self._aside.exists():
+                self.stop()
+                self._put_back()
+
+    @property
+    def _aside(self) -> Path:
+        return self.directory / "before"
+
+    def _put_back(self) -> None:
+        if self._aside.exists():
+            self.wipe()
+            for each in _DATA:
+                with contextlib.suppress(FileNotFoundError):
+                    (self._aside / each).rename(self.directory / each)
+            self._aside.rmdir()
 
     def begin(self, at: Endpoint, name: str) -> None:
         """Begin a new store with this member.
@@ -203,7 +286,8 @@ class Seat:
         self.stop()
         if self.ended:
             self.wipe()
-            (self.directory / "endpoints").unlink(missing_ok=True)
+            for each in ("endpoints", "store"):
+                (self.directory / each).unlink(missing_ok=True)
 
     def _place(self, name: str, host: str, addresses: Sequence[str], port: int) -> Place:
         return Place(
@@ -289,6 +373,9 @@ def own_server(
             is_first=is_local(first.host),
         )
         made.callback(seat.close)
+        if seat.follow_heir():
+            yield seat
+            return
         if not seat.resume(node) and alone and seat.is_first and not seat.found():
             if probe(first.text, joining.tls) is not FoundEtcd.NOTHING:
                 raise SpecError(

@@ -18,7 +18,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from zero_agent.etcd import signs
+from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.etcd_process import is_healthy
+from zero_agent.etcd.new_store import Estate, Successor, estate_of
 from zero_agent.etcd.own_etcd import Seat
 from zero_contract.decoding import decode, encode
 from zero_contract.errors import ZeroError
@@ -42,6 +45,7 @@ from zero_orchestrator.store.members import (
     View,
     decide,
 )
+from zero_orchestrator.store.succession import BEAT_S
 
 if TYPE_CHECKING:  # its import begins gRPC's log, see `etcd_access`
     from zero_orchestrator.store.etcd.client import EtcdStore
@@ -99,7 +103,11 @@ class MemberKeeper:
         self._asked_s: float | None = None
         self._said = ""
         self._watching: Callable[[], None] = lambda: None
+        self._estate: Estate | None = None
+        self._replaced = ""
         self._thread = threading.Thread(target=self._run, name="members", daemon=True)
+        self._ending = threading.Event()
+        self._signs = threading.Thread(target=self._look_beside, name="signs", daemon=True)
 
     def serve(self, job: str, host: str, address: str, tell: Callable[[str], None]) -> None:
         """From now on keep the members for this job.
@@ -122,7 +130,36 @@ class MemberKeeper:
         self._watching = watch.cancel
         if self._thread.ident is None:
             self._thread.start()
+            self._signs.start()
+        if self._seat.news:
+            tell(self._seat.news)
+            self._seat.news = ""
         self._wake.set()
+
+    def replaced(self) -> str:
+        """Why this store is the job's no more; empty: it is."""
+        return self._replaced
+
+    def go_on(self, access: Access, *, begins: bool) -> str:
+        """The endpoints of the store with which the job goes on; after `close`.
+
+        Args:
+            access: The credentials of this agent.
+            begins: Whether this node may begin that store itself.
+
+        Raises:
+            StoreError, SpecError: As `Successor.go_on`.
+        """
+        return Successor(
+            seat=self._seat,
+            access=access,
+            keys=self._keys,
+            estate=self._estate if begins else None,
+            node=self._node,
+            host=self._host,
+            address=self._address,
+            say=lambda text: log.warning("%s", text),
+        ).go_on()
 
     def holds(self) -> str:
         """Why this node, which is told to leave, has to stay a moment; empty: it can go."""
@@ -164,6 +201,7 @@ class MemberKeeper:
     def close(self) -> None:
         """End the thread, and with it the member."""
         self._closed = True
+        self._ending.set()
         self._watching()
         self._wake.set()
         if self._thread.ident is not None:
@@ -189,6 +227,7 @@ class MemberKeeper:
 
     def _turn(self) -> float:
         """Do what is due; returns the seconds until the next look."""
+        self._read_estate()
         if self._seat.member is None:
             return self._without_member()
         self._tend()
@@ -198,6 +237,35 @@ class MemberKeeper:
         if change is not None:
             self._make_due_change()
         return LOOK_S + LOOK_PER_NODE_S * len(view.nodes)
+
+    def _read_estate(self) -> None:
+        """Keep what a new store would need; the one that has followed is not asked for it."""
+        with contextlib.suppress(StoreUnavailable):
+            found = estate_of(self._store, self._keys, self._estate)
+            if found is not None and (self._estate is None or self._estate.store == found.store):
+                self._estate = found
+                self._seat.note(found.store, found.published.root)
+
+    def _look_beside(self) -> None:
+        """Show beside the checkpoints that the store lives, and look there for one in its place.
+
+        On a thread of its own, which may hang as long as a file server does.
+        """
+        while not self._ending.wait(BEAT_S if self._seat.member is not None else REST_S):
+            store, root = self._seat.store, self._seat.root
+            if not root or "://" in root:
+                continue
+            if (heir := signs.newest_heir(root, store)) is not None:
+                self._replaced = f"node {heir.node} has begun a new store, at {heir.endpoint}"
+                return
+            if self._leads():
+                signs.show_life(root, store, self._view.endpoints)
+
+    def _leads(self) -> bool:
+        """Whether this node's member is the first of those that live; it has just had a quorum."""
+        alive = [one.node for one in self._view.voters if one.id not in self._view.gone_s]
+        fresh = time.monotonic() - self._looked_s < 2 * BEAT_S
+        return fresh and alive[:1] == [self._node]
 
     def _say(self, reason: str) -> None:
         if reason != self._said:

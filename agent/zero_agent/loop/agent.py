@@ -42,7 +42,7 @@ from zero_agent.node.strain import Strain, devices
 from zero_contract.clock import Clock
 from zero_contract.exit_codes import AgentExit
 from zero_contract.signing import Purpose, derive
-from zero_orchestrator.errors import StoreError, StoreFull, StoreUnavailable
+from zero_orchestrator.errors import StoreError, StoreFull, StoreReplaced, StoreUnavailable
 from zero_orchestrator.membership.job_state import ENDED, Failure, Node
 from zero_orchestrator.membership.moves import Wait
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -134,6 +134,8 @@ class Agent:
         self._log_limit = LogLimit(clock)
         self.holds: Callable[[], str] = lambda: ""
         """Says why this node, when it may leave, has to stay a moment; empty: it can go."""
+        self.replaced: Callable[[], str] = lambda: ""
+        """Says why this etcd is the job's no more; empty: it is."""
         self.took_part = False
         """This agent saw the job before its end."""
 
@@ -301,6 +303,7 @@ class Agent:
     def _joined(self) -> bool:
         """Register this node with the job; False if etcd is out of reach, or full."""
         self._turned_s = self._clock.now()
+        self._check_replaced()
         try:
             # In the first round all nodes import at the same time, and a node that has registered
             # is waited for. No later round stops, or waits, for a node that could not start its
@@ -321,6 +324,11 @@ class Agent:
         self._limits.store_answers(self._rdzv.snapshot.fence)
         return True
 
+    def _check_replaced(self) -> None:
+        """Raises StoreReplaced: the job goes on elsewhere, and what runs here publishes nothing."""
+        if why := self.replaced():
+            raise StoreReplaced(f"{why}: this node goes there, and its workers start again")
+
     def _store_fails(self, error: StoreError) -> None:
         """Go on without etcd, within the limits."""
         self._limits.store_fails(error)
@@ -332,6 +340,7 @@ class Agent:
     def _turn(self) -> int | None:
         """One turn of the loop; the exit code when it was the last."""
         self._turned_s = self._clock.now()
+        self._check_replaced()
         try:
             group = self._node_workers.group
             self._store_writes.run(self._rdzv, group.fence if group.state in BUSY else 0)

@@ -105,6 +105,7 @@ class StoreWrites:
                 digest=request.digest,
                 samples=request.samples,
                 in_memory=request.in_memory,
+                root=request.root,
             )
         except STORE_FAILS as error:
             # An etcd that is full answers everything else: log that from time to time.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.fragments import COLUMNS, Fragments
 from zero_checkpoint.format.pieces import TensorId, TensorInfo
 from zero_checkpoint.format.table import canonical, table_of, uncollected
+from zero_contract import beside
 
 FORMAT = 2
 """The format that this release writes, and the newest that it reads."""
@@ -35,10 +35,11 @@ MIN_READER = 2
 """The oldest format a reader must know to read what this release writes."""
 BLOCK_BYTES = 512 << 10
 """Default size of a block, the unit that is hashed, and verified on load."""
-MANIFEST = "MANIFEST.json"
+MANIFEST = beside.MANIFEST
 TOMBSTONE = b"removed\n"
 """In place of a manifest, in stores that cannot rename a directory: it is being deleted."""
-NAME = re.compile(r"step-(?P<step>\d{9,})\.g(?P<round>\d+)\.[0-9a-f]{4}")
+NAME = beside.NAME
+age = beside.age
 """The name of a checkpoint's directory, see `directory_name`."""
 ASIDE = "aside"
 """In the engine's record of a run, see `Manifest.is_aside`."""
@@ -104,12 +105,6 @@ class Manifest:
 def directory_name(step: int, round: int, nonce: str) -> str:
     """`step-000001200.g7.3fa9`; never reused, thanks to the nonce."""
     return f"step-{step:09d}.g{round}.{nonce}"
-
-
-def age(name: str) -> tuple[int, int]:
-    """(round, step) of a checkpoint's name, the newer the larger; (-1, -1) for any other name."""
-    found = NAME.fullmatch(name)
-    return (int(found["round"]), int(found["step"])) if found else (-1, -1)
 
 
 def file_name(rank: int) -> str:

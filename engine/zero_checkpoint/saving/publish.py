@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from zero_checkpoint.format.manifest import MANIFEST, NAME, FileRecord, Manifest
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.format.table import canonical, table_of, uncollected
 from zero_checkpoint.loading.candidates import LATEST
+from zero_contract import worker as contract
+from zero_contract.beside import heir_of
 from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
@@ -179,6 +182,7 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
     directory, disk = attempt.directory, attempt.disk
     if fence is not None:
         fence(attempt.digest)
+        _refuse_if_followed(directory.parent)
     final = directory / MANIFEST
     temporary = final.with_name(MANIFEST + _TEMPORARY)
     try:
@@ -190,6 +194,17 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
     except OSError as error:
         raise Unsure(error) from error
     _leave_hints(directory, attempt.manifest, disk)
+
+
+def _refuse_if_followed(root: Place) -> None:
+    """Refuse to publish what was granted by a store that is the job's no more.
+
+    Its quorum was lost, other nodes have begun a new store from the newest checkpoint in `root`,
+    and it came back (`zero_orchestrator.store.succession`).
+    """
+    store = os.environ.get(contract.ENV_STORE)
+    if store and (heir := root / heir_of(store)).exists():
+        raise CommitRefused(f"the job has a new store, which {heir} names")
 
 
 def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:

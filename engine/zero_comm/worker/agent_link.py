@@ -310,6 +310,7 @@ class AgentLink:
         in_memory: bool = False,
         patience_s: float = 0.0,
         written: str = "",
+        root: str = "",
     ) -> CommitReply:
         """Ask whether a checkpoint may be published; no reply in time is a refusal."""
         number = next(self._numbers)
@@ -323,6 +324,7 @@ class AgentLink:
             patience_s=patience_s,
             round=self.round,
             written=written,
+            root=root,
         )
         answer = self._ask(request, patience_s + timeout_s)
         if isinstance(answer, CommitReply):
@@ -368,6 +370,7 @@ class AgentLink:
         in_memory: bool = False,
         last: bool = False,
         written: str = "",
+        root: str = "",
     ) -> Callable[[str], None] | None:
         """A function to call with a manifest's digest before publishing it; None without an agent.
 
@@ -375,6 +378,7 @@ class AgentLink:
 
         `last`: the workers leave with this checkpoint, so it waits for etcd as long as they may.
         `written` says where its files are, if the script ends with it: it waits for etcd a while.
+        `root` is where the job's checkpoints are, if this is one of those on disk.
         """
         if not self.present:
             return None
@@ -391,6 +395,7 @@ class AgentLink:
                 in_memory=in_memory,
                 patience_s=patience_s,
                 written=written,
+                root=root,
             )
             if not reply.granted:
                 raise CommitRefused(

@@ -62,6 +62,8 @@ class Published(Record):
     samples: int = 0
     time: float = 0.0
     """When it was published, by the writer's wall clock: for people."""
+    root: str = ""
+    """The directory or URL of the job's checkpoints; empty: its writer has not said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +236,8 @@ class Snapshot:
     cause: str = ""
     fence: int = 0
     """mod_revision of the `round` key; 0 when there is none."""
+    store: str = ""
+    """The id of the etcd cluster in which the fence counts, hex; empty: there is one alone."""
     nodes: tuple[Node, ...] = ()
     """Live agents in order of arrival."""
     members: Members = NOBODY
@@ -399,6 +403,7 @@ def round_env(job: Snapshot, name: str, node: Node, secret: Secret, socket: str)
         worker.ENV_RUN: derive(secret, Purpose.RUN)[:16],
         worker.ENV_ROUND: job.n,
         worker.ENV_FENCE: job.fence,
+        worker.ENV_STORE: job.store,
         worker.ENV_COMMITTED: job.committed,
         worker.ENV_SOCKET: socket,
         worker.ENV_VOTE_KEY: derive(secret, Purpose.ROUND, str(job.n)),

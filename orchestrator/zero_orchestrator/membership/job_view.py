@@ -30,7 +30,7 @@ from zero_orchestrator.membership.job_state import Failure, Node, Snapshot, Stat
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import failures, parse
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range, Read
+from zero_orchestrator.store.kv import KeyValue, KeyValueStore, Range, Read, absent
 from zero_orchestrator.store.replica import Jump, Replica
 
 FIRST = 3
@@ -86,8 +86,10 @@ class JobView:
         self._store, self._keys, self._spec, self._id = store, keys, spec, node
         self._clock = clock
         self._on_change = on_change
-        first = self._store.range(self._keys.nodes, limit=FIRST).items  # a read of a few keys
-        is_first = self._keys.node(self._id) in [item.key for item in first]
+        first = self._store.range(self._keys.nodes, limit=FIRST)  # a read of a few keys
+        self.no_heir = absent(keys.heir(f"{first.cluster:x}"))
+        """The store is the one in which this view has begun, and not one that has followed it."""
+        is_first = self._keys.node(self._id) in [item.key for item in first.items]
         self._view: _FullView | _FollowerView = self._open(whole=is_first)
         self._job: Snapshot | None = None
         self._checked_s, self._pause_s = clock.now(), REREAD_S
@@ -254,7 +256,9 @@ class _FollowerView:
             round_state, orders, *_ = found
             own = (self._own,) if self._own is not None else ()
             items = (*round_state.items, *orders.items, *own, *self._reports)
-            job = parse(self._keys, Range(round_state.revision, items), self._spec)
+            job = parse(
+                self._keys, Range(round_state.revision, items, round_state.cluster), self._spec
+            )
             others = [m for m in job.members.nodes if m.id != self._id]
             if self._dead:
                 others = [m for m in others if (m.id, m.incarnation) not in self._dead]

@@ -24,6 +24,7 @@ Under `/zero/v1/<job>/` (all values JSON):
     store/members           where the voters of the job's own etcd are: HOST:PORT of each
     store/invited           the node that is to run one more member; deleted when it begins
     store/unable/<id>       why a node runs no member
+    store/heir/<id>         the store <id> was lost for good, and this one has followed it
     store/change            the node that changes the members at present; leased
 
 Each transition also writes its event, below `/zero/events/<job>/round/`.
@@ -120,9 +121,14 @@ class Keys:
         """A live agent."""
         return f"{self.prefix}nodes/{node}"
 
+    @property
+    def charges(self) -> str:
+        """What the keys of the charges start with."""
+        return f"{self.prefix}charged/"
+
     def charged(self, n: int) -> str:
         """The charge for round n."""
-        return f"{self.prefix}charged/{n}"
+        return f"{self.charges}{n}"
 
     def excluded(self, host: str) -> str:
         """The exclusion of a host."""
@@ -131,6 +137,10 @@ class Keys:
     def store_part(self, *parts: str) -> str:
         """What the agents tell each other of the job's own etcd."""
         return self.prefix + "/".join(("store", *parts))
+
+    def heir(self, store: str) -> str:
+        """That the store with this id was followed by the one that has this key."""
+        return self.store_part("heir", store)
 
     def aside(self, node: str) -> str:
         """That a node is set aside; every agent must know."""

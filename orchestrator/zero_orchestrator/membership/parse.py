@@ -65,6 +65,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         state=current.state,
         cause=current.cause,
         fence=head.mod_revision,
+        store=f"{found.cluster:x}" if found.cluster else "",
         nodes=nodes,
         members=_members(members.value) if members else NOBODY,
         master=master.value if master else None,

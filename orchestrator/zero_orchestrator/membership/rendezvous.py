@@ -310,16 +310,29 @@ class Rendezvous:
         self._seeing.distrust()
 
     def commit(
-        self, fence: int, *, step: int, tag: str, digest: str, samples: int, in_memory: bool = False
+        self,
+        fence: int,
+        *,
+        step: int,
+        tag: str,
+        digest: str,
+        samples: int,
+        in_memory: bool = False,
+        root: str = "",
     ) -> bool:
         """Publish a checkpoint; a stale worker, whose round is over, is refused by its fence.
+
+        The fence counts in one store: one that has followed it refuses whoever knows the old one.
 
         Raises:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.
         """
-        new = Published(step=step, tag=tag, digest=digest, samples=samples, time=time.time())
+        new = Published(
+            step=step, tag=tag, digest=digest, samples=samples, time=time.time(), root=root
+        )
         put = Put(self.keys.in_memory if in_memory else self.keys.latest, new.to_json())
-        return self._store.txn([unchanged(self.keys.round, fence)], [put]).succeeded
+        compares = [unchanged(self.keys.round, fence), self._seeing.no_heir]
+        return self._store.txn(compares, [put]).succeeded
 
     def close(self) -> None:
         """Leave: the other agents see it at once."""
@@ -363,6 +376,8 @@ class Rendezvous:
                 f"etcd has lost the data of job {self.keys.job}"
                 f"{', and has another job of this name' if held else ''}. {RESTART}"
             )
+        if (heir := self._store.get(self._seeing.no_heir.key)) is not None:
+            raise StoreReplaced(f"job {self.keys.job} has a new store: {heir.value}")
 
     # ---- moving on ----
 
@@ -405,7 +420,7 @@ class Rendezvous:
             self.keys, job, transition, lease, at_s=time.time(), took_s=took_s
         )
         event = Put(self.keys.told(job.fence, move), self._journal.line(move, reason, **facts))
-        done = self._store.txn(compares, [*writes, event])
+        done = self._store.txn([*compares, self._seeing.no_heir], [*writes, event])
         if done.succeeded:
             level = logging.INFO if transition.charge is None else logging.WARNING
             facts["revision"] = done.revision

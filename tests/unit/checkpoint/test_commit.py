@@ -31,6 +31,7 @@ from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_checkpoint.loading import ownership
 from zero_checkpoint.saving.commit import save
+from zero_contract.beside import heir_of
 from zero_contract.errors import CommitRefused
 from zero_contract.worker import ENV_RUN
 
@@ -341,6 +342,17 @@ def test_a_fence_that_refuses_leaves_no_manifest_and_no_files(old):
     assert [type(error) for error in errors] == [CommitRefused] * 3
     assert {str(error) for error in errors} == {"round 3 is over: round 4 began at revision 17"}
     assert len(digests) == 1
+    check_only_the_old_one(old, before)
+
+
+def test_nothing_is_published_through_a_store_that_another_one_has_followed(old, monkeypatch):
+    monkeypatch.setenv("ZERO_STORE", "1a2b")
+    before = names(old)
+    (old / heir_of("1a2b")).touch()
+    errors = save_all(old, adam_state(), 3, step=2, fence=lambda digest: None)
+    assert [type(error) for error in errors] == [CommitRefused] * 3
+    assert "the job has a new store" in str(errors[0])
+    (old / heir_of("1a2b")).unlink()
     check_only_the_old_one(old, before)
 
 

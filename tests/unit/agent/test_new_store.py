@@ -1,0 +1,137 @@
+"""What a new store begins with, and the file by which one node alone begins it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from tests.unit.orchestrator.test_rendezvous import Cluster
+from zero_agent.etcd import signs
+from zero_agent.etcd.new_store import estate_of, fill
+from zero_contract import beside
+from zero_orchestrator.membership.job_state import Failure, Published, State
+from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.store.succession import Checkpoint, Heir
+
+KEYS = Keys(Cluster.job)
+
+
+@pytest.fixture
+def lost():
+    """A job of three nodes in its second round, with a restart charged and a checkpoint."""
+    cluster = Cluster()
+    for name in "abc":
+        cluster.join(name)
+    cluster.settle()
+    cluster.agents["b"].report_failure(1, Failure(node="b", symptom=False, summary="broke"))
+    cluster.settle()
+    agent = cluster.agents["a"]
+    facts = {"step": 20, "tag": "t", "digest": "d", "samples": 640, "root": "/shared"}
+    assert agent.commit(agent.snapshot.fence, **facts)
+    return cluster
+
+
+def test_job_budget_and_step_go_on_in_a_new_store_and_the_ranks_keep_their_order(lost):
+    before = lost.view
+    estate = estate_of(lost.store.client(), KEYS, None)
+    lost.store = MemoryStore(lost.clock)
+    old = lost.agents
+    fill(lost.store.client(), KEYS, estate, lost=["1a"], last_round=7, cause="it was lost")
+    found = parse(KEYS, lost.store.client().range(KEYS.prefix), lost.spec)
+    assert (found.n, found.state, found.committed) == (7, State.FORMING, 20)
+    assert found.charged == before.charged
+    lost.agents = {}
+    for name in "ca":
+        lost.join(name, incarnation="2")
+    lost.settle()
+    assert (lost.view.n, lost.view.state, lost.view.charges) == (8, State.ACTIVE, 1)
+    assert lost.order() == "".join(each.id for each in before.members.nodes if each.id in "ac")
+    assert lost.agents["a"].secret == old["a"].secret, "checkpoints are of the same run"
+
+
+def test_a_store_that_follows_refuses_whoever_knows_the_fence_of_the_old_one(lost):
+    agent = lost.agents["a"]
+    fence = agent.snapshot.fence
+    facts = {"tag": "t", "digest": "d", "samples": 8}
+    assert agent.commit(fence, step=21, **facts)
+    lost.store.client().put(KEYS.heir("0"), "as if the revisions of both were the same")
+    assert not agent.commit(fence, step=22, **facts)
+
+
+def test_without_a_publication_there_is_nothing_to_go_on_from():
+    cluster = Cluster()
+    assert estate_of(cluster.store.client(), KEYS, None) is None
+    cluster.join("a")
+    cluster.settle()
+    assert estate_of(cluster.store.client(), KEYS, None) is None
+    cluster.store.client().put(KEYS.latest, Published(step=1).to_json())
+    assert estate_of(cluster.store.client(), KEYS, None).published.step == 1
+
+
+def test_a_host_that_is_excluded_for_a_while_stays_so_for_a_while():
+    clock = ManualClock()
+    store = MemoryStore(clock).client()
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.settle()
+    here = cluster.store.client()
+    here.put(KEYS.latest, Published(step=1).to_json())
+    here.put(KEYS.excluded("bad"), '{"host":"bad","why":"it fails","for_s":60}')
+    here.put(KEYS.excluded("worse"), '{"host":"worse","why":"it burns","for_s":0}')
+    fill(store, KEYS, estate_of(here, KEYS, None), lost=["0"], last_round=1, cause="")
+    hosts = lambda: [item.key for item in store.range(KEYS.excluded("")).items]  # noqa: E731
+    assert hosts() == [KEYS.excluded("bad"), KEYS.excluded("worse")]
+    clock.advance(61)
+    assert hosts() == [KEYS.excluded("worse")]
+
+
+def test_of_many_who_create_the_file_at_once_one_has(tmp_path):
+    heirs = [Heir(store=f"{n:x}", endpoint=f"h{n}:29400", node=f"n{n}") for n in range(16)]
+    gate, won = threading.Barrier(len(heirs)), []
+
+    def claim(heir):
+        gate.wait()
+        if signs.claim(str(tmp_path), "old", heir):
+            won.append(heir)
+
+    threads = [threading.Thread(target=claim, args=(heir,)) for heir in heirs]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert won == [signs.heir_of(str(tmp_path), "old")]
+    assert [path.name for path in tmp_path.iterdir()] == [beside.heir_of("old")]
+
+
+def test_the_heir_of_an_heir_is_found_where_it_serves_now(tmp_path):
+    root = str(tmp_path)
+    assert signs.newest_heir(root, "a") is None
+    assert signs.claim(root, "a", Heir(store="b", endpoint="h1:1", node="n1"))
+    assert signs.claim(root, "b", Heir(store="c", endpoint="h2:1", node="n2"))
+    assert signs.newest_heir(root, "a") == Heir(store="c", endpoint="h2:1", node="n2")
+    signs.show_life(root, "c", ("h3:1", "h4:1"))
+    assert signs.newest_heir(root, "a").endpoint == "h3:1,h4:1"
+
+
+def test_each_sign_of_life_is_another_one_and_a_full_disk_costs_nothing(tmp_path):
+    root = str(tmp_path)
+    assert signs.stamp(root, "a") is None
+    seen = set()
+    for _ in range(3):
+        signs.show_life(root, "a", ("h1:1",))
+        seen.add(signs.stamp(root, "a"))
+    assert len(seen) == 3
+    signs.show_life(f"{root}/gone", "a", ("h1:1",))
+
+
+def test_the_newest_checkpoint_is_that_of_the_newest_round_that_has_its_manifest(tmp_path):
+    assert signs.newest(str(tmp_path)) is None
+    for name in ("step-000000030.g2.aaaa", "step-000000025.g3.bbbb", "step-000000040.g9.cccc"):
+        (tmp_path / name).mkdir()
+        if "g9" not in name:
+            (tmp_path / name / beside.MANIFEST).touch()
+    assert signs.newest(str(tmp_path)) == Checkpoint(round=3, step=25)
