@@ -102,7 +102,9 @@ _NAMES = {
 def name_as_deepspeed(optimizer: torch.optim.Optimizer, config: Config) -> None:
     """Give an optimizer of the config the class that DeepSpeed would make: scripts ask for it."""
     made = config.optimizer
-    if made is not None and type(optimizer) in _NAMES and not made.params.get("torch_adam"):
+    if made is None or made.type.lower().startswith("mu"):  # those of muP are torch's there, too
+        return
+    if type(optimizer) in _NAMES and not made.params.get("torch_adam"):
         offloaded = config.zero_optimization.offload_optimizer.device != NONE
         optimizer.__class__ = _NAMES[type(optimizer)][offloaded]
         optimizer._patch_step_function()  # torch calls a script's hooks in the step of one class
