@@ -76,7 +76,7 @@ def test_torchtitan_is_exact_while_nodes_are_killed_and_join(
     job.start("a", "b", "c", **VARIABLES)
     job.wait_for_step(3, world=3, timeout_s=400)
     job.agents["c"].kill_node()
-    job.pace(5.0)  # a node needs longer to begin than these steps take
+    job.pace(20.0)  # a node needs longer to begin than these steps take
     job.wait_for_step(4, world=2, timeout_s=400)
     job.start("d", **VARIABLES)  # the others leave at the end of a step
     job.wait_for_step(5, world=3, timeout_s=400)
