@@ -65,7 +65,7 @@ def test_a_full_disk_costs_a_job_no_restart_and_the_end_is_that_of_an_undisturbe
 def test_a_last_save_that_waits_for_room_is_seen_to_wait_and_its_time_is_that_of_a_save(
     cluster, etcd_store, disk
 ):
-    """Not 'training', nor a step that is stuck: neither in the ledger nor in the lanes."""
+    """Not 'training', nor a step that is stuck: neither in the ledger nor in the timelines."""
     job = cluster(flags=("--nnodes=1", "--max-restarts=0"))
     job.start("a")
     job.wait_for_step(1, world=1)
@@ -76,16 +76,16 @@ def test_a_last_save_that_waits_for_room_is_seen_to_wait_and_its_time_is_that_of
         found = pictures.picture(pictures.read(etcd_store, job.job), now_s=time.time())
         return sum(
             (to_s or found["range"][1]) - from_s
-            for from_s, to_s, phase in found["lanes"][0]["spans"]
+            for from_s, to_s, phase in found["timelines"][0]["spans"]
             if phase == "saving"
         )
 
-    wait_for(lambda: waited_s() > 15.0, 150, "a save that waits in the lane of its node")
+    wait_for(lambda: waited_s() > 15.0, 150, "a save that waits in the timeline of its node")
     found = pictures.picture(pictures.read(etcd_store, job.job), now_s=time.time())
     (problem,) = found["problems"]
     assert (problem["kind"], problem["to_s"]) == ("saves fail", None)
     assert "; waiting for room, " in problem["text"]
-    assert "stuck" not in {phase for _, _, phase in found["lanes"][0]["spans"]}
+    assert "stuck" not in {phase for _, _, phase in found["timelines"][0]["spans"]}
     (disk / "somebody-else").unlink()
     job.wait_for_end()
     ended = status.read(etcd_store, job.job)

@@ -66,8 +66,10 @@ def test_the_report_of_62_nodes_has_all_of_them(own_etcd, tmp_path):
     env = {**environment(), "PET_RDZV_ENDPOINT": own_etcd.endpoint}
     subprocess.run(command, env=env, check=True, timeout=120)
     found = json.loads(path.read_text().partition('id="picture">')[2].partition("</script>")[0])
-    assert [lane["condition"] for lane in found["lanes"]] == ["running"] * 60 + ["spare"] * 2
-    assert {lane["host"].partition("-")[0] for lane in found["lanes"]} == {
+    assert [timeline["condition"] for timeline in found["timelines"]] == ["running"] * 60 + [
+        "spare"
+    ] * 2
+    assert {timeline["host"].partition("-")[0] for timeline in found["timelines"]} == {
         f"rack{number}" for number in range(1, 9)
     }
     assert [one["failures"] for one in found["recoveries"]] == [1, 0]

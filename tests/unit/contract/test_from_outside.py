@@ -59,7 +59,7 @@ from zero_orchestrator.membership.job_state import (
 )
 from zero_orchestrator.membership.records import LARGEST_BYTES
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.observe import events, history, lane, pace, queries, verdicts
+from zero_orchestrator.observe import events, history, pace, queries, timeline, verdicts
 from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValue
 from zero_torch.settings import read as read_settings
@@ -134,7 +134,7 @@ HISTORY = (
     .with_failure(4, "no space left", 5.0)
 )
 PLACE = Place(name="a", host="a.lan", addresses=("10.0.0.1",), client_port=2379, peer_port=2380)
-LANE = lane.Lane(until_s=9.0).begin(lane.Phase.STARTING, 1.0).begin(lane.Phase.TRAINING, 2.0)
+TIMELINE = timeline.Timeline(until_s=9.0).begin(timeline.Phase.STARTING, 1.0)
 CONFIG = {
     "train_batch_size": 32,
     "bf16": {"enabled": True},
@@ -190,7 +190,9 @@ FORMATS: dict[str, Format] = {
     ),
     "seen": Format(item(events.seen_s), (), ['{"time": 1.5}']),
     "ledger": Format(item(events.read_goodput), (), ['{"ns": {"idle": 3}, "time": 1.5}']),
-    "lane": Format(item(events.read_lane), (), [json.dumps({"lane": lane.to_record(LANE)})]),
+    "timeline": Format(
+        item(events.read_timeline), (), [json.dumps({"timeline": timeline.to_record(TIMELINE)})]
+    ),
     "history": Format(item(events.read_history), (), [json.dumps(history.to_record(HISTORY))]),
     "verdicts": Format(
         item(verdicts.from_item),
