@@ -63,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("back_end", "kind", "workers", "victims"), CASES, ids=str)
-@pytest.mark.corners(back_end=["ddp"], kind=["packed"])
+@pytest.mark.corners(back_end=["ddp"], kind=["no state"])
 def test_whoever_is_killed_every_sample_and_document_is_trained_as_if_nobody_were(
     cluster: Any, tmp_path: Path, back_end: str, kind: str, workers: int, victims: list[str]
 ) -> None:

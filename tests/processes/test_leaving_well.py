@@ -235,18 +235,9 @@ def test_who_is_started_again_on_the_machine_does_not_leave_again_for_the_same(t
 # ---- launchers ----
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("protect", "SIGTERM"),
-        *(
-            pytest.param(kind, name, marks=pytest.mark.full)
-            for kind in ("ranks", "protect", "engine")
-            for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM")
-            if (kind, name) != ("protect", "SIGTERM")
-        ),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ranks", "protect", "engine"])
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"])
 def test_under_torchrun_all_ranks_save_the_same_step_when_it_gets_a_signal(tmp_path, kind, name):
     """torchrun itself ends with 1, whatever its workers do, and starts none again."""
     job = Job(tmp_path, (*TORCHRUN, "--signals-to-handle=SIGHUP,SIGINT,SIGTERM,SIGUSR1"), kind, {})

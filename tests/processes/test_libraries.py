@@ -54,7 +54,7 @@ def check_ledger(directory: Path, data: str) -> None:
 
 @pytest.mark.parametrize("data", ["rows", "stream"])
 @pytest.mark.parametrize("library", OTHERS)
-@pytest.mark.corners(library=["lightning"], data=["rows"])
+@pytest.mark.full
 def test_a_killed_rank_costs_a_library_steps_and_no_bit(
     tmp_path: Path, expected: Any, library: str, data: str
 ) -> None:
