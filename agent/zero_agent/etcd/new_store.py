@@ -165,7 +165,8 @@ class Successor:
             elif found := self._begin(lost, seen, why):
                 return found
         raise StoreUnavailable(
-            "no new store was begun: nothing was published yet, so start the agents again"
+            "no new store was begun: this agent knows of no checkpoint (it learns of the first one "
+            "within 15 s), so start the agents again"
         )
 
     def _look(self, store: str) -> Seen:
