@@ -256,8 +256,10 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--launchers", default="zero-agent,torchrun-tuned,torchrun")
     args = parser.parse_args()
-    chosen = [LAUNCHERS[name] for name in args.launchers.split(",")]
-    cases = args.cases.split(",")
+    launchers, cases = args.launchers.split(","), args.cases.split(",")
+    for name in [*(set(launchers) - set(LAUNCHERS)), *(set(cases) - set(CASES))]:
+        parser.error(f"{name!r} is none of {', '.join([*LAUNCHERS, *CASES])}")
+    chosen = [LAUNCHERS[name] for name in launchers]
     found: dict[tuple[str, str], list[float | None]] = {}
     with contextlib.ExitStack() as made:
         directory = made.enter_context(tempfile.TemporaryDirectory(prefix="recovery-etcd-"))

@@ -228,22 +228,32 @@ def show_logins(sizes: Sequence[int], bcrypt_cost: int, at_once: int) -> None:
         )
 
 
+def in_turn(text: str) -> list[int]:
+    """The numbers, each 1 or more, of "3,1"; argparse says what is wrong."""
+    found = [int(each) for each in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", default="16,64,256,1000")
+    parser.add_argument("--sizes", type=in_turn, default="16,64,256,1000", help="agents, in turn")
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--members", default="3", help="of etcd; several numbers: in turn")
+    parser.add_argument(
+        "--members", type=in_turn, default="3", help="of etcd; several numbers: in turn"
+    )
     parser.add_argument("--c10d-up-to", type=int, default=64, help="agents; 0: not at all")
     parser.add_argument("--logins", action="store_true", help="measure logins alone")
     parser.add_argument("--bcrypt-cost", type=int, default=10, help="of passwords (etcd's is 10)")
     parser.add_argument("--at-once", type=int, default=0, help="log in so many at a time; 0: all")
     args = parser.parse_args()
     if args.logins:
-        show_logins(list(map(int, args.sizes.split(","))), args.bcrypt_cost, args.at_once)
+        show_logins(args.sizes, args.bcrypt_cost, args.at_once)
         return
     table = Table(*COLUMNS, title="seconds: median (range); counts for each agent in one round")
-    for count in map(int, args.sizes.split(",")):
-        sizes, peers = list(map(int, args.members.split(","))), []
+    for count in args.sizes:
+        sizes, peers = args.members, []
         found: dict[int, list[Trial]] = {members: [] for members in sizes}
         with tempfile.TemporaryDirectory(prefix="rendezvous-") as name:
             for number in range(args.trials):

@@ -23,7 +23,7 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches
-from zero_deepspeed.checkpoint.ds_to_universal import alias
+from zero_deepspeed.checkpoint.tags import alias
 from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
 from zero_deepspeed.profiling.flops_profiler import FlopsProfiler

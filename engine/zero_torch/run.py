@@ -324,8 +324,7 @@ class Run(Checkpoints):
         if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         with exit_on_peer_loss(self._link):
-            norm, weight = self._agree_on_norm(gradients)
-        self.grad_norm, factor = clipped(norm, weight, max_norm)
+            self.grad_norm, factor = clipped(*self._agree_on_norm(gradients), max_norm)
         self._multiply(factor)
         return self.grad_norm
 
@@ -593,11 +592,9 @@ class Run(Checkpoints):
         Raises:
             ZeroError: There is no micro-batch, or the optimizer has acted in it.
         """
-        if not self._belongs_to_this():
+        if not (self._belongs_to_this() and self._now().last):
             return False
-        last = self._now().last
-        if last:
-            self._phase.check(Move.STEP)
-            self._weigh_tokens()
-            self._take_back()
-        return last
+        self._phase.check(Move.STEP)
+        self._weigh_tokens()
+        self._take_back()
+        return True

@@ -6,20 +6,10 @@ python -m zero_deepspeed.checkpoint.ds_to_universal --input_folder DIR/TAG --out
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-__all__ = ["alias", "main"]
-
-
-def alias(load_dir: str | Path, tag: str | float | None) -> str | float | None:
-    """The tag that another one stands for since `main` was called; otherwise the same."""
-    link = Path(load_dir, str(tag))
-    if tag is None or not link.is_symlink():
-        return tag
-    meant = Path(os.readlink(link))
-    return meant.name if link.with_name(meant.name).is_symlink() else tag
+__all__ = ["main"]
 
 
 def main(args: argparse.Namespace | None = None) -> int:
