@@ -8,7 +8,7 @@ other; all other tensors keep their keys. What was saved under a key is loaded u
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,15 @@ class Saved:
     """Stored under `META`."""
 
 
-def name_all(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> Saved:
+def name_all(
+    tensors: Mapping[str, TensorInfo],
+    values: Mapping[str, Any],
+    paths: Mapping[str, Sequence[str | int]],
+) -> Saved:
     """Decide how a state is saved.
 
-    `values` are those of all keys but tensors, and of tensors without dimensions.
+    `values` are those of all keys but tensors, and of tensors without dimensions; `paths` those
+    that DCP's planner has flattened the state by, if it has.
     """
     reals = {k for k, i in tensors.items() if i.dtype.is_floating_point or i.dtype.is_complex}
     keys = [*tensors, *(key for key in values if key not in tensors)]
@@ -61,7 +66,7 @@ def name_all(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> Sa
         _log.info("saved for torch.distributed.checkpoint alone: %s", error)
         ids = {key: TensorId(PARAM, key) for key in tensors}
         others = {key: value for key, value in values.items() if key not in tensors}
-        return Saved(ids=ids, groups=[], step=None, meta=_meta("", None, others))
+        return Saved(ids=ids, groups=[], step=None, meta=_meta("", None, others, paths))
     model, optimizer = layout.model, layout.optimizer
     ids = {}
     for key, info in tensors.items():
@@ -83,7 +88,7 @@ def name_all(tensors: Mapping[str, TensorInfo], values: Mapping[str, Any]) -> Sa
         ids=ids,
         groups=Optimizer.read(rest, rest.__getitem__, optimizer).groups(params),
         step=counts.pop() if len(counts) == 1 else None,
-        meta=_meta(model, optimizer, rest),
+        meta=_meta(model, optimizer, rest, paths),
     )
 
 
@@ -100,9 +105,18 @@ def _of_optimizer(key: str, optimizer: str | None) -> TensorId | None:
     return TensorId(kind, name)
 
 
-def _meta(model: str, optimizer: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(
+    model: str,
+    optimizer: str | None,
+    values: Mapping[str, Any],
+    paths: Mapping[str, Sequence[str | int]],
+) -> dict[str, Any]:
     packed = {key: pack(value, key) for key, value in values.items()}
-    return {"model": model, "optimizer": optimizer, "values": packed}
+    return {"model": model, "optimizer": optimizer, "values": packed, "paths": dict(paths)}
+
+
+Path = tuple[str | int, ...]
+"""Where a value is in a nested state: the names and list positions, from the outermost one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,8 @@ class Stored:
 
     tensors: Mapping[str, TensorId]
     values: Mapping[str, Any]
+    paths: Mapping[str, Path]
+    """Of each key; DCP's `planner_data`, by which its converters nest a state again."""
 
 
 def keys_of(manifest: Manifest, model: str, optimizer: str) -> Stored:
@@ -124,24 +140,34 @@ def keys_of(manifest: Manifest, model: str, optimizer: str) -> Stored:
         return _of_structure(manifest)
     if meta is None:
         of_model, of_optimizer = (f"{key}." if key else "" for key in (model, optimizer))
-        values = _values(manifest.meta["engine"].get("groups", ()), of_optimizer)
+        values, paths = _values(manifest.meta["engine"].get("groups", ()), of_optimizer)
     else:
         of_model, of_optimizer = meta["model"], meta["optimizer"] or ""
-        values = unpack(meta["values"])
+        values, paths = unpack(meta["values"]), {}
     tensors = {}
     for tensor in manifest.tensors:
         match tensor.kind:
             case "param" | "buffer":
-                key = of_model + tensor.fqn
+                path = _below(of_model, tensor.fqn)
             case "other":
-                key = tensor.fqn
+                path = (tensor.fqn,)
             case kind:
-                key = f"{of_optimizer}{STATE}{tensor.fqn}.{kind}"
-        tensors[key] = tensor
+                path = _below(of_optimizer + STATE, tensor.fqn, kind)
+        key = ".".join(map(str, path))
+        tensors[key], paths[key] = tensor, path
     for other, name in manifest.aliases.items():
         if of_model + name in tensors:
             tensors[of_model + other] = tensors[of_model + name]
-    return Stored(tensors=tensors, values=values)
+            paths[of_model + other] = _below(of_model, other)
+    # A checkpoint of DCP says how its state was nested, if its writer knew.
+    paths |= {key: (key,) for key in values if key not in paths}
+    paths |= {key: tuple(path) for key, path in (meta or {}).get("paths", {}).items()}
+    return Stored(tensors=tensors, values=values, paths=paths)
+
+
+def _below(prefix: str, *names: str | int) -> Path:
+    """The path of names below a prefix, which ends with a dot if there is one."""
+    return (*prefix.split(".")[:-1], *names)
 
 
 def _of_structure(manifest: Manifest) -> Stored:
@@ -152,7 +178,7 @@ def _of_structure(manifest: Manifest) -> Stored:
         "",
         lambda value, _: placeholder if type(value) is client_state.Stored else value,
     )
-    flat, _ = flatten_state_dict(structure)
+    flat, paths = flatten_state_dict(structure)
     tensors = {tensor.fqn: tensor for tensor in manifest.tensors}
 
     def has_tensor(value: Any) -> bool:  # in a tuple, which DCP does not look into
@@ -163,12 +189,20 @@ def _of_structure(manifest: Manifest) -> Stored:
     return Stored(
         tensors={key: tensors[key] for key, value in flat.items() if value is placeholder},
         values={key: value for key, value in flat.items() if not has_tensor(value)},
+        paths=paths,
     )
 
 
-def _values(groups: Collection[Mapping[str, Any]], prefix: str) -> dict[str, Any]:
-    """The numbers and options of an optimizer under the keys of both forms of its state_dict."""
-    values: dict[str, Any] = {}
+def _values(
+    groups: Collection[Mapping[str, Any]], prefix: str
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The numbers and options of an optimizer under the keys of both forms of its state_dict.
+
+    Only those of the nested form have a path: a state that is nested again has one form, which
+    torch's optimizers take.
+    """
+    nested: dict[Path, Any] = {}
+    flattened: dict[str, Any] = {}
     for number, group in enumerate(groups):
         options = {
             **_KERNELS,
@@ -178,12 +212,12 @@ def _values(groups: Collection[Mapping[str, Any]], prefix: str) -> dict[str, Any
             },
         }
         names = [*group["params"], *group.get("frozen", ())]
-        values[f"{prefix}{GROUPS}{number}.params"] = names
-        owners = [str(number), *names]
-        values |= {f"{prefix}{GROUPS}{o}.{k}": v for o in owners for k, v in options.items()}
-        values |= {
-            f"{prefix}{STATE}{name}.{key}": number_from_json(value, torch.device("cpu"))
-            for name, numbers in numbers_of(group).items()
-            for key, value in numbers.items()
-        }
-    return values
+        for key, value in {"params": names, **options}.items():
+            nested[_below(prefix + GROUPS, number, key)] = value
+        flattened |= {f"{prefix}{GROUPS}{n}.{k}": v for n in names for k, v in options.items()}
+        for name, numbers in numbers_of(group).items():
+            for key, value in numbers.items():
+                number_of_state = number_from_json(value, torch.device("cpu"))
+                nested[_below(prefix + STATE, name, key)] = number_of_state
+    paths = {".".join(map(str, path)): path for path in nested}
+    return dict(zip(paths, nested.values(), strict=True)) | flattened, paths

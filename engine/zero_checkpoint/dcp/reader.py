@@ -103,7 +103,7 @@ class Reader(StorageReader):
                 records[key] = _record(TensorInfo(tuple(value.shape), value.dtype))
             else:
                 records[key] = BytesStorageMetadata()
-        return Metadata(records)
+        return Metadata(records, planner_data=dict(stored.paths))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -166,7 +166,7 @@ class _Filling:
         self._plan = plan
         self._planner = planner
         self._keys = keys
-        self._stored = Stored(tensors={}, values={})
+        self._stored = Stored(tensors={}, values={}, paths={})
         self._read: list[tuple[ReadItem, Tensor, Tensor]] = []
         """Each wanted box, and the memory that it is read into: itself, if its bytes are as
         they are stored."""

@@ -131,7 +131,7 @@ class Writer(StorageWriter):
             key: TensorInfo(tuple(shape), DTYPES[dtype])
             for key, (dtype, shape) in agreed["tensors"].items()
         }
-        saved = name_all(infos, unpack(agreed["values"]))
+        saved = name_all(infos, unpack(agreed["values"]), agreed["paths"])
         step = self._step_of(saved)
         state = State(
             tensors=TensorTable((tensor, infos[key]) for key, tensor in saved.ids.items()),
@@ -224,20 +224,29 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
         tensors = {key: [name_of(i.dtype), list(i.shape)] for key, i, _, _ in boxes}
     except Exception as error:
         return [], {"problem": f"{type(error).__name__}: {error}"}
-    return boxes, {"tensors": tensors, "values": values}
+    return boxes, {"tensors": tensors, "values": values, "paths": _paths(plan)}
+
+
+def _paths(plan: SavePlan) -> dict[str, list[str | int]]:
+    """Where the keys of a plan are in the state, if its planner has flattened that."""
+    known = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+    paths = {key: list(known[key]) for item in plan.items if (key := item.index.fqn) in known}
+    # What is no text or number would not come back as the same from JSON.
+    return {k: p for k, p in paths.items() if all(isinstance(part, str | int) for part in p)}
 
 
 def agree(votes: Sequence[Record | None]) -> Record:
     """The tensors and values of all ranks; a pure function of their votes.
 
-    A vote has "tensors", key -> dtype and shape, and "values", key -> packed value; or "problem".
-    It is None for a rank that did not answer.
+    A vote has "tensors", key -> dtype and shape, "values", key -> packed value, and "paths", key ->
+    its place in the state; or "problem". It is None for a rank that did not answer.
 
     Returns:
-        "tensors" and "values"; or "problem".
+        "tensors", "values" and "paths"; or "problem".
     """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
     for rank, vote in enumerate(votes):
         if vote is None:
             return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
@@ -248,4 +257,5 @@ def agree(votes: Sequence[Record | None]) -> Record:
                 here, there = (f"{dtype} {shape}" for dtype, shape in (known, tensors[key]))
                 return {"problem": f"{key} is {here} on rank {rank} and {there} on one before it"}
         values = {**vote["values"], **values}
-    return {"tensors": tensors, "values": values}
+        paths = {**vote["paths"], **paths}
+    return {"tensors": tensors, "values": values, "paths": paths}

@@ -14,7 +14,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import zero_checkpoint
 from zero_checkpoint.dcp import Reader, Writer
@@ -126,6 +129,57 @@ def test_a_checkpoint_of_dcp_has_the_names_and_kinds_of_the_engine(tmp_path: Pat
     assert set(group["params"]) == params
     assert group["hyperparameters"]["betas"] == [0.8, 0.9]
     assert group["state"]["step"] == {"tensor": 2.0, "dtype": "torch.float32", "shape": []}
+
+
+def nested(directory: Path, keys: set[str] | None = None) -> dict[str, Any]:
+    """What DCP's converters make of a checkpoint: they have no state to fill."""
+    state: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = _EmptyStateDictLoadPlanner(keys=keys)
+        _load_state_dict(state, Reader(directory), planner=planner, no_dist=True)
+    return state
+
+
+EXTRA = {"step": 7, "seen": [torch.tensor(12), {"a.b": torch.ones(2)}], "c.d": (1, "two")}
+PREFIXES = [("model", "optimizer"), ("app.net", "app.opt")]
+
+
+@pytest.mark.parametrize("names", PREFIXES)
+def test_converters_of_dcp_nest_a_state_as_it_was_saved(tmp_path: Path, names: Any) -> None:
+    model, optimizer = state_of(*made()).values()
+    state = {
+        names[0]: model,
+        "app": {names[1]: optimizer, "of ranks": {"0": 1, "1": 2}},
+        "train": EXTRA,
+    }
+    save(state, tmp_path / "saved", step=1)
+    assert same(nested(tmp_path / "saved"), state)
+    assert same(nested(tmp_path / "saved", {"train"}), {"train": EXTRA})
+
+
+def test_what_stock_pytorch_has_saved_dcp_nests_in_the_form_that_optimizers_take(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = made()
+    zero_checkpoint.save(tmp_path / "plain", state_of(model, optimizer), step=1)
+    assert same(nested(tmp_path / "plain"), state_of(model, optimizer))
+
+
+def test_an_exported_checkpoint_becomes_a_file_of_torch_as_dcp_converts_its_own(
+    tmp_path: Path,
+) -> None:
+    state = {**state_of(*made()), "train": EXTRA}
+    save(state, tmp_path / "saved", step=1)
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--to", "dcp"]) == 0
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "file.pt")
+    found = torch.load(tmp_path / "file.pt", weights_only=False)
+    assert same(found, state)
+    model, optimizer = made(1, 0)
+    set_state_dict(
+        model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+    )
+    assert same(state_of(model, optimizer), state_of(*made()))
 
 
 def test_the_directory_may_be_named_by_checkpoint_id(tmp_path: Path) -> None:

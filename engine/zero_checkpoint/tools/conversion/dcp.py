@@ -10,6 +10,7 @@ Must always hold: a tensor is used only if its chunks cover all of it.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import pathlib
@@ -213,6 +214,13 @@ class _Streamed(dcp.DefaultSavePlanner):
         self._checkpoint = checkpoint
         self._stored = stored
         self._progress = progress
+
+    def create_global_plan(
+        self, all_plans: list[dcp.SavePlan]
+    ) -> tuple[list[dcp.SavePlan], dcp.Metadata]:
+        """DCP's plan, with the places of the keys in the nested state that they are of."""
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data=dict(self._stored.paths))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """The tensor in the place of one without memory."""
