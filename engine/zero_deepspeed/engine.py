@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from zero_checkpoint.errors import CheckpointError
@@ -61,8 +61,17 @@ class DeepSpeedEngine(Engine):
     """The engine with DeepSpeed's arguments, getters and setters."""
 
     tput_timer = Epochs()
-    sparse_tensor_module_names: frozenset[str] = frozenset()
-    """Weights whose gradients travel as rows: none."""
+
+    def sparse_gradients_enabled(self) -> bool:
+        """Whether the config asks for them; gradients travel with their unit all the same."""
+        return bool(self.config.get("sparse_gradients"))
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The weights of embeddings, if the config asks for sparse gradients."""
+        kinds = nn.Embedding, nn.EmbeddingBag
+        named = self.module.named_modules() if self.sparse_gradients_enabled() else ()
+        return {f"{name}.weight" for name, module in named if isinstance(module, kinds)}
 
     @property
     def flops_profiler(self) -> FlopsProfiler:

@@ -159,6 +159,39 @@ def test_whatever_is_marked_trains_to_the_same_gradients(worlds: WorldPool) -> N
     assert all(each == first for each in others)
 
 
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 2, sparse=sparse)
+        self.parts = nn.ModuleList([nn.EmbeddingBag(4, 2, mode="sum", sparse=sparse)])
+        self.last = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.words(x).sum(1) + self.parts[0](x)).mean()
+
+
+def train_sparsely(_: None) -> list[Any]:
+    found = []
+    for stage, sparse, asked in ((0, False, False), (0, True, True), (3, True, True)):
+        torch.manual_seed(0)
+        engine, *_ = zero_deepspeed.initialize(
+            model=Words(sparse), config=config(stage, sparse_gradients=asked)
+        )
+        assert engine.sparse_gradients_enabled() is asked
+        names = {"words.weight", "parts.0.weight"} if asked else set()
+        assert engine.sparse_tensor_module_names == names
+        engine.backward(engine(torch.tensor([[0, 1], [3, 1]])))
+        found.append([safe_get_full_grad(p).tolist() for p in engine.module.parameters()])
+    return found
+
+
+def test_sparse_gradients_are_asked_for_by_name_and_are_those_of_dense_ones(
+    worlds: WorldPool,
+) -> None:
+    first, *others = one_result(worlds, train_sparsely, None, sizes=(2,))
+    assert all(each == first for each in others)
+
+
 # ---- config ----
 
 CONFIGS: dict[str, dict[str, Any]] = {
