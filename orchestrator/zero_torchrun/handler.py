@@ -35,6 +35,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -69,11 +70,26 @@ _POLL_S = 0.05
 _FINISH_S = 2.0
 
 
+@contextlib.contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Let an error end torchrun with its message: a traceback would show torchrun's own code.
+
+    Python prints a SystemExit so. It is the error that it was, too, for torchrun's own records and
+    for a program that calls torchrun's launcher as a function.
+    """
+    try:
+        yield
+    except (SpecError, RendezvousError) as error:
+        kind = type(error)
+        raise type(kind.__name__, (SystemExit, kind), {})(str(error)) from error
+
+
 def load() -> Any:
     """The entry point `torchrun.handlers`; returns the factory of handlers."""
     return create
 
 
+@_in_one_line()
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Make a handler from torchrun's parameters; nothing is sent before its first use.
 
@@ -184,6 +200,7 @@ class EtcdV3Handler(RendezvousHandler):
 
     # ---- torchrun's interface ----
 
+    @_in_one_line()
     def next_rendezvous(self) -> RendezvousInfo:
         """Leave the round of the workers that have just ended; wait for the next one.
 
@@ -211,6 +228,7 @@ class EtcdV3Handler(RendezvousHandler):
             "start more agents, or raise join_timeout in --rdzv-conf"
         )
 
+    @_in_one_line()
     def num_nodes_waiting(self) -> int:
         """1 if torchrun is to restart the workers, which have left or must; else 0.
 

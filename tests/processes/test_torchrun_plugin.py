@@ -136,6 +136,23 @@ def test_an_etcd_that_is_not_there_is_named_at_once(torchrun, tmp_path):
     wait_for(lambda: said in output(tmp_path), 150, "a line that names it")
 
 
+WRONG = {
+    "a setting": (("--rdzv-conf=join_timeout=soon",), {}, "join_timeout=soon: give a number"),
+    "an endpoint": ((), {"endpoint": "http://etcd:2379"}, "write HOST:PORT, without the scheme"),
+    "too few nodes": (("--rdzv-conf=join_timeout=1",), {"nnodes": "2"}, "start more agents, or"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("flags", "named", "said"), WRONG.values(), ids=WRONG)
+def test_an_error_of_the_rendezvous_is_one_line_and_no_traceback_of_torchrun(
+    torchrun, tmp_path, flags, named, said
+):
+    assert torchrun(*flags, **named).wait(150) == 1
+    assert "Traceback" not in output(tmp_path)
+    assert said in output(tmp_path).splitlines()[-1]
+
+
 # ---- trainings of this project: they leave at a step boundary ----
 
 
