@@ -89,6 +89,7 @@ SUITES = (
         folder="deepspeed/tests",
         files=_DEEPSPEED,
         environment={
+            "PEER_PRELOAD": "deepspeed",
             "DS_UNITTEST_TIMEOUT": "120",
             "DS_DISABLE_REUSE_DIST_ENV": "1",
             "LOCAL_SIZE": "4",
@@ -154,6 +155,10 @@ SUITES = (
             *_below("fsdp", "fsdp_dsd"),
         ),
         per_test=100,
-        environment={"PEER_EVERYWHERE": "dcp"},
+        environment={
+            "PEER_EVERYWHERE": "dcp",
+            "PEER_PRELOAD": "torch.testing._internal.common_fsdp "
+            "torch.testing._internal.distributed._tensor.common_dtensor",
+        },
     ),
 )

@@ -5,6 +5,7 @@ the case has its checkpoint. Cases that ask for GPUs run on the CPU, with gloo.
 """
 
 import itertools
+import multiprocessing
 import os
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed.checkpoint as peer
 from torch.distributed import remote_device
 from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils
 from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed._shard import sharded_tensor
+from torch.testing._internal.distributed._tensor import common_dtensor
 
 from zero_checkpoint.dcp import Reader, Writer
 
@@ -50,8 +53,25 @@ def _of_any(*_, **__):
     return lambda case: case
 
 
+def _fork(case):
+    """Start the ranks of a case: PyTorch starts an interpreter for each, which takes seconds."""
+    case._start_processes(multiprocessing.get_context("forkserver").Process)
+
+
+common_distributed.MultiProcessTestCase._spawn_processes = _fork
+
 for _name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
     setattr(common_distributed, _name, _of_any)
+
+_with_comms, _init_pg = sharded_tensor.with_comms, common_dtensor.DTensorTestBase.init_pg
+
+
+def _with_comms_of_gloo(case=None, init_rpc=True, backend=""):
+    return _with_comms(case, init_rpc, "gloo")
+
+
+sharded_tensor.with_comms = _with_comms_of_gloo
+common_dtensor.DTensorTestBase.init_pg = lambda case, *_, **__: _init_pg(case, False, "gloo")
 
 _begin, _parse = dist.init_process_group, remote_device._remote_device.__init__
 

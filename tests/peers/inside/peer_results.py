@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-# Workers of DeepSpeed's tests are children of a fork server: it imports torch once for all.
-multiprocessing.set_forkserver_preload(["deepspeed"])
+# Ranks of a case are children of a fork server: it imports torch once for all.
+multiprocessing.set_forkserver_preload(os.environ.get("PEER_PRELOAD", "").split())
 
 
 def pytest_configure():

@@ -129,5 +129,7 @@ def _import_for_tests(name, globals=None, locals=None, fromlist=(), level=0):
 builtins.__import__ = _import_for_tests  # also for the import that finds the first of them
 sys.meta_path.insert(0, _First())
 
-for _name in os.environ.get("PEER_EVERYWHERE", "").split():  # also in the ranks of a case
+# Also in the ranks of a case; multiprocessing's own process of bookkeeping needs none of it.
+_everywhere = "" if "resource_tracker" in " ".join(sys.orig_argv) else "PEER_EVERYWHERE"
+for _name in os.environ.get(_everywhere, "").split():
     import_module(_name)
