@@ -51,6 +51,16 @@ class Nodes:
             with self.machines.inside(name):
                 self.job.start(name, XDG_STATE_HOME=state, **{ENV_JOIN_TOKEN: TOKEN})
 
+    def run(self, *names: str) -> None:
+        """Start nodes; returns when they have published twice, and all have a member.
+
+        From then on the steps are so slow that the job outlasts what is to happen.
+        """
+        self.start(*names)
+        self.job.wait_for_step(12, world=len(names))
+        self.job.pace(SLOW_S)
+        self.served_by("".join(names))
+
     def served_by(self, names: str) -> None:
         """Wait until the members of these nodes are announced."""
         wanted = ", ".join(f"{self.machines.address(name)}:29400" for name in names)
@@ -111,11 +121,8 @@ def test_the_only_member_is_lost_and_the_other_node_goes_on(nodes, undisturbed_h
 def test_two_of_three_are_lost_and_one_that_is_started_again_with_its_old_data_joins_the_third(
     nodes, undisturbed_hash
 ):
-    nodes.start(*NAMES)
-    nodes.job.wait_for_step(12, world=3)
-    nodes.served_by(NAMES)
+    nodes.run(*NAMES)
     nodes.kill("a", "b")
-    nodes.job.pace(SLOW_S)
     nodes.job.wait_for_step(14, world=1)
     nodes.start("b")
     nodes.job.wait_for_step(16, world=2)
@@ -126,9 +133,7 @@ def test_two_of_three_are_lost_and_one_that_is_started_again_with_its_old_data_j
 def test_of_two_halves_that_both_want_to_begin_one_does_and_the_other_says_why_not(
     nodes, undisturbed_hash
 ):
-    nodes.start(*NAMES)
-    nodes.job.wait_for_step(12, world=3)
-    nodes.served_by(NAMES)
+    nodes.run(*NAMES)
     nodes.machines.cut("b", "c")
     nodes.kill("a")
     ended = lambda: [name for name in "bc" if nodes.job.agents[name].process.poll() is not None]  # noqa: E731
@@ -136,18 +141,15 @@ def test_of_two_halves_that_both_want_to_begin_one_does_and_the_other_says_why_n
     lost = nodes.job.agents.pop(loses)
     assert lost.wait() == AgentExit.NO_STORE
     assert "this node is cut off from them" in lost.output
-    nodes.job.wait_for_step(22, world=1)
+    nodes.job.wait_for_step(14, world=1)
     nodes.job.wait_for_end()
     assert_as_if_nothing_had_happened(nodes.job, undisturbed_hash)
     assert len(nodes.heirs()) == 1
 
 
 def test_the_old_majority_that_comes_back_publishes_nothing_and_joins(nodes, undisturbed_hash):
-    nodes.start(*NAMES)
-    nodes.job.wait_for_step(12, world=3)
-    nodes.served_by(NAMES)
+    nodes.run(*NAMES)
     nodes.signal(signal.SIGSTOP, "a", "b")
-    nodes.job.pace(SLOW_S)
     nodes.job.wait_for_step(14, world=1)
     nodes.signal(signal.SIGCONT, "a", "b")
     nodes.job.wait_for_step(16, world=3)
@@ -158,9 +160,7 @@ def test_the_old_majority_that_comes_back_publishes_nothing_and_joins(nodes, und
 
 
 def test_a_node_that_is_cut_off_from_a_store_that_lives_begins_none(nodes, undisturbed_hash):
-    nodes.start(*NAMES)
-    nodes.job.wait_for_step(12, world=3)
-    nodes.served_by(NAMES)
+    nodes.run(*NAMES)
     nodes.machines.cut("c", *"ab")
     assert nodes.job.agents["c"].wait() == AgentExit.NO_STORE
     assert nodes.said("this node is cut off from them", "c")

@@ -24,11 +24,14 @@ from zero_agent.node.network import ANY_PORT
 from zero_orchestrator.errors import LeaseLost, StoreError
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.keys import Keys
+from zero_orchestrator.store import retry
 from zero_orchestrator.store.etcd.client import EtcdStore
 
 JOB = "job"
 LEASE_S = 3
 """As an agent's."""
+PATIENCE_S = 30.0
+"""An agent tries a write that etcd has not answered again for longer."""
 TURN_S = 0.2
 
 
@@ -42,7 +45,7 @@ class Present:
     def __init__(self, store: EtcdStore, node: Node) -> None:
         self._store, self.node, self._lease = store, node, 0
         self._prefix, self._wrote = f"/wrote/{node.id}-{os.getpid()}/", list[str]()
-        self._silent = False
+        self._silent = self._written = False
 
     def turn(self) -> None:
         try:
@@ -63,17 +66,21 @@ class Present:
         if self._lease:
             self._store.keep_alive(self._lease)
         else:
-            self._lease = self._store.grant(LEASE_S)
-            self.write()
+            self._lease, self._written = self._store.grant(LEASE_S), False
+        if not self._written:
+            self._store.put(Keys(JOB).node(self.node.id), self.node.to_json(), lease=self._lease)
+            self._written = True
         key = f"{self._prefix}{len(self._wrote)}-{time.monotonic()}"
         self._store.put(key, "")
         self._wrote.append(key)
 
-    def write(self, **facts: object) -> None:
-        self.node = dataclasses.replace(self.node, **facts)
-        self._store.put(Keys(JOB).node(self.node.id), self.node.to_json(), lease=self._lease)
+    def become(self, **facts: object) -> None:
+        self.node, self._written = dataclasses.replace(self.node, **facts), False
 
     def leave(self) -> None:
+        retry.within(PATIENCE_S)(self._leave)
+
+    def _leave(self) -> None:
         found = {item.key for item in self._store.range(self._prefix).items}
         say(f"lost {len(set(self._wrote) - found)} of {len(self._wrote)}")
         self._store.revoke(self._lease)
@@ -96,7 +103,8 @@ def take_part(name: str, address: str, seat: Seat, joining: Joining, told: list[
         while not told:
             present.turn()
         if told[0] == signal.SIGTERM:
-            present.write(draining=True)
+            present.become(draining=True)
+            present.turn()
             while keeper.holds():
                 present.turn()
         present.leave()

@@ -147,10 +147,10 @@ class Successor:
             StoreUnavailable: The job cannot go on from here; the message says why.
             StoreError, SpecError: This node cannot run an etcd.
         """
-        lost = [self.seat.store] if self.seat.store else []
-        while 0 < len(lost) <= _MOST:
+        lost = [self.seat.store]
+        while len(lost) <= _MOST:
             seen = self._look(lost[-1])
-            if self.estate is None and seen.heir is None:
+            if seen.root and self.estate is None and seen.heir is None:
                 raise StoreUnavailable("no other node has begun a new store")
             act, why = decide(seen)
             if act is Act.END:
@@ -165,26 +165,37 @@ class Successor:
             elif found := self._begin(lost, seen, why):
                 return found
         raise StoreUnavailable(
-            "no new store was begun: this agent knows of no checkpoint (it learns of the first one "
-            "within 15 s), so start the agents again"
+            f"no new store was begun: {_MOST} that followed one another are lost as well, says "
+            f"{self.seat.root}. Start the agents again, under another --rdzv-id"
         )
 
     def _look(self, store: str) -> Seen:
         """What there is beside the checkpoints, after a while in which a sign of life would come.
 
         An heir that comes just after that wins all the same: `_begin` finds its file.
+
+        Raises:
+            StoreUnavailable: The file server does not answer.
         """
         root, estate = self.seat.root, self.estate
         seen = Seen(root=root)
         if estate is not None:
             seen = replace(seen, round=estate.head.n, step=estate.published.step)
-        if "://" in root:
+        if not root or "://" in root:
             return seen
+        try:
+            return signs.within(WATCH_S + signs.HUNG_S, lambda: self._watch(store, seen))
+        except TimeoutError as error:
+            text = f"{root} cannot be read on this node: {error.strerror}"
+            raise StoreUnavailable(f"no new store was begun: {text}") from error
+
+    def _watch(self, store: str, seen: Seen) -> Seen:
+        root = seen.root
         before, lives, until_s = signs.stamp(root, store), False, time.monotonic() + WATCH_S
         while time.monotonic() < until_s and signs.heir_of(root, store) is None and not lives:
             time.sleep(_POLL_S)
             lives = signs.stamp(root, store) not in (before, None)
-        newest = signs.newest(root) if estate is not None else None
+        newest = signs.newest(root) if self.estate is not None else None
         return replace(seen, newest=newest, lives=lives, heir=signs.heir_of(root, store))
 
     def _serves(self, endpoints: str) -> bool:
@@ -206,7 +217,7 @@ class Successor:
                 fill(store, self.keys, self.estate, lost=lost, last_round=last, cause=cause)
             heir = Heir(store=new, endpoint=member.reached, node=self.node)
             try:
-                won = signs.claim(seen.root, lost[-1], heir)
+                won = signs.within(signs.HUNG_S, lambda: signs.claim(seen.root, lost[-1], heir))
             except OSError as error:
                 text = f"{seen.root} cannot be written on this node: {error.strerror}"
                 raise StoreUnavailable(f"no new store was begun: {text}") from error

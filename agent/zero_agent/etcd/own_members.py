@@ -35,7 +35,7 @@ from zero_orchestrator.errors import (
 from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe.ended import keep
-from zero_orchestrator.store.kv import Delete, KeyValue, Put, Read, absent, unchanged
+from zero_orchestrator.store.kv import Delete, KeyValue, Put, Read, Watch, absent, unchanged
 from zero_orchestrator.store.members import (
     START_S,
     Change,
@@ -102,7 +102,7 @@ class MemberKeeper:
         """When the server was started, and when it was healthy last."""
         self._asked_s: float | None = None
         self._said = ""
-        self._watching: Callable[[], None] = lambda: None
+        self._watches: list[Watch] = []
         self._estate: Estate | None = None
         self._replaced = ""
         self._thread = threading.Thread(target=self._run, name="members", daemon=True)
@@ -118,16 +118,19 @@ class MemberKeeper:
             address: On which this node listens.
             tell: Records what was done, and why; called on the keeper's thread.
         """
-        self._watching()
+        self._watch_nothing()
         self._keys, self._tell = Keys(job), tell
         self._host, self._address = host, address
-        watch = self._store.watch(
-            self._keys.store_part(""),
-            lambda changes: self._wake.set(),
-            after=0,
-            on_compacted=lambda revision: self._wake.set(),
-        )
-        self._watching = watch.cancel
+        self._estate = None  # of the run before this one
+        for prefix in (self._keys.store_part(""), self._keys.charges, self._keys.latest):
+            self._watches.append(
+                self._store.watch(
+                    prefix,
+                    lambda changes, prefix=prefix: self._hear(prefix),  # type: ignore[misc]
+                    after=0,
+                    on_compacted=lambda revision: self._wake.set(),
+                )
+            )
         if self._thread.ident is None:
             self._thread.start()
             self._signs.start()
@@ -202,11 +205,20 @@ class MemberKeeper:
         """End the thread, and with it the member."""
         self._closed = True
         self._ending.set()
-        self._watching()
+        self._watch_nothing()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(10.0)
         self._store.close()
+
+    def _hear(self, prefix: str) -> None:
+        """Look at once; of the publications, which may be many, only the first is waited for."""
+        if prefix != self._keys.latest or self._estate is None:
+            self._wake.set()
+
+    def _watch_nothing(self) -> None:
+        while self._watches:
+            self._watches.pop().cancel()
 
     # ---- the thread ----
 

@@ -3,14 +3,18 @@
 `zero_orchestrator.store.succession` says what they are for. Must always hold: the file that names
 an heir is whole when it appears, and never changes; whatever cannot be read or written here is as
 if it were not there, except that a claim which could not be tried is an error. Any of these calls
-may hang as long as a file server does.
+may hang as long as a file server does: who cannot wait for that calls it by `within`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,8 +26,33 @@ from zero_orchestrator.store.succession import Checkpoint, Heir
 
 T = TypeVar("T")
 
+HUNG_S = 20.0
+"""A file server that has not answered for so long is as good as none."""
 _CHAIN = 16
 """The most heirs of heirs that are looked for."""
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """What a call returns that may hang; it goes on alone, on a thread that ends with the process.
+
+    Raises:
+        TimeoutError: It did not end in time.
+        OSError: As the call.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="file-server", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if not done.done():
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {limit_s:.0f} s")
+    return done.result()
 
 
 def heir_of(root: str, store: str) -> Heir | None:
@@ -85,7 +114,9 @@ def claim(root: str, store: str, heir: Heir) -> bool:
 
 def newest(root: str) -> Checkpoint | None:
     """The newest checkpoint in a directory that has its manifest."""
-    names = [path.parent.name for path in Path(root).glob(f"step-*/{beside.MANIFEST}")]
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        names = [path.parent.name for path in Path(root).glob(f"step-*/{beside.MANIFEST}")]
     last_round, step = max(map(beside.age, names), default=(-1, -1))
     return Checkpoint(round=last_round, step=step) if step >= 0 else None
 

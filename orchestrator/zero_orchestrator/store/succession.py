@@ -64,7 +64,7 @@ class Seen:
     """What a node knows that has had no answer from the store for --etcd-grace."""
 
     root: str
-    """Where the job's checkpoints are; empty: none was published."""
+    """Where the job's checkpoints are; empty: this node knows of none."""
     round: int = 0
     """The last round that it knows."""
     step: int = 0
@@ -83,8 +83,8 @@ def decide(seen: Seen) -> tuple[Act, str]:
         return Act.JOIN, f"node {heir.node} has begun a new store at {heir.endpoint}"
     if not seen.root:
         return Act.END, (
-            "no checkpoint was published yet, so there is nothing to go on from: start the agents "
-            "again"
+            "this node knows of no checkpoint that was published, so there is nothing to go on "
+            "from: start the agents again"
         )
     if "://" in seen.root:
         return Act.END, (

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 
 import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.orchestrator.test_rendezvous import Cluster
-from zero_agent.etcd import signs
-from zero_agent.etcd.new_store import estate_of, fill
+from zero_agent.etcd import new_store, signs
+from zero_agent.etcd.etcd_access import Access, Joining
+from zero_agent.etcd.new_store import Successor, estate_of, fill
+from zero_agent.etcd.own_etcd import Seat
 from zero_contract import beside
+from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, Published, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
@@ -135,3 +140,54 @@ def test_the_newest_checkpoint_is_that_of_the_newest_round_that_has_its_manifest
         if "g9" not in name:
             (tmp_path / name / beside.MANIFEST).touch()
     assert signs.newest(str(tmp_path)) == Checkpoint(round=3, step=25)
+
+
+# ---- a node whose store is lost, and no other node to go to ----
+
+
+@pytest.fixture
+def alone(lost, tmp_path, monkeypatch):
+    """A node that looks for a moment only."""
+    for module, name, s in ((new_store, "WATCH_S", 0.1), (signs, "HUNG_S", 0.1)):
+        monkeypatch.setattr(module, name, s)
+    monkeypatch.setattr(new_store, "HEIR_S", 0.0)
+    (tmp_path / "seat").mkdir()
+    seat = Seat(tmp_path / "seat", ("h0:29400",), Joining(), range(0), store="s0")
+    seat.root = str(tmp_path)
+    return Successor(
+        seat=seat,
+        access=Access(endpoints="h0:29400", timeout_s=1.0),
+        keys=KEYS,
+        estate=estate_of(lost.store.client(), KEYS, None),
+        node="a",
+        host="h0",
+        address="10.0.0.1",
+        say=lambda text: None,
+    )
+
+
+def test_a_file_server_that_hangs_is_waited_for_with_a_limit(alone, tmp_path):
+    hangs = tmp_path / beside.heir_of("s0")
+    os.mkfifo(hangs)
+    began_s = time.monotonic()
+    with pytest.raises(StoreUnavailable, match=f"{tmp_path} cannot be read on this node: no answ"):
+        alone.go_on()
+    assert not alone.seat.follow_heir()
+    (tmp_path / "seat" / "store").write_text(f'["s0","{tmp_path}"]')
+    assert not alone.seat.follow_heir(), "as if there were none: the old store may live"
+    assert time.monotonic() - began_s < 5.0
+    os.close(os.open(hangs, os.O_RDWR))
+
+
+def test_sixteen_stores_that_are_lost_one_after_the_other_are_the_end(alone, tmp_path):
+    for n in range(16):
+        heir = Heir(store=f"s{n + 1}", endpoint="127.0.0.1:1", node=f"n{n}")
+        assert signs.claim(str(tmp_path), f"s{n}", heir)
+    with pytest.raises(StoreUnavailable, match="16 that followed one another are lost as well"):
+        alone.go_on()
+
+
+def test_where_no_place_of_checkpoints_is_known_none_is_said_to_be_unpublished(alone):
+    alone.seat.store = alone.seat.root = ""
+    with pytest.raises(StoreUnavailable, match="this node knows of no checkpoint that was publish"):
+        alone.go_on()

@@ -25,7 +25,7 @@ HEIR = Heir(store="b", endpoint="10.0.0.2:29400", node="n2")
         (dataclasses.replace(LOST, newest=None), Act.END, "storage that all nodes share"),
         (dataclasses.replace(LOST, newest=Checkpoint(round=3, step=15)), Act.END, "share"),
         (dataclasses.replace(LOST, newest=Checkpoint(round=4, step=15)), Act.BEGIN, "step 15"),
-        (Seen(root=""), Act.END, "no checkpoint was published yet"),
+        (Seen(root=""), Act.END, "this node knows of no checkpoint"),
         (Seen(root="s3://bucket/gpt"), Act.END, "in a directory"),
     ],
 )
