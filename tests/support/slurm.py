@@ -33,9 +33,10 @@ AuthType=auth/munge
 AuthInfo=socket={place}/munge.socket
 CryptoType=crypto/munge
 SlurmctldPort={controller}
+FirstJobId={first_job}
 SlurmdParameters=config_overrides
 StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool-%n
+SlurmdSpoolDir={place}/%n
 SlurmctldPidFile={place}/slurmctld.pid
 SlurmdPidFile={place}/slurmd-%n.pid
 SlurmctldLogFile={place}/slurmctld.log
@@ -102,7 +103,7 @@ def slurm_cluster(place: Path) -> Iterator[Slurm]:
         pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)")
     if os.geteuid() != 0:
         pytest.skip("slurmd starts jobs as other users, so it needs root")
-    for name in ("state", "spool-n1", "spool-n2"):
+    for name in ("state", "n1", "n2"):
         (place / name).mkdir(parents=True)
     place.chmod(0o755)  # munged asks for that
     key = place / "munge.key"
@@ -110,7 +111,10 @@ def slurm_cluster(place: Path) -> Iterator[Slurm]:
     key.chmod(0o400)
     ports = {name: free_port() for name in ("controller", "first", "second")}
     conf = place / "slurm.conf"
-    conf.write_text(_CONF.format(place=place, kill_wait=KILL_WAIT_S, **ports))
+    # A batch script takes its port from the id of its job, which is unique on a real machine: two
+    # clusters that both begin with job 1 would share a port. The controllers' ports differ.
+    numbers = {"kill_wait": KILL_WAIT_S, "first_job": 3 * ports["controller"] % 30_000 + 1}
+    conf.write_text(_CONF.format(place=place, **numbers, **ports))
     (place / "topology.conf").write_text(_TOPOLOGY)
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     slurm = Slurm(environment)
