@@ -26,6 +26,7 @@ from torch.utils.data import (
 from zero_contract.errors import ConfigError, ZeroError
 from zero_contract.notices import shield
 from zero_data.draws import Ticket
+from zero_data.fingerprint import fingerprint
 from zero_data.global_batch import (
     Assignment,
     BatchShape,
@@ -39,7 +40,7 @@ from zero_data.global_batch import (
     sample_ids,
     strided,
 )
-from zero_data.position_loader import PositionLoader, seed_everything
+from zero_data.position_loader import PositionLoader, kept, seed_everything
 
 _log = logging.getLogger(__name__)
 
@@ -276,6 +277,22 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         """The batches from the position to the end of an epoch."""
         self.order.until = until
         return iter(self._loader)
+
+    def look(self) -> int:
+        """See `Feed`: in a process of its own, where processes load."""
+        given = self._loader
+        first = next(iter(replace(self.order, cursor=Cursor(), until=None)))
+        loader = DataLoader(
+            given.dataset,
+            batch_sampler=[first],  # type: ignore[list-item]
+            collate_fn=given.collate_fn,
+            num_workers=min(given.num_workers, 1),
+            worker_init_fn=given.worker_init_fn,
+            multiprocessing_context=given.multiprocessing_context,
+        )
+        with kept():
+            ((_, batch),) = loader
+        return fingerprint(batch)
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:

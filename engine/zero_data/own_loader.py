@@ -61,6 +61,11 @@ class MicroBatches(Sampler[list[int]]):
         self._check()
         return self.last
 
+    known_as: int | None = None
+
+    def look(self) -> None:
+        """Nothing: the script collates the samples."""
+
     @property
     def last(self) -> Ticket | None:
         """The ticket of the micro-batch that is to be run now."""

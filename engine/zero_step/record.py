@@ -14,7 +14,10 @@ import torch
 
 from zero_comm.determinism import Hardware
 from zero_comm.sums.order import order_of
+from zero_comm.worker.agent_link import current_round
+from zero_data.fingerprint import OTHER_DATA
 from zero_data.global_batch import Cursor
+from zero_data.position_loader import Feed
 
 _THEN = "when the checkpoint was made"
 _BY_ROUNDING = "from here on the results differ from those of the uninterrupted run by rounding"
@@ -23,6 +26,8 @@ _NO_POSITION = (
     "the checkpoint does not say which samples its steps have consumed, as it was made without a "
     "loader: the samples begin anew"
 )
+_SAME_BATCH = ("dataset_size", "seed", "microbatches", "micro_batch")
+"""What decides which samples the first micro-batch has."""
 _SAME_RESULT = {
     "dataset_size": (
         "the number of samples in {dataset}",
@@ -120,6 +125,7 @@ def adopt(
     mode: str | None,
     block: int | None,
     rounds: bool = False,
+    feed: Feed | None = None,
 ) -> Adopted:
     """Decide what a run that resumes takes over, beside its position, from its checkpoint.
 
@@ -131,6 +137,10 @@ def adopt(
     taken, change = order_of(saved, mode, block, anew=terms.anew, rounds=rounds)
     remarks = [change] if change else []
     remarks += differences(ours, saved, terms)
+    if feed is not None:
+        feed.known_as = saved.get("data")
+        if begins_with_other_data(feed, ours, saved):
+            remarks.append(OTHER_DATA.format(**vars(terms)))
     remarks += [f"{each} {_THEN}: {_BY_ROUNDING}" for each in changed]
     return Adopted(block=taken, hardware_changed=bool(changed), remarks=tuple(remarks))
 
@@ -154,6 +164,18 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms)
             text = f"{what} is {{now}} and was {{then}} {_THEN}: {meaning}"
             found.append(text.format(now=ours[key], then=saved[key], **words))
     return [line for line in found if line]
+
+
+def begins_with_other_data(feed: Feed, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether rank 0 finds other data than those of a checkpoint, where a job begins with it.
+
+    A later round has the script of the first one, and must not wait for what it has trained on.
+    """
+    if feed.order.rank or ours["step"] or current_round() > 1 or feed.known_as is None:
+        return False
+    if any(ours.get(key) != saved.get(key) for key in _SAME_BATCH):  # said already
+        return False
+    return feed.look() not in (None, feed.known_as)
 
 
 def _batch_difference(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms) -> str:

@@ -66,6 +66,7 @@ class Ordered:
             "micro_batch": self.batch.micro_batch,
             "dataset_size": self.feed.order.dataset_size,
             "lanes": lanes.record() if lanes is not None else None,
+            "data": self.feed.known_as,
             "seed": self.seed,
             "reduction": record_of_native(dist.get_backend(), "that of the sums")
             if self.chosen.is_native
@@ -177,6 +178,7 @@ class Training:
             _TERMS,
             mode=NATIVE if ordered is None else ordered.chosen.reduction or _unasked(run),
             block=ordered.chosen.reduction_block if ordered is not None else None,
+            feed=ordered.feed if ordered is not None else None,
         )
         if ordered is not None:
             ordered.gradients.block = adopted.block

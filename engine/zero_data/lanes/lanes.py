@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data.fingerprint import OTHER_DATA
 from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.adapters.indexed import Indexed
 from zero_data.lanes.adapters.loaders import given_by, warn_of_seeds
 from zero_data.lanes.loader import LaneLoader
 from zero_data.lanes.order import LaneOrder
 from zero_data.ledger import Ledger
+
+_log = logging.getLogger(__name__)
 
 
 class Lanes:
@@ -120,6 +124,7 @@ class Lanes:
         moves, plan = cursor.moves, None
         for ticket, batch in self._loader.read(self.epoch):
             plan = plan or order.plan(cursor.step, cursor.samples)
+            self._loader.note(ticket, batch)
             self.weight = len(ticket.ids) / plan.base
             if self._ledger is not None and ticket.ids:
                 number = order.assignment.number(cursor.micro, self._rank, order.lanes)
@@ -157,15 +162,24 @@ class Lanes:
             everybodys = self._exchange(words).view(torch.uint8).view(self._world, -1)
             by_step = everybodys.view(self._world, -1, order.row_bytes).transpose(0, 1)
             states = by_step.flatten(0, 1)[order.assignment.places(lanes)]
+        known = self._exchange(torch.tensor([self._loader.known_as or 0], device="cpu"))
         position = {"step": self._cursor.step, "samples": self._cursor.samples}
-        return {**position, "lanes": order.record(), "states": states}
+        data = int(known[0])  # rank 0 has handed out the first micro-batch
+        return {**position, "data": data, "lanes": order.record(), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`, which any number of ranks has made.
 
+        Before the first batch, rank 0 reads one to compare the data, and warns of others.
+
         Raises:
             ConfigError: It has another number of lanes.
         """
+        self._order.check(state["lanes"])
+        known = self._loader.known_as = state.get("data") or None
+        begins = known is not None and not self._cursor.step and not self._rank
+        if begins and self._loader.look() not in (None, known):
+            _log.warning("%s", OTHER_DATA.format(dataset="the data", anew="begin a new run"))
         self._cursor.move(step=state["step"], samples=state["samples"])
         rows = {lane: bytes(row.tolist()) for lane, row in enumerate(state["states"])}
         self._order.resume(state["lanes"], rows)

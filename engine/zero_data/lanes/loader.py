@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, default_collate
 from zero_contract.errors import ConfigError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed
+from zero_data.fingerprint import fingerprint
 from zero_data.global_batch import StepPlan, mix
 from zero_data.lanes.adapters.indexed import Batches
-from zero_data.lanes.adapters.place import kept
 from zero_data.lanes.order import LaneOrder
 from zero_data.lanes.reading import Read, Reading, Start
 from zero_data.lanes.source import Source
 from zero_data.ledger import Documents
-from zero_data.position_loader import PositionLoader
+from zero_data.position_loader import PositionLoader, kept
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +73,13 @@ class LaneLoader(PositionLoader[LaneOrder]):
             yield from self._rest(epoch)
             if epoch >= until:
                 return
+
+    def look(self) -> int | None:
+        """See `Feed`; None: the first lane is empty."""
+        anew = replace(self._reading(), epoch=0, starts={0: Start()})
+        with kept():
+            first = next(anew.read(0))
+        return fingerprint(first.batch) if first.size else None
 
     def _rest(self, epoch: int) -> Iterator[tuple[Ticket, Any]]:
         order, cursor = self.order, self._cursor

@@ -17,11 +17,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import mix
-from zero_data.lanes.adapters.place import ALONE, kept, seed_process, seeded
+from zero_data.lanes.adapters.place import ALONE, seed_process, seeded
 from zero_data.lanes.packing import Packed
 from zero_data.lanes.source import Reader, Source
 from zero_data.lanes.stored import dump, load
 from zero_data.ledger import Documents
+from zero_data.position_loader import kept
 
 _READING = 2
 """Separates the seeds of reading from those of augmentation and dropout."""

@@ -252,6 +252,7 @@ class EngineTraining:
             reduction=self._reduction(),
             dataset_size=run.loader.order.dataset_size if run.loader is not None else None,
             lanes=lanes.record() if lanes is not None else None,
+            data=run.loader.known_as if run.loader is not None else None,
             seed=config.seed,
             stage=core.stage.number,
             dtype=str(DTYPES[config.compute]),
@@ -293,6 +294,7 @@ class EngineTraining:
             mode=elastic.reduction,
             block=elastic.reduction_block,
             rounds=core.layout.sums.rounds,
+            feed=self._run.loader,
         )
         self._run.hardware_changed = adopted.hardware_changed
         core.zero.reduction_block = adopted.block

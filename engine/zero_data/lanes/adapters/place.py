@@ -19,6 +19,7 @@ import torch.distributed
 import torch.utils.data._utils.worker as torch_worker
 
 from zero_data.global_batch import mix
+from zero_data.position_loader import kept
 
 _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1"}
 _ALONE = {"get_rank": 0, "get_world_size": 1}
@@ -119,27 +120,6 @@ def seed_process(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-
-
-_GENERATOR = np.random.MT19937()
-"""Of numpy's random numbers while a lane is read; to copy their state takes 0.3 ms."""
-
-
-@contextmanager
-def kept() -> Iterator[None]:
-    """Random numbers of torch on the CPU, Python and numpy are afterwards as before.
-
-    A normal number of which numpy has drawn two, and given one, is drawn anew.
-    """
-    numpy: Any = np.random  # exports more than its types say
-    before = torch.random.get_rng_state(), random.getstate(), numpy.get_bit_generator()
-    numpy.set_bit_generator(_GENERATOR)
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(before[0])
-        random.setstate(before[1])
-        numpy.set_bit_generator(before[2])
 
 
 @contextmanager
