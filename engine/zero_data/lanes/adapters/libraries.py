@@ -51,26 +51,43 @@ class _HuggingFace(Library):
             )
 
     def remark(self, dataset: Any) -> str:
-        said = (
-            "the state of .shuffle(buffer_size=...) leaves its buffer out: a resume reads each "
-            "lane of the epoch again up to its position; give the dataset without it to "
-            "zero_data.lanes.Shuffle, whose state has the buffer"
+        return next(
+            (_REMARK.format(*why) for name, why in _LOSSY.items() if name in _steps(dataset)), ""
         )
-        return said if self.lossy(dataset) else ""
 
     def parts(self, dataset: Any, lanes: int) -> int | None:
         return min(lanes, int(dataset.num_shards))
 
     def lossy(self, dataset: Any) -> bool:
-        return any(type(step).__name__.startswith("BufferShuffled") for step in _steps(dataset))
+        return not _LOSSY.keys().isdisjoint(_steps(dataset))
 
 
-def _steps(dataset: Any) -> Iterator[Any]:
-    """The steps of a stream, whatever it is made of."""
-    steps = [dataset._ex_iterable]
+_REMARK = (
+    "the state of {} leaves {} out: a resume reads each lane of the epoch again up to its "
+    "position; {}"
+)
+_LOSSY = {
+    "BufferShuffled": (
+        ".shuffle(buffer_size=...)",
+        "its buffer",
+        "give the dataset without it to zero_data.lanes.Shuffle, whose state has the buffer",
+    ),
+    "Formatted Arrow": (
+        "this version of datasets",
+        "the rows of a table that are not read yet",
+        "install datasets 5 or newer",
+    ),
+}
+"""Steps of a stream, by name; and what their state leaves out, with the remedy."""
+
+
+def _steps(dataset: Any) -> Iterator[str]:
+    """The steps of a stream, whatever it is made of, and each with the one that it reads."""
+    steps = [dataset._prepare_ex_iterable_for_iteration()]
     while steps:
         step = steps.pop()
-        yield step
+        name, below = _kind(step), getattr(step, "ex_iterable", None)
+        yield from (name, f"{name} {_kind(below)}")
         steps += getattr(step, "ex_iterables", None) or []
         steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else []
 
@@ -121,6 +138,10 @@ class _Grain(Library):
             return own.repeat(epoch + 1).slice(elements).to_iter_dataset()
         _slice(own, slice(part, None, parts))
         return own
+
+
+def _kind(step: Any) -> str:
+    return type(step).__name__.removesuffix("ExamplesIterable")
 
 
 def _slice(dataset: Any, elements: slice) -> None:

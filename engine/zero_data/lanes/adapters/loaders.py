@@ -124,10 +124,10 @@ def given_by(data: Any, seed: int, exchange: Callable[[Tensor], Tensor]) -> Give
 
 
 def check_loader(loader: DataLoader[Any]) -> None:
-    """Check that a DataLoader forms batches, and does nothing with them.
+    """Check that a DataLoader forms batches, does nothing with them, and is at its begin.
 
     Raises:
-        ConfigError: It does not, or does more than that.
+        ConfigError: It does not, or does more than that, or has been given a position.
     """
     if loader.batch_sampler is None:
         raise ConfigError(
@@ -143,6 +143,11 @@ def check_loader(loader: DataLoader[Any]) -> None:
             f"{_name(loader)} has an iteration of its own, which would be left out: what is taken "
             "of a DataLoader is its dataset, its order, collate_fn and worker processes; do what "
             "it does to a batch in collate_fn or in the loop, and give a DataLoader of torch"
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise ConfigError(
+            f"load_state_dict() of the {type(loader).__name__} was called, and its position would "
+            "be left out: a run has the position in its own checkpoints; leave that call out"
         )
 
 
