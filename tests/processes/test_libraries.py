@@ -63,17 +63,18 @@ def test_a_killed_rank_costs_a_library_steps_and_no_bit(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("data", ["rows", "stream"])
 @pytest.mark.parametrize("library", OTHERS)
 def test_a_library_that_shards_by_fsdp2_is_exact_through_a_kill(
-    tmp_path: Path, expected: Any, library: str
+    tmp_path: Path, expected: Any, library: str, data: str
 ) -> None:
     (tmp_path / "kill").write_text("6")
-    assert alone(tmp_path, f"{library}-fsdp2", "rows", ranks=2) == expected("rows")
+    assert alone(tmp_path, f"{library}-fsdp2", data, ranks=2) == expected(data)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("data", ["rows", "stream"])
-@pytest.mark.parametrize("library", [*OTHERS, "accelerate-fsdp2", "transformers-fsdp2"])
+@pytest.mark.parametrize("library", [*OTHERS, *(f"{library}-fsdp2" for library in OTHERS)])
 def test_a_library_is_exact_while_nodes_are_killed_and_join(
     cluster: Any, tmp_path: Path, expected: Any, library: str, data: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""A Trainer of TRL under a plug-in: python trl_job.py KIND DIRECTORY; see `library_job`."""
+"""TRL's Trainers under a plug-in: python trl_job.py KIND[-stream] DIRECTORY; see `library_job`."""
 
 import os
 import sys
@@ -44,50 +44,55 @@ def different_words(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
+MICROBATCHES, STREAMED_STEPS = 5, 6
+"""Of two epochs: the longest of 5 lanes has 6 samples."""
+
+
 def main() -> None:
-    kind, directory = sys.argv[1], Path(sys.argv[2])
+    (kind, _, how), directory = sys.argv[1].partition("-"), Path(sys.argv[2])
     torch.set_num_threads(1)
     common: dict[str, Any] = {
         "output_dir": str(directory), "per_device_train_batch_size": 2, "num_train_epochs": 2,
-        "learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-        "disable_tqdm": True, "use_cpu": True, "bf16": False,
+        "max_steps": STREAMED_STEPS if how else -1, "learning_rate": 3e-3, "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True,
+        "bf16": False,
     }  # fmt: skip
 
     class After(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             after_step(directory, state.global_step)
 
+    def data(rows: list[dict[str, str]]) -> Any:
+        made = Dataset.from_list(rows)
+        return made.to_iterable_dataset(num_shards=MICROBATCHES) if how else made
+
     with_rest: dict[str, Any] = {"processing_class": tokenizer(), "callbacks": [After()]}
     match kind:
         case "sft" | "packed":
-            rows = [{"text": words(n, 4 + n % 9)} for n in range(26)]
+            rows = [{"text": words(n, 4 + n % 9)} for n in range(78 if kind == "packed" else 26)]
             packing = {"packing": kind == "packed", "packing_strategy": "wrapped"}
             args: Any = SFTConfig(**common, max_length=24, **packing)
-            trainer: Any = SFTTrainer(
-                model(), args=args, train_dataset=Dataset.from_list(rows), **with_rest
-            )
+            trainer: Any = SFTTrainer(model(), args=args, train_dataset=data(rows), **with_rest)
         case "dpo":
             rows = [
                 {"prompt": words(n, 4), "chosen": f" {words(n + 1, 3)}", "rejected": " w1 w2"}
                 for n in range(26)
             ]
             args = DPOConfig(**common, max_length=24)
-            trainer = DPOTrainer(
-                model(), model(), args=args, train_dataset=Dataset.from_list(rows), **with_rest
-            )
+            trainer = DPOTrainer(model(), model(), args=args, train_dataset=data(rows), **with_rest)
         case _:
             rows = [{"prompt": words(n, 4)} for n in range(33)]
             sizes = {"num_generations": 2, "max_completion_length": 6, "loss_type": "grpo"}
             args = GRPOConfig(**{**common, "per_device_train_batch_size": 4}, **sizes)
             trainer = GRPOTrainer(
-                model(), different_words, args=args, train_dataset=Dataset.from_list(rows),
+                model(), different_words, args=args, train_dataset=data(rows),
                 **with_rest,
             )  # fmt: skip
     config = {
         "elastic": {"sample_ledger": str(directory / "ledger")},
         "checkpoint": {"every_steps": 2},
     }
-    protect(trainer, microbatches=5, config=config)
+    protect(trainer, microbatches=MICROBATCHES, config=config)
     trainer.train()
     weights = trainer.run.weight_hash()
     if int(os.environ["RANK"]) == 0:

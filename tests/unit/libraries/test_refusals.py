@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,3 +151,64 @@ def test_the_samples_of_a_stream_are_not_drawn_before_the_optimizer_is_there() -
     assert len(batches) == 2  # of 6 samples and of 2
     with pytest.raises(ZeroError, match="before the library has made the optimizer"):
         next(iter(batches))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("parallelism.tensor_parallel_degree", 2, "divides a micro-batch among ranks"),
+        ("parallelism.context_parallel_degree", 2, "divides a micro-batch among ranks"),
+        ("parallelism.pipeline_parallel_degree", 2, "divides a micro-batch among ranks"),
+        ("parallelism.expert_parallel_degree", 2, "divides a micro-batch among ranks"),
+        ("training.global_batch_size", -1, "give the samples of a step"),
+        ("training.global_batch_size", 7, "is no multiple of local_batch_size=2"),
+        ("optimizer.implementation", "fused_opt_states_bf16", "give 'foreach'"),
+        ("checkpoint.load_step", 3, "a run resumes by itself"),
+        ("checkpoint.create_seed_checkpoint", True, "make the seed checkpoint by the config"),
+    ],
+)
+def test_a_field_of_torchtitan_that_cannot_be_kept_is_refused(
+    titan: Any, field: str, value: Any, remedy: str
+) -> None:
+    from zero_libraries.torchtitan import check
+
+    config = titan()
+    check(config)
+    section, _, name = field.partition(".")
+    setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match=rf"{field}={value!r}[ :].*{remedy}"):
+        check(config)
+
+
+@pytest.mark.parametrize("name", ["train_step", "batch_generator", "_forward_backward_body"])
+def test_a_trainer_of_torchtitan_with_a_step_of_its_own_is_refused(titan: Any, name: str) -> None:
+    from torchtitan.trainer import Trainer
+
+    from zero_libraries.torchtitan import protect
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    body = {"Config": Config, name: lambda *_: None, "__module__": __name__}
+    type("Mine", (Trainer,), body)
+    given = Config(**{each.name: getattr(titan(), each.name) for each in fields(Trainer.Config)})
+    with pytest.raises(ConfigError, match=rf"Mine\.{name}\(\) takes the place of torchtitan's"):
+        protect(given)
+
+
+@pytest.fixture
+def titan() -> Any:
+    """Makes a config of torchtitan's debug model that is taken."""
+    pytest.importorskip("torchtitan")
+    import tests.support.torchtitan_cpu  # noqa: F401 - the CPU comes first
+
+    # isort: split
+    from torchtitan.models.llama3 import config_registry
+
+    def make() -> Any:
+        config = config_registry.llama3_debugmodel()
+        config.training.local_batch_size, config.training.global_batch_size = 2, 8
+        return config
+
+    return make
