@@ -10,11 +10,13 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
+from tests.support.waiting import wait_for
 from tests.unit.orchestrator.test_rendezvous import Cluster
 from zero_agent.etcd import new_store, signs
 from zero_agent.etcd.etcd_access import Access, Joining
 from zero_agent.etcd.new_store import Successor, estate_of, fill
 from zero_agent.etcd.own_etcd import Seat
+from zero_agent.etcd.own_members import REST_S, MemberKeeper
 from zero_contract import beside
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, Published, State
@@ -140,6 +142,28 @@ def test_the_newest_checkpoint_is_that_of_the_newest_round_that_has_its_manifest
         if "g9" not in name:
             (tmp_path / name / beside.MANIFEST).touch()
     assert signs.newest(str(tmp_path)) == Checkpoint(round=3, step=25)
+
+
+def test_a_node_without_a_member_knows_the_first_publication_and_each_charge_at_once(tmp_path):
+    cluster = Cluster()
+    for name in "ab":
+        cluster.join(name)
+    cluster.settle()
+    seat = Seat(tmp_path, ("h0:29400",), Joining(), range(0))
+    keeper = MemberKeeper(seat, cluster.store.client(), "b")
+    known = lambda: keeper._estate  # noqa: E731
+    try:
+        keeper.serve(Cluster.job, "h1", "10.0.0.2", lambda text: None)
+        agent = cluster.agents["a"]
+        facts = {"step": 20, "tag": "t", "digest": "d", "samples": 640, "root": "/shared"}
+        assert agent.commit(agent.snapshot.fence, **facts)
+        wait_for(lambda: seat.root == "/shared", REST_S / 3, "the node knows the checkpoint")
+        cluster.agents["b"].report_failure(1, Failure(node="b", symptom=False, summary="broke"))
+        cluster.settle()
+        charge = KEYS.charged(1)
+        wait_for(lambda: charge in {item.key for item in known().items}, REST_S / 3, "the charge")
+    finally:
+        keeper.close()
 
 
 # ---- a node whose store is lost, and no other node to go to ----
