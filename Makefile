@@ -2,7 +2,7 @@
 # make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
 #                   test-simulation, test-numerics, test-groupings, test-processes, test-deploy
-# make nightly      test-all, then make searches
+# make nightly      test-all, test-peers if PEERS is given, then make searches
 # make searches     random tests, a deep search of the model, an hour of simulation: with SEED, which
 #                   it prints; short with MINUTES=1 WALK=1000 MODEL='--nodes 2' SEARCHED=tests/contract/kv
 # make test-peers PEERS=DIR   the peers' own suites, whose sources are in DIR, under this engine
@@ -47,7 +47,7 @@ test-all: $(PARTS) test-image
 $(PARTS): test-%: dev
 	$(PYTEST) -m 'not image' tests/$*
 
-nightly: test-all
+nightly: test-all $(if $(PEERS),test-peers)
 	$(MAKE) searches
 
 searches: SEED ?= $(shell date +%s)

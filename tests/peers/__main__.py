@@ -4,8 +4,8 @@ python -m tests.peers DIR [--suite NAME] [--keep] [--only PART]
 
 DIR holds a checkout of each peer (`--sources` prints where from). The cases that are run, and what
 each is known to do, are in tests/peers/expected; a case that passed and does not pass any more
-makes this fail. --sample draws the cases anew, --others 100 so many that have no outcome yet;
---keep writes the outcomes of this run.
+makes this fail, so those that passed are run. --keep runs all of them, and writes the outcomes;
+--sample draws the cases anew, --others 100 so many that have no outcome yet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.peers.cases import Case, read, write
+from tests.peers.cases import Case, Outcome, read, write
 from tests.peers.report import lost, table
 from tests.peers.run import collect, run, sample
 from tests.peers.suites import SUITES, Suite
@@ -52,7 +52,8 @@ def main() -> int:
 
 def _names(suite: Suite, args: argparse.Namespace, expected: Mapping[str, Case]) -> list[str]:
     if expected and not args.others:
-        return list(expected)
+        passed = (name for name, case in expected.items() if case.outcome is Outcome.PASSED)
+        return list(expected if args.keep else passed)
     names = collect(suite, args.peers)
     if not args.others:
         return sample(names, suite.per_test)
@@ -71,7 +72,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--log", type=Path, help="a file for the errors of the cases")
     parser.add_argument("--minutes", type=float, default=600, help="start nothing after that")
-    parser.add_argument("--keep", action="store_true", help="write the outcomes of this run")
+    parser.add_argument(
+        "--keep", action="store_true", help="run those of every outcome, and write it"
+    )
     parser.add_argument("--sample", action="store_true", help="draw the cases anew")
     parser.add_argument("--others", type=int, default=0, help="so many that have no outcome yet")
     parser.add_argument("--sources", action="store_true", help="print where the peers are from")

@@ -23,7 +23,7 @@ _NO_ERROR = (
     "|Stage2IgnoreUnusedParameters::test.False|test_direct_backward_raises_without_functorch"
     "|MuonRejectsReduceScatter|ElasticConfigChanged|test_no_grad_input_error"
     "|GatheredParametersAllRanksErrorOnModification|user_cpu_adam_must_enable_bf16_states"
-    "|TestZeroOffloadOptim::test.True|DeepSpeedConfigIntegration::test_save_checkpoints$"
+    "|TestE2ESaveAndLoad::test_overwrite|TestZeroOffloadOptim::test.True|DeepSpeedConfigIntegration::test_save_checkpoints$"
     "|TestOptimizerImplementation::test"  # stage 0, and gradients in 16 bits
 )
 """Their `pytest.raises` fails in a worker, which DeepSpeed's harness waits for until its limit."""
@@ -38,6 +38,16 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ("works here", _NO_ERROR),
     ("intended", _INTENDED),
     ("internals", r"'(record|shutdown)' to (have been|be) called once|MockException not raised"),
+    (
+        "harness",  # FSDP1, tensors on a GPU; three cases of PyTorch 2.6 fail in 2.13 by themselves
+        r"FSDP needs a non-CPU accelerator|Torch not compiled with CUDA|Cannot access accelerator"
+        r"|test_no_cpu|test_dcp_logger|TestDistributedFailure::test_load_error_handling",
+    ),
+    ("harness", r"test_sharded_tensor_dependency"),  # its folder, that of a run before, is fixed
+    (
+        "internals",
+        r"TestDCPCompatbility::test_storage_meta",
+    ),  # what its files are called in its logs
     ("harness", r"contiguous_checkpointing needs num_checkpoints"),  # DeepSpeed asserts it, too
     (
         "harness",  # the cases of Lightning that look at the device itself

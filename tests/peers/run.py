@@ -85,10 +85,16 @@ def _write_errors(lines: Sequence[dict[str, str]], log: Path | None) -> None:
             )
 
 
+_OF_ANOTHER = "assert not self._finalizers"
+"""In pytest's own code: a fixture has failed in another case of its process. It runs again."""
+
+
 def _judged(names: Sequence[str], lines: Sequence[dict[str, str]]) -> dict[str, Case]:
     cases: dict[str, Case] = {}
     for line in lines:  # the end of a case overrides its beginning, and an error after it both
-        if line["case"] in names:
+        if _OF_ANOTHER in line["text"]:
+            cases.pop(line["case"], None)
+        elif line["case"] in names:
             cases[line["case"]] = judge(line["case"], line["outcome"], line["text"])
     return cases
 

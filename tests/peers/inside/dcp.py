@@ -61,7 +61,8 @@ def _fork(case):
 common_distributed.MultiProcessTestCase._spawn_processes = _fork
 
 for _name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
-    setattr(common_distributed, _name, _of_any)
+    for _module in (common_distributed, common_dtensor):
+        setattr(_module, _name, _of_any)
 
 _with_comms, _init_pg = sharded_tensor.with_comms, common_dtensor.DTensorTestBase.init_pg
 

@@ -67,6 +67,13 @@ def test_that_ends_its_process():
 
 def test_after_it():
     pass
+
+def test_leaves_a_fixture():
+    os.environ["LEFT"] = "1"
+    raise ValueError
+
+def test_takes_the_fixture():
+    assert "LEFT" not in os.environ, "assert not self._finalizers"
 """
 
 
@@ -79,7 +86,9 @@ def test_every_case_of_a_suite_has_an_outcome_although_one_ends_the_process(tmp_
     found = run(suite, tmp_path, [gone, *sorted(names)], None, minutes=5)
     assert {name.partition("::")[2]: case.outcome for name, case in found.items()} == {
         "test_after_it": Outcome.PASSED,
+        "test_leaves_a_fixture": Outcome.PUBLIC,
         "test_many[0]": Outcome.PASSED,
         "test_many[2]": Outcome.PASSED,
+        "test_takes_the_fixture": Outcome.PASSED,
         "test_that_ends_its_process": Outcome.PUBLIC,
     }
