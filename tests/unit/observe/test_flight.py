@@ -11,7 +11,7 @@ import torch.distributed
 
 from tests.support.cluster import environment
 from tests.support.ports import free_port
-from zero_comm.worker.agent_link import in_short
+from zero_comm.worker.flight_recorder import in_short
 from zero_contract.worker import WaitReply, decode, encode
 from zero_orchestrator.observe.detectors.flight import compare, from_answer
 from zero_orchestrator.observe.detectors.hang import RankState, judge
@@ -99,13 +99,13 @@ def test_the_verdict_names_rank_node_and_line():
 
 RECORDS = """
 import json, os, torch, torch.distributed as dist
-from zero_comm.worker import agent_link
+from zero_comm.worker.flight_recorder import recorded
 def train():
     dist.all_reduce(torch.ones(4))
 os.environ.update(RANK="0", WORLD_SIZE="1")
 dist.init_process_group("gloo")
 train()
-print(json.dumps(agent_link.recorded()))
+print(json.dumps(recorded()))
 """
 
 
