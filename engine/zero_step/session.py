@@ -25,9 +25,11 @@ from zero_checkpoint.saving.departure import ClientSource, Departure, choose_dep
 from zero_checkpoint.training import Loading, Training
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
+from zero_comm.worker.distributed import found_again, leave_group
 from zero_contract.errors import CommitRefused, ZeroError
-from zero_contract.worker import Progress
+from zero_contract.worker import ExitCode, Progress
 from zero_step.forward_writes import ForwardWrites
+from zero_step.staying import Staying
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Session:
     Attributes:
         client_state: The script's own state in the checkpoint that was loaded.
         writes: Those of forwards; None: the script trains as it likes.
+        staying: How it goes on in this process when the ranks change; None: it does not.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Session:
     ) -> None:
         self.client_state: dict[str, Any] = {}
         self.writes: ForwardWrites | None = None
+        self.staying: Staying | None = None
         self._mode = config.tag_validation.lower()
         self._training = training
         self._collectives = collectives
@@ -108,6 +112,8 @@ class Session:
         self._leave_step("save()")
         with exit_on_peer_loss(self._link):
             name = text_of(tag)
+            if self.staying is not None:
+                self.staying.save(whole=not exclude_frozen_parameters)
             agree_on_tag(name, self._mode, self._collectives)
             saved = self._persistence.save(
                 place(directory),
@@ -146,10 +152,13 @@ class Session:
             ZeroError: It is the middle of a step.
         """
         self._leave_step("load()")
+        loading, name = loading or self._training.loading(), text_of(tag)
+        if self.staying is not None:
+            self.staying.load(directory, whole=name is None and loading.resumes)
         with exit_on_peer_loss(self._link):
-            path, self.client_state = self._persistence.load(
-                place(directory), text_of(tag), loading or self._training.loading()
-            )
+            path, self.client_state = self._persistence.load(place(directory), name, loading)
+        if self.staying is not None:
+            self.staying.loaded()
         return path
 
     def due(
@@ -223,13 +232,63 @@ class Session:
         if not self.leaving:
             raise ZeroError("asked to leave by nobody; continue training")
         with exit_on_peer_loss(self._link):
-            for each in self._persistence.engines():
-                with suppress(CheckpointError, CommitRefused):  # logged below
-                    each.close()
-                each.saver.log_lost_steps(in_memory=each.ram is not None)
-            # Rank 0 may host the store that the others still read the verdict from.
-            self._collectives.barrier("leaving")
+            self._end_round()
             self._link.leave(self._persistence.saver.last_step)
+
+    def _end_round(self) -> None:
+        """Finish what the ranks do together."""
+        for each in self._persistence.engines():
+            with suppress(CheckpointError, CommitRefused):  # logged below
+                each.close()
+            each.saver.log_lost_steps(in_memory=each.ram is not None)
+        # Rank 0 may host the store that the others still read the verdict from.
+        self._collectives.barrier("leaving")
+
+    def _leave_or_stay(self) -> None:
+        """Exit, or wait here for the next round and go on in it; the state is saved."""
+        staying, step = self.staying, self._persistence.saver.last_step
+        if staying is None:
+            self.leave()
+        assert staying is not None
+        why_not = staying.reason_against()
+        if len(self._link.clients) > 1:
+            why_not = "it has several engines"
+        elif not why_not and self._persistence.script.directory != place(staying.directory or "."):
+            why_not = "the script saves elsewhere than it loads from"
+        elif step != self._training.cursor.step:
+            why_not = "its last step is not saved"
+        if why_not or not self._link.may_stay:
+            _log.info("this process is started anew: %s", why_not or "no zero-agent has started it")
+            self.leave()
+        with exit_on_peer_loss(self._link):
+            self._end_round()
+            environ = self._link.stay(step)
+        self._link.remove(self._persistence.number)
+        try:
+            self._go_on(staying, environ, step)
+        except Exception as error:
+            _log.error(
+                "this process cannot stay, and is started anew: %s: %s", type(error).__name__, error
+            )
+            leave_group()
+            raise SystemExit(ExitCode.PEER_LOST) from error
+
+    def _go_on(self, staying: Staying, environ: Mapping[str, str], step: int) -> None:
+        """Found the next round's group, and go on after `step` with a session in this one's place.
+
+        Raises:
+            Exception: That does not go as planned.
+        """
+        assert staying.directory is not None
+        found_again(environ)
+        session: Session = staying.make_again()
+        session._persistence.script = self._persistence.script
+        session.load(staying.directory)
+        found = session._training.cursor.step
+        if found != step:
+            raise CheckpointError(f"step {found} is the newest, and the script is at {step}")
+        session.staying = staying
+        staying.loaded()
 
     def _leave_if_all_saved(self) -> None:
         """After a save: leave now, or at the next step, or with the save of another engine."""
@@ -245,7 +304,7 @@ class Session:
             # At the next step: first its loop writes its state, or other engines save at all.
             self._link.may_leave = True
         else:
-            self.leave()
+            self._leave_or_stay()
 
     def _depart_if_asked(self) -> None:
         """Leave on a drain, preemption, join or stop, saving first if needed."""
@@ -287,6 +346,12 @@ def notes_of(session: Session) -> list[float]:
     return [*session._persistence.notes(), writes.note() if writes is not None else 0]
 
 
+def begin_micro_step(session: Session) -> None:
+    """A micro-step begins."""
+    if session.staying is not None:
+        session.staying.begin()
+
+
 def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progress) -> None:
     """Act on the notes of all ranks; the process may exit here with a fresh checkpoint.
 
@@ -297,6 +362,8 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
         persistence.take_notes([row[:-1] for row in notes])
         link.progress(persistence.number, progress)
         persistence.keep_in_memory()
+        if session.staying is not None:
+            session.staying.in_step = False
         session._depart_if_asked()
 
 

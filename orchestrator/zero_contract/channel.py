@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import structs
@@ -46,11 +47,15 @@ class Channel:
         if peer := self._peers.get(rank):
             peer.send(message)
 
-    def hang_up(self) -> None:
-        """Close all connections: the workers of the last round are gone."""
-        for peer in self._peers.values():
+    def hang_up(self, last: Mapping[int, Message] = MappingProxyType({})) -> None:
+        """Close all connections, after a last message to some ranks: the round is over."""
+        # At once: who has got its message may connect, with another rank, before this returns.
+        peers, self._peers = self._peers, {}
+        for rank, message in last.items():
+            if rank in peers:
+                peers[rank].send(message)
+        for peer in peers.values():
             peer.close()
-        self._peers.clear()
 
     def close(self) -> None:
         """Close the sockets."""

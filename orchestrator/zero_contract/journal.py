@@ -124,7 +124,10 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             story=True,
         ),
         # What happens to the workers of one node.
-        "start": Event(when="A node starts its workers of a round.", facts=("world_size",)),
+        "start": Event(
+            when="A node starts its workers of a round, of which `stay` are in the same process.",
+            facts=("world_size", "stay"),
+        ),
         "worker": Event(when="A worker process runs.", facts=("rank", "pid")),
         "logs": Event(when="The workers' output goes to another directory."),
         "world size": Event(

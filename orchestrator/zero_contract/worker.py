@@ -4,8 +4,8 @@ The agent gives a worker its rank and its group through the environment that tor
 know (RANK, WORLD_SIZE, MASTER_ADDR, ...) plus the `ZERO_*` names below. Agent and worker exchange
 messages over a Unix socket, one JSON object a line. A worker changes rounds by two messages:
 `Leave` (stop using the process group), then `Join` (the environment of the next round). Starting a
-process is one way to deliver `Join`; a worker that announced `Ability.REJOIN` in its `Hello` may
-receive the message instead, and then keeps its imports, its CUDA context and its state.
+process is one way to deliver `Join`; a worker whose `Left` says that it stays may receive the
+message instead, and then keeps its imports, its CUDA context and its state.
 
 Must always hold: a message is understood by a reader that knows fewer fields (unknown fields
 are ignored) and refused by name when its kind is unknown. No pickle crosses the socket.
@@ -56,8 +56,6 @@ class Ability(StrEnum):
 
     BOUNDARY = "boundary"
     """The worker can leave at the next step boundary with a fresh checkpoint."""
-    REJOIN = "rejoin"
-    """The worker can join the next round in the same process."""
 
 
 class When(StrEnum):
@@ -279,6 +277,8 @@ class Left(_Message, frozen=True, kw_only=True):
 
     round: int
     step: int
+    stays: bool = False
+    """Whether the worker waits for a `Join`, and exits when it gets `Leave` or loses its agent."""
     notice: bool = False
     """Whether this worker itself heard a signal or a notice of its machine, without an agent."""
 

@@ -44,7 +44,7 @@ def walk(nodes: int, events: int, seed: int) -> int:
     """
     chance, high = random.Random(seed), nodes * 3 // 4
     spec = JobSpec(min_nodes=2, max_nodes=high, max_restarts=10**9)
-    world = begin(spec, nodes, faults=10**9, breaks=10**9)
+    world = begin(spec, nodes, faults=10**9, breaks=10**9, parks=True)
     for _ in range(events):
         world = something_happens(world, chance.randrange(nodes), chance, fault_rate=0.02)
         if world.broken and chance.random() < HEALS:
@@ -92,12 +92,12 @@ def works(world: World, index: int, chance: random.Random) -> World:
         return chance.choice((move, act))(world, index)
     leaving = [after for after in workers_end(world, index) if has_left(after, index)]
     if leaving and chance.random() < 0.5:
-        return leaving[0]
+        return chance.choice(leaving)
     return look(world, index)
 
 
 def has_left(world: World, index: int) -> bool:
-    return world.agents[index].workers is Workers.LEFT
+    return world.agents[index].workers in (Workers.LEFT, Workers.PARKED)
 
 
 def is_running(agent: Agent, round: int) -> bool:

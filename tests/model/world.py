@@ -6,8 +6,9 @@ however old that is; it may die between any two operations, lose its lease while
 back under the same lease-less process or as a new one, and a user may ask for a stop, or a
 node to leave, at any time. A link between two nodes may break, and work again, at any time: workers
 of a round with such a link lose their peers or hang, and never finish; agents that look at their
-links accuse whom they do not reach, the dead as well. Worlds are values: every event returns
-another world.
+links accuse whom they do not reach, the dead as well. Workers that were asked to leave end; those of
+a job that parks them may wait in their processes for the next round, and die while they wait. Worlds
+are values: every event returns another world.
 
 Who calls it: `search`, and the random walks.
 """
@@ -57,6 +58,7 @@ class Agent:
     workers: Workers = Workers.NONE
     round: int = 0
     fence: int = 0
+    rank: int | None = None
     asked: bool = False
     draining: bool = False
     alive: bool = True
@@ -94,6 +96,8 @@ class World:
     """Only a node that has finished fails, or is told to leave."""
     breaks: int = 0
     """So many links may still break."""
+    parks: bool = False
+    """Workers that leave may wait for the next round, in their processes."""
     broken: frozenset[Pair] = frozenset()
     """Links that are dead now."""
 
@@ -118,6 +122,7 @@ def begin(
     sticks: int = 0,
     late: bool = False,
     breaks: int = 0,
+    parks: bool = False,
 ) -> World:
     """Nobody is there yet."""
     names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
@@ -134,6 +139,7 @@ def begin(
         sticks,
         late,
         breaks,
+        parks,
     )
 
 
@@ -206,6 +212,7 @@ def what_next(view: Snapshot, agent: Agent) -> Action:
             node=agent.node,
             workers=agent.workers,
             round=agent.round,
+            first_rank=agent.rank,
             asked_to_leave=agent.asked,
             can_leave=True,
             unkillable="for ever" if agent.stuck and agent.workers is Workers.STOPPING else "",
@@ -249,9 +256,11 @@ def become(**changes: object) -> Callable[[World, int], World]:
 def start(world: World, index: int) -> World:
     agent = world.agents[index]
     view = agent.plan.view
-    return become(workers=Workers.RUNNING, round=view.n, fence=view.fence, asked=False)(
-        world, index
-    )
+    rank = view.members.first_rank(view.members.index(agent.node))
+    same = agent.workers is not Workers.PARKED or agent.rank == rank
+    assert same, "a worker that waits is given another rank"
+    changes = {"round": view.n, "fence": view.fence, "rank": rank, "asked": False}
+    return become(workers=Workers.RUNNING, **changes)(world, index)
 
 
 def end_workers(world: World, index: int) -> World:
@@ -261,6 +270,7 @@ def end_workers(world: World, index: int) -> World:
 
 def leave(world: World, index: int) -> World:
     """The process exits: it revokes its lease. A worker that is stuck still knows its fence."""
+    assert world.agents[index].workers is not Workers.PARKED, "a worker that waits is left alone"
     left = replace(world.agents[index], alive=False, gone=True, workers=Workers.NONE)
     return end_lease(world, index).with_agent(index, left)
 
@@ -305,6 +315,8 @@ def workers_end(world: World, index: int) -> Iterator[World]:
         yield world.with_agent(index, replace(agent, workers=Workers.SUCCEEDED))
     if any(other.asked and other.round == agent.round for other in world.agents):
         yield world.with_agent(index, replace(agent, workers=Workers.LEFT))
+        if world.parks:
+            yield world.with_agent(index, replace(agent, workers=Workers.PARKED))
 
 
 def stick(world: World, index: int) -> Iterator[World]:
@@ -406,8 +418,9 @@ def faults(world: World, index: int) -> Iterator[World]:
     if not in_time(world, agent):
         return
     fewer = replace(world, faults=world.faults - 1)
-    if agent.workers is Workers.RUNNING:
+    if agent.workers in (Workers.RUNNING, Workers.PARKED):
         yield fewer.with_agent(index, replace(agent, workers=Workers.FAILED))
+    if agent.workers is Workers.RUNNING:
         yield fewer.with_agent(index, replace(agent, workers=Workers.PEER_LOST))
     cut_off = end_lease(fewer, index)
     yield cut_off.with_agent(index, replace(agent, alive=False, plan=None, workers=Workers.NONE))

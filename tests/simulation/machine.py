@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.kernel import Kernel, Process
@@ -375,8 +375,10 @@ class Channel:
             delay_s = self._machines.about(0.001)
             self._kernel.after(delay_s, lambda: peer.arrive(message), peer.worker.process)
 
-    def hang_up(self) -> None:
+    def hang_up(self, last: Mapping[int, Message] = MappingProxyType({})) -> None:
         """As `Channel.hang_up`."""
+        for rank, message in last.items():
+            self.send(rank, message)
         for peer in self._peers.values():
             self._kernel.after(self._machines.about(0.001), peer.close, peer.worker.process)
         self._peers.clear()

@@ -44,6 +44,7 @@ from zero_contract.worker import (
     CommitReply,
     CommitRequest,
     Hello,
+    Join,
     Leave,
     Left,
     Message,
@@ -217,14 +218,13 @@ class NodeWorkers:
     def start(self, job: Snapshot, node: Node, secret: Secret) -> None:
         """Start the workers of the job's round on this node, given the job's secret."""
         self._can_leave.clear()
-        self._channel.hang_up()
         for since in (self._asked, self._stopping, self._dying):
             since.stop()
         for store, of_round in list(self._stores.items()):
             if of_round != job.n:
                 del self._stores[store]
                 self._forkserver.signal(store, signal.SIGKILL)
-        self.group = self._new_group(job.n, job.fence)
+        former, self.group = self.group, self._new_group(job.n, job.fence)
         # A new one in each round: torch's timer server ends when it has ended a worker.
         if self._timers is not None:
             if self._timer_host is not None:
@@ -238,13 +238,19 @@ class NodeWorkers:
         if self._config.log_dir is not None and directory != self._directory:
             self._journal.tell("logs", f"the workers' output is kept in {directory}")
         self._directory = directory
-        self.group.start(self._config.program, orders)
+        stay = self.group.take_over(former, orders)
+        joins = {rank: Join(round=job.n, env=order.env) for rank, order in stay.items()}
+        self._channel.hang_up(joins)  # who stays connects again
+        of_all = set(self.group.ranks)
+        self.group.start(self._config.program, [o for o in orders if o.rank not in of_all])
+        same = f"; {len(stay)} of {len(orders)} in the same process" if stay else ""
         self._journal.tell(
             "start",
             f"round {job.n}: this node runs rank {', '.join(str(o.rank) for o in orders)} "
-            f"of {job.members.world_size}",
+            f"of {job.members.world_size}{same}",
             round=job.n,
             world_size=job.members.world_size,
+            stay=len(stay),
         )
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
@@ -261,6 +267,11 @@ class NodeWorkers:
     def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
         """Send this signal now, and SIGKILL once the shutdown timeout since the first is over."""
         self._stopping.start()
+        if self.group.state is Workers.PARKED:  # they exit by themselves, as who leaves does
+            self._channel.hang_up()
+            self.group.stop(0)
+            self._journal.tell("stop", reason, round=self.group.round)
+            return
         now = Leave(round=self.group.round, when=When.NOW, reason=reason)
         for rank in self._can_leave:  # they ignore SIGTERM until their agent has said so
             self._channel.send(rank, now)
@@ -432,6 +443,9 @@ class NodeWorkers:
                 self._channel.send(rank, self._handlers.on_peer_memory(message))
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
+                if message.stays and message.round == self.group.round:
+                    self.group.park(rank)
+                    self.steps.ended(rank)
             case Restored():
                 self._journal.tell(
                     "restore",

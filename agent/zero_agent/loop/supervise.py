@@ -40,6 +40,8 @@ class Situation:
     workers: Workers
     round: int
     """The round of these workers; 0 before the first."""
+    first_rank: int | None = None
+    """The lowest rank of those that run, in that round; None: none runs."""
     asked_to_leave: bool = False
     can_leave: bool = False
     """Whether every worker can save and leave when asked, without losing its progress."""
@@ -56,7 +58,7 @@ class Situation:
 
     @property
     def busy(self) -> bool:
-        """Whether worker processes exist."""
+        """Whether workers may use the process group of their round."""
         return self.workers in BUSY
 
     @property
@@ -74,6 +76,8 @@ def next_action(now: Situation) -> Step:
     if now.unkillable and now.job.state not in ENDED:
         return Action.ABANDON, now.unkillable
     action, reason = _BY_STATE[now.job.state](now)
+    if action is Action.EXIT and now.workers is Workers.PARKED:
+        return Action.STOP, reason
     if action is Action.EXIT and now.job.state not in ENDED and now.holds:
         return Action.WAIT, f"{reason}; {now.holds}"
     return action, reason
@@ -100,6 +104,8 @@ def _active(now: Situation) -> Step:
     if index is None:
         if now.node.draining:
             return Action.EXIT, "drained"
+        if now.workers is Workers.PARKED:
+            return Action.STOP, f"not in round {now.job.n}, for which the workers have waited"
         return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
     if now.round != job.n and not now.reported:
         return _enter(now, index)
@@ -108,6 +114,8 @@ def _active(now: Situation) -> Step:
 
 def _enter(now: Situation, index: int) -> Step:
     job = now.job
+    if now.workers is Workers.PARKED and job.members.first_rank(index) != now.first_rank:
+        return Action.STOP, "the ranks of this node change, which scripts keep in variables"
     # In a round that is being left, the first node may have gone before it opened the store.
     reasons = (job.stop, job.yielding, "draining" if now.node.draining else None)
     why = next((reason for reason in reasons if reason is not None), None)
@@ -183,6 +191,7 @@ _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
     Workers.RUNNING: _running,
     Workers.STOPPING: _stopping,
     Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
+    Workers.PARKED: _once(Action.REPORT_QUIET, "the workers wait for the next round"),
     Workers.LEFT: _once(Action.REPORT_QUIET, "the workers have left"),
     Workers.SUCCEEDED: _succeeded,
     Workers.PEER_LOST: _once(Action.REPORT_FAILURE, "the workers lost a peer"),

@@ -11,6 +11,8 @@ class Workers(StrEnum):
     NONE = "none"
     RUNNING = "running"
     STOPPING = "stopping"
+    PARKED = "parked"
+    """They have left the round, and wait in their processes for the next one."""
     STOPPED = "stopped"
     SUCCEEDED = "succeeded"
     LEFT = "left"
@@ -19,4 +21,4 @@ class Workers(StrEnum):
 
 
 BUSY = frozenset({Workers.RUNNING, Workers.STOPPING})
-"""States in which worker processes exist."""
+"""States in which workers may use the process group of their round."""

@@ -3,7 +3,8 @@
 `WorkerGroup` holds one round's workers and their state as a whole. Output goes through
 `output.Tap`s; exits and process ids arrive as events on the hub's thread.
 
-Must always hold: no worker is started while another of an older round may be running; a group
+Must always hold: no worker is started while another of an older round may be running, unless that
+one has left its round and waits (it is *parked*), to be taken over into the next; a group
 whose first worker has failed is killed as a whole, since a collective with a dead member never
 ends; the state is `STOPPED`, `FAILED`, ... only when every process of the group is gone.
 """
@@ -50,6 +51,9 @@ class WorkerGroup:
         self._hub = hub
         self._recent = recent
         self._running: dict[int, StartOrder] = {}
+        self._taps: dict[int, tuple[Tap, Tap]] = {}
+        self._parked: set[int] = set()
+        """Of those that run, who has left the round and waits."""
         self._pids: dict[int, int] = {}
         self._stopping = False
         self._killed = Stopwatch(clock or SystemClock())
@@ -71,14 +75,41 @@ class WorkerGroup:
                 command=[word.replace("${local_rank}", local_rank) for word in program.command],
             )
             worker = self._forkserver.start(own, order.env, out, err, order.cpus)
-            self._running[worker] = order
+            self._running[worker], self._taps[worker] = order, (out, err)
+
+    def park(self, rank: int) -> None:
+        """Note that a worker has left the round, and waits for the next one."""
+        self._parked |= {worker for worker, order in self._running.items() if order.rank == rank}
+
+    def take_over(self, former: WorkerGroup, orders: Sequence[StartOrder]) -> dict[int, StartOrder]:
+        """Take over the workers that wait; by the rank that each had, its order now.
+
+        Each keeps its local rank, and the files that it has opened.
+        """
+        by_local_rank = {order.local_rank: order for order in orders}
+        taken = {}
+        for worker in former._parked & former._running.keys():
+            old = former._running.pop(worker)
+            order = by_local_rank[old.local_rank]
+            own = {ENV_ERROR_FILE: old.env[ENV_ERROR_FILE]}
+            order = replace(order, env=order.env | own)
+            taken[old.rank] = self._running[worker] = order
+            self._taps[worker] = former._taps[worker]
+            for tap, route in zip(self._taps[worker], (order.out, order.err), strict=True):
+                tap.follow(route)
+            if worker in former._pids:
+                self._pids[worker] = former._pids[worker]
+        return taken
 
     def stop(self, number: int) -> None:
-        """Send a signal to all workers, which are to end: SIGTERM asks them, SIGKILL ends them."""
+        """Send a signal to all workers, which are to end: SIGTERM asks them, SIGKILL ends them.
+
+        0 is no signal: they know already.
+        """
         self._stopping = True
         if number == signal.SIGKILL:
             self._killed.start()
-        for worker in self._running:
+        for worker in self._running if number else ():
             self._forkserver.signal(worker, number)
 
     def show_stacks(self) -> None:
@@ -186,7 +217,8 @@ class WorkerGroup:
         if not self.round:
             return Workers.NONE
         if self._running:
-            return Workers.STOPPING if self._stopping else Workers.RUNNING
+            waiting = Workers.PARKED if self._parked >= self._running.keys() else Workers.RUNNING
+            return Workers.STOPPING if self._stopping else waiting
         ends = [end for end in self.exits if not end.wanted]
         if self._hung is not None or any(map(_is_cause, ends)):
             return Workers.FAILED

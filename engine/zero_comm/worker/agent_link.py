@@ -49,6 +49,7 @@ from zero_contract.worker import (
     Ability,
     CommitReply,
     ExitCode,
+    Join,
     Leave,
     Message,
     PeerMemoryReply,
@@ -92,6 +93,9 @@ def committed_step() -> int:
 
 class AgentLink:
     """The connection to the agent of this node, or its absence; `agent_link` makes it."""
+
+    _join: Join | None = None
+    """The next round, if this worker has got it."""
 
     def __init__(self, rank: int, path: str | None = None) -> None:
         """Connect to the agent's socket; without one every call does nothing.
@@ -286,6 +290,32 @@ class AgentLink:
         self.await_end()
         raise SystemExit(self.leaves_with)
 
+    @property
+    def may_stay(self) -> bool:
+        """Whether an agent can take this process into the next round."""
+        return self._socket is not None and not self.launched
+
+    def stay(self, step: int) -> Mapping[str, str]:
+        """Leave the group after `step`, and wait for the next round; returns its environment.
+
+        Raises:
+            SystemExit: There is none for this process, as `leave`.
+        """
+        leave_group()
+        self._send(contract.Left(round=self.round, step=step, stays=True))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._join is not None or self._socket is None or self.interrupt.reason
+            )
+        if self._join is None:
+            raise SystemExit(self.leaves_with)
+        # A handler would run only after torch's wait for the next group: an agent that gives this
+        # round up, too, ends a process that founds its group with SIGTERM.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return self._join.env
+
     def await_end(self) -> None:
         """Wait for torchrun, if that is the launcher, to end this process, which has no group."""
         by_s = time.monotonic() + ENDED_WITHIN_S
@@ -435,8 +465,14 @@ class AgentLink:
                             if now:
                                 self.interrupt.request(message.reason)
                                 self.group_lost.set()
+                                with self._changed:
+                                    self._changed.notify_all()
                                 if self._sigterm_came:  # before the request, so it was ignored
                                     os.kill(os.getpid(), signal.SIGTERM)
+                        case Join():
+                            with self._changed:
+                                self._join = message
+                                self._changed.notify_all()
                         case CommitReply() | PeerMemoryReply():
                             with self._changed:
                                 self._answers[message.request] = message

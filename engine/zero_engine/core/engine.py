@@ -55,7 +55,7 @@ from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
 from zero_step.lane_states import lanes_of
-from zero_step.session import NOTES, Session, end_step, notes_of
+from zero_step.session import NOTES, Session, begin_micro_step, end_step, notes_of
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ class Engine(WholeWeights):
         call = partial(self._precision.call, self.module)
         with exit_on_peer_loss(self._link), self._core.hardware.mode.refusals():
             if training:
+                begin_micro_step(self._session)
                 microbatch = self._run.microbatch()
                 if self._core.zero is not None:
                     first = self._run.plan().first_place(self._run.assignment)

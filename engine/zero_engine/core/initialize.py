@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ from zero_engine.core import activations
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
 from zero_engine.core.precision import check_dtypes, prepare_buffers
-from zero_engine.core.rewrap import leave_weights, take_over
+from zero_engine.core.rewrap import leave_weights, take_over, take_without_weights
 from zero_engine.layout import Facts, Layout, of_the_model, resolve
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.optim.as_given import AsGiven
@@ -71,6 +72,9 @@ from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
 from zero_step.forward_writes import ForwardWrites
 from zero_step.gradients import reduction_over
+from zero_step.lane_states import lanes_of
+from zero_step.session import Session
+from zero_step.staying import Standing, Staying, standing
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +123,7 @@ def initialize(
     """
     keys = config if isinstance(config, Mapping) else read_json(config)
     settings = load_config(keys)
+    began = standing() if settings.elastic.in_place else None
     with exit_on_peer_loss():
         init_distributed()
     link = agent_link(dist.get_rank())
@@ -127,16 +132,112 @@ def initialize(
         take_over(model)
         without_values = leave_meta(model)
         chosen = make_optimizer(optimizer, settings.optimizer, model_parameters, model)
-        found = _meet(settings, link)
-        layout, specs = _lay_out(model, chosen, settings, found)
-        core = _make_core(model, chosen, layout, specs, found, without_values)
-        scheduler = _make_scheduler(lr_scheduler, settings.scheduler, chosen)
-        run = _make_run(layout, core, training_data, collate_fn, num_workers, link)
-        engine = engine_class(core, run, scheduler, link, keys)
-    link.preparing(BEFORE_FIRST_STEP)
-    if core.device.type == "cpu":
+        given = _Given(
+            model=model,
+            optimizer=chosen,
+            groups=[list(group["params"]) for group in chosen.param_groups] if chosen else [],
+            dtypes=[param.dtype for param in model.parameters()],
+            dataset=training_data,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            scheduler=lr_scheduler,
+            keys=keys,
+            settings=settings,
+            engine_class=engine_class,
+        )
+        engine = _make(given, link, without_values)
+    if began is not None:
+        engine._session.staying = _staying(engine, given, began)
+    if engine.device.type == "cpu":
         keep_freed_memory()
     return engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """What `initialize` was given, as far as an engine can be made of it once more."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    groups: Sequence[Sequence[nn.Parameter]]
+    """Those of the optimizer, before the engine has put what it steps in their places."""
+    dtypes: Sequence[torch.dtype]
+    dataset: Dataset[Any] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    num_workers: int
+    scheduler: Any
+    keys: Mapping[str, Any]
+    settings: Config
+    engine_class: type[Engine]
+
+
+def _make(
+    given: _Given, link: AgentLink, without_values: frozenset[int], former: Engine | None = None
+) -> Engine:
+    """An engine over the process group that there is now. Collective.
+
+    The position, the loader and the scheduler are those of a `former` one: the script has them.
+    """
+    found = _meet(given.settings, link)
+    layout, specs = _lay_out(given.model, given.optimizer, given.settings, found)
+    core = _make_core(given.model, given.optimizer, layout, specs, found, without_values)
+    if former is not None:
+        scheduler, cursor = former.lr_scheduler, former._run.cursor
+    else:
+        scheduler = _make_scheduler(given.scheduler, given.settings.scheduler, given.optimizer)
+        cursor = Cursor()
+    run = _make_run(layout, core, given, link, cursor)
+    if former is not None and run.loader is not None:
+        assert former._run.loader is not None
+        vars(former._run.loader.order).update(vars(run.loader.order))
+        run.loader = former._run.loader
+    engine = given.engine_class(core, run, scheduler, link, given.keys)
+    link.preparing(BEFORE_FIRST_STEP)
+    return engine
+
+
+# ---- the same engine in another round ----
+
+
+def _staying(engine: Engine, given: _Given, began: Standing) -> Staying:
+    """How this engine goes on in its process when the ranks change."""
+    why_not = ""
+    if given.dataset is None:
+        why_not = "its batches do not come from initialize(training_data=...)"
+    elif lanes_of(engine._run.loader) is not None:
+        why_not = "its data are read in lanes"
+    elif engine.device.type != "cpu":
+        why_not = f"it trains on {engine.device.type}, and only CPUs are tested"
+    return Staying(partial(_make_again, ref(engine), given), began, why_not)
+
+
+def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Session:
+    """Make an engine anew over the group that there is now, as the same object. Collective.
+
+    Its weights and the state of its optimizer are undefined until a checkpoint is loaded.
+    """
+    engine = engine_of()
+    assert engine is not None  # it is in a call of step() or save_checkpoint()
+    engine._reporter.monitors.close()
+    if engine._run.ledger is not None:
+        engine._run.ledger.close()
+    take_without_weights(given.model)
+    for param, dtype in zip(given.model.parameters(), given.dtypes, strict=True):
+        param.data = param.data.to(dtype)
+    if given.optimizer is not None:
+        for group, params in zip(given.optimizer.param_groups, given.groups, strict=True):
+            group["params"] = list(params)
+        given.optimizer.state.clear()
+    link = agent_link(dist.get_rank())
+    link.preparing("making the engine")
+    fresh = _make(given, link, frozenset(), engine)
+    fresh.mean_loss, fresh._last = engine.mean_loss, engine._last
+    fresh._micro_steps.applied = engine._micro_steps.applied
+    of_others = {name: each for name, each in vars(engine).items() if name not in vars(fresh)}
+    vars(fresh).update(of_others)
+    # Both are one from now on: the script has this one, and the new parts know the other.
+    object.__setattr__(engine, "__dict__", vars(fresh))
+    return fresh._session
 
 
 # ---- the model ----
@@ -347,10 +448,9 @@ def _make_scheduler(
 def _make_run(
     layout: Layout,
     core: Core,
-    dataset: Dataset[Any] | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    num_workers: int,
+    given: _Given,
     link: AgentLink,
+    cursor: Cursor,
 ) -> Run:
     config, rank, world = layout.config, dist.get_rank(), dist.get_world_size()
     batch, from_world = resolve_batch(
@@ -363,7 +463,7 @@ def _make_run(
     run = Run(
         batch=batch,
         batch_from_world=from_world,
-        cursor=Cursor(),
+        cursor=cursor,
         rank=rank,
         world=world,
         accumulation=layout.sums,
@@ -376,9 +476,9 @@ def _make_run(
             *(batch.samples, batch.microbatches, batch.micro_batch),
             *(run.plan().micro_steps(world), world),
         )
-    if dataset is not None:
+    if given.dataset is not None:
         run.loader = training_loader(
-            config, run, core.collectives, dataset, collate_fn, num_workers
+            config, run, core.collectives, given.dataset, given.collate_fn, given.num_workers
         )
     if config.elastic.sample_ledger is not None:
         directory = Path(config.elastic.sample_ledger)

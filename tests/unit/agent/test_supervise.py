@@ -61,6 +61,29 @@ def test_workers_that_cannot_be_killed_are_not_waited_for(snapshot, expected):
     assert action(snapshot, Workers.STOPPING, unkillable="it hangs in the kernel") is expected
 
 
+LEAVES = replace(ME, draining=True)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "facts", "expected"),
+    [
+        (FORMS, {}, Action.REPORT_QUIET),
+        (replace(FORMS, quiet={"me"}), {}, Action.WAIT),
+        (replace(FORMS, quiet={"me"}), {"node": LEAVES}, Action.STOP),
+        (replace(RUNS, n=3), {"first_rank": 0}, Action.START),
+        (replace(RUNS, n=3), {"first_rank": 1}, Action.STOP),
+        (job(State.ACTIVE, n=3, members=(OTHER,)), {"first_rank": 0}, Action.STOP),
+        (replace(RUNS, n=3, stop="enough"), {"first_rank": 0}, Action.REPORT_QUIET),
+        (job(State.DONE), {}, Action.STOP),
+        (job(State.FAILED), {}, Action.STOP),
+        (job(State.STOPPED), {}, Action.STOP),
+    ],
+)
+def test_workers_that_wait_go_on_with_the_same_rank_or_are_let_go(snapshot, facts, expected):
+    now = {"job": snapshot, "node": ME, "workers": Workers.PARKED, "round": 2}
+    assert next_action(Situation(**{**now, **facts}))[0] is expected
+
+
 def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():
     assert action(FORMS, Workers.FAILED, checking=True) is Action.WAIT
     assert action(FORMS, Workers.FAILED) is Action.REPORT_QUIET
@@ -74,6 +97,7 @@ def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():
         (Workers.SUCCEEDED, Action.REPORT_DONE),
         (Workers.FAILED, Action.REPORT_FAILURE),
         (Workers.PEER_LOST, Action.REPORT_FAILURE),
+        (Workers.PARKED, Action.REPORT_QUIET),
         (Workers.LEFT, Action.REPORT_QUIET),
         (Workers.STOPPED, Action.REPORT_QUIET),
     ],

@@ -15,6 +15,7 @@ import pytest
 from tests.model import world as model
 from tests.model.search import explore, running
 from tests.model.world import KEYS, World, begin, stop, write
+from zero_agent.loop.supervise import next_action
 from zero_orchestrator.membership import rounds
 from zero_orchestrator.membership.failures import Charge
 from zero_orchestrator.membership.job_state import Snapshot
@@ -69,6 +70,47 @@ def test_a_stop_asked_for_at_any_time_ends_the_job_for_everybody(
 def test_whoever_is_told_to_leave_at_any_time_keeps_nobody_waiting():
     spec = JobSpec(min_nodes=1, max_nodes=2)
     assert explore(begin(spec, 2, faults=0, drains=1), max_round=2) > 500
+
+
+PARKING_JOBS = {
+    "two nodes, one of which is told to leave": pytest.param(2, 1, 0, 2),
+    "two nodes that come, one of which is told to leave": pytest.param(
+        0, 1, 0, 2, marks=pytest.mark.full
+    ),
+    "a node that is joined by another, and a fault": pytest.param(
+        1, 0, 1, 2, marks=pytest.mark.full
+    ),
+    "two nodes that go and come back, and a fault": pytest.param(
+        2, 1, 1, 3, marks=pytest.mark.full
+    ),
+}
+"""Nodes of two that run, nodes that are told to leave, faults that happen, rounds looked at."""
+
+
+def parking(runs, drains, faults):
+    """Workers that leave may wait in their processes; `runs` of two nodes are in round 1."""
+    both = begin(JobSpec(min_nodes=1, max_nodes=2), 2, faults, drains=drains, parks=True)
+    first = running(replace(both, agents=both.agents[:runs]))
+    return replace(first, agents=(*first.agents, *both.agents[runs:]))
+
+
+@pytest.mark.parametrize(
+    ("runs", "drains", "faults", "max_round"), PARKING_JOBS.values(), ids=PARKING_JOBS
+)
+def test_workers_that_wait_in_their_processes_keep_nobody_waiting_and_their_ranks(
+    runs, drains, faults, max_round
+):
+    assert explore(parking(runs, drains, faults), max_round) > 200
+
+
+def test_workers_that_stay_whatever_their_rank_becomes_are_noticed(monkeypatch):
+    def careless(now):
+        rank = now.job.members.index(now.node)  # with one worker a node
+        return next_action(replace(now, first_rank=rank))
+
+    monkeypatch.setattr(model, "next_action", careless)
+    with pytest.raises(AssertionError, match="another rank"):
+        explore(parking(2, 1, 0), max_round=2)
 
 
 FINISHING_JOBS = {

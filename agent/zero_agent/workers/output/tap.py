@@ -247,6 +247,8 @@ class Tap:
     ) -> None:
         """Show the stream on `terminal`, and keep it in the file `path` if that is given."""
         self._hub = hub
+        self._terminal = terminal
+        self._recent: RecentOutput | None = None
         self._raw: list[Sink] = [File(path, limit_bytes)] if path is not None else []
         self._by_line: list[Sink] = [terminal]
         self._writers = (FILES, terminal.writer)
@@ -261,17 +263,23 @@ class Tap:
     ) -> Tap:
         """Make a tap that forwards its stream along a route, and keeps the last of it."""
         tap = cls(hub, terminal, route.file, route.file_limit_bytes)
-        tap._by_line = []
-        if route.shown:
-            tap._by_line.append(_shown(terminal, route))
-        if recent is not None:
-            tap._by_line.append(KeptOutput(recent, route.facts))
+        tap._recent = recent
+        tap.follow(route)
+        return tap
+
+    def follow(self, route: Route) -> None:
+        """Show what comes from now on as a route says; the worker's own file stays."""
+        by_line: list[Sink] = [_shown(self._terminal, route)] if route.shown else []
+        if self._recent is not None:
+            by_line.append(KeptOutput(self._recent, route.facts))
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
             prefix, file = route.copy_prefix.encode(), File(route.copy, route.file_limit_bytes)
             copy = Changed(file, lambda data: _prefixed(prefix, _matching(texts, data)))
-            tap._by_line.append(copy)
-        return tap
+            by_line.append(copy)
+        former, self._by_line = self._by_line, by_line  # at once: the hub's thread reads it
+        for sink in former:
+            sink.close()
 
     def started(self) -> None:
         """Close the agent's copy of the writing end, so that the end of the worker's is seen."""

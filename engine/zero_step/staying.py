@@ -1,0 +1,97 @@
+"""Whether a training stays in its process when the ranks of the job change at a step boundary.
+
+A newcomer runs the script from its begin; a survivor is in the middle of it. Must always hold: both
+take part in the same exchanges until they are at the same step: those that make the training, and
+those of its load. So a script that exchanges anything of its own before its first step, or loads in
+another way, is started anew, as without this; and so is whatever does not go as planned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_comm.worker.rank_times import WAITS
+
+Standing = tuple[int, int, int]
+"""The number of process groups, of what was exchanged in the default one, and of what `Collectives`
+has begun, also where there is one rank and nothing travels."""
+
+
+def standing() -> Standing:
+    """What this process has of groups and exchanges now."""
+    if not dist.is_initialized():
+        return 0, 0, WAITS.begun
+    world: Any = dist.group.WORLD  # torch's stubs lack the call
+    groups, exchanged = (
+        len(dist.distributed_c10d._world.pg_map),
+        world._get_sequence_number_for_group(),
+    )
+    return groups, exchanged, WAITS.begun
+
+
+class Staying:
+    """What a script has exchanged so far, and how its training is made again."""
+
+    def __init__(self, make_again: Callable[[], Any], began: Standing, why_not: str = "") -> None:
+        """Made where the training has been made.
+
+        Args:
+            make_again: Makes the training over the group that there is then; returns its `Session`.
+            began: The `standing` before it was made.
+            why_not: Why it cannot stay; empty: it can.
+        """
+        self.make_again = make_again
+        self.why_not = why_not
+        if began not in ((0, 0, 0), (1, 0, 0)):
+            self.forbid("the script exchanges something of its own before it makes the training")
+        self._at = standing()
+        self.directory: str | os.PathLike[str] | None = None
+        """From which the script has loaded."""
+        self.in_step = False
+        """Whether a step is under way."""
+        self._has_begun = False
+
+    def forbid(self, why: str) -> None:
+        """Start this process anew in the next round."""
+        self.why_not = self.why_not or why
+
+    def _compare(self, before: str) -> None:
+        if standing() != self._at:
+            self.forbid(f"the script exchanges something of its own before {before}")
+
+    def load(self, directory: str | os.PathLike[str], *, whole: bool) -> None:
+        """Note that the script loads; `whole`: the newest checkpoint, and everything of it."""
+        if self.directory is not None or self._has_begun or not whole:
+            self.forbid("the script does not load once, everything, before its first step")
+        self._compare("its load")
+        self.directory = directory
+
+    def save(self, *, whole: bool) -> None:
+        """Note that the script saves; `whole`: everything."""
+        if not (self._has_begun and whole):
+            self.forbid("the script saves before its first step, or without what is not trained")
+
+    def loaded(self) -> None:
+        """Note the end of the load."""
+        self._at = standing()
+
+    def begin(self) -> None:
+        """Note that a micro-step begins."""
+        self.in_step = True
+        if not self._has_begun:
+            self._has_begun = True
+            self._compare("its first step")
+            if self.directory is None:
+                self.forbid("the script does not load before its first step")
+
+    def reason_against(self) -> str:
+        """Why this process is started anew; empty: it stays."""
+        if self.in_step or not self._has_begun:
+            return self.why_not or "it is not between two steps"
+        if standing()[0] != self._at[0]:
+            return self.why_not or "the script has process groups of its own"
+        return self.why_not

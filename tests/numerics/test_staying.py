@@ -1,0 +1,326 @@
+"""Workers stay in their processes when the ranks of the job change at a step boundary.
+
+The launcher's end of the contract is the product's own; what it decides is decided here.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.training import DIVIDED, config, fingerprint, make_engine, run_micro_step, train
+from tests.support.world import forkserver
+from zero_comm.worker.distributed import MEETING
+from zero_contract import worker as contract
+from zero_contract.channel import Channel
+from zero_contract.hub import Hub
+from zero_contract.worker import (
+    CommitReply,
+    CommitRequest,
+    ExitCode,
+    Join,
+    Leave,
+    Left,
+    Message,
+    PeerMemoryReply,
+    PeerMemoryRequest,
+    Preparing,
+    Progress,
+    When,
+)
+
+STEPS = 9
+"""In three epochs of three steps."""
+
+
+class Job:
+    """The workers of a job, in rounds; the place of a worker is its rank in its first round."""
+
+    def __init__(self, directory: Path, script: Callable[..., Any], *given: Any) -> None:
+        self._directory, self._script, self._given = directory, script, given
+        self._hub = Hub()
+        self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
+        self._channel = Channel(self._hub, directory / "agent.sock", self._take)
+        self._context = forkserver()
+        self._round = 0
+        self._store: dist.TCPStore | None = None
+        self._asked = False
+        self.members: list[Any] = []
+        """The processes of the round, by rank."""
+        self.results: Any = self._context.Queue()
+
+    def _take(self, rank: int, message: Message) -> None:
+        """Answer a worker; on the hub's thread."""
+        match message:
+            case CommitRequest():
+                reply = CommitReply(request=message.request, granted=True, reason="")
+                self._channel.send(rank, reply)
+            case PeerMemoryRequest():
+                self._channel.send(rank, PeerMemoryReply(request=message.request, reason="no"))
+            case Progress() | Left() | Preparing():
+                self._inbox.put((rank, message))
+            case _:
+                pass
+
+    def begin(self, stay: list[int], joining: int = 0, absent: int = 0) -> None:
+        """Begin a round with those ranks of the last one, and new processes; some never come."""
+        self._round, self._asked = self._round + 1, False
+        self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        world = len(stay) + joining + absent
+        self._channel.hang_up(
+            {
+                former: Join(round=self._round, env=self._environ(rank, world))
+                for rank, former in enumerate(stay)
+            }
+        )
+        members = [self.members[former] for former in stay]
+        for rank in range(len(stay), len(stay) + joining):
+            members.append(
+                self._context.Process(
+                    target=run,
+                    args=(self._environ(rank, world), self.results, self._script, *self._given),
+                    daemon=True,
+                )
+            )
+            members[-1].start()
+        self.members = members
+
+    def _environ(self, rank: int, world: int) -> dict[str, str]:
+        assert self._store is not None
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            contract.ENV_SOCKET: self._channel.path,
+            contract.ENV_ROUND: str(self._round),
+        }
+
+    def leave_at(self, step: int, *, stay: bool = True) -> int:
+        """Ask the workers to leave after this step; returns the one after which all have.
+
+        `stay`: what each of them says that it does.
+        """
+        left: dict[int, int] = {}
+        while len(left) < len(self.members):
+            rank, message = self._inbox.get(timeout=60)
+            if isinstance(message, Left):
+                assert message.stays is stay
+                left[rank] = message.step
+            elif isinstance(message, Progress) and message.step >= step and not self._asked:
+                self._asked = True
+                leave = Leave(round=self._round, when=When.BOUNDARY, reason="a node joins")
+                for each in range(len(self.members)):
+                    self._channel.send(each, leave)
+        (at,) = set(left.values())
+        return at
+
+    def wait_for_meeting(self) -> None:
+        """Wait until a worker waits for the others of its round."""
+        while self._inbox.get(timeout=60)[1] != Preparing(what=MEETING):
+            pass
+
+    def let_go(self) -> None:
+        """Close the connections: no round follows for the workers."""
+        self._channel.hang_up()
+
+    def end(self) -> list[Any]:
+        """What the processes of the round return."""
+        results = [self.results.get(timeout=60) for _ in self.members]
+        for process in self.members:
+            process.join(60)
+            assert process.exitcode == 0
+        return results
+
+    def close(self) -> None:
+        for process in self.members:
+            process.kill()
+        self._channel.close()
+        self._hub.close(timeout_s=60)
+
+
+def run(environ: dict[str, str], results: Any, script: Callable[..., Any], *given: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environ)
+    results.put((os.getpid(), script(*given)))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(script: Callable[..., Any], *given: Any) -> Job:
+        made.append(Job(tmp_path, script, *given))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def trained(directory: str, settings: dict[str, Any]) -> Any:
+    """What a script does: make, load, train; the losses that this process has seen."""
+    engine = make_engine(settings)
+    engine.load_checkpoint(directory)
+    losses = train(engine, STEPS)
+    return fingerprint(engine), losses, engine.world_size, dist.get_world_size()
+
+
+def undisturbed(settings: dict[str, Any]) -> Any:
+    engine = make_engine(settings)
+    losses = train(engine, STEPS)
+    return fingerprint(engine), losses
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 0": config(0),
+    "stage 1, bf16": config(1, bf16=True),
+    "stage 2, fp16": {**config(2), "fp16": {"enabled": True}},
+    "stage 3": config(3),
+    "stage 3, offloaded": {
+        **config(3),
+        "zero_optimization": {
+            **DIVIDED,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+    },
+    "stage 2, schedule": {
+        **config(2),
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6}},
+    },
+    "stage 1, Muon": {**config(1), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
+}
+
+
+def begin_undisturbed(settings: dict[str, Any]) -> Any:
+    """Train in a process of its own, beside the job; returns the queue of its result."""
+    context = forkserver()
+    results = context.Queue()
+    context.Process(target=run, args=({}, results, undisturbed, settings), daemon=True).start()
+    return results
+
+
+def test_a_worker_that_is_joined_goes_on_in_its_process_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(3), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    one = job(trained, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    (first,) = (process.pid for process in one.members)
+    step = one.leave_at(1)
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    _, (expected, losses) = alone.get(timeout=60)
+    assert ended.pop(first) == (expected, losses, 2, 2)
+    assert list(ended.values()) == [(expected, losses[step:], 2, 2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETTINGS)
+def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path, name: str
+) -> None:
+    settings = {**SETTINGS[name], "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    one = job(trained, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=2)
+    first = {process.pid for process in one.members}
+    steps = [one.leave_at(1)]
+    one.begin([0, 1], joining=1)
+    steps.append(one.leave_at(4))
+    one.begin([2, 0])  # the second leaves; the newcomer has rank 0
+    ended = one.end()
+    assert STEPS > steps[1] > steps[0]
+    assert len(first & {pid for pid, _ in ended}) == 1
+    _, (expected, losses) = alone.get(timeout=60)
+    for pid, (found, seen, *worlds) in ended:
+        assert found == expected
+        assert seen == (losses if pid in first else losses[steps[0] :])
+        assert worlds == [2, 2]
+
+
+def refused(why: str, directory: str) -> None:
+    """A script whose first steps a newcomer could not share with who stays, or another's state."""
+    engine = make_engine({**config(3), "elastic": {"in_place": True}})
+    if why == "exchanges before its load":
+        dist.barrier()
+    if why != "loads nothing":
+        engine.load_checkpoint(directory)
+    if why == "loads twice":
+        engine.load_checkpoint(directory)
+    if why == "exchanges before its first step":
+        engine.weight_hash()  # at one rank nothing travels
+    if why == "has a group of its own":
+        run_micro_step(engine, step=True)
+        dist.new_group([0])
+    if why == "saves before its first step":
+        engine.save_checkpoint(directory)
+    if why == "saves a part":
+        engine.save_checkpoint(directory, exclude_frozen_parameters=True)
+    train(engine, STEPS)
+
+
+@pytest.mark.corners(why=["exchanges before its first step"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "exchanges before its load",
+        "exchanges before its first step",
+        "loads nothing",
+        "loads twice",
+        "has a group of its own",
+        "saves before its first step",
+        "saves a part",
+    ],
+)
+def test_a_script_that_a_newcomer_would_wait_for_in_vain_is_started_anew(
+    job: Callable[..., Job], tmp_path: Path, why: str
+) -> None:
+    one = job(refused, why, str(tmp_path / "checkpoints"))
+    one.begin([], joining=1)
+    one.leave_at(2, stay=False)
+    (process,) = one.members
+    process.join(60)
+    assert process.exitcode == ExitCode.LEFT
+
+
+def test_a_worker_whose_agent_has_no_round_for_it_exits_as_one_that_has_left(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    one = job(trained, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    one.leave_at(1)
+    one.let_go()
+    (process,) = one.members
+    process.join(60)
+    assert process.exitcode == ExitCode.LEFT
+
+
+@pytest.mark.full
+def test_a_worker_whose_next_group_never_meets_is_ended_by_its_agent(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    one = job(trained, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    one.leave_at(1)
+    one.begin([0], absent=1)
+    one.wait_for_meeting()
+    (process,) = one.members
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
