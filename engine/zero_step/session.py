@@ -280,7 +280,7 @@ class Session:
             Exception: That does not go as planned.
         """
         assert staying.directory is not None
-        found_again(environ)
+        found_again(environ, staying.meets_within_s)
         session: Session = staying.make_again()
         session._persistence.script = self._persistence.script
         session.load(staying.directory)

@@ -33,19 +33,33 @@ def standing() -> Standing:
     return groups, exchanged, WAITS.begun
 
 
+MEETS_WITHIN_S = 60.0
+"""How long a process that stays waits for the others of its next round, at least."""
+AS_LONG_AS = 3.0
+"""A newcomer comes as late as this process did after its start, or this many times as late."""
+
+
 class Staying:
     """What a script has exchanged so far, and how its training is made again."""
 
-    def __init__(self, make_again: Callable[[], Any], began: Standing, why_not: str = "") -> None:
+    def __init__(
+        self,
+        make_again: Callable[[], Any],
+        began: Standing,
+        came_after_s: float,
+        why_not: str = "",
+    ) -> None:
         """Made where the training has been made.
 
         Args:
             make_again: Makes the training over the group that there is then; returns its `Session`.
             began: The `standing` before it was made.
+            came_after_s: The age of this process then.
             why_not: Why it cannot stay; empty: it can.
         """
         self.make_again = make_again
         self.why_not = why_not
+        self.meets_within_s = max(MEETS_WITHIN_S, AS_LONG_AS * came_after_s)
         if began not in ((0, 0, 0), (1, 0, 0)):
             self.forbid("the script exchanges something of its own before it makes the training")
         self._at = standing()

@@ -11,9 +11,11 @@ leases of the store are the shared clock).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
@@ -23,6 +25,18 @@ Action = Callable[[], float | None]
 
 _JOIN_S = 1.0
 """How long `cancel` waits for an action that is running."""
+_START_TICKS = 19
+"""Index of `starttime` in `/proc/self/stat` after the name: proc_pid_stat(5)."""
+
+
+def process_age_s(proc: Path = Path("/proc/self")) -> float:
+    """Seconds since the start of this process; 0 if the kernel does not say."""
+    try:
+        fields = (proc / "stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 class Repeating(Protocol):

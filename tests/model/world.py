@@ -6,9 +6,9 @@ however old that is; it may die between any two operations, lose its lease while
 back under the same lease-less process or as a new one, and a user may ask for a stop, or a
 node to leave, at any time. A link between two nodes may break, and work again, at any time: workers
 of a round with such a link lose their peers or hang, and never finish; agents that look at their
-links accuse whom they do not reach, the dead as well. Workers that were asked to leave end; those of
-a job that parks them may wait in their processes for the next round, and die while they wait. Worlds
-are values: every event returns another world.
+links accuse whom they do not reach, the dead as well. Workers that were asked to leave end; those
+of a job that parks them may wait in their processes for the next round, and die while they wait.
+Worlds are values: every event returns another world.
 
 Who calls it: `search`, and the random walks.
 """

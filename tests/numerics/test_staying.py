@@ -36,6 +36,7 @@ from zero_contract.worker import (
     Progress,
     When,
 )
+from zero_step import staying
 
 STEPS = 9
 """In three epochs of three steps."""
@@ -308,6 +309,24 @@ def test_a_worker_whose_agent_has_no_round_for_it_exits_as_one_that_has_left(
     (process,) = one.members
     process.join(60)
     assert process.exitcode == ExitCode.LEFT
+
+
+def impatient(directory: str, settings: dict[str, Any]) -> None:
+    staying.MEETS_WITHIN_S = 1.0
+    trained(directory, settings)
+
+
+def test_a_worker_waits_for_a_newcomer_that_never_comes_no_longer_than_it_may(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    one = job(impatient, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    one.leave_at(1)
+    one.begin([0], absent=1)
+    (process,) = one.members
+    process.join(60)
+    assert process.exitcode == ExitCode.PEER_LOST
 
 
 @pytest.mark.full

@@ -32,7 +32,6 @@ from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
 from zero_agent.loop.config import AgentConfig
-from zero_agent.loop.observed.node_time import process_age_s
 from zero_agent.node import signals
 from zero_agent.node.health_checks import await_fit
 from zero_agent.node.health_endpoint import Health, served
@@ -43,7 +42,7 @@ from zero_agent.workers.output import tap as output
 from zero_agent.workers.output.streams import Format
 from zero_agent.workers.worker_main import ENV_ERROR_FILE, end_process
 from zero_contract import notices
-from zero_contract.clock import Stopwatch, SystemClock
+from zero_contract.clock import Stopwatch, SystemClock, process_age_s
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.arguments import named_as_set

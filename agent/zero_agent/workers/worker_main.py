@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from zero_contract.errors import ConfigError, UsageExit
+from zero_contract.worker import ExitCode
 
 ENV_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PERMANENT = (ConfigError, SyntaxError)
@@ -107,6 +108,8 @@ def run(program: Program) -> NoReturn:
 def _code_of(end: SystemExit) -> int:
     """The exit code that a program has asked for; its reason is written to the error file."""
     if end.code is None or isinstance(end.code, int):
+        if end.code == ExitCode.PEER_LOST and end.__cause__ is not None:
+            write_error(f"{type(end.__cause__).__name__}: {end.__cause__}")
         if program := _refused_by_argparse(end):
             write_error(f"{program} refused its arguments", permanent=True)
         return (end.code or 0) & 0xFF

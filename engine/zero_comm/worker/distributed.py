@@ -138,8 +138,10 @@ def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
     return not thread.is_alive()
 
 
-def found_again(environ: Mapping[str, str]) -> None:
+def found_again(environ: Mapping[str, str], within_s: float = GROUP_TIMEOUT_S) -> None:
     """Leave the process group and found the next one, with other variables, in the same process.
+
+    The other ranks are waited for `within_s`; the timeout of their collectives is the usual one.
 
     Rank, world size and store are those of `environ`, such as a `Join` has. What was made of the
     group before, such as `Collectives`, must be made anew. Threads, devices, compiled code and
@@ -147,12 +149,16 @@ def found_again(environ: Mapping[str, str]) -> None:
 
     Raises:
         PeerLost: The former group has not been aborted in time; or a rank of the next one, or the
-            host of its store, is lost.
+            host of its store, is lost, or does not come.
     """
     if not leave_group():
         raise PeerLost(f"the former process group is not aborted within {ABORT_TIMEOUT_S:g} s")
     os.environ.update(environ)
-    init_distributed()
+    usual_s = group_timeout_s()
+    init_distributed(timeout_s=min(within_s, usual_s))
+    usual = timedelta(seconds=usual_s)
+    dist.distributed_c10d._set_pg_timeout(usual)
+    dist.distributed_c10d._get_default_store().set_timeout(usual)
 
 
 def _abort() -> None:

@@ -35,6 +35,7 @@ from zero_comm.worker.agent_link import (
     exit_on_peer_loss,
 )
 from zero_comm.worker.distributed import init_distributed, local_device
+from zero_contract.clock import process_age_s
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger, round_of_start
@@ -123,7 +124,7 @@ def initialize(
     """
     keys = config if isinstance(config, Mapping) else read_json(config)
     settings = load_config(keys)
-    began = standing() if settings.elastic.in_place else None
+    began, came_after_s = standing(), process_age_s()
     with exit_on_peer_loss():
         init_distributed()
     link = agent_link(dist.get_rank())
@@ -146,8 +147,8 @@ def initialize(
             engine_class=engine_class,
         )
         engine = _make(given, link, without_values)
-    if began is not None:
-        engine._session.staying = _staying(engine, given, began)
+    if settings.elastic.in_place:
+        engine._session.staying = _staying(engine, given, began, came_after_s)
     if engine.device.type == "cpu":
         keep_freed_memory()
     return engine
@@ -199,7 +200,7 @@ def _make(
 # ---- the same engine in another round ----
 
 
-def _staying(engine: Engine, given: _Given, began: Standing) -> Staying:
+def _staying(engine: Engine, given: _Given, began: Standing, came_after_s: float) -> Staying:
     """How this engine goes on in its process when the ranks change."""
     why_not = ""
     if given.dataset is None:
@@ -208,7 +209,7 @@ def _staying(engine: Engine, given: _Given, began: Standing) -> Staying:
         why_not = "its data are read in lanes"
     elif engine.device.type != "cpu":
         why_not = f"it trains on {engine.device.type}, and only CPUs are tested"
-    return Staying(partial(_make_again, ref(engine), given), began, why_not)
+    return Staying(partial(_make_again, ref(engine), given), began, came_after_s, why_not)
 
 
 def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Session:

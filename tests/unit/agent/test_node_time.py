@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_agent.loop.observed.node_time import NodeTime, doing, process_age_s
+from zero_agent.loop.observed.node_time import NodeTime, doing
 from zero_agent.loop.supervise import Situation
 from zero_agent.node.state import Workers
 from zero_contract.worker import Progress
@@ -102,9 +102,3 @@ def test_the_time_of_the_process_before_its_agent_is_in_the_ledger():
     node_time = NodeTime(clock, before_ns)
     clock.advance(3)
     assert node_time.used_ns() == {Use.STARTING: 5 * 10**9, Use.IDLE: 10**9}
-
-
-def test_the_age_of_a_process_is_the_kernels(tmp_path):
-    before_s = process_age_s()
-    assert 0 < before_s <= process_age_s()
-    assert process_age_s(tmp_path) == 0.0

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from zero_contract.clock import SystemClock
+from zero_contract.clock import SystemClock, process_age_s
 
 
 def test_a_manual_clock_runs_each_action_when_it_is_due() -> None:
@@ -79,3 +79,9 @@ def test_an_action_that_fails_is_logged_and_ends(caplog: pytest.LogCaptureFixtur
     clock.advance(5.0)
     assert runs == [1.0]
     assert "a mistake" in caplog.text
+
+
+def test_the_age_of_a_process_is_the_kernels(tmp_path):
+    before_s = process_age_s()
+    assert 0 < before_s <= process_age_s()
+    assert process_age_s(tmp_path) == 0.0

@@ -9,10 +9,8 @@ its loop.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 from zero_agent.loop.supervise import Situation
@@ -38,8 +36,6 @@ from zero_orchestrator.observe.timeline import Phase, Timeline
 from zero_orchestrator.store.kv import KeyValueStore
 
 _NS = 1e9
-_START_TICKS = 19
-"""The place of the start of a process in its `stat`, after the name; see proc(5)."""
 
 
 def doing(now: Situation, *, prepared: bool) -> Doing:
@@ -70,16 +66,6 @@ _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
     (Doing.FORMING, lambda now: True),
 )
 """A node does the first of these whose condition holds."""
-
-
-def process_age_s(proc: Path = Path("/proc/self")) -> float:
-    """Seconds since the start of this process; 0 if the kernel does not say."""
-    try:
-        fields = (proc / "stat").read_text().rpartition(")")[2].split()
-        started_s = int(fields[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 class NodeTime:
