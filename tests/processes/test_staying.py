@@ -7,6 +7,7 @@ nothing happened, and the ledger is exactly one pass over the data.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,32 +16,46 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import LONG_S, ROOT, SAMPLES, STEPS, Cluster, final_hash, paced, training
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
+
+
+THEN = """
+import runpy, sys
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture
 def staying(cluster: Callable[..., Cluster], tmp_path: Path) -> Callable[..., Cluster]:
     """A job whose workers stay where they can."""
 
-    def made(*flags: str, **more: Any) -> Cluster:
+    def made(*flags: str, first: str = "", **more: Any) -> Cluster:
+        """`first` is what a worker does before its script."""
         settings = json.loads((ROOT / "examples" / "gpt.json").read_text())
         settings.setdefault("elastic", {})["in_place"] = True
         (tmp_path / "config.json").write_text(json.dumps(settings | more))
-        script = training(tmp_path, f"--config={tmp_path}/config.json")
-        return cluster(flags=flags, script=paced(script, tmp_path))
+        script = paced(training(tmp_path, f"--config={tmp_path}/config.json"), tmp_path)
+        if first:
+            (tmp_path / "first.py").write_text(first + THEN)
+            script = [f"{tmp_path}/first.py", *script]
+        return cluster(flags=flags, script=script)
 
     return made
 
 
-def assert_as_if_nothing_had_happened(job: Cluster, undisturbed_hash: str) -> None:
+def assert_as_if_nothing_had_happened(
+    job: Cluster, undisturbed_hash: str, interrupts: int = 0
+) -> None:
     job.wait_for_end()
     report = job.report()
     assert report.problems == ()
     assert (report.steps, report.samples) == (STEPS, SAMPLES)
     assert report.repeated_steps == 0
     assert final_hash(job.output) == undisturbed_hash
-    assert job.events("interrupt") == []
+    assert len(job.events("interrupt")) == interrupts
 
 
 def stays(job: Cluster) -> list[tuple[int, str, int]]:
@@ -74,3 +89,71 @@ def test_a_worker_whose_rank_changes_is_started_anew(staying, undisturbed_hash):
     job.wait_for_step(11, world=1)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert stays(job)[-1][1:] == (other, 0)
+
+
+WAITS = """
+import os, signal, sys
+from pathlib import Path
+held = Path(os.environ.get("HELD", "nowhere"))
+if held.exists():  # the first worker alone
+    held.unlink()
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("killed", ["worker", "node"])
+def test_a_newcomer_that_dies_while_it_joins_costs_a_restart_and_nothing_else(
+    staying, undisturbed_hash, tmp_path, killed
+):
+    job = staying("--nnodes=1:2", "--max-restarts=1", first=WAITS)
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    pid = job.worker_of("a")
+    job.pace(LONG_S)
+    held = tmp_path / "held"
+    held.touch()
+    job.start("b", HELD=str(held))
+    wait_for(lambda: not held.exists(), 60, "a newcomer has begun")
+    wait_for(lambda: len(stays(job)) == 3, 60, "the other node is in its round")
+    if killed == "worker":
+        os.kill(job.worker_of("b"), signal.SIGKILL)
+    else:
+        job.agents.pop("b").kill_node()
+    wait_for(lambda: job.worker_of("a") != pid, 60, "the survivor is started anew")
+    assert_as_if_nothing_had_happened(job, undisturbed_hash, interrupts=1)
+    assert stays(job)[:3] == [(1, "a", 0), (2, "a", 1), (2, "b", 0)]
+    assert {stay for _, _, stay in stays(job)[3:]} == {0}
+
+
+HAS_A_GROUP = """
+import os
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+
+
+def make_group(*_):
+    hook.remove()
+    dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+if os.environ["LOCAL_RANK"] == "{}" and os.environ["ZERO_ROUND"] == "1":
+    hook = register_module_forward_hook(make_group)
+"""
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_of_two_workers_of_a_node_one_stays_and_one_is_started_anew(
+    staying, undisturbed_hash, leaver
+):
+    job = staying("--nnodes=1:2", "--nproc-per-node=2", first=HAS_A_GROUP.format(leaver))
+    job.start("a")
+    job.wait_for_step(10, world=2)
+    job.pace(LONG_S)
+    job.start("b")
+    job.wait_for_step(11, world=4)
+    job.agents["b"].process.send_signal(signal.SIGTERM)
+    assert job.agents.pop("b").wait() == 128 + signal.SIGTERM
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert stays(job) == [(1, "a", 0), (2, "a", 1), (2, "b", 0), (3, "a", 2)]
+    of_a = [event["rank"] for event in job.events("worker") if event["node"] == "a"]
+    assert sorted(of_a) == sorted([0, 1, leaver])

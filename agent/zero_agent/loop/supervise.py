@@ -41,7 +41,7 @@ class Situation:
     round: int
     """The round of these workers; 0 before the first."""
     first_rank: int | None = None
-    """The lowest rank of those that run, in that round; None: none runs."""
+    """The rank of this node's first worker in that round; None: none runs."""
     asked_to_leave: bool = False
     can_leave: bool = False
     """Whether every worker can save and leave when asked, without losing its progress."""
