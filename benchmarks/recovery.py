@@ -3,10 +3,12 @@
     python benchmarks/recovery.py --trials 5
     python benchmarks/recovery.py --cases join,drain
     python benchmarks/recovery.py --launchers zero-agent,zero-agent-3    # etcd with 3 members
+    python benchmarks/recovery.py --launchers in-place,restart --start-up-s 10
 
 Two nodes with one worker each run `recovery_worker.py`, a plain script: what is measured is the
-launcher alone, no engine and no checkpoint. Launchers take turns within each trial; medians and
-ranges are printed, in seconds:
+launcher alone, no engine and no checkpoint. "in-place" and "restart" run
+`recovery_engine_worker.py`, with each step in memory, and `elastic.in_place` on or off. Launchers
+take turns within each trial; medians and ranges are printed, in seconds:
 
     worker   a worker is killed with -9: from then to the next step finished in a new group
     node     agent and worker at once, the same
@@ -15,7 +17,8 @@ ranges are printed, in seconds:
     join     a second node comes to a first: how much longer than a step the first stands still
     drain    the agent of one gets a SIGTERM: how much longer than a step the other stands still
 
-For zero-agent the node that dies is rank 0's. torchrun's job cannot outlive the node that hosts
+For zero-agent the node that dies is rank 0's, but for "in-place" and "restart": a worker whose rank
+changes is started anew. torchrun's job cannot outlive the node that hosts
 its store, so there the other one is the victim. "tuned" is the shortest setting of torchrun that
 was found to be stable: a last call of 1 s, keep-alives of 1 s, and 5 s until gloo gives up on a
 peer. zero-agent takes a worker for hung after 2 s without a step, where torchrun has gloo's limit.
@@ -63,6 +66,8 @@ class Launcher:
     """The node that can be killed; 0 hosts torchrun's store."""
     members: int = 1
     """Of etcd."""
+    engine: str = ""
+    """How the script's engine goes on in the next round; empty: the script has none."""
 
 
 def zero_agent(node: int, etcd: str, job: str, port: int) -> Sequence[str]:
@@ -88,6 +93,8 @@ def torchrun(conf: str) -> Callable[[int, str, str, int], Sequence[str]]:
 LAUNCHERS = {
     "zero-agent": Launcher("zero-agent", zero_agent, 600, victim=0),
     "zero-agent-3": Launcher("zero-agent, 3 members", zero_agent, 600, victim=0, members=3),
+    "in-place": Launcher("zero-agent, in place", zero_agent, 600, victim=1, engine="in-place"),
+    "restart": Launcher("zero-agent, restarted", zero_agent, 600, victim=1, engine="restart"),
     "torchrun-tuned": Launcher("torchrun, tuned", torchrun(f",{TUNED}"), 5, victim=1),
     "torchrun": Launcher("torchrun, defaults", torchrun(""), 1800, victim=1),
 }
@@ -96,8 +103,8 @@ LAUNCHERS = {
 class Job:
     """Agents of one launcher, and what their workers have noted."""
 
-    def __init__(self, launcher: Launcher, directory: Path, etcd: str) -> None:
-        self._launcher = launcher
+    def __init__(self, launcher: Launcher, directory: Path, etcd: str, start_up_s: float) -> None:
+        self._launcher, self._start_up_s = launcher, start_up_s
         self._directory = directory
         self._etcd, self._port = etcd, free_port()
         self._log = (directory / "log").open("wb")
@@ -108,8 +115,12 @@ class Job:
         """Start the agent of one more node."""
         job = self._directory.name
         flags = self._launcher.flags(len(self.agents), self._etcd, job, self._port)
-        script = [str(HERE / "recovery_worker.py"), str(self._directory / "steps")]
-        numbers = (self._launcher.peer_timeout_s, STEPS, PACE_S)
+        kind = "_engine" if self._launcher.engine else ""
+        script = [str(HERE / f"recovery{kind}_worker.py"), str(self._directory / "steps")]
+        facts = (
+            (self._launcher.engine, self._start_up_s) if kind else (self._launcher.peer_timeout_s,)
+        )
+        numbers = (*facts, STEPS, PACE_S)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         agent = subprocess.Popen(
             [*flags, *script, *map(str, numbers)],
@@ -122,8 +133,12 @@ class Job:
 
     @property
     def victim(self) -> int:
-        """The pid of the agent whose node can be lost."""
-        return self.agents[self._launcher.victim].pid
+        """The pid of the agent whose node can be lost; with an engine, not that of rank 0."""
+        if not self._launcher.engine:
+            return self.agents[self._launcher.victim].pid
+        last = max(path.name.split("-")[2] for path in self.notes())
+        pids = {int(path.name.split("-")[1]) for path in self.notes() if path.name.endswith(last)}
+        return next(agent.pid for agent in self.agents if pids & set(below(agent.pid)))
 
     @property
     def victims_worker(self) -> int:
@@ -238,10 +253,10 @@ CASES: dict[str, Callable[[Job], float]] = {
 }
 
 
-def trial(launcher: Launcher, case: str, etcd: str) -> float | None:
+def trial(launcher: Launcher, case: str, etcd: str, start_up_s: float) -> float | None:
     """What a case costs, in seconds; None if it did not end in time."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        job = Job(launcher, Path(name), etcd)
+        job = Job(launcher, Path(name), etcd, start_up_s)
         try:
             return CASES[case](job)
         except TimeoutError:
@@ -254,6 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--start-up-s", type=float, default=0.0, help="of a script with an engine")
     parser.add_argument("--launchers", default="zero-agent,torchrun-tuned,torchrun")
     args = parser.parse_args()
     launchers, cases = args.launchers.split(","), args.cases.split(",")
@@ -270,7 +286,7 @@ def main() -> None:
         for number in range(args.trials):
             for case in cases:
                 for launcher in chosen:
-                    seconds = trial(launcher, case, etcd[launcher.members])
+                    seconds = trial(launcher, case, etcd[launcher.members], args.start_up_s)
                     found.setdefault((launcher.name, case), []).append(seconds)
                     print(f"trial {number + 1}: {launcher.name}, {case}: {seconds}", flush=True)
     show(chosen, cases, found)

@@ -247,6 +247,11 @@ class Persistence:
             self._link.saved(began.stall_s)
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether a checkpoint of this run is in memory, as far as this rank knows."""
+        return self.ram is not None and self.ram.kept_step is not None
+
+    @property
     def known_to_script_alone(self) -> bool:
         """Whether the script has state that a checkpoint made by the engine alone would lack."""
         script = self.script

@@ -130,6 +130,17 @@ class Interrupt:
         self.changed = threading.Condition()
         self.reason = ""
         """The reason; empty as long as there is no request."""
+        self.fills = False
+        """Whether an exchange that loses a peer ends well, as all after it do, with zeros for what
+        has not come: for a step that will have no effect."""
+        self.lost: PeerLost | None = None
+        """How the step under way lost a peer, if this process goes on all the same."""
+
+    def covers(self, error: PeerLost) -> bool:
+        """Whether exchanges go on in spite of this loss; then it is noted."""
+        if self.fills:
+            self.lost = self.lost or error
+        return self.fills
 
     def request(self, reason: str) -> None:
         """End every wait, now and later."""

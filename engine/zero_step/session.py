@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ from zero_checkpoint.training import Loading, Training
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import found_again, leave_group
-from zero_contract.errors import CommitRefused, ZeroError
+from zero_contract.errors import CommitRefused, PeerLost, ZeroError
 from zero_contract.worker import ExitCode, Progress
 from zero_step.forward_writes import ForwardWrites
 from zero_step.staying import Staying
@@ -216,6 +216,11 @@ class Session:
     # ---- leaving ----
 
     @property
+    def lost(self) -> PeerLost | None:
+        """How the step under way lost a peer: it has no effect, and `survive` ends it."""
+        return self._link.interrupt.lost
+
+    @property
     def leaving(self) -> bool:
         """Whether this worker has been asked to leave; equal on all ranks after each step."""
         return self._link.leaving
@@ -246,49 +251,70 @@ class Session:
 
     def _leave_or_stay(self) -> None:
         """Exit, or wait here for the next round and go on in it; the state is saved."""
-        staying, step = self.staying, self._persistence.saver.last_step
-        if staying is None:
+        step = self._persistence.saver.last_step
+        if self.staying is None:
             self.leave()
-        assert staying is not None
-        why_not = staying.reason_against()
-        if len(self._link.clients) > 1:
-            why_not = "it has several engines"
-        elif not why_not and self._persistence.script.directory != place(staying.directory or "."):
-            why_not = "the script saves elsewhere than it loads from"
-        elif step != self._training.cursor.step:
+        why_not = self._why_not_stay()
+        if not why_not and step != self._training.cursor.step:
             why_not = "its last step is not saved"
-        if why_not or not self._link.may_stay:
-            _log.info("this process is started anew: %s", why_not or "no zero-agent has started it")
+        if why_not:
+            _log.info("this process is started anew: %s", why_not)
             self.leave()
         with exit_on_peer_loss(self._link):
             self._end_round()
             environ = self._link.stay(step)
+        self._go_on(environ, step)
+
+    def _why_not_stay(self, *, in_step: bool = False) -> str:
+        """Why this process cannot go on in the next round; empty: it can, even within a step."""
+        if self.staying is None:
+            return "elastic.in_place is off"
+        why_not = self.staying.reason_against(in_step=in_step)
+        if len(self._link.clients) > 1:
+            return "it has several engines"
+        directory = self._persistence.script.directory
+        if not why_not and directory != place(self.staying.directory or "."):
+            return "the script saves elsewhere than it loads from"
+        return why_not or ("" if self._link.may_stay else "no zero-agent has started it")
+
+    def _why_not_survive(self) -> str:
+        """Why this process cannot go on if a peer is lost in this step; empty: it can."""
+        if why_not := self._why_not_stay(in_step=True):
+            return why_not
+        kept = self._persistence.is_in_memory
+        return "" if kept else "no checkpoint is in memory yet; see checkpoint.ram"
+
+    def _go_on(self, environ: Mapping[str, str], step: int | None) -> None:
+        """Found the next round's group, and go on with a session in this one's place.
+
+        After `step`; None: after the newest checkpoint in memory.
+
+        Raises:
+            SystemExit: That does not go as planned; the process is started anew.
+        """
         self._link.remove(self._persistence.number)
         try:
-            self._go_on(staying, environ, step)
+            staying = self.staying
+            assert staying is not None
+            assert staying.directory is not None
+            found_again(environ, staying.meets_within_s)
+            session: Session = staying.make_again()
+            session._persistence.script = self._persistence.script
+            session.load(staying.directory)
+            found = session._training.cursor.step
+            if step is None and not session._persistence.is_in_memory:
+                raise CheckpointError(f"no checkpoint in memory is whole, and step {found} is old")
+            if step not in (None, found):
+                raise CheckpointError(f"step {found} is the newest, and the script is at {step}")
+            session.staying = staying
+            staying.in_step = False
+            staying.loaded()
         except Exception as error:
             _log.error(
                 "this process cannot stay, and is started anew: %s: %s", type(error).__name__, error
             )
             leave_group()
             raise SystemExit(ExitCode.PEER_LOST) from error
-
-    def _go_on(self, staying: Staying, environ: Mapping[str, str], step: int) -> None:
-        """Found the next round's group, and go on after `step` with a session in this one's place.
-
-        Raises:
-            Exception: That does not go as planned.
-        """
-        assert staying.directory is not None
-        found_again(environ, staying.meets_within_s)
-        session: Session = staying.make_again()
-        session._persistence.script = self._persistence.script
-        session.load(staying.directory)
-        found = session._training.cursor.step
-        if found != step:
-            raise CheckpointError(f"step {found} is the newest, and the script is at {step}")
-        session.staying = staying
-        staying.loaded()
 
     def _leave_if_all_saved(self) -> None:
         """After a save: leave now, or at the next step, or with the save of another engine."""
@@ -335,6 +361,51 @@ class Session:
                 self.leave()
         elif departure is Departure.LEAVE:
             self.leave()
+
+
+# ---- for who owns the state: a step that loses a peer ----
+
+
+@contextmanager
+def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
+    """Note in `Session.lost` that a peer is lost, if this process can go on in the next round.
+
+    What was begun within this has no effect: `survive` ends it, at the end of the step.
+
+    Args:
+        session: That of the training.
+        goes_on: What is within this runs to its end all the same, with zeros for what it does not
+            get: a forward, which has to return something.
+
+    Raises:
+        SystemExit: A peer is lost, and the process cannot go on; see `exit_on_peer_loss`.
+        PeerLost: A peer is lost, and there is no agent.
+    """
+    link, why_not = session._link, session._why_not_survive()
+    with exit_on_peer_loss(link):
+        link.interrupt.fills, link.outlives = goes_on and not why_not, not (goes_on or why_not)
+        try:
+            yield
+        except PeerLost as error:
+            if not link.outlives:
+                if session.staying is not None:
+                    _log.info("this process is started anew: %s", why_not or "it cannot go on")
+                raise
+            link.interrupt.lost = error
+        finally:
+            link.interrupt.fills = link.outlives = False
+
+
+def survive(session: Session) -> None:
+    """After the loss of a peer go on in the next round, after its newest checkpoint in memory."""
+    link, lost = session._link, session.lost
+    if lost is None:
+        return
+    _log.warning("this process waits for the next round: %s", lost)
+    link.group_lost.set()
+    with suppress(CheckpointError, CommitRefused, PeerLost):  # what was in flight has no effect
+        session._persistence.close()
+    session._go_on(link.stay(session._training.cursor.step, str(lost)), None)
 
 
 # ---- for who owns the state: the end of a step ----

@@ -1,4 +1,4 @@
-"""Whether a training stays in its process when the ranks of the job change at a step boundary.
+"""Whether a training stays in its process when the ranks of the job change.
 
 A newcomer runs the script from its begin; a survivor is in the middle of it. Must always hold: both
 take part in the same exchanges until they are at the same step: those that make the training, and
@@ -102,9 +102,9 @@ class Staying:
             if self.directory is None:
                 self.forbid("the script does not load before its first step")
 
-    def reason_against(self) -> str:
-        """Why this process is started anew; empty: it stays."""
-        if self.in_step or not self._has_begun:
+    def reason_against(self, *, in_step: bool = False) -> str:
+        """Why this process is started anew; empty: it stays, even in the middle of a step."""
+        if not self._has_begun or (self.in_step and not in_step):
             return self.why_not or "it is not between two steps"
         if standing()[0] != self._at[0]:
             return self.why_not or "the script has process groups of its own"

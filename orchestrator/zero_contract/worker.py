@@ -56,6 +56,8 @@ class Ability(StrEnum):
 
     BOUNDARY = "boundary"
     """The worker can leave at the next step boundary with a fresh checkpoint."""
+    REJOIN = "rejoin"
+    """The worker may wait in its process for the next round when a peer is lost."""
 
 
 class When(StrEnum):
@@ -63,6 +65,8 @@ class When(StrEnum):
 
     NOW = "now"
     BOUNDARY = "boundary"
+    LOST = "lost"
+    """At once, because the round has lost a worker; whoever can waits for a `Join`."""
 
 
 class ContractError(ZeroError):
@@ -279,6 +283,8 @@ class Left(_Message, frozen=True, kw_only=True):
     step: int
     stays: bool = False
     """Whether the worker waits for a `Join`, and exits when it gets `Leave` or loses its agent."""
+    lost: str = ""
+    """How it lost a peer, in the middle of the step after `step`; empty: it left at a boundary."""
     notice: bool = False
     """Whether this worker itself heard a signal or a notice of its machine, without an agent."""
 

@@ -39,7 +39,7 @@ from tests.model.world import (
     write,
 )
 from zero_agent.loop.supervise import Action
-from zero_agent.node.state import Workers
+from zero_agent.node.state import WAITING, Workers
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
 from zero_orchestrator.membership.moves import LEGAL
 from zero_orchestrator.membership.rounds import Move
@@ -144,7 +144,7 @@ def still_holds(world: World, plan: Plan) -> bool:
 def may_be_done(agent: Agent) -> set[Action]:
     """What may come of a plan, beside its transition: some workers change by themselves."""
     assert agent.plan is not None
-    if agent.workers in (Workers.RUNNING, Workers.PARKED) or agent.stuck:
+    if agent.workers in {Workers.RUNNING, *WAITING} or agent.stuck:
         return set(agent.plan.actions)
     return {next_of(agent.plan, agent)}
 
@@ -336,8 +336,8 @@ def _written(items: list[KeyValue], order: tuple[str, ...], *parts: str) -> tupl
 
 def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
     state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
-    rank = agent.rank if agent.workers is Workers.PARKED else None
-    state += (agent.draining, agent.stuck, rank)
+    rank = agent.rank if agent.workers in WAITING else None
+    state += (agent.draining, agent.stuck, agent.can_stay, agent.released, rank)
     plan = _plan(world, agent, fence, order) if agent.plan is not None else None
     return (*state, agent.fence == fence, still_registered(world, agent), plan)
 

@@ -25,7 +25,7 @@ from tests.model.world import (
     still_registered,
     workers_end,
 )
-from zero_agent.node.state import Workers
+from zero_agent.node.state import WAITING, Workers
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -97,7 +97,7 @@ def works(world: World, index: int, chance: random.Random) -> World:
 
 
 def has_left(world: World, index: int) -> bool:
-    return world.agents[index].workers in (Workers.LEFT, Workers.PARKED)
+    return world.agents[index].workers in {Workers.LEFT, *WAITING}
 
 
 def is_running(agent: Agent, round: int) -> bool:

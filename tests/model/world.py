@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from tests.support.memory_store import Database
 from zero_agent.loop.supervise import Action, Situation, next_action
-from zero_agent.node.state import Workers
+from zero_agent.node.state import LOST_PEER, WAITING, Workers
 from zero_orchestrator.membership.dead_links import DeadLink, LinkReport, Pair
 from zero_orchestrator.membership.job_state import Failure, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
@@ -60,6 +60,9 @@ class Agent:
     fence: int = 0
     rank: int | None = None
     asked: bool = False
+    can_stay: bool = False
+    """Its workers may wait for the next round if they lose a peer, and have the time for it."""
+    released: bool = False
     draining: bool = False
     alive: bool = True
     gone: bool = False
@@ -215,6 +218,8 @@ def what_next(view: Snapshot, agent: Agent) -> Action:
             first_rank=agent.rank,
             asked_to_leave=agent.asked,
             can_leave=True,
+            can_stay=agent.can_stay,
+            released=agent.released,
             unkillable="for ever" if agent.stuck and agent.workers is Workers.STOPPING else "",
         )
     )[0]
@@ -243,7 +248,7 @@ def note(key_of: Callable[..., str], *parts: str, value: str = "") -> Callable[[
 
 def fail(world: World, index: int) -> World:
     agent = world.agents[index]
-    symptom = agent.workers is Workers.PEER_LOST
+    symptom = agent.workers in LOST_PEER
     failure = Failure(node=agent.id, symptom=symptom, summary="a worker failed")
     kind = "symptom" if symptom else "fail"
     return note(KEYS.report, kind, agent.id, value=failure.to_json())(world, index)
@@ -257,9 +262,10 @@ def start(world: World, index: int) -> World:
     agent = world.agents[index]
     view = agent.plan.view
     rank = view.members.first_rank(view.members.index(agent.node))
-    same = agent.workers is not Workers.PARKED or agent.rank == rank
+    same = agent.workers not in WAITING or agent.rank == rank
     assert same, "a worker that waits is given another rank"
     changes = {"round": view.n, "fence": view.fence, "rank": rank, "asked": False}
+    changes |= {"can_stay": world.parks, "released": False}
     return become(workers=Workers.RUNNING, **changes)(world, index)
 
 
@@ -270,7 +276,7 @@ def end_workers(world: World, index: int) -> World:
 
 def leave(world: World, index: int) -> World:
     """The process exits: it revokes its lease. A worker that is stuck still knows its fence."""
-    assert world.agents[index].workers is not Workers.PARKED, "a worker that waits is left alone"
+    assert world.agents[index].workers not in WAITING, "a worker that waits is left alone"
     left = replace(world.agents[index], alive=False, gone=True, workers=Workers.NONE)
     return end_lease(world, index).with_agent(index, left)
 
@@ -280,6 +286,7 @@ ACT: dict[Action, Callable[[World, int], World]] = {
     Action.HOST_STORE: note(KEYS.of_round, "master", value="host:1"),
     Action.START: start,
     Action.ASK_TO_LEAVE: become(asked=True),
+    Action.RELEASE: become(released=True),
     Action.STOP: end_workers,
     Action.KILL: end_workers,
     Action.REPORT_DONE: note(KEYS.report, "done", "{id}"),
@@ -317,6 +324,9 @@ def workers_end(world: World, index: int) -> Iterator[World]:
         yield world.with_agent(index, replace(agent, workers=Workers.LEFT))
         if world.parks:
             yield world.with_agent(index, replace(agent, workers=Workers.PARKED))
+    if agent.released and agent.can_stay:
+        yield from loses_peers(world, index)
+        yield world.with_agent(index, replace(agent, can_stay=False))  # its time is over
 
 
 def stick(world: World, index: int) -> Iterator[World]:
@@ -370,17 +380,25 @@ def heal(world: World) -> Iterator[World]:
         yield replace(world, broken=world.broken - {pair})
 
 
+def loses_peers(world: World, index: int) -> Iterator[World]:
+    """Workers see that a connection has ended: they exit, or wait for the next round."""
+    agent = world.agents[index]
+    yield world.with_agent(index, replace(agent, workers=Workers.PEER_LOST))
+    if agent.can_stay:
+        yield world.with_agent(index, replace(agent, workers=Workers.STRANDED))
+
+
 def lose_peers(world: World) -> Iterator[World]:
-    """Workers see that a connection has ended; perhaps they never do, and hang instead."""
+    """Workers lose their peers by a dead link; perhaps they never see it, and hang instead."""
     for index, agent in enumerate(world.agents):
         if agent.workers is Workers.RUNNING and dead_within(world, agent):
-            yield world.with_agent(index, replace(agent, workers=Workers.PEER_LOST))
+            yield from loses_peers(world, index)
 
 
 def look_at_links(world: World, index: int) -> Iterator[World]:
     """Workers make no progress: their agent says which members it does not reach, none perhaps."""
     agent = world.agents[index]
-    slow = agent.workers is Workers.PEER_LOST or dead_within(world, agent)
+    slow = agent.workers in LOST_PEER or dead_within(world, agent)
     if not slow or agent.round != world.job.n or agent.workers is Workers.STOPPING:
         return
     dead = tuple(
@@ -418,10 +436,10 @@ def faults(world: World, index: int) -> Iterator[World]:
     if not in_time(world, agent):
         return
     fewer = replace(world, faults=world.faults - 1)
-    if agent.workers in (Workers.RUNNING, Workers.PARKED):
+    if agent.workers is Workers.RUNNING or agent.workers in WAITING:
         yield fewer.with_agent(index, replace(agent, workers=Workers.FAILED))
     if agent.workers is Workers.RUNNING:
-        yield fewer.with_agent(index, replace(agent, workers=Workers.PEER_LOST))
+        yield from loses_peers(fewer, index)
     cut_off = end_lease(fewer, index)
     yield cut_off.with_agent(index, replace(agent, alive=False, plan=None, workers=Workers.NONE))
     if still_registered(world, agent):

@@ -54,6 +54,8 @@ class Job:
         self._round = 0
         self._store: dist.TCPStore | None = None
         self._asked = False
+        self.memory: Path | None = None
+        """Where checkpoints in memory are; None: nowhere."""
         self.members: list[Any] = []
         """The processes of the round, by rank."""
         self.results: Any = self._context.Queue()
@@ -65,11 +67,20 @@ class Job:
                 reply = CommitReply(request=message.request, granted=True, reason="")
                 self._channel.send(rank, reply)
             case PeerMemoryRequest():
-                self._channel.send(rank, PeerMemoryReply(request=message.request, reason="no"))
+                self._channel.send(rank, self._memory_of(message.request))
             case Progress() | Left() | Preparing():
                 self._inbox.put((rank, message))
             case _:
                 pass
+
+    def _memory_of(self, request: int) -> PeerMemoryReply:
+        """All ranks are on one node."""
+        if self.memory is None:
+            return PeerMemoryReply(request=request, reason="no")
+        key, budget_bytes = "0" * 64, 1 << 28
+        return PeerMemoryReply(
+            request=request, directory=str(self.memory), key=key, budget_bytes=budget_bytes
+        )
 
     def begin(self, stay: list[int], joining: int = 0, absent: int = 0) -> None:
         """Begin a round with those ranks of the last one, and new processes; some never come."""
@@ -126,6 +137,17 @@ class Job:
                     self._channel.send(each, leave)
         (at,) = set(left.values())
         return at
+
+    def wait_for_loss(self, victim: int) -> None:
+        """Wait until this rank is gone, and all others wait for the next round."""
+        left: set[int] = set()
+        while left != set(range(len(self.members))) - {victim}:
+            rank, message = self._inbox.get(timeout=60)
+            if isinstance(message, Left):
+                assert (message.stays, bool(message.lost)) == (True, True)
+                left.add(rank)
+        self.members[victim].join(60)
+        assert self.members[victim].exitcode == -signal.SIGKILL
 
     def wait_for_meeting(self) -> None:
         """Wait until a worker waits for the others of its round."""
@@ -343,3 +365,64 @@ def test_a_worker_whose_next_group_never_meets_is_ended_by_its_agent(
     process.terminate()
     process.join(60)
     assert process.exitcode == -signal.SIGTERM
+
+
+MOMENTS = ["a forward", "a backward", "the end of a step", "a step that has just ended"]
+
+
+def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -> Any:
+    """A script one of whose ranks dies in step 5, once."""
+    engine = make_engine({**settings, "checkpoint": {"ram": {}}})
+    engine.load_checkpoint(directory)
+    dies = os.environ[contract.ENV_ROUND] == "1" and dist.get_rank() == victim
+
+    def reach(now: str) -> None:
+        if now == moment and dies and engine.global_steps == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    middle = list(engine.module.children())[-1]
+    middle.register_forward_pre_hook(lambda *_: reach("a forward"))
+    middle.register_full_backward_hook(lambda *_: reach("a backward"))
+    losses: dict[int, float] = {}
+    while engine.global_steps < STEPS:
+        for batch in engine.training_dataloader:
+            engine.backward(engine(batch))
+            reach("the end of a step")
+            before = engine.global_steps
+            engine.step()
+            if engine.global_steps > before:
+                losses[engine.global_steps] = engine.mean_loss
+                reach("a step that has just ended")
+            if engine.global_steps == STEPS:
+                break
+    assert dist.get_rank() == int(os.environ["RANK"])
+    return fingerprint(engine), losses
+
+
+@pytest.mark.corners(name=["stage 3"], moment=["a forward"], victim=[1])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("name", ["stage 0", "stage 2, fp16", "stage 3", "stage 3, offloaded"])
+def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path, name: str, moment: str, victim: int
+) -> None:
+    settings = {**SETTINGS[name], "elastic": {"in_place": True}}
+    one = job(killed, str(tmp_path / "checkpoints"), settings, moment, victim)
+    one.memory = tmp_path / "memory"
+    one.memory.mkdir()
+    one.begin([], joining=3)
+    first = {process.pid for process in one.members}
+    one.wait_for_loss(victim)
+    one.begin([rank for rank in range(3) if rank != victim], joining=1)
+    ended = one.end()
+    assert len(first & {pid for pid, _ in ended}) == 2
+    context = forkserver()
+    results = context.Queue()
+    alone = context.Process(target=run, args=({}, results, undisturbed, settings))
+    alone.start()
+    _, (expected, losses) = results.get(timeout=60)
+    of_steps = dict(enumerate(losses, 1))
+    for pid, (found, seen) in ended:
+        assert found == expected
+        assert seen == {step: of_steps[step] for step in seen}
+        assert (len(seen) == STEPS) is (pid in first)

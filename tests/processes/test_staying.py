@@ -1,4 +1,4 @@
-"""Nodes join and leave, and the workers of the others stay in their processes.
+"""Nodes join and leave, workers are lost, and those of the others stay in their processes.
 
 Every test ends in the same claim as those of `test_elastic`: the hash is that of a run to which
 nothing happened, and the ledger is exactly one pass over the data.
@@ -15,7 +15,19 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import LONG_S, ROOT, SAMPLES, STEPS, Cluster, final_hash, paced, training
+from tests.support.cluster import (
+    LONG_S,
+    ROOT,
+    SAMPLES,
+    STEPS,
+    TOGETHER,
+    Cluster,
+    descendants,
+    final_hash,
+    kill_all,
+    paced,
+    training,
+)
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
@@ -157,3 +169,53 @@ def test_of_two_workers_of_a_node_one_stays_and_one_is_started_anew(
     assert stays(job) == [(1, "a", 0), (2, "a", 1), (2, "b", 0), (3, "a", 2)]
     of_a = [event["rank"] for event in job.events("worker") if event["node"] == "a"]
     assert sorted(of_a) == sorted([0, 1, leaver])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_and_the_other_keeps_its_process(staying, undisturbed_hash, victim):
+    job = staying("--nnodes=2", "--max-restarts=1", TOGETHER, checkpoint={"ram": {}})
+    job.start("a", "b")
+    job.wait_for_step(10, world=2)
+    nodes = job.events("activate")[-1]["nodes"]
+    killed, other = nodes[victim], nodes[1 - victim]
+    pid = job.worker_of(other)
+    os.kill(job.worker_of(killed), signal.SIGKILL)
+    job.wait_for_step(14, world=2)
+    assert job.worker_of(other) == pid
+    assert_the_result_is(job, undisturbed_hash)
+    assert stays(job) == sorted([(1, "a", 0), (1, "b", 0), (2, killed, 0), (2, other, 1)])
+
+
+@pytest.mark.parametrize("fate", ["killed", "suspended"])
+def test_a_node_is_lost_and_comes_back_and_the_other_keeps_its_process(
+    staying, undisturbed_hash, fate
+):
+    """One that is suspended closes no connection: the agent of the other ends its wait."""
+    job = staying("--nnodes=1:2", "--max-restarts=1", TOGETHER, checkpoint={"ram": {}})
+    job.start("a", "b")
+    job.wait_for_step(10, world=2)
+    other, lost = job.events("activate")[-1]["nodes"]
+    pid = job.worker_of(other)
+    node = job.agents.pop(lost)
+    processes = [node.process.pid, *descendants(node.process.pid)]
+    for each in processes if fate == "suspended" else []:
+        os.kill(each, signal.SIGSTOP)
+    if fate == "killed":
+        node.kill_node()
+    job.wait_for_step(12, world=1)
+    if fate == "suspended":
+        kill_all(processes)
+    job.pace(LONG_S)
+    job.start(lost)
+    job.wait_for_step(16, world=2)
+    assert job.worker_of(other) == pid
+    job.pace(0)
+    assert_the_result_is(job, undisturbed_hash)
+    assert [stay for _, node, stay in stays(job) if node == other] == [0, 1, 1]
+
+
+def assert_the_result_is(job: Cluster, undisturbed_hash: str) -> None:
+    job.wait_for_end()
+    report = job.report()
+    assert (report.problems, report.steps, report.samples) == ((), STEPS, SAMPLES)
+    assert final_hash(job.output) == undisturbed_hash

@@ -435,6 +435,8 @@ class Agent:
             asked_to_leave=node_workers.asked_to_leave,
             can_leave=node_workers.can_leave,
             overdue=node_workers.overdue,
+            can_stay=node_workers.can_stay,
+            released=node_workers.released,
             unkillable=node_workers.group.unkillable,
             checking=self._health_checks.checking,
             hosting=node_workers.hosts_store_of(job.n),
@@ -507,6 +509,7 @@ _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
     Action.ASK_TO_LEAVE: lambda agent, reason: agent._node_workers.ask_to_leave(
         reason, agent._leaving.left_s
     ),
+    Action.RELEASE: lambda agent, reason: agent._node_workers.release(reason),
     Action.STOP: lambda agent, reason: agent._node_workers.stop(reason),
     Action.KILL: lambda agent, reason: agent._node_workers.kill(
         reason, show_stacks=any(failure.hang for failure in agent._rdzv.snapshot.failures)

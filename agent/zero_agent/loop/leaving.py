@@ -19,7 +19,7 @@ from math import inf
 
 from zero_agent.errors import AgentFailed
 from zero_agent.loop.node_workers import NodeWorkers
-from zero_agent.node.state import Workers
+from zero_agent.node.state import LOST_PEER
 from zero_contract.clock import Clock, Stopwatch
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
@@ -145,7 +145,7 @@ def failure_of(node_workers: NodeWorkers, node: str) -> Failure:
     end = node_workers.group.first_failure
     return Failure(
         node=node,
-        symptom=node_workers.group.state is Workers.PEER_LOST,
+        symptom=node_workers.group.state in LOST_PEER,
         summary=f"{end.summary} on node {node}",
         rank=end.rank,
         traceback=end.traceback,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.node.ring import AnotherProcess, Ring
-from zero_agent.node.state import Workers
+from zero_agent.node.state import LOST_PEER, Workers
 from zero_contract.clock import Clock
 from zero_contract.journal import Journal
 from zero_orchestrator.membership.dead_links import DeadLink
@@ -168,10 +168,7 @@ class Links:
         if job.state is not State.ACTIVE or workers.group.round != job.n or not job.has_member(me):
             self._in_round.forget()
             return self._told
-        lost, runs = (
-            workers.group.state is Workers.PEER_LOST,
-            workers.group.state is Workers.RUNNING,
-        )
+        lost, runs = workers.group.state in LOST_PEER, workers.group.state is Workers.RUNNING
         if not (lost or (runs and workers.steps.is_missing(EARLY))):
             self._in_round.forget()
             return None

@@ -24,7 +24,7 @@ from zero_agent.loop.store_writes import Reply
 from zero_agent.node.installed import Installed
 from zero_agent.node.leave_request import LeaveRequests
 from zero_agent.node.network import interface_of
-from zero_agent.node.state import BUSY, Workers
+from zero_agent.node.state import BUSY, WAITING, Workers
 from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
 from zero_agent.workers.exits import describe
 from zero_agent.workers.forkserver_client import ForkserverClient
@@ -71,6 +71,9 @@ _AT_BOUNDARY = (
 )
 _BY_ITSELF = "the script is asked to save and leave (zero_agent.should_leave)"
 SOCKET = "agent.sock"
+PARK_S = 10.0
+"""Time for workers to leave a group that is lost, before they are killed: a wait for a peer ends at
+once, and a long computation before the next exchange counts as well."""
 STACKS_S = 0.5
 """Pause between the request for stacks and the kill; a recovery waits for it."""
 
@@ -151,11 +154,14 @@ class NodeWorkers:
         self.group = self._new_group(0, 0)
         """The workers of the last round."""
         self._can_leave: set[int] = set()
+        self._can_stay: set[int] = set()
         self._world_size = WorldSize(clock)
         self._askings = LeaveRequests({})
-        self._asked, self._stopping, self._dying = (Stopwatch(clock) for _ in range(3))
-        """Since the workers were asked to leave, to stop, and to write their stacks before a kill.
-        """
+        self._asked, self._released, self._stopping, self._dying = (
+            Stopwatch(clock) for _ in range(4)
+        )
+        """Since the workers were asked to leave, to leave a lost group, to stop, and to write their
+        stacks before a kill."""
         self._wait_replies = WaitReplies()
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
@@ -179,6 +185,17 @@ class NodeWorkers:
         """Whether every worker can save and leave when asked: its engine, or its script."""
         ranks = self.group.ranks
         return all(rank in self._can_leave or self._askings.listens(rank) for rank in ranks)
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether a worker may wait for the next round where a peer is lost, and has time left."""
+        some = any(rank in self._can_stay for rank in self.group.ranks)
+        return some and not self._released.past(PARK_S)
+
+    @property
+    def released(self) -> bool:
+        """Whether the workers were told that their group is lost."""
+        return self._released.running
 
     @property
     def overdue(self) -> bool:
@@ -218,7 +235,8 @@ class NodeWorkers:
     def start(self, job: Snapshot, node: Node, secret: Secret) -> None:
         """Start the workers of the job's round on this node, given the job's secret."""
         self._can_leave.clear()
-        for since in (self._asked, self._stopping, self._dying):
+        self._can_stay.clear()
+        for since in (self._asked, self._released, self._stopping, self._dying):
             since.stop()
         for store, of_round in list(self._stores.items()):
             if of_round != job.n:
@@ -264,10 +282,17 @@ class NodeWorkers:
         how = _BY_ITSELF if own else _AT_BOUNDARY
         self._journal.tell("leave", f"{reason}: {how}, within {within_s:.0f} s")
 
+    def release(self, reason: str) -> None:
+        """Have the workers leave a group that is lost; who cannot wait for the next one exits."""
+        self._released.start()
+        lost = Leave(round=self.group.round, when=When.LOST, reason=reason)
+        for rank in self._can_stay:
+            self._channel.send(rank, lost)
+
     def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
         """Send this signal now, and SIGKILL once the shutdown timeout since the first is over."""
         self._stopping.start()
-        if self.group.state is Workers.PARKED:  # they exit by themselves, as who leaves does
+        if self.group.state in WAITING:  # they exit by themselves, as who leaves does
             self._channel.hang_up()
             self.group.stop(0)
             self._journal.tell("stop", reason, round=self.group.round)
@@ -425,6 +450,8 @@ class NodeWorkers:
             case Hello() if Ability.BOUNDARY in message.can:
                 self._world_size.announced()
                 self._can_leave.add(rank)
+                if Ability.REJOIN in message.can:
+                    self._can_stay.add(rank)
                 self.steps.promise()
             case CommitRequest():
                 request = message.request
@@ -442,9 +469,11 @@ class NodeWorkers:
             case PeerMemoryRequest():
                 self._channel.send(rank, self._handlers.on_peer_memory(message))
             case Left():
-                self._journal.tell("left", f"rank {rank} left at step {message.step}")
+                what = f"lost a peer after step {message.step}: {message.lost}"
+                how = what if message.lost else f"left at step {message.step}"
+                self._journal.tell("left", f"rank {rank} {how}")
                 if message.stays and message.round == self.group.round:
-                    self.group.park(rank)
+                    self.group.park(rank, message.lost)
                     self.steps.ended(rank)
             case Restored():
                 self._journal.tell(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zero_agent.node.state import BUSY, Workers
+from zero_agent.node.state import BUSY, WAITING, Workers
 from zero_orchestrator.membership.job_state import ENDED, Node, Snapshot, State
 
 
@@ -21,6 +21,8 @@ class Action(StrEnum):
     HOST_STORE = "host store"
     START = "start"
     ASK_TO_LEAVE = "ask to leave"
+    RELEASE = "release"
+    """Have the workers stop using their group at once, and wait where they can."""
     STOP = "stop"
     KILL = "kill"
     REPORT_DONE = "report done"
@@ -47,6 +49,10 @@ class Situation:
     """Whether every worker can save and leave when asked, without losing its progress."""
     overdue: bool = False
     """Whether the workers have not left in time after they were asked to."""
+    can_stay: bool = False
+    """Whether a worker may wait in its process for the next round, and has the time for it."""
+    released: bool = False
+    """Whether the workers were told that their group is lost."""
     unkillable: str = ""
     """Why workers still exist long after SIGKILL; empty if none does."""
     checking: bool = False
@@ -76,7 +82,7 @@ def next_action(now: Situation) -> Step:
     if now.unkillable and now.job.state not in ENDED:
         return Action.ABANDON, now.unkillable
     action, reason = _BY_STATE[now.job.state](now)
-    if action is Action.EXIT and now.workers is Workers.PARKED:
+    if action is Action.EXIT and now.workers in WAITING:
         return Action.STOP, reason
     if action is Action.EXIT and now.job.state not in ENDED and now.holds:
         return Action.WAIT, f"{reason}; {now.holds}"
@@ -86,7 +92,11 @@ def next_action(now: Situation) -> Step:
 def _forming(now: Situation) -> Step:
     job = now.job
     if now.busy:
-        return _kill(now, f"round {job.n} is over: {job.cause}")
+        over = f"round {job.n} is over: {job.cause}"
+        hangs = any(failure.hang for failure in job.failures)  # the stacks of all tell why
+        if now.workers is Workers.RUNNING and now.can_stay and not hangs:
+            return Action.WAIT if now.released else Action.RELEASE, over
+        return _kill(now, over)
     if job.has_member(now.node) and now.node.id not in job.quiet:
         if now.checking:
             return Action.WAIT, "this node is being checked"
@@ -104,7 +114,7 @@ def _active(now: Situation) -> Step:
     if index is None:
         if now.node.draining:
             return Action.EXIT, "drained"
-        if now.workers is Workers.PARKED:
+        if now.workers in WAITING:
             return Action.STOP, f"not in round {now.job.n}, for which the workers have waited"
         return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
     if now.round != job.n and not now.reported:
@@ -114,7 +124,7 @@ def _active(now: Situation) -> Step:
 
 def _enter(now: Situation, index: int) -> Step:
     job = now.job
-    if now.workers is Workers.PARKED and job.members.first_rank(index) != now.first_rank:
+    if now.workers in WAITING and job.members.first_rank(index) != now.first_rank:
         return Action.STOP, "the ranks of this node change, which scripts keep in variables"
     # In a round that is being left, the first node may have gone before it opened the store.
     reasons = (job.stop, job.yielding, "draining" if now.node.draining else None)
@@ -192,6 +202,7 @@ _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
     Workers.STOPPING: _stopping,
     Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
     Workers.PARKED: _once(Action.REPORT_QUIET, "the workers wait for the next round"),
+    Workers.STRANDED: _once(Action.REPORT_FAILURE, "the workers lost a peer, and wait"),
     Workers.LEFT: _once(Action.REPORT_QUIET, "the workers have left"),
     Workers.SUCCEEDED: _succeeded,
     Workers.PEER_LOST: _once(Action.REPORT_FAILURE, "the workers lost a peer"),

@@ -13,6 +13,8 @@ class Workers(StrEnum):
     STOPPING = "stopping"
     PARKED = "parked"
     """They have left the round, and wait in their processes for the next one."""
+    STRANDED = "stranded"
+    """They have lost a peer, and wait in their processes for the next round."""
     STOPPED = "stopped"
     SUCCEEDED = "succeeded"
     LEFT = "left"
@@ -20,5 +22,9 @@ class Workers(StrEnum):
     FAILED = "failed"
 
 
+WAITING = frozenset({Workers.PARKED, Workers.STRANDED})
+"""States in which workers wait in their processes for the next round."""
+LOST_PEER = frozenset({Workers.STRANDED, Workers.PEER_LOST})
+"""States of workers that have lost a peer, and nothing worse."""
 BUSY = frozenset({Workers.RUNNING, Workers.STOPPING})
 """States in which workers may use the process group of their round."""

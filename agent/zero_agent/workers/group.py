@@ -54,6 +54,8 @@ class WorkerGroup:
         self._taps: dict[int, tuple[Tap, Tap]] = {}
         self._parked: set[int] = set()
         """Of those that run, who has left the round and waits."""
+        self._lost: Exit | None = None
+        """How the first of those lost a peer, if that is why they wait."""
         self._pids: dict[int, int] = {}
         self._stopping = False
         self._killed = Stopwatch(clock or SystemClock())
@@ -77,9 +79,15 @@ class WorkerGroup:
             worker = self._forkserver.start(own, order.env, out, err, order.cpus)
             self._running[worker], self._taps[worker] = order, (out, err)
 
-    def park(self, rank: int) -> None:
-        """Note that a worker has left the round, and waits for the next one."""
-        self._parked |= {worker for worker, order in self._running.items() if order.rank == rank}
+    def park(self, rank: int, lost: str = "") -> None:
+        """Note that a worker has left the round, and waits for the next one.
+
+        `lost` says how it lost a peer, if that is why.
+        """
+        waiting = {worker for worker, order in self._running.items() if order.rank == rank}
+        if waiting and lost and self._lost is None:
+            self._lost = self._verdict(rank, ExitCode.PEER_LOST, lost)
+        self._parked |= waiting
 
     def take_over(self, former: WorkerGroup, orders: Sequence[StartOrder]) -> dict[int, StartOrder]:
         """Take over the workers that wait; by the rank that each had, its order now.
@@ -223,8 +231,9 @@ class WorkerGroup:
         if not self.round:
             return Workers.NONE
         if self._running:
-            waiting = Workers.PARKED if self._parked >= self._running.keys() else Workers.RUNNING
-            return Workers.STOPPING if self._stopping else waiting
+            waiting = Workers.PARKED if self._lost is None else Workers.STRANDED
+            here = waiting if self._parked >= self._running.keys() else Workers.RUNNING
+            return Workers.STOPPING if self._stopping else here
         ends = [end for end in self.exits if not end.wanted]
         if self._hung is not None or any(map(_is_cause, ends)):
             return Workers.FAILED
@@ -237,6 +246,8 @@ class WorkerGroup:
     @property
     def first_failure(self) -> Exit:
         """The exit that made the group fail: the first in order of exit, whatever clocks show."""
+        if self._lost is not None and self.state is Workers.STRANDED:
+            return self._lost
         if self._hung is not None:
             return replace(self._hung, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]

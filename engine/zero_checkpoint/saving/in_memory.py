@@ -115,7 +115,7 @@ class InMemoryCheckpoints:
         self._needed_bytes = 0
         self._off = False
         self._last_step = 0
-        self._kept_step: int | None = None
+        self.kept_step: int | None = None
         """The newest step in memory, as far as this worker knows."""
         self._logged, self._logged_s = "", 0.0
 
@@ -144,7 +144,7 @@ class InMemoryCheckpoints:
         """
         self._settle(root)
         self._last_step = step
-        self._kept_step = step if chosen is not None else None
+        self.kept_step = step if chosen is not None else None
         search, self._search = self._search or MemorySearch(self._node), None
         search.forget_others(home_of(root), chosen)
 
@@ -266,15 +266,15 @@ class InMemoryCheckpoints:
             self._on_end(outcome)
         match outcome.error if outcome is not None else None:
             case None if outcome is not None:
-                self._kept_step = outcome.step
+                self.kept_step = outcome.step
                 self._stagings.reverse()  # the other one is free now
             case None:
                 pass
             case CommitRefused() | NotKept() as error:
                 assert outcome is not None
                 kept = "and nothing else is"
-                if self._kept_step is not None:
-                    kept = f"step {self._kept_step} still is"
+                if self.kept_step is not None:
+                    kept = f"step {self.kept_step} still is"
                 self._report(_REFUSED, f"step {outcome.step} is not in memory, {kept}: {error}")
             case MemoryOff() as error:
                 self.give_up(str(error))

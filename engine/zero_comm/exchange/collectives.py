@@ -244,6 +244,13 @@ class Collectives:
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""
+        try:
+            self._finish(pending)
+        except PeerLost as error:
+            if not self._waiter.interrupt.covers(error):
+                raise
+
+    def _finish(self, pending: Pending) -> None:
         if self._waiter.interrupt.reason:
             self._leave(pending)
         if pending.transport is not None:
@@ -274,13 +281,22 @@ class Collectives:
 
         `start`: from the transport, and how many of this name came before, to what is under way.
         """
+        interrupt = self._waiter.interrupt
+        if interrupt.fills and interrupt.lost is not None:
+            for buffer in buffers:
+                buffer.zero_()
+            return Pending(what)
         transport = self.transports.of(buffers[0].device) if buffers else None
         works: list[Work] = []
         if self._ordered and (transport is None or not transport.any_order):
             self._lane.note(what)
         if transport is not None:
-            with transport_failures(what):
-                works = start(transport, self.detector.begun[what])
+            try:
+                with transport_failures(what):
+                    works = start(transport, self.detector.begun[what])
+            except PeerLost as error:
+                if not interrupt.covers(error):
+                    raise
             if self._watched:
                 works = transport.watch(works, self._waiter)
         turn = self.detector.begin(what)

@@ -96,6 +96,10 @@ class AgentLink:
 
     _join: Join | None = None
     """The next round, if this worker has got it."""
+    _must_end = False
+    """Whether the agent wants this process to end at once."""
+    outlives = False
+    """Whether the process goes on when a peer is lost: whoever has set this catches PeerLost."""
 
     def __init__(self, rank: int, path: str | None = None) -> None:
         """Connect to the agent's socket; without one every call does nothing.
@@ -103,6 +107,7 @@ class AgentLink:
         By default it is the one that the environment names.
         """
         self.round = current_round()
+        self._rank = rank
         self._leave = threading.Event()
         self._pid = os.getpid()
         self._sigterm_came = False
@@ -152,13 +157,16 @@ class AgentLink:
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
-            can = (Ability.BOUNDARY,)
-            self._send(contract.Hello(rank=rank, pid=os.getpid(), can=can, round=self.round))
+            self.announce(Ability.BOUNDARY)
+
+    def announce(self, *can: Ability) -> None:
+        """Tell the agent what this worker supports; all of it, each time."""
+        self._send(contract.Hello(rank=self._rank, pid=os.getpid(), can=can, round=self.round))
 
     def handles_sigterm(self) -> bool:
         """Note a SIGTERM; whether the agent, and not the signal, decides about this process."""
         self._sigterm_came = True
-        return self._pid == os.getpid() and self._socket is not None and not self.interrupt.reason
+        return self._pid == os.getpid() and self._socket is not None and not self._must_end
 
     @property
     def launched(self) -> bool:
@@ -295,20 +303,22 @@ class AgentLink:
         """Whether an agent can take this process into the next round."""
         return self._socket is not None and not self.launched
 
-    def stay(self, step: int) -> Mapping[str, str]:
+    def stay(self, step: int, lost: str = "") -> Mapping[str, str]:
         """Leave the group after `step`, and wait for the next round; returns its environment.
+
+        `lost` says how a peer was lost, if that is why.
 
         Raises:
             SystemExit: There is none for this process, as `leave`.
         """
         leave_group()
-        self._send(contract.Left(round=self.round, step=step, stays=True))
+        self._send(contract.Left(round=self.round, step=step, stays=True, lost=lost))
         with self._changed:
             self._changed.wait_for(
-                lambda: self._join is not None or self._socket is None or self.interrupt.reason
+                lambda: self._join is not None or self._socket is None or self._must_end
             )
         if self._join is None:
-            raise SystemExit(self.leaves_with)
+            raise SystemExit(ExitCode.PEER_LOST if lost else self.leaves_with)
         # A handler would run only after torch's wait for the next group: an agent that gives this
         # round up, too, ends a process that founds its group with SIGTERM.
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -452,17 +462,22 @@ class AgentLink:
                     message = contract.decode(line)
                     match message:
                         case Leave(round=self.round):
-                            now = message.when is When.NOW
-                            when = "at once" if now else "at the end of a step"
+                            lost, now = message.when is When.LOST, message.when is When.NOW
+                            when = "at the end of a step" if not (lost or now) else "at once"
                             _log.info(
                                 "asked to leave round %d %s: %s",
                                 message.round,
                                 when,
                                 message.reason,
                             )
+                            if lost:
+                                self.interrupt.request(message.reason)
+                                self.group_lost.set()
+                                continue
                             self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
                             self._leave.set()
                             if now:
+                                self._must_end = True
                                 self.interrupt.request(message.reason)
                                 self.group_lost.set()
                                 with self._changed:
@@ -557,13 +572,15 @@ def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
 
     Raises:
         SystemExit: A peer is lost, and there is an agent; with the exit code of a lost peer.
-        PeerLost: A peer is lost, and there is no agent.
+        PeerLost: A peer is lost, and there is no agent, or the process goes on all the same.
     """
     try:
         yield
     except PeerLost as error:
         if link is not None:
             link.group_lost.set()
+            if link.outlives:
+                raise
         if not (link.present if link is not None else contract.ENV_SOCKET in os.environ):
             raise
         _log.error("leaving a broken group: %s", error)

@@ -293,7 +293,7 @@ class Elastic(options.Elastic):
     load_checkpoint follows; anything else before it is an error. Another value: the path of a
     safetensors file, or of a directory of them, that holds the parameters under their names."""
     in_place: bool = False
-    """Whether workers stay in their processes when a node joins or leaves at a step boundary, where
+    """Whether workers stay in their processes when a node joins or leaves, or a peer is lost, where
     they can; the log says why where they cannot."""
     overlap_param_gather: bool = False
     """Stages 1 and 2: `step()` begins to all-gather the new weights and does not wait for them; the

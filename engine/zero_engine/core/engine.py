@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -55,7 +55,15 @@ from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
 from zero_step.lane_states import lanes_of
-from zero_step.session import NOTES, Session, begin_micro_step, end_step, notes_of
+from zero_step.session import (
+    NOTES,
+    Session,
+    begin_micro_step,
+    end_step,
+    notes_of,
+    outlived,
+    survive,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -130,6 +138,7 @@ class Engine(WholeWeights):
                 self._self_test.run_if_due(call, args, kwargs, seed)
                 seed_everything(seed)
             with (
+                outlived(self._session, goes_on=True) if training else nullcontext(),
                 self._stopwatch.measure(part),
                 self._profile.measure(part, self._run.cursor.step),
             ):
@@ -165,8 +174,10 @@ class Engine(WholeWeights):
         """
         self._core.moved.compute("backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
+        if self._session.lost is not None:
+            return weighted.share
         with (
-            exit_on_peer_loss(self._link),
+            outlived(self._session),
             self._core.hardware.mode.refusals(),
             self._stopwatch.measure("backward"),
             self._profile.measure("backward", self._run.cursor.step),
@@ -196,8 +207,17 @@ class Engine(WholeWeights):
         self._core.moved.compute("step()")
         if self._micro_steps.ends_by is EndsBy.NO_SYNC:
             raise ZeroError("step() inside no_sync(); leave it for the last micro-step")
-        with exit_on_peer_loss(self._link):
+        if self._session.lost is None:
+            self._end_micro_step(lr_kwargs or {})
+        if self._session.lost is not None:  # the step has no effect
+            self._micro_steps.applied = False
+            survive(self._session)
+
+    def _end_micro_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        with outlived(self._session):
             self._micro_steps.take_written()
+        if self._session.lost is not None:
+            return
         self._micro_steps.check_step()
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
@@ -205,8 +225,8 @@ class Engine(WholeWeights):
         self._core.moved.take_writes()
         if self._core.zero is not None:
             self._core.as_given.check(self._core.zero.units)
-        with exit_on_peer_loss(self._link):
-            self._end_step(lr_kwargs or {})
+        with outlived(self._session):
+            self._end_step(lr_kwargs)
 
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         zero, cursor = self._core.zero, self._run.cursor

@@ -37,6 +37,7 @@ from zero_comm.worker.agent_link import (
 from zero_comm.worker.distributed import init_distributed, local_device
 from zero_contract.clock import process_age_s
 from zero_contract.errors import ConfigError
+from zero_contract.worker import Ability
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import Ledger, round_of_start
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
@@ -149,6 +150,7 @@ def initialize(
         engine = _make(given, link, without_values)
     if settings.elastic.in_place:
         engine._session.staying = _staying(engine, given, began, came_after_s)
+        link.announce(Ability.BOUNDARY, Ability.REJOIN)
     if engine.device.type == "cpu":
         keep_freed_memory()
     return engine
@@ -236,6 +238,7 @@ def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Sessio
     fresh._micro_steps.applied = engine._micro_steps.applied
     of_others = {name: each for name, each in vars(engine).items() if name not in vars(fresh)}
     vars(fresh).update(of_others)
+    link.announce(Ability.BOUNDARY, Ability.REJOIN)
     # Both are one from now on: the script has this one, and the new parts know the other.
     object.__setattr__(engine, "__dict__", vars(fresh))
     return fresh._session

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from zero_agent.loop.supervise import Action, Situation, next_action
-from zero_agent.node.state import Workers
+from zero_agent.node.state import WAITING, Workers
 from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -79,9 +79,31 @@ LEAVES = replace(ME, draining=True)
         (job(State.STOPPED), {}, Action.STOP),
     ],
 )
-def test_workers_that_wait_go_on_with_the_same_rank_or_are_let_go(snapshot, facts, expected):
-    now = {"job": snapshot, "node": ME, "workers": Workers.PARKED, "round": 2}
+@pytest.mark.parametrize("workers", sorted(WAITING))
+def test_workers_that_wait_go_on_with_the_same_rank_or_are_let_go(
+    workers, snapshot, facts, expected
+):
+    now = {"job": snapshot, "node": ME, "workers": workers, "round": 2}
     assert next_action(Situation(**{**now, **facts}))[0] is expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "facts", "expected"),
+    [
+        (Workers.RUNNING, {"can_stay": True}, Action.RELEASE),
+        (Workers.RUNNING, {"can_stay": True, "released": True}, Action.WAIT),
+        (Workers.RUNNING, {"released": True}, Action.KILL),  # its time is over
+        (Workers.STOPPING, {"can_stay": True}, Action.WAIT),
+        (Workers.STRANDED, {"can_stay": True, "released": True}, Action.REPORT_QUIET),
+    ],
+)
+def test_workers_of_a_lost_round_that_may_stay_get_time_to_leave_it(workers, facts, expected):
+    assert action(FORMS, workers, **facts) is expected
+
+
+def test_workers_of_a_round_that_hangs_are_killed_with_their_stacks():
+    hangs = replace(FORMS, failures=(replace(FAILURE, hang=True),))
+    assert action(hangs, Workers.RUNNING, can_stay=True) is Action.KILL
 
 
 def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():
@@ -97,6 +119,7 @@ def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():
         (Workers.SUCCEEDED, Action.REPORT_DONE),
         (Workers.FAILED, Action.REPORT_FAILURE),
         (Workers.PEER_LOST, Action.REPORT_FAILURE),
+        (Workers.STRANDED, Action.REPORT_FAILURE),
         (Workers.PARKED, Action.REPORT_QUIET),
         (Workers.LEFT, Action.REPORT_QUIET),
         (Workers.STOPPED, Action.REPORT_QUIET),

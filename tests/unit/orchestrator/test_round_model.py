@@ -74,6 +74,7 @@ def test_whoever_is_told_to_leave_at_any_time_keeps_nobody_waiting():
 
 PARKING_JOBS = {
     "two nodes, one of which is told to leave": pytest.param(2, 1, 0, 2),
+    "two nodes, and a fault": pytest.param(2, 0, 1, 2, marks=pytest.mark.full),
     "two nodes that come, one of which is told to leave": pytest.param(
         0, 1, 0, 2, marks=pytest.mark.full
     ),

@@ -1,0 +1,63 @@
+"""A script under the engine for `recovery.py`, each of whose steps is kept in memory.
+
+    recovery_engine_worker.py DIRECTORY IN_PLACE START_UP_S STEPS PACE_S
+
+It begins with a pause of `START_UP_S`, as one that imports and compiles much. It notes each
+finished step as `time step world`, in a new file for each round, whose name ends in the rank.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import zero_deepspeed
+
+directory, in_place = Path(sys.argv[1]), sys.argv[2] == "in-place"
+time.sleep(float(sys.argv[3]))
+steps, pace_s = int(sys.argv[4]), float(sys.argv[5])
+
+
+class Loss(nn.Module):
+    """A small model, with the loss of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+
+    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+
+engine, *_ = zero_deepspeed.initialize(
+    model=Loss(),
+    training_data=TensorDataset(torch.randn(4096, 128)),
+    config={
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2},
+        "checkpoint": {"ram": {}},
+        "elastic": {"in_place": in_place},
+    },
+)
+engine.load_checkpoint(directory.with_name("checkpoints"))
+notes, of_round, before = None, "", -1
+while engine.global_steps < steps:
+    for batch in engine.training_dataloader:
+        if engine.global_steps != before:
+            time.sleep(pace_s)
+        before = engine.global_steps
+        engine.backward(engine(batch))
+        engine.step()
+        if engine.global_steps <= before:
+            continue
+        if of_round != os.environ["ZERO_ROUND"]:
+            of_round = os.environ["ZERO_ROUND"]
+            name = f"{time.time_ns()}-{os.getpid()}-{os.environ['RANK']}"
+            notes = (directory / name).open("a", buffering=1)
+        notes.write(f"{time.time()} {engine.global_steps} {engine.world_size}\n")
