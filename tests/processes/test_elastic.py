@@ -275,6 +275,7 @@ def test_nodes_that_add_before_they_send_come_and_go_with_the_same_bits(
     job.agents["b"].kill_node()
     step = max(step for step, _ in job.last_steps().values())
     job.wait_for_step(step + 1, world=2)
+    job.pace(LONG_S)  # the job is not at its end before the newcomer is there
     job.start("b")
     job.wait_for_step(step + 2, world=4)
     assert_as_if_nothing_had_happened(job, undisturbed_hash)

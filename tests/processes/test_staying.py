@@ -209,7 +209,6 @@ def test_a_node_is_lost_and_comes_back_and_the_other_keeps_its_process(
     job.start(lost)
     job.wait_for_step(16, world=2)
     assert job.worker_of(other) == pid
-    job.pace(0)
     assert_the_result_is(job, undisturbed_hash)
     assert [stay for _, node, stay in stays(job) if node == other] == [0, 1, 1]
 
