@@ -278,7 +278,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         self.order.until = until
         return iter(self._loader)
 
-    def look(self) -> int:
+    def _look(self) -> int:
         """See `Feed`: in a process of its own, where processes load."""
         given = self._loader
         first = next(iter(replace(self.order, cursor=Cursor(), until=None)))

@@ -11,6 +11,7 @@ batch that is run next, and not the one that is drawn.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -25,6 +26,8 @@ from zero_contract.errors import ConfigError, ZeroError
 from zero_data.draws import TWO_ITERATIONS, Draws, Ticket
 from zero_data.fingerprint import fingerprint
 from zero_data.global_batch import BatchShape, Cursor
+
+_log = logging.getLogger(__name__)
 
 
 def seed_everything(seed: int) -> None:
@@ -163,9 +166,16 @@ class PositionLoader(ABC, Generic[Ordered]):
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
         """The batches from the position to the end of an epoch."""
 
-    @abstractmethod
     def look(self) -> int | None:
-        """See `Feed`."""
+        """See `Feed`; a sample that cannot be read fails where the run needs it, not here."""
+        try:
+            return self._look()
+        except Exception as error:
+            _log.debug("the data are not compared with those of the checkpoint: %r", error)
+            return None
+
+    @abstractmethod
+    def _look(self) -> int | None: ...
 
     def note(self, ticket: Ticket, batch: Any) -> None:
         """Take the fingerprint of the data, if this is the first micro-batch of the run."""

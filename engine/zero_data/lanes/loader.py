@@ -74,7 +74,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
             if epoch >= until:
                 return
 
-    def look(self) -> int | None:
+    def _look(self) -> int | None:
         """See `Feed`; None: the first lane is empty."""
         anew = replace(self._reading(), epoch=0, starts={0: Start()})
         with kept():

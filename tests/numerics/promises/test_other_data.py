@@ -106,6 +106,27 @@ def test_samples_that_follow_from_no_number_are_found_by_a_resume(
     assert "its samples do not follow from their number and the seed alone" in said[1][0]
 
 
+class SeldomReadable(TensorDataset):
+    """The first sample that is asked for cannot be read."""
+
+    asked = False
+
+    def __getitem__(self, number: int) -> Any:
+        self.asked, first = True, not self.asked
+        if first:
+            raise OSError("the file server is away")
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize("way", ["plain", "stage3"])
+def test_a_sample_that_cannot_be_compared_fails_no_load(
+    worlds: WorldPool, tmp_path: Path, way: str
+) -> None:
+    away = partial(SeldomReadable, *rows().tensors)
+    (said,) = worlds.run(1, jobs, way, str(tmp_path), [rows, away])
+    assert said == [[], []]
+
+
 def reread(root: str, workers: int) -> tuple[list[list[str]], bool]:
     """With processes that load; and whether a load leaves the random numbers as they were."""
     said = jobs("plain", root, [rows, rows, partial(rows, shift=1.0)], workers=workers)
