@@ -26,11 +26,11 @@ def standing() -> Standing:
     if not dist.is_initialized():
         return 0, 0, WAITS.begun
     world: Any = dist.group.WORLD  # torch's stubs lack the call
-    groups, exchanged = (
-        len(dist.distributed_c10d._world.pg_map),
-        world._get_sequence_number_for_group(),
-    )
-    return groups, exchanged, WAITS.begun
+    try:
+        exchanged = world._get_sequence_number_for_group()
+    except RuntimeError:  # a group written in Python
+        exchanged = -1
+    return len(dist.distributed_c10d._world.pg_map), exchanged, WAITS.begun
 
 
 MEETS_WITHIN_S = 60.0
@@ -60,9 +60,11 @@ class Staying:
         self.make_again = make_again
         self.why_not = why_not
         self.meets_within_s = max(MEETS_WITHIN_S, AS_LONG_AS * came_after_s)
+        self._at = standing()
+        if self._at[1] < 0:
+            self.forbid("its process group does not tell how many exchanges there were")
         if began not in ((0, 0, 0), (1, 0, 0)):
             self.forbid("the script exchanges something of its own before it makes the training")
-        self._at = standing()
         self.directory: str | os.PathLike[str] | None = None
         """From which the script has loaded."""
         self.in_step = False

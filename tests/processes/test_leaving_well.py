@@ -40,7 +40,15 @@ class Job:
 
     def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*self.launcher, str(JOB), self.kind, str(self.directory)],
+            # Under nohup the tests ignore SIGHUP, and so would what they start.
+            [
+                "env",
+                "--default-signal=HUP",
+                *self.launcher,
+                str(JOB),
+                self.kind,
+                str(self.directory),
+            ],
             env={**environment(), "PYTHONPATH": str(ROOT), **self.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -125,7 +125,8 @@ def initialize(
     """
     keys = config if isinstance(config, Mapping) else read_json(config)
     settings = load_config(keys)
-    began, came_after_s = standing(), process_age_s()
+    began = standing() if settings.elastic.in_place else None
+    came_after_s = process_age_s()
     with exit_on_peer_loss():
         init_distributed()
     link = agent_link(dist.get_rank())
@@ -148,7 +149,7 @@ def initialize(
             engine_class=engine_class,
         )
         engine = _make(given, link, without_values)
-    if settings.elastic.in_place:
+    if began is not None:
         engine._session.staying = _staying(engine, given, began, came_after_s)
         link.announce(Ability.BOUNDARY, Ability.REJOIN)
     if engine.device.type == "cpu":

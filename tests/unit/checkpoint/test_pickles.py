@@ -20,7 +20,7 @@ READERS = frozenset({"torch.load", "np.load", "numpy.load"})
 ALLOWED = {
     "engine/zero_checkpoint/dcp/writer.py": {"torch.load"},
     "engine/zero_checkpoint/tools/conversion/pickles.py": {"pickle", "torch.load"},
-    "engine/zero_comm/worker/agent_link.py": {"pickle"},
+    "engine/zero_comm/worker/flight_recorder.py": {"pickle"},
 }
 """The writer for torch.distributed.checkpoint, and the reader of torch's flight recorder, unpickle
 what their own process has pickled a moment ago. The reader of other people's checkpoints runs
