@@ -89,8 +89,12 @@ PARKING_JOBS = {
 
 
 def parking(runs, drains, faults):
-    """Workers that leave may wait in their processes; `runs` of two nodes are in round 1."""
-    both = begin(JobSpec(min_nodes=1, max_nodes=2), 2, faults, drains=drains, parks=True)
+    """Workers that leave may wait in their processes; `runs` of two nodes are in round 1.
+
+    A fault leads to another round where nothing else happens.
+    """
+    spec = JobSpec(min_nodes=1, max_nodes=2, max_restarts=0 if drains or runs == 1 else faults)
+    both = begin(spec, 2, faults, drains=drains, parks=True)
     first = running(replace(both, agents=both.agents[:runs]))
     return replace(first, agents=(*first.agents, *both.agents[runs:]))
 
