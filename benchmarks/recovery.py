@@ -314,4 +314,7 @@ def summary(values: Sequence[float | None]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("interrupted; what is above was measured")

@@ -320,13 +320,21 @@ def test_a_script_that_a_newcomer_would_wait_for_in_vain_is_started_anew(
     assert process.exitcode == ExitCode.LEFT
 
 
+def that_waits(
+    job: Callable[..., Job], tmp_path: Path, script: Callable[..., Any] = trained
+) -> Job:
+    """A job of one worker, which waits in its process for the next round."""
+    settings = {**config(2), "elastic": {"in_place": True}}
+    one = job(script, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    one.leave_at(1)
+    return one
+
+
 def test_a_worker_whose_agent_has_no_round_for_it_exits_as_one_that_has_left(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    settings = {**config(2), "elastic": {"in_place": True}}
-    one = job(trained, str(tmp_path / "checkpoints"), settings)
-    one.begin([], joining=1)
-    one.leave_at(1)
+    one = that_waits(job, tmp_path)
     one.let_go()
     (process,) = one.members
     process.join(60)
@@ -341,10 +349,7 @@ def impatient(directory: str, settings: dict[str, Any]) -> None:
 def test_a_worker_waits_for_a_newcomer_that_never_comes_no_longer_than_it_may(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    settings = {**config(2), "elastic": {"in_place": True}}
-    one = job(impatient, str(tmp_path / "checkpoints"), settings)
-    one.begin([], joining=1)
-    one.leave_at(1)
+    one = that_waits(job, tmp_path, impatient)
     one.begin([0], absent=1)
     (process,) = one.members
     process.join(60)
@@ -355,10 +360,7 @@ def test_a_worker_waits_for_a_newcomer_that_never_comes_no_longer_than_it_may(
 def test_a_worker_whose_next_group_never_meets_is_ended_by_its_agent(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
-    settings = {**config(2), "elastic": {"in_place": True}}
-    one = job(trained, str(tmp_path / "checkpoints"), settings)
-    one.begin([], joining=1)
-    one.leave_at(1)
+    one = that_waits(job, tmp_path)
     one.begin([0], absent=1)
     one.wait_for_meeting()
     (process,) = one.members

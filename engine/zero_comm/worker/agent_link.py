@@ -306,7 +306,8 @@ class AgentLink:
     def stay(self, step: int, lost: str = "") -> Mapping[str, str]:
         """Leave the group after `step`, and wait for the next round; returns its environment.
 
-        `lost` says how a peer was lost, if that is why.
+        `lost` says how a peer was lost, if that is why. The agent ends the wait: it sends the next
+        round, or closes the connection, as its own end does.
 
         Raises:
             SystemExit: There is none for this process, as `leave`.
