@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zero_contract.errors import ZeroError
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
+from zero_engine.sharding import small_params
 from zero_engine.sharding.flat_unit import FlatUnit
 
 _log = logging.getLogger(__name__)
@@ -238,8 +239,7 @@ class MovedStates:
         """Let what the script has written to small parameters count."""
         if not self._copies:
             self.hold_copies()
-            for unit in self._units:
-                unit.take_writes()
+            small_params.take([each for unit in self._units for each in unit.take_writes()])
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """The storage of a tensor on the device, even if it shows a copy."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-REQUIREMENTS = ("torch", "numpy", "safetensors", "fsspec", "xxhash", "hjson", "tenacity")
+REQUIREMENTS = ("torch", "numpy", "safetensors", "fsspec", "msgspec", "xxhash", "hjson", "tenacity")
 LIMIT_S = 120.0
 """Of one check."""
 TOTAL_S = 290.0

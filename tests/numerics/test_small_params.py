@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zero_deepspeed
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from zero_step.norm import BLOCK
 
 STAGES = (0, 1, 2, 3)
 SIZE = 40
@@ -142,19 +143,38 @@ def test_a_write_is_in_what_is_read_and_saved_before_the_next_step(worlds: World
     assert one_result(worlds, writes_between_steps) == [(0.75, 0.75)] * 4
 
 
-def write_on_one_rank(stage: int) -> None:
+def write_on_one_rank(stage: int, value: float) -> None:
     engine, *_ = zero_deepspeed.initialize(model=Scaled(), config=settings(stage, "fp32"))
     if engine.global_rank == 0:
-        engine.module.scale.data.fill_(0.5)
+        engine.module.scale.data.fill_(value)
     engine.backward(engine(torch.ones(2, SIZE)))
     engine.step()
 
 
+@pytest.mark.parametrize("value", [0.5, 5.0, -2.5], ids=["other", "twice", "negative"])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.corners(stage=[3])
-def test_a_write_on_one_rank_alone_is_refused_by_name(worlds: WorldPool, stage: int) -> None:
+@pytest.mark.corners(stage=[3], value=[5.0])
+def test_a_write_on_one_rank_alone_is_refused_by_name(
+    worlds: WorldPool, stage: int, value: float
+) -> None:
+    """Also a value whose bits differ in the exponent, or in the sign, alone."""
     with pytest.raises(WorldError, match="scale has different values on the ranks"):
-        worlds.run(2, write_on_one_rank, stage)
+        worlds.run(2, write_on_one_rank, stage, value)
+
+
+def alignments() -> list[set[int]]:
+    """Of all small parameters at each stage: their places in memory, modulo a block."""
+    found = []
+    for stage in STAGES:
+        model = nn.Sequential(nn.LayerNorm(SIZE - 1), nn.Linear(SIZE - 1, SIZE - 1))
+        zero_deepspeed.initialize(model=model, config=settings(stage, "bf16"))
+        found.append({p.storage_offset() % BLOCK for p in model.parameters() if p.dim() == 1})
+    return found
+
+
+def test_small_parameters_are_aligned_alike_at_every_stage(worlds: WorldPool) -> None:
+    """A GPU chooses kernels, and with them the bits, by the alignment of what they read."""
+    assert one_result(worlds, alignments) == [{0}] * 4
 
 
 def small_and_large(**zero: Any) -> list[tuple[bool, bool, Any]]:

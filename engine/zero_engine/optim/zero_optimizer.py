@@ -39,6 +39,7 @@ from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.partition import DTYPES
 from zero_engine.sharding.segments import Segment
+from zero_engine.sharding.small_params import SmallParam, checksum
 from zero_step.agree import Agreement, clipped
 from zero_step.division import Division
 
@@ -236,7 +237,7 @@ class ZeroOptimizer:
         for each in self.sums:
             each.settle()
         scale = self._unscaled()
-        written = self._written().long().sum()
+        written = checksum(self._small(), notes.device)
         agreed = self._agreement.reach(self.totals, notes, written)
         if not agreed.alike:
             self._refuse_written()
@@ -283,19 +284,18 @@ class ZeroOptimizer:
             else:
                 wait(pending)
 
-    def _written(self) -> Tensor:
-        """A checksum of each small parameter, equal on all ranks if they wrote the same."""
-        checksums = [unit.small.checksums().to(unit.full.device) for unit in self.units]
-        return torch.cat(checksums)
+    def _small(self) -> list[SmallParam]:
+        return [each for unit in self.units for each in unit.small.members]
 
     def _refuse_written(self) -> NoReturn:
         """Name the small parameter that ranks have written different values to. Collective."""
-        everybodys = self._collectives.everybodys(self._written(), "what ranks have written")
+        small = self._small()
+        own = torch.stack([checksum([each], self.units[0].full.device) for each in small])
+        everybodys = self._collectives.everybodys(own, "what ranks have written")
         at = int((everybodys != everybodys[0]).any(dim=0).int().argmax())
-        names = [each.name for unit in self.units for each in unit.small.members]
         raise ZeroError(
-            f"{names[at]} has different values on the ranks: a script has written to it on some of "
-            "them, or not the same; write the same on all ranks, or on one within "
+            f"{small[at].name} has different values on the ranks: a script has written to it on "
+            "some of them, or not the same; write the same on all ranks, or on one within "
             "zero.GatheredParameters(parameter, modifier_rank=RANK)"
         )
 

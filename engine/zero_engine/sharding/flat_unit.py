@@ -32,7 +32,7 @@ from zero_comm.exchange.collectives import Collectives, Pending, wait
 from zero_engine.layout import Layout, UnitFacts, UnitPlaces
 from zero_engine.sharding.parameter_views import ShownBuffer
 from zero_engine.sharding.partition import DTYPES, UnitSpec
-from zero_engine.sharding.small_params import SmallParams
+from zero_engine.sharding.small_params import Beside, SmallParams
 from zero_engine.sharding.wire import Wire
 from zero_engine.tiers.places import Memory, Tier
 from zero_step.norm import BLOCK, SHARD_GRAIN
@@ -294,16 +294,20 @@ class FlatUnit:
         at = self._shown.replaced()
         return "" if at is None else self.layout.slots[at].fqn
 
-    def take_writes(self) -> None:
-        """Let what a script has written to small parameters here count as their weights."""
+    def take_writes(self) -> list[Beside]:
+        """Let what a script has written to small parameters here count as their weights.
+
+        What is left to `small_params.take`, which does it for all units at once.
+        """
         if self._arriving is not None or not (self.gathered or self._stage.shards_parameters):
-            return
+            return []
         if self._replica is not None:  # this rank has all of it
-            self.small.take(self._replica, 0, None)
-            return
-        near = self.local is self.shard and not self.rests.far
-        self.small.take(self.shard, self.interval[0], None if near else self._wrote)
+            return self.small.beside(self._replica, 0)
+        if self.local is self.shard and not self.rests.far:
+            return self.small.beside(self.shard, self.interval[0])
+        self.small.take_far(self.shard, self.interval[0], self._wrote)
         self.rests.settle()
+        return []
 
     def _wrote(self, start: int, stop: int) -> None:
         """Bring `local` up to date after a direct write to these elements of the shard."""
@@ -317,18 +321,13 @@ class FlatUnit:
         if self._stage.shards_parameters:
             self.release()
             self.wire.secondary = None
-            return self.small.refresh(self._fetch)
+            # A view of what rests on a disk, too: a few elements, no pages.
+            return self.small.refresh(self.local)
         if self._stage.shards_optimizer:
             return self._publish()
         if self.full is not self.master:
             self.full.copy_(self.master)
         return Pending(self.name)
-
-    def _fetch(self, start: int, stop: int, into: Tensor) -> None:
-        """Copy elements of this rank's interval, in the compute dtype."""
-        low = self.interval[0]
-        # Through the view of what rests on a disk: a few elements, no pages.
-        into.copy_(self.local[start - low : stop - low])
 
     def restore(self) -> None:
         """Update all copies after `shard` has been written to."""

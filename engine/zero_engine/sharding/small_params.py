@@ -7,21 +7,27 @@ Owns their memory at stage 3, and the way of a script's writes to the shards. Mu
 - What all ranks write to one counts as if the optimizer had made it, in every precision: `take`
   copies elements that differ from the shard in the compute dtype. The others keep the precision
   that they have in the shard.
-- `checksums` tells the ranks whether they have written the same.
+- Alone they are aligned as in the unit. The kernels of a GPU depend on the alignment of what they
+  read, and their bits with them: packed, stage 3 had other weights than stages 0-2.
+- `checksum` tells the ranks whether they have written the same.
+- What a step does to each of them it does to all at once: a model has hundreds, and a kernel for
+  each would take a GPU longer than the step of its optimizer.
 
 Source of the idea: DeepSpeed's persistent parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zero_comm.exchange.collectives import Collectives, Pending
+from zero_step.norm import BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +47,13 @@ class SmallParam:
         return self.start + self.shown.numel()
 
 
+class Beside(NamedTuple):
+    """What a small parameter shows of a rank's weights, and these; both flat, of the same size."""
+
+    shown: Tensor
+    held: Tensor
+
+
 class SmallParams:
     """The small parameters of one unit, in its order."""
 
@@ -58,18 +71,16 @@ class SmallParams:
         """
         self._collectives = collectives
         self._padded = full.numel()
-        ends = [0]
+        starts, end = [], 0
         for _, param, _ in params:
-            ends.append(ends[-1] + param.numel())
-        self._apart = full.new_empty(ends[-1]) if apart else None
-        shown = (
-            [full[start : start + p.numel()] for _, p, start in params]
-            if self._apart is None
-            else [self._apart[a:b] for a, b in pairwise(ends)]
-        )
+            starts.append(end)
+            end += -(-param.numel() // BLOCK) * BLOCK
+        self._apart = full.new_zeros(end) if apart else None
         self.members = tuple(
-            SmallParam(name, param, start, own)
-            for (name, param, start), own in zip(params, shown, strict=True)
+            SmallParam(name, param, start, _part(full, start, param))
+            if self._apart is None
+            else SmallParam(name, param, start, _part(self._apart, alone, param))
+            for (name, param, start), alone in zip(params, starts, strict=True)
         )
         if self._apart is not None:
             for each in self.members:
@@ -81,25 +92,34 @@ class SmallParams:
     def write_to(self, full: Tensor) -> None:
         """Write what they show to their places in the gathered weights."""
         if self._apart is not None:
-            for each in self.members:
-                full[each.start : each.stop].copy_(each.shown)
+            copy([(full[each.start : each.stop], each.shown) for each in self.members])
 
-    def refresh(self, fetch: Callable[[int, int, Tensor], None]) -> Pending:
-        """Begin to bring them up to date on all ranks; `fetch` copies elements of this one."""
+    def refresh(self, local: Tensor) -> Pending:
+        """Begin to bring them up to date on all ranks, from this one's interval of the weights."""
         if self._apart is None or not self.members:
             return Pending("small parameters")
         low, high = self._interval(self._collectives.rank)
-        for each, start, stop in self._inside(low, high):
-            fetch(start, stop, each.shown[start - each.start : stop - each.start])
+        copy(
+            [
+                (
+                    each.shown[start - each.start : stop - each.start],
+                    local[start - low : stop - low],
+                )
+                for each, start, stop in self._inside(low, high)
+            ]
+        )
         rows = {rank: self._row(rank) for rank in range(self._collectives.world)}
         return self._collectives.share(rows, f"small parameters beside {self._padded} elements")
 
     def _row(self, rank: int) -> Tensor:
-        """What a rank's shard holds of them."""
+        """What a rank's shard holds of them, with the padding in between."""
         assert self._apart is not None
-        sizes = [stop - start for _, start, stop in self._inside(*self._interval(rank))]
-        before = [stop - start for _, start, stop in self._inside(0, self._interval(rank)[0])]
-        return self._apart[sum(before) : sum(before) + sum(sizes)]
+        inside = list(self._inside(*self._interval(rank)))
+        if not inside:
+            return self._apart[:0]
+        (first, start, _), (last, _, stop) = inside[0], inside[-1]
+        begin = first.shown.storage_offset() + start - first.start
+        return self._apart[begin : last.shown.storage_offset() + stop - last.start]
 
     def _interval(self, rank: int) -> tuple[int, int]:
         return self._collectives.interval(self._padded, rank)
@@ -113,25 +133,36 @@ class SmallParams:
 
     # ---- what a script writes ----
 
-    def take(self, held: Tensor, low: int, wrote: Callable[[int, int], None] | None) -> None:
-        """Copy what a script has written to the weights `held` that the optimizer steps.
+    def beside(self, held: Tensor, low: int) -> list[Beside]:
+        """What each shows of the weights `held`, which begin with element `low` of the unit.
 
-        These begin with element `low` of the unit. `wrote` is called with the elements that have
-        changed; without it no device is waited for.
+        Nothing if they show these weights themselves.
         """
         for each in self.members:
             self._put_back(each)
-        for each, start, stop in self._inside(low, low + held.numel()):
-            own = each.shown[start - each.start : stop - each.start]
-            part = held[start - low : stop - low]
-            if own.data_ptr() == part.data_ptr():
-                return  # the optimizer steps what the parameters show
-            changed = own != part.to(own.device, own.dtype)
-            if wrote is None:
-                part.copy_(torch.where(changed, own.to(part.dtype), part))
-            elif bool(changed.any()):
-                changed = changed.to(part.device)
-                part.copy_(torch.where(changed, own.to(part.device, part.dtype), part))
+        found = [
+            Beside(
+                each.shown[start - each.start : stop - each.start], held[start - low : stop - low]
+            )
+            for each, start, stop in self._inside(low, low + held.numel())
+        ]
+        same = found and found[0].shown.data_ptr() == found[0].held.data_ptr()
+        return [] if same else found
+
+    def take_far(self, held: Tensor, low: int, wrote: Callable[[int, int], None]) -> None:
+        """Copy what a script has written to weights `held` that rest in a far tier, or twice.
+
+        `wrote` is called with the elements [start, stop) of the unit that have changed. A device is
+        waited for once.
+        """
+        found = self.beside(held, low)
+        if not found or not bool(_changes(found)[0].any()):
+            return
+        inside = self._inside(low, low + held.numel())
+        for pair, (_, start, stop) in zip(found, inside, strict=True):
+            changed, new = _changes([pair])
+            if bool(changed.any()):
+                pair.held.copy_(new)
                 wrote(start, stop)
 
     def _put_back(self, each: SmallParam) -> None:
@@ -144,21 +175,55 @@ class SmallParams:
                 each.shown.view(shape).copy_(data)
                 each.param.data = each.shown.view(shape)
 
-    def checksums(self) -> Tensor:
-        """A number for each of them that differs, almost surely, if a bit of its values does."""
-        if not self.members:
-            return torch.zeros(0)
-        return torch.stack([_checksum(each.shown) for each in self.members])
+
+def _part(of: Tensor, start: int, param: Tensor) -> Tensor:
+    return of[start : start + param.numel()]
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EXACT = 1 << 23
-"""Whole numbers below it are exact in fp32."""
+def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy (to, from) each: on a GPU in a few kernels."""
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
-def _checksum(values: Tensor) -> Tensor:
-    bits = values.view(_INTEGERS[values.element_size()]) if not values.is_complex() else values
-    if values.is_complex():
-        bits = torch.view_as_real(values).reshape(-1).view(_INTEGERS[values.element_size() // 2])
-    weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1
-    return ((bits.to(torch.int64) * weights).sum() % _EXACT).float()
+def take(found: Iterable[Beside]) -> None:
+    """Copy what a script has written to the weights beside it; no device is waited for."""
+    alike: dict[tuple[torch.dtype, torch.dtype], list[Beside]] = defaultdict(list)
+    for each in found:
+        alike[each.shown.dtype, each.held.dtype].append(each)
+    for group in alike.values():
+        _, new = _changes(group)
+        held = [each.held for each in group]
+        copy(list(zip(held, new.split([each.numel() for each in held]), strict=True)))
+
+
+def _changes(found: Sequence[Beside]) -> tuple[Tensor, Tensor]:
+    """Which elements a script has written, and what the weights then are, of one dtype; flat."""
+    shown, held = (torch.cat(each) for each in zip(*found, strict=True))
+    held = held.to(shown.device)
+    changed = shown != held.to(shown.dtype)
+    return changed, torch.where(changed, shown.to(held.dtype), held)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+"""By the bytes of an element; larger ones are several integers of 32 bits."""
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 over the golden ratio (multiplicative hashing, Knuth vol. 3, 6.4)."""
+
+
+def checksum(params: Iterable[SmallParam], device: torch.device) -> Tensor:
+    """A whole number that differs, almost surely, if a bit of any value does: [] on this device."""
+    alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for each in params:
+        alike[each.shown.dtype].append(each.shown)
+    sums = [_weighted(torch.cat(shown)).to(device) for shown in alike.values()]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
+
+
+def _weighted(values: Tensor) -> Tensor:
+    """The sum of the bits, modulo 2^64, with an odd weight for each place."""
+    real = torch.view_as_real(values).flatten() if values.is_complex() else values
+    bits = real.view(_INTEGERS.get(real.element_size(), torch.int32)).to(torch.int64)
+    # At random, since values differ by a pattern: in the signs of all, or in one exponent.
+    weights = torch.arange(bits.numel(), device=bits.device) * _GOLDEN
+    return (bits * (weights ^ (weights >> 32) | 1)).sum()
