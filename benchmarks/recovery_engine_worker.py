@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,6 +21,8 @@ import zero_deepspeed
 directory, in_place = Path(sys.argv[1]), sys.argv[2] == "in-place"
 time.sleep(float(sys.argv[3]))
 steps, pace_s = int(sys.argv[4]), float(sys.argv[5])
+if torch.cuda.is_available():  # the nodes share the device, which NCCL does not
+    dist.init_process_group("cpu:gloo,cuda:gloo")
 
 
 class Loss(nn.Module):
@@ -52,7 +55,7 @@ while engine.global_steps < steps:
         if engine.global_steps != before:
             time.sleep(pace_s)
         before = engine.global_steps
-        engine.backward(engine(batch))
+        engine.backward(engine([each.to(engine.device) for each in batch]))
         engine.step()
         if engine.global_steps <= before:
             continue

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import zero_engine
+import zero_torch
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.ports import free_port
 from zero_checkpoint import weight_hash
@@ -46,6 +51,14 @@ DTYPES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 1024}},
 }
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "ddp": partial(DistributedDataParallel, find_unused_parameters=True),
+}
+if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    WRAPPERS["fsdp2"] = fully_shard
 
 
 class NoDeviceError(Exception):
@@ -70,24 +83,30 @@ def on_a_gpu(function: Callable[[], str]) -> Callable[[], str]:
     return claim
 
 
-def make_engine(stage: int, dtype: str = "fp32", **more: Any) -> Any:
+def make_engine(
+    stage: int, dtype: str = "fp32", of: tuple[nn.Module, Any] | None = None, **more: Any
+) -> Any:
     """An engine for the tiny model of the tests, in steps of 4 micro-batches.
+
+    Or for another model with its optimizer.
 
     With elastic.deterministic "warn", as most users have it: of 12 tokens attention has no partial
     sums to add in any order.
     """
-    model = make_model(7)
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         **DTYPES[dtype],
         **more,
     }
+    data = Tokens(64)
+    if of is not None:
+        return zero_engine.initialize(*of, training_data=data, config=config)
+    model, config["optimizer"] = make_model(7), {"type": "AdamW", "params": {"lr": 1e-2}}
     return zero_engine.initialize(
-        model, model_parameters=param_groups(model), training_data=Tokens(64), config=config
+        model, model_parameters=param_groups(model), training_data=data, config=config
     )
 
 
@@ -133,6 +152,41 @@ def world_sizes_give_the_same_bits() -> str:
         for stage, each in _in_processes(world, "hashes").items()
     }
     return equal(found)
+
+
+@check
+def ddp_and_fsdp2_have_the_bits_of_the_engine() -> str:
+    """In fp32, clipped: stages 0-3, one process of stock torch, DDP and FSDP2, DDP of two ranks."""
+    _meet_alone(backend_for(has_gpu=HAS_GPU, has_nccl=HAS_NCCL))
+    found = {f"stage {stage}": trained_by(stage) for stage in STAGES}
+    found |= {wrapper: trained_by(wrapper) for wrapper in WRAPPERS}
+    unseen = "" if "fsdp2" in WRAPPERS else "; not seen: FSDP2 needs torch 2.13"
+    return equal(found | _in_processes(2, "ddp")) + unseen
+
+
+def trained_by(back_end: int | str) -> str:
+    """The weights after four steps: of the engine at a stage, or of stock torch."""
+    model = make_model(7)
+    if isinstance(back_end, int):
+        engine = make_engine(back_end, of=(model, foreach_adamw(model)))
+        train(engine, 4)
+        return str(engine.weight_hash())
+    wrapped = WRAPPERS[back_end](model.to(local_device()))
+    optimizer, data = foreach_adamw(model), DataLoader(Tokens(64), batch_size=2, shuffle=True)
+    run = zero_torch.protect(wrapped, optimizer, data, microbatches=4)
+    for batch in run.loader:
+        run.backward(wrapped(batch.to(local_device())))
+        run.step(0.5)
+        if run.global_step == 4:
+            break
+    try:
+        return run.weight_hash()
+    finally:
+        run.close()
+
+
+def foreach_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(param_groups(model), lr=1e-2, foreach=True)
 
 
 @check
@@ -404,5 +458,8 @@ def run_rank(job: str) -> None:
     if job == "short":
         engine = make_engine(3)
         train(engine, 2)
+        return
+    if job == "ddp":
+        print(json.dumps({f"ddp of {dist.get_world_size()}": trained_by("ddp")}))
         return
     print(json.dumps({str(stage): trained(stage) for stage in (0, 2, 3)}))

@@ -42,6 +42,10 @@ CALLS = Calls(
 )
 
 
+_AT_ONCE = 1 << 20
+"""Elements. A larger gradient is copied when it is made, so that it is not in memory twice."""
+
+
 class UnitGradient:
     """The gradient of one unit in one micro-step, and the sum over the micro-steps.
 
@@ -58,10 +62,15 @@ class UnitGradient:
         self.whole = whole
         self.buffer: Tensor | None = None
         self._gaps = _gaps(unit)
+        self._sizes = _sizes(unit)
+        self._made: dict[int, Tensor] = {}
+        """Gradients by position that are to be copied together: a kernel takes longer to be begun
+        than to copy a few thousand elements."""
         self.missing = set(range(len(unit.layout.slots)))
 
     def reset(self) -> None:
         """Expect the gradient of every parameter again."""
+        self._made.clear()
         self.missing = set(range(len(self.unit.layout.slots)))
 
     def start(self, buffer: Tensor) -> None:
@@ -72,18 +81,33 @@ class UnitGradient:
 
     def write(self, position: int, gradient: Tensor) -> None:
         """Write, or add, the gradient of one parameter, dense or sparse (as of an embedding)."""
-        dense, view = gradient.to_dense() if gradient.is_sparse else gradient, self.view(position)
-        if position in self.missing:
-            view.copy_(dense)
-        else:  # another part of it, from another reentrant checkpoint
-            view.add_(dense)
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if position not in self.missing:  # another part of it, from another reentrant checkpoint
+            self._copy_made()
+            self.view(position).add_(dense)
+        elif dense.numel() > _AT_ONCE:
+            self.view(position).copy_(dense)
+        else:
+            self._made[position] = dense
         self.missing.discard(position)
+        if not self.missing:
+            self._copy_made()
 
     def fill_missing(self) -> None:
         """Write zeros for every parameter without a gradient."""
         for position in self.missing:
             self.view(position).zero_()
         self.missing.clear()
+        self._copy_made()
+
+    def _copy_made(self) -> None:
+        if not self._made:
+            return
+        assert self.buffer is not None
+        parts = self.buffer.split(self._sizes)
+        places = [parts[2 * position].view(each.shape) for position, each in self._made.items()]
+        torch._foreach_copy_(places, list(self._made.values()))
+        self._made.clear()
 
     def view(self, position: int) -> Tensor:
         """The part of the buffer that belongs to one parameter, in its shape."""
@@ -98,6 +122,17 @@ def _gaps(unit: FlatUnit) -> tuple[tuple[int, int], ...]:
     starts = [slot.start for slot in slots[1:]] + [unit.padded]
     gaps = zip((slot.stop for slot in slots), starts, strict=True)
     return tuple((stop, start) for stop, start in gaps if stop < start)
+
+
+def _sizes(unit: FlatUnit) -> list[int]:
+    """Of each part of a unit's buffer: a parameter, what follows it, the next parameter, ..."""
+    slots = unit.layout.slots
+    starts = [slot.start for slot in slots[1:]] + [unit.padded]
+    return [
+        size
+        for slot, start in zip(slots, starts, strict=True)
+        for size in (slot.numel, start - slot.stop)
+    ]
 
 
 _REDUCERS: weakref.WeakSet[GradReducer] = weakref.WeakSet()
