@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.plain import summed, to_int8
 from tests.support.world import WorldPool
-from zero_comm.exchange.collectives import Collectives
+from zero_comm.exchange.collectives import Collectives, wait
 from zero_comm.sums.additions import ROUNDED
 from zero_comm.sums.buffer_pool import BufferPool
 from zero_comm.sums.node import HeldPieces
@@ -62,6 +62,29 @@ def test_a_sum_is_that_of_the_expression_at_every_world_size(
     assert not torch.equal(expected, summed(gradients, 2))
     for rank in worlds.run(world, reduced, dtype, block):
         assert torch.equal(rank, expected)
+
+
+def begun_in_two_orders() -> dict[str, list[float]]:
+    """What a rank receives of two sums, which the ranks begin in different orders."""
+    collectives = Collectives()  # it has not met: ranks do not read each other's memory
+    names = ["a", "b"] if collectives.rank % 2 else ["b", "a"]
+    sent = {name: torch.full((4,), float(ord(name) + collectives.rank)) for name in names}
+    received = {name: torch.empty(4 // collectives.world) for name in names}
+    under_way = [
+        collectives.exchange_gradients(sent[name], received[name], f"gradients of {name}")
+        for name in names
+    ]
+    for pending in under_way:
+        wait(pending)
+    return {name: into.tolist() for name, into in received.items()}
+
+
+def test_gradients_that_ranks_send_in_different_orders_are_not_mixed_up(worlds: WorldPool) -> None:
+    a, b = float(ord("a")), float(ord("b"))
+    assert worlds.run(2, begun_in_two_orders) == [
+        {"a": [a + 1] * 2, "b": [b + 1] * 2},
+        {"a": [a] * 2, "b": [b] * 2},
+    ]
 
 
 def test_a_sum_has_the_same_bits_however_many_micro_batches_come_at_once() -> None:

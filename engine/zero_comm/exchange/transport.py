@@ -302,7 +302,10 @@ def _batch(
     what: str,
 ) -> list[Work]:
     """Sends and receives that run together, by the ranks of the group."""
-    ways = ((dist.isend, held), (dist.irecv, wanted))
+    # Receives come first. Over gloo a peer sends when it has been told that it may, on the same
+    # connection: behind what is sent to it there, it would be told when that has arrived, and the
+    # two directions of a link would be used one after the other.
+    ways = ((dist.irecv, wanted), (dist.isend, held))
     calls = [
         dist.P2POp(way, tensor, group=group, tag=tag_of(what), group_peer=rank)
         for way, tensors in ways

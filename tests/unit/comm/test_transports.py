@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from zero_comm.exchange.cpu.transport import CpuTransport, HostTransport
 from zero_comm.exchange.issue_order import IssueOrder, difference
@@ -115,3 +116,29 @@ def test_memory_of_an_exchange_in_two_parts_is_kept_for_the_stream_between_them(
         "wait for one",
         "begin two",
     ]
+
+
+def test_what_a_peer_may_send_is_told_before_this_rank_sends_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over gloo both directions of a link are busy only then; what is called is recorded."""
+    called: list[tuple[object, int]] = []
+
+    def record(calls: list[dist.P2POp]) -> list[dist.Work]:
+        called.extend((call.op, call.group_peer) for call in calls)
+        return []
+
+    monkeypatch.setattr(dist, "P2POp", lambda op, *_, **given: SimpleNamespace(op=op, **given))
+    monkeypatch.setattr(dist, "batch_isend_irecv", record)
+    transport = CpuTransport(None, 1, 3, torch.device("cpu"))
+    tensors = {0: torch.zeros(1), 2: torch.zeros(1)}
+    rows = torch.zeros(3, 1)
+    for begin in (
+        lambda: transport.exchange(tensors, tensors, "pieces", 0),
+        lambda: transport.gather(rows, list(rows), "weights", 0),
+        lambda: transport.scatter(rows, rows[:2], "gradients", 0),
+    ):
+        called.clear()
+        begin()
+        assert [op for op, _ in called] == [dist.irecv, dist.irecv, dist.isend, dist.isend]
+        assert {peer for _, peer in called} == {0, 2}

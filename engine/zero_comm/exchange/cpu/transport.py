@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_comm.exchange.cpu.same_host import SameHostPeers, key_of, meet
-from zero_comm.exchange.transport import Transport, tag_of
+from zero_comm.exchange.transport import Transport
 from zero_comm.waiting import Waiter, Work
 
 
@@ -81,13 +81,10 @@ class CpuTransport(HostTransport):
         return True
 
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
-        """See `Transport`."""
-        held = {rank: out[rank] for rank in self._others_near}
-        wanted = {rank: into[rank - (rank > self._rank)] for rank in self._others_near}
-        works = self._read(held, wanted, what, turn)
-        if len(self.near) < self._world:
-            works += super().scatter(out, into, what, turn)
-        return works
+        """See `Transport.scatter`; ranks may begin these, too, in different orders."""
+        held = {rank: out[rank] for rank in self._others}
+        wanted = {rank: into[rank - (rank > self._rank)] for rank in self._others}
+        return self.exchange(held, wanted, what, turn)
 
     def watch(self, works: list[Work], waiter: Waiter) -> list[Work]:
         """See `Transport`; a thread waits for those over sockets."""
@@ -100,19 +97,8 @@ class CpuTransport(HostTransport):
         shards do not match.
         """
         del full
-        wanted = {rank: rows[rank] for rank in self._others_near}
-        works = self._read(dict.fromkeys(wanted, rows[self._rank]), wanted, what, turn)
-        tag = tag_of(what)
-        for distance in range(1, self._world):
-            target = (self._rank + distance) % self._world
-            source = (self._rank - distance) % self._world
-            if target not in self.near:
-                own = rows[self._rank]
-                works.append(_begun(dist.isend(own, group_dst=target, group=self._group, tag=tag)))
-            if source not in self.near:
-                into = rows[source]
-                works.append(_begun(dist.irecv(into, group_src=source, group=self._group, tag=tag)))
-        return works
+        wanted = {rank: rows[rank] for rank in self._others}
+        return self.exchange(dict.fromkeys(wanted, rows[self._rank]), wanted, what, turn)
 
     def exchange(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
@@ -130,8 +116,9 @@ class CpuTransport(HostTransport):
         return self.exchange(held, wanted, what, turn)
 
     @property
-    def _others_near(self) -> list[int]:
-        return [rank for rank in self.near if rank != self._rank]
+    def _others(self) -> list[int]:
+        """By distance: not all ranks send to the same one first."""
+        return [*range(self._rank + 1, self._world), *range(self._rank)]
 
     def _read(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
@@ -140,8 +127,3 @@ class CpuTransport(HostTransport):
         if self._same_host is None:
             return []
         return [self._same_host.exchange(key_of(what, turn), held, wanted)]
-
-
-def _begun(work: dist.Work | None) -> Work:
-    assert work is not None  # this rank is in the group
-    return work
