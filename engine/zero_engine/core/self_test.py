@@ -28,27 +28,9 @@ from zero_contract.errors import ZeroError
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import overlap
+from zero_step.bit_sum import bit_sum
 
 _log = logging.getLogger(__name__)
-
-_PIECE = 1 << 20
-"""Elements of a checksum that are looked at together, so that it takes no memory to speak of."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element, a dtype that shows its bits."""
-
-
-def checksum(tensor: Tensor) -> int:
-    """A number of the bits of a tensor, which depends on their places.
-
-    It is a sum of integers, which is the same in whatever order a device adds them.
-    """
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat.detach().contiguous().flatten()
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    places = torch.arange(1, min(_PIECE, bits.numel()) + 1, device=bits.device)
-    sums = [(piece.long() * places[: piece.numel()]).sum() for piece in bits.split(_PIECE)]
-    found = sum((number + 1) * each for number, each in enumerate(torch.stack(sums).tolist()))
-    return int(found) & (1 << 64) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +98,7 @@ class SelfTest:
                 for each in zero.sums:
                     each.settle()
             return Replay(
-                outputs=tuple(map(checksum, outputs)),
+                outputs=tuple(int(bit_sum(each)) for each in outputs),
                 gradients=dict(_gradients(zero)) if sums else {},
             )
 
@@ -155,7 +137,7 @@ class SelfTest:
         seen: list[tuple[str, list[int]]] = []
 
         def look(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            seen.append((name, [checksum(each) for each in _tensors(output)]))
+            seen.append((name, [int(bit_sum(each)) for each in _tensors(output)]))
 
         module = self._core.module
         hooks = [
@@ -205,13 +187,13 @@ def gradients_differ(by_rank: Sequence[Sequence[str]], order: Sequence[str]) -> 
 
 
 def _gradients(zero: ZeroOptimizer) -> Iterator[tuple[str, int]]:
-    """The checksum of this rank's share of each gradient sum."""
+    """The bits of this rank's share of each gradient sum."""
     for unit, total in zip(zero.units, zero.totals, strict=True):
         low, high = unit.interval
         for slot in unit.layout.slots:
             start, stop = overlap(low, high, slot.start, slot.stop)
             if start < stop:
-                yield slot.fqn, checksum(total[start - low : stop - low])
+                yield slot.fqn, int(bit_sum(total[start - low : stop - low]))
 
 
 def _tensors(structure: Any) -> list[Tensor]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_comm.exchange.collectives import Collectives, Pending
+from zero_step.bit_sum import bit_sum
 from zero_step.norm import BLOCK
 
 
@@ -205,25 +206,10 @@ def _changes(found: Sequence[Beside]) -> tuple[Tensor, Tensor]:
     return changed, torch.where(changed, shown.to(held.dtype), held)
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""By the bytes of an element; larger ones are several integers of 32 bits."""
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2^64 over the golden ratio (multiplicative hashing, Knuth vol. 3, 6.4)."""
-
-
 def checksum(params: Iterable[SmallParam], device: torch.device) -> Tensor:
     """A whole number that differs, almost surely, if a bit of any value does: [] on this device."""
     alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for each in params:
         alike[each.shown.dtype].append(each.shown)
-    sums = [_weighted(torch.cat(shown)).to(device) for shown in alike.values()]
+    sums = [bit_sum(torch.cat(shown)).to(device) for shown in alike.values()]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
-
-
-def _weighted(values: Tensor) -> Tensor:
-    """The sum of the bits, modulo 2^64, with an odd weight for each place."""
-    real = torch.view_as_real(values).flatten() if values.is_complex() else values
-    bits = real.view(_INTEGERS.get(real.element_size(), torch.int32)).to(torch.int64)
-    # At random, since values differ by a pattern: in the signs of all, or in one exponent.
-    weights = torch.arange(bits.numel(), device=bits.device) * _GOLDEN
-    return (bits * (weights ^ (weights >> 32) | 1)).sum()
