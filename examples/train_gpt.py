@@ -167,8 +167,7 @@ def main() -> None:
     )
     assert loader is not None, "initialize() makes one when it is given training data"
     engine.load_checkpoint(args.checkpoints)
-    first = engine.global_rank == 0
-    if first:
+    if engine.global_rank == 0:
         print(f"step {engine.global_steps}: training on {engine.world_size} workers", flush=True)
     started, samples = time.perf_counter(), engine.global_samples
     for _ in range(loader.epoch, args.epochs):
@@ -178,7 +177,8 @@ def main() -> None:
             engine.step()
             if not at_boundary:
                 continue
-            if first and engine.global_steps % 10 == 0:
+            # The rank is asked each time: it may change where workers stay (elastic.in_place).
+            if engine.global_rank == 0 and engine.global_steps % 10 == 0:
                 seconds = time.perf_counter() - started
                 rate = (engine.global_samples - samples) * args.length / seconds
                 print(
@@ -190,7 +190,7 @@ def main() -> None:
                 engine.save_checkpoint(args.checkpoints)
     engine.save_checkpoint(args.checkpoints)
     digest = engine.weight_hash()
-    if first:
+    if engine.global_rank == 0:
         print(f"done: {engine.global_steps} steps, weight hash {digest}", flush=True)
     engine.destroy()  # waits for the last checkpoint, also for room on a disk that is full
 

@@ -336,8 +336,7 @@ def _written(items: list[KeyValue], order: tuple[str, ...], *parts: str) -> tupl
 
 def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
     state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
-    rank = agent.rank if agent.workers in WAITING else None
-    state += (agent.draining, agent.stuck, agent.can_stay, agent.released, rank)
+    state += (agent.draining, agent.stuck, agent.can_stay, agent.released)
     plan = _plan(world, agent, fence, order) if agent.plan is not None else None
     return (*state, agent.fence == fence, still_registered(world, agent), plan)
 

@@ -58,7 +58,6 @@ class Agent:
     workers: Workers = Workers.NONE
     round: int = 0
     fence: int = 0
-    rank: int | None = None
     asked: bool = False
     can_stay: bool = False
     """Its workers may wait for the next round if they lose a peer, and have the time for it."""
@@ -215,7 +214,6 @@ def what_next(view: Snapshot, agent: Agent) -> Action:
             node=agent.node,
             workers=agent.workers,
             round=agent.round,
-            first_rank=agent.rank,
             asked_to_leave=agent.asked,
             can_leave=True,
             can_stay=agent.can_stay,
@@ -261,10 +259,7 @@ def become(**changes: object) -> Callable[[World, int], World]:
 def start(world: World, index: int) -> World:
     agent = world.agents[index]
     view = agent.plan.view
-    rank = view.members.first_rank(view.members.index(agent.node))
-    same = agent.workers not in WAITING or agent.rank == rank
-    assert same, "a worker that waits is given another rank"
-    changes = {"round": view.n, "fence": view.fence, "rank": rank, "asked": False}
+    changes = {"round": view.n, "fence": view.fence, "asked": False}
     changes |= {"can_stay": world.parks, "released": False}
     return become(workers=Workers.RUNNING, **changes)(world, index)
 

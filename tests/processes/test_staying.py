@@ -91,16 +91,19 @@ def test_a_node_joins_and_leaves_and_the_other_keeps_its_process(staying, undist
     assert stays(job) == [(1, "a", 0), (2, "a", 1), (2, "b", 0), (3, "a", 1)]
 
 
-def test_a_worker_whose_rank_changes_is_started_anew(staying, undisturbed_hash):
+def test_a_worker_whose_rank_changes_keeps_its_process(staying, undisturbed_hash):
     job = staying("--nnodes=1:2")
     job.start("a", "b")
     job.wait_for_step(10, world=2)
     first, other = job.events("activate")[-1]["nodes"]
+    pid = job.worker_of(other)
+    job.pace(LONG_S)
     job.agents[first].process.send_signal(signal.SIGTERM)
     assert job.agents.pop(first).wait() == 128 + signal.SIGTERM
     job.wait_for_step(11, world=1)
+    assert job.worker_of(other) == pid
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
-    assert stays(job)[-1][1:] == (other, 0)
+    assert stays(job)[-1][1:] == (other, 1)
 
 
 WAITS = """
@@ -186,15 +189,16 @@ def test_a_rank_is_killed_and_the_other_keeps_its_process(staying, undisturbed_h
     assert stays(job) == sorted([(1, "a", 0), (1, "b", 0), (2, killed, 0), (2, other, 1)])
 
 
-@pytest.mark.parametrize("fate", ["killed", "suspended"])
+@pytest.mark.parametrize(("fate", "lost_rank"), [("killed", 0), ("killed", 1), ("suspended", 1)])
 def test_a_node_is_lost_and_comes_back_and_the_other_keeps_its_process(
-    staying, undisturbed_hash, fate
+    staying, undisturbed_hash, fate, lost_rank
 ):
     """One that is suspended closes no connection: the agent of the other ends its wait."""
     job = staying("--nnodes=1:2", "--max-restarts=1", TOGETHER, checkpoint={"ram": {}})
     job.start("a", "b")
     job.wait_for_step(10, world=2)
-    other, lost = job.events("activate")[-1]["nodes"]
+    nodes = job.events("activate")[-1]["nodes"]
+    lost, other = nodes[lost_rank], nodes[1 - lost_rank]
     pid = job.worker_of(other)
     node = job.agents.pop(lost)
     processes = [node.process.pid, *descendants(node.process.pid)]

@@ -431,7 +431,6 @@ class Agent:
             node=self._rdzv.node,
             workers=node_workers.group.state,
             round=node_workers.group.round,
-            first_rank=node_workers.group.first_rank,
             asked_to_leave=node_workers.asked_to_leave,
             can_leave=node_workers.can_leave,
             overdue=node_workers.overdue,

@@ -42,8 +42,6 @@ class Situation:
     workers: Workers
     round: int
     """The round of these workers; 0 before the first."""
-    first_rank: int | None = None
-    """The rank of this node's first worker in that round; None: none runs."""
     asked_to_leave: bool = False
     can_leave: bool = False
     """Whether every worker can save and leave when asked, without losing its progress."""
@@ -124,8 +122,6 @@ def _active(now: Situation) -> Step:
 
 def _enter(now: Situation, index: int) -> Step:
     job = now.job
-    if now.workers in WAITING and job.members.first_rank(index) != now.first_rank:
-        return Action.STOP, "the ranks of this node change, which scripts keep in variables"
     # In a round that is being left, the first node may have gone before it opened the store.
     reasons = (job.stop, job.yielding, "draining" if now.node.draining else None)
     why = next((reason for reason in reasons if reason is not None), None)

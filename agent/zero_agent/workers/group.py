@@ -167,12 +167,6 @@ class WorkerGroup:
         self.stop(signal.SIGKILL)
 
     @property
-    def first_rank(self) -> int | None:
-        """The rank of this node's first worker, by those that run, or wait; None: none does."""
-        orders = self._running.values()
-        return min((order.rank - order.local_rank for order in orders), default=None)
-
-    @property
     def ranks(self) -> list[int]:
         """The ranks of the workers that run, or wait to be started."""
         return [order.rank for order in self._running.values()]

@@ -70,19 +70,16 @@ LEAVES = replace(ME, draining=True)
         (FORMS, {}, Action.REPORT_QUIET),
         (replace(FORMS, quiet={"me"}), {}, Action.WAIT),
         (replace(FORMS, quiet={"me"}), {"node": LEAVES}, Action.STOP),
-        (replace(RUNS, n=3), {"first_rank": 0}, Action.START),
-        (replace(RUNS, n=3), {"first_rank": 1}, Action.STOP),
-        (job(State.ACTIVE, n=3, members=(OTHER,)), {"first_rank": 0}, Action.STOP),
-        (replace(RUNS, n=3, stop="enough"), {"first_rank": 0}, Action.REPORT_QUIET),
+        (replace(RUNS, n=3), {}, Action.START),
+        (job(State.ACTIVE, n=3, members=(OTHER,)), {}, Action.STOP),
+        (replace(RUNS, n=3, stop="enough"), {}, Action.REPORT_QUIET),
         (job(State.DONE), {}, Action.STOP),
         (job(State.FAILED), {}, Action.STOP),
         (job(State.STOPPED), {}, Action.STOP),
     ],
 )
 @pytest.mark.parametrize("workers", sorted(WAITING))
-def test_workers_that_wait_go_on_with_the_same_rank_or_are_let_go(
-    workers, snapshot, facts, expected
-):
+def test_workers_that_wait_go_on_or_are_let_go(workers, snapshot, facts, expected):
     now = {"job": snapshot, "node": ME, "workers": workers, "round": 2}
     assert next_action(Situation(**{**now, **facts}))[0] is expected
 
