@@ -43,6 +43,14 @@ from zero_comm.worker.distributed import backend_for, leave_group, local_device
 from zero_step.norm import BLOCK, block_norms, sum_of_squares
 
 CHECKS: dict[str, Callable[[], str]] = {}
+TIMED = frozenset(
+    {
+        "an_interrupt_ends_a_wait_for_a_busy_device",
+        "weights_on_the_device_have_the_hash_that_they_have_on_the_host",
+        "a_background_save_copies_beside_forward_and_backward",
+    }
+)
+"""Those that look at a clock."""
 HAS_GPU = torch.cuda.is_available()
 HAS_NCCL = HAS_GPU and dist.is_nccl_available()
 STAGES = (0, 1, 2, 3)
