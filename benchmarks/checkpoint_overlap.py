@@ -71,7 +71,7 @@ class Savers:
         mesh = init_device_mesh("cpu", (WORLD,))
         units = self.engine._core.units
         self._state = {
-            f"{kind}/{unit.name}": distributed(unit.layout.numel, mesh)
+            f"{kind}/{unit.spec.name}": distributed(unit.layout.numel, mesh)
             for unit in units
             for kind in KINDS
         }

@@ -116,7 +116,7 @@ class Bench:
         """Parameters and two moments as DTensors: one a unit, DCP's best case, or one each."""
         found = {}
         for unit in self.engine._core.units:
-            sizes = {unit.name: unit.layout.numel}
+            sizes = {unit.spec.name: unit.layout.numel}
             if per_tensor:
                 sizes = {slot.fqn: slot.numel for slot in unit.layout.slots}
             for kind in ("param", "exp_avg", "exp_avg_sq"):

@@ -253,10 +253,12 @@ class MovedStates:
             case Kind.optim_states if self._zero is not None:
                 yield from self._zero.remembered(here)
             case Kind.hp_params:
-                yield from (t for unit in here if unit.trained for t in (unit.shard, unit.master))
+                yield from (
+                    t for unit in here if unit.spec.trained for t in (unit.shard, unit.master)
+                )
             case Kind.lp_params:
                 yield from (unit.full for unit in self._units)
-                yield from (unit.shard for unit in here if not unit.trained)
+                yield from (unit.shard for unit in here if not unit.spec.trained)
                 yield from (unit.wire.secondary for unit in here if unit.wire.secondary is not None)
             case Kind.lp_grads if self._zero is not None:
                 yield from self._zero.gradient_sums()

@@ -22,7 +22,7 @@ def summary_of_one_step(settings: dict[str, Any]) -> tuple[list[str], dict[str, 
     train(engine, 1)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         comm.log_summary(show_straggler=True)
-    halves = [unit.full.nbytes // 2 for unit in engine._core.units if unit.trained]
+    halves = [unit.full.nbytes // 2 for unit in engine._core.units if unit.spec.trained]
     return printed.getvalue().splitlines(), dict(engine._core.collectives.bytes_sent), halves
 
 

@@ -215,7 +215,7 @@ def train_mixture(how: Any) -> list[str]:
         engine, *_ = zero_deepspeed.initialize(
             model=model, training_data=Tokens(DATASET_SIZE), config=settings
         )
-        assert {unit.name for unit in engine._core.units} == {"first", "second", "root"}
+        assert {unit.spec.name for unit in engine._core.units} == {"first", "second", "root"}
         train(engine, 4)
         hashes.append(engine.weight_hash())
     return hashes

@@ -119,7 +119,9 @@ def train_norms_only() -> tuple[list[str], dict[str, bool]]:
         for name, param in model.named_parameters():
             param.requires_grad_("norm" in name)
         engine = make_frozen_engine(model, stage)
-        frozen = next(u for u in engine._core.units if u.name == "blocks.1 (untrained, float32)")
+        frozen = next(
+            u for u in engine._core.units if u.spec.name == "blocks.1 (untrained, float32)"
+        )
 
         def look(when: str, _gradient: Tensor, frozen: Any = frozen) -> None:
             seen[when] = frozen.gathered
@@ -266,5 +268,5 @@ def bytes_of_one_step(stage: int) -> tuple[int, int, int]:
     sent = engine._core.collectives.bytes_sent
     sent.clear()
     train(engine, 1)
-    padded = sum(unit.padded for unit in engine._core.units if unit.trained)
+    padded = sum(unit.padded for unit in engine._core.units if unit.spec.trained)
     return sent["gradients"], sent["gather"], padded

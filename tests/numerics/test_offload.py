@@ -126,7 +126,7 @@ def train_split(path: str, ratio: float) -> tuple[str, tuple[str, int]]:
         engine = make_engine(settings)
         train(engine, 3)
         hashes.append(engine.weight_hash())
-    trained = [unit for unit in engine._core.units if unit.trained]
+    trained = [unit for unit in engine._core.units if unit.spec.trained]
     assert len(trained) == 3
     return hashes[0], (hashes[1], sum(unit.tiers.offloaded for unit in trained))
 
@@ -148,7 +148,7 @@ def fail_half_way(path: str) -> list[str]:
     """What is said when the disk fails in the middle of a step, and when the script goes on."""
     engine = make_engine(offloading(3, "nvme", path) | {"train_batch_size": 2})
     train(engine, 2)
-    (tier,) = {unit.tiers.state for unit in engine._core.units if unit.trained}
+    (tier,) = {unit.tiers.state for unit in engine._core.units if unit.spec.trained}
     assert isinstance(tier, Nvme)
     write, left = tier.file._write_at, iter(range(4))
 
@@ -293,7 +293,7 @@ def buffers_of(path: str) -> tuple[int, int]:
     """The most that the disk's buffers took, and what rests on the disk."""
     engine = make_engine(offloading(3, "nvme", path, bf16=True))
     train(engine, 3)
-    (tier,) = {unit.tiers.state for unit in engine._core.units if unit.trained}
+    (tier,) = {unit.tiers.state for unit in engine._core.units if unit.spec.trained}
     assert isinstance(tier, Nvme)
     return tier.buffers.peak_bytes, tier.file.size_bytes
 

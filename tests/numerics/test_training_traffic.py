@@ -118,7 +118,7 @@ def step_of_each(
                 engine.step()
             assert engine.global_steps == 1
             elements = sum(unit.padded for unit in core.units)
-            root = sum(unit.padded for unit in core.units if unit.is_root)
+            root = sum(unit.padded for unit in core.units if unit.spec.is_root)
             assert root
             found.append(((sent["between"], sent["inside"]), elements, elements - root))
     finally:

@@ -403,7 +403,7 @@ def _make_stepper(
     found: _Round,
 ) -> tuple[ZeroOptimizer, GradReducer] | tuple[None, None]:
     """The optimizer and the reducer; neither if no parameter is trained."""
-    trained = [unit for unit in units if unit.trained]
+    trained = [unit for unit in units if unit.spec.trained]
     if optimizer is None or not trained:
         return None, None
     collectives, device, gathers = found.collectives, found.device, layout.stage.shards_parameters

@@ -69,9 +69,9 @@ class ShardedWhole:
         for unit, norms in whole.items():
             # Where every rank steps all of a unit, its own norms are complete already.
             if unit.master.numel() != unit.padded:
-                wait(self._collectives.all_gather(norms, f"parameter norms of {unit.name}"))
+                wait(self._collectives.all_gather(norms, f"parameter norms of {unit.spec.name}"))
         summed = {
-            unit: self._collectives.to_host(norms.double(), f"parameter norms of {unit.name}")
+            unit: self._collectives.to_host(norms.double(), f"parameter norms of {unit.spec.name}")
             for unit, norms in whole.items()
         }
         found: list[Norms] = []

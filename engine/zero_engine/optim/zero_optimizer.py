@@ -254,7 +254,7 @@ class ZeroOptimizer:
                     each.total.mul_(factor)
             if not self._layout.stage.shards_optimizer and not self._layout.native:
                 gathers = [
-                    self._collectives.all_gather(full, f"gradient sums of {unit.name}")
+                    self._collectives.all_gather(full, f"gradient sums of {unit.spec.name}")
                     for unit, full in zip(self.units, self._gradients, strict=True)
                 ]
                 for pending in gathers:
@@ -277,7 +277,7 @@ class ZeroOptimizer:
     def _refresh(self) -> None:
         """Bring the full parameters up to date, or begin to."""
         # The root first: its weights are needed from the beginning of forward.
-        units = sorted(self.units, key=lambda unit: not unit.is_root)
+        units = sorted(self.units, key=lambda unit: not unit.spec.is_root)
         for unit, pending in [(unit, unit.refresh()) for unit in units]:
             if self._layout.late_weights:
                 unit.leave_arriving(pending)

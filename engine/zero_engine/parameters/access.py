@@ -36,7 +36,7 @@ def owner_of(param: nn.Parameter) -> OwnedParam | None:
     if found is None:
         return None
     core, unit, slot = found
-    steps = core.zero.steps if core.zero is not None and unit.trained else None
+    steps = core.zero.steps if core.zero is not None and unit.spec.trained else None
     kind = SteppedWhole if isinstance(steps, StepByOwners) else OwnedParam
     return kind(core, unit, slot)
 
@@ -148,7 +148,7 @@ class OwnedParam:
             ZeroError: Ranks still hold parts of the sum.
         """
         zero, reducer = self.core.zero, self.core.reducer
-        if zero is None or not zero.accumulating or not self.unit.trained:
+        if zero is None or not zero.accumulating or not self.unit.spec.trained:
             return None
         if reducer is not None and reducer.withholds:
             raise ZeroError(

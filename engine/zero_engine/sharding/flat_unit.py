@@ -132,7 +132,6 @@ class FlatUnit:
     """One unit on one rank.
 
     Attributes:
-        label: The name, with the first and the last parameter.
         shard: [padded / world], this rank's interval in the highest precision: that of master
             weights for trained units, the compute dtype for others. A view if it can be one.
         master: The weights that the optimizer steps: `shard`, or [padded] if every rank steps all.
@@ -157,15 +156,9 @@ class FlatUnit:
         node: Collectives | None,
         write: Write,
     ) -> None:
-        self.name = spec.name
-        self.label = f"{spec.name} ({spec.members[0].fqn} ... {spec.members[-1].fqn})"
-        self.module = spec.module
-        self.is_root = spec.is_root
-        self.trained = spec.trained
+        self.spec = spec
         self.params = tuple(member.param for member in spec.members)
         self.layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
-        self.padded = self.layout.padded(collectives.world)
-        self.interval = collectives.interval(self.padded, collectives.rank)
         self._stage = stage = layout.stage
         self._collectives = collectives
         self.tiers = tiers
@@ -212,6 +205,22 @@ class FlatUnit:
             self.local = self._collectives.own(full)
         elif not places.replica:
             self.rests = self.tiers.state
+
+    @property
+    def label(self) -> str:
+        """The name, with the first and the last parameter."""
+        members = self.spec.members
+        return f"{self.spec.name} ({members[0].fqn} ... {members[-1].fqn})"
+
+    @property
+    def padded(self) -> int:
+        """The length of `full`."""
+        return self.layout.padded(self._collectives.world)
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Where this rank's shard lies: [start, stop)."""
+        return self.interval_of(self._collectives.rank)
 
     @property
     def full(self) -> Tensor:
@@ -327,7 +336,7 @@ class FlatUnit:
             return self._publish()
         if self.full is not self.master:
             self.full.copy_(self.master)
-        return Pending(self.name)
+        return Pending(self.spec.name)
 
     def restore(self) -> None:
         """Update all copies after `shard` has been written to."""
@@ -336,7 +345,9 @@ class FlatUnit:
     def begin_restore(self) -> Pending:
         """Begin `restore`; until `end_restore`, `shard` must not be written to."""
         if self._replica is not None:
-            return self._collectives.all_gather(self._replica, f"loaded weights of {self.name}")
+            return self._collectives.all_gather(
+                self._replica, f"loaded weights of {self.spec.name}"
+            )
         self.rests.changed()
         self.accept(0, self.shard)
         self.rests.settle()
@@ -368,7 +379,7 @@ class FlatUnit:
         Only elements that differ from the shard in the compute dtype are changed: the others keep
         the precision that they have in the shard. Without `slots` it may have written to all.
         """
-        self._collectives.broadcast(self.full, f"changed weights of {self.name}", source)
+        self._collectives.broadcast(self.full, f"changed weights of {self.spec.name}", source)
         own = self._collectives.own(self.full)
         shard = self.shard.to(own.device)
         low, high = self.interval
@@ -393,7 +404,7 @@ class FlatUnit:
             return self._replica
         whole = self.full.new_empty(self.padded, dtype=self.shard.dtype)
         self._collectives.own(whole).copy_(self.shard)
-        wait(self._collectives.all_gather(whole, f"weights of {self.name}"))
+        wait(self._collectives.all_gather(whole, f"weights of {self.spec.name}"))
         return whole
 
     def _publish(self) -> Pending:

@@ -177,9 +177,9 @@ class GradReducer:
             for unit, each, whole in zip(units, sums, wholes or repeat(None), strict=False)
         ]
         # Backward meets the modules in about the reverse of their order, and ends with the root.
-        blocks = [gradient for gradient in gradients if not gradient.unit.is_root]
+        blocks = [gradient for gradient in gradients if not gradient.unit.spec.is_root]
         # Fixed, not the order of this rank's backward: ranks take different branches.
-        self._order = [*reversed(blocks), *(g for g in gradients if g.unit.is_root)]
+        self._order = [*reversed(blocks), *(g for g in gradients if g.unit.spec.is_root)]
         self._next = 0
         self.phase = Phase(CALLS)
         """Where in a step this rank is."""

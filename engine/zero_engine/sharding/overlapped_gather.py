@@ -53,7 +53,7 @@ class OverlappedGather:
         self._hooks: list[RemovableHandle] = []
         by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
         for unit in self.units:
-            by_module[unit.module].append(unit)
+            by_module[unit.spec.module].append(unit)
         for module, members in by_module.items():
             self._hooks.append(module.register_forward_pre_hook(Hook(self.gather, members)))
         for module, used in users_inside(by_module).items():

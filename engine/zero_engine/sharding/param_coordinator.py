@@ -150,8 +150,8 @@ class ParamCoordinator:
         """Called in backward for a unit whose turn has passed, and whose module has not run."""
         self.on_plain_backward: Callable[[], None] | None = None
         """Called by an unannounced backward pass, before it gathers."""
-        self._root_units = tuple(unit for unit in units if unit.is_root)
-        self._blocks = tuple(unit for unit in units if not unit.is_root)
+        self._root_units = tuple(unit for unit in units if unit.spec.is_root)
+        self._blocks = tuple(unit for unit in units if not unit.spec.is_root)
         self._numbers = {id(unit): number for number, unit in enumerate(self._blocks)}
         self._sizes = [unit.padded for unit in self._blocks]
         self._forward: Sequence[int] = range(len(self._blocks))
@@ -181,7 +181,7 @@ class ParamCoordinator:
             self._hook(module, Hook(self._before_stray), end, Hook(self._after_stray))
         by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
         for unit in self._blocks:
-            by_module[unit.module].append(unit)
+            by_module[unit.spec.module].append(unit)
         for module, members in by_module.items():
             before = Hook(self._before_forward, members)
             self._hook(module, before, end, Hook(self._after_forward))
@@ -242,7 +242,7 @@ class ParamCoordinator:
 
     def release_trained(self, unit: FlatUnit) -> None:
         """Release a trained unit: a weight's gradient is the last thing that reads the weight."""
-        if not unit.is_root:
+        if not unit.spec.is_root:
             self._release([unit])
 
     @property
@@ -258,7 +258,7 @@ class ParamCoordinator:
         """
         if not self.under_way:
             return False
-        if self._calls and not unit.is_root:
+        if self._calls and not unit.spec.is_root:
             self._calls[-1].units[unit] = None
         self._ran.add(unit)
         self._gather([unit])
@@ -266,7 +266,7 @@ class ParamCoordinator:
 
     def keep(self, unit: FlatUnit) -> None:
         """Let a unit that was read stay to the end of backward."""
-        if unit.trained and self._calls and self._calls[-1].saves:
+        if unit.spec.trained and self._calls and self._calls[-1].saves:
             self._kept[unit] = None
 
     def _begin(self, order: Sequence[int]) -> None:
@@ -358,7 +358,7 @@ class ParamCoordinator:
         # the module's inputs show it. Without such inputs they stay until the end; likewise with a
         # leaf of the graph among these, such as a parameter: its gradient is made right after its
         # last use, be that in the middle of a pass through the module or at the end of another.
-        untrained = [unit for unit in units if not unit.trained]
+        untrained = [unit for unit in units if not unit.spec.trained]
         inputs = list(_differentiable((args, kwargs)))
         if untrained and inputs and not any(tensor.is_leaf for tensor in inputs):
             after_gradients(inputs, partial(self._after_backward, untrained, call))

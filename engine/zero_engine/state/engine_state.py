@@ -122,7 +122,9 @@ class EngineState:
 
     def _frozen(self) -> frozenset[str]:
         """The names of the parameters that are not trained."""
-        return frozenset(s.fqn for u in self.core.units if not u.trained for s in u.layout.slots)
+        return frozenset(
+            s.fqn for u in self.core.units if not u.spec.trained for s in u.layout.slots
+        )
 
     def adopt(self, engine: Mapping[str, Any], options: LoadOptions) -> None:
         """Finish a load whose pieces are filled: everything except weights. Collective."""

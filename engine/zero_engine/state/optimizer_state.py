@@ -153,7 +153,7 @@ class StateOfSegments:
                     whole = state[key].new_zeros(segment.unit.padded)
                     part = whole[segment.start : segment.stop]
                     part.copy_(state[key])
-                    what = f"loaded {key} of {segment.unit.name}"
+                    what = f"loaded {key} of {segment.unit.spec.name}"
                     wait(self._collectives.all_gather(whole, what))
                     state[key].copy_(part)
         for record, (group, segments) in zip(records, self._zero.segments_by_group(), strict=True):
