@@ -17,13 +17,19 @@ and `accelerator.clip_grad_norm_` has the norm that does not depend on the numbe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.accelerator import Accelerator
-from accelerate.utils import DistributedType, parse_flag_from_env, send_to_device
+from accelerate.utils import (
+    DistributedType,
+    parse_flag_from_env,
+    recursively_apply,
+    send_to_device,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -139,12 +145,31 @@ def hand_over(accelerator: Any, run: zero_torch.Run) -> None:
 
     accelerator.backward = backward
     accelerator.clip_grad_norm_ = clip_grad_norm_
+    if accelerator.num_processes > 1:
+        one = partial(_gathered, accelerator.gather)
+        accelerator.gather = partial(recursively_apply, one, error_on_other_type=True)
     accelerator.no_sync = lambda _=None: nullcontext()
     accelerator._do_sync = lambda: accelerator.gradient_state._set_sync_gradients(run.last)
     for name, instead in _KEPT.items():
         setattr(accelerator, name, _refusing(f"accelerator.{name}(): {instead}"))
     for prepared in accelerator._optimizers:  # which has kept its step() of before
         prepared.__setstate__({})
+
+
+def _gathered(gather: Callable[[Tensor], Tensor], mine: Tensor) -> Tensor:
+    """The rows of all ranks, who need not have equally many: the last micro-batch has fewer.
+
+    accelerate's loaders repeat samples to prevent that, and a run has each sample once.
+    """
+    if not mine.ndim:
+        return gather(mine)
+    sizes = gather(torch.tensor([len(mine)], device=mine.device)).tolist()
+    most = max(sizes)
+    if most == min(sizes):
+        return gather(mine)
+    padded = torch.cat([mine, mine.new_zeros(most - len(mine), *mine.shape[1:])])
+    parts = gather(padded).split(most)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def _refusing(why: str) -> Any:

@@ -74,9 +74,9 @@ def main() -> None:
             args: Any = SFTConfig(**common, max_length=24, **packing)
             trainer: Any = SFTTrainer(model(), args=args, train_dataset=data(rows), **with_rest)
         case "dpo":
-            rows = [
+            rows = [  # whose rewards are gathered: an odd number of them
                 {"prompt": words(n, 4), "chosen": f" {words(n + 1, 3)}", "rejected": " w1 w2"}
-                for n in range(26)
+                for n in range(27)
             ]
             args = DPOConfig(**common, max_length=24)
             trainer = DPOTrainer(model(), model(), args=args, train_dataset=data(rows), **with_rest)
