@@ -108,6 +108,12 @@ def protect(
     if loader is not None:
         check_is_loader(loader)
         check_loader(loader)
+        kept: Mapping[str, object] = stateful or {}
+        for name in (name for name, each in kept.items() if each is loader):
+            raise ConfigError(
+                f"stateful[{name!r}] is the loader, whose position is in every checkpoint of a run "
+                "already: leave it out"
+            )
     chosen = settings.read(config or {})
     torch_seed = torch.initial_seed()
     init_distributed()

@@ -48,6 +48,10 @@ _DISTRIBUTED = (
 )
 _ITERATES_AS_TORCH = ("torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader",)
 """Loaders with an iteration of their own that yields what torch's would."""
+_NO_POSITION = (
+    "load_state_dict() of the DataLoader was called, and its position would be left out: a run has "
+    "the position in its own checkpoints; leave that call out"
+)
 _EXACTLY = "give shuffle=True or shuffle=False and no sampler"
 _DRAWING = (
     "torch.utils.data.sampler.RandomSampler",
@@ -100,6 +104,8 @@ def given_by(data: Any, seed: int, exchange: Callable[[Tensor], Tensor]) -> Give
     if not isinstance(data, DataLoader):
         return Given(dataset=data, source=source_of(data) if reads_lanes(data) else None)
     check_loader(data)
+    if hasattr(data, "load_state_dict"):
+        vars(data)["load_state_dict"] = _refuse_position
     loader = plain(data)
     dataset, micro_batch = loader.dataset, loader.batch_size
     source: Source | None = None
@@ -145,10 +151,12 @@ def check_loader(loader: DataLoader[Any]) -> None:
             "it does to a batch in collate_fn or in the loop, and give a DataLoader of torch"
         )
     if getattr(loader, "next_iter_state", None) is not None:
-        raise ConfigError(
-            f"load_state_dict() of the {type(loader).__name__} was called, and its position would "
-            "be left out: a run has the position in its own checkpoints; leave that call out"
-        )
+        raise ConfigError(_NO_POSITION)
+
+
+def _refuse_position(state_dict: object) -> None:
+    """Refuse a state, in the place of a loader's own method, from the begin of a run on."""
+    raise ConfigError(_NO_POSITION)
 
 
 def shuffles(loader: DataLoader[Any]) -> bool:
