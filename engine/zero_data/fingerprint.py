@@ -7,19 +7,38 @@ Must always hold: the same samples have the same fingerprint, on any device and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-OTHER_DATA = (
+_OTHER = (
     "the first micro-batch of {dataset} is another one than the run began with, so it resumes in "
-    "the middle of other data, or its samples do not follow from their number and the seed alone; "
-    "give the same dataset, or {anew}"
+    "the middle of other data; give the same dataset, or {anew}"
+)
+_BY_CHANCE = (
+    "the first micro-batch of {dataset} is another one each time it is read, so no run is repeated "
+    "exactly: draw what is random in a sample from torch, numpy.random or random, which have a "
+    "seed for each micro-batch"
 )
 """Of a run that resumes; {anew}: how to begin another one."""
+
+
+def difference(look: Callable[[], int | None], known_as: int, **words: str) -> str:
+    """What differs from the data of a checkpoint, with the remedy; empty if nothing is known to.
+
+    Args:
+        look: Reads the first micro-batch, for its fingerprint; None: cannot.
+        known_as: The fingerprint of the checkpoint's.
+        **words: See above.
+    """
+    found = look()
+    if found in (None, known_as):
+        return ""
+    # Only samples that follow from their number can show that these are others.
+    return (_OTHER if look() == found else _BY_CHANCE).format(**words)
 
 
 def fingerprint(batch: Any) -> int:

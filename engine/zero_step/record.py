@@ -15,7 +15,7 @@ import torch
 from zero_comm.determinism import Hardware
 from zero_comm.sums.order import order_of
 from zero_comm.worker.agent_link import current_round
-from zero_data.fingerprint import OTHER_DATA
+from zero_data.fingerprint import difference
 from zero_data.global_batch import Cursor
 from zero_data.position_loader import Feed
 
@@ -139,8 +139,7 @@ def adopt(
     remarks += differences(ours, saved, terms)
     if feed is not None:
         feed.known_as = saved.get("data")
-        if begins_with_other_data(feed, ours, saved):
-            remarks.append(OTHER_DATA.format(**vars(terms)))
+        remarks += _other_data(feed, ours, saved, terms)
     remarks += [f"{each} {_THEN}: {_BY_ROUNDING}" for each in changed]
     return Adopted(block=taken, hardware_changed=bool(changed), remarks=tuple(remarks))
 
@@ -166,16 +165,19 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms)
     return [line for line in found if line]
 
 
-def begins_with_other_data(feed: Feed, ours: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether rank 0 finds other data than those of a checkpoint, where a job begins with it.
+def _other_data(
+    feed: Feed, ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms
+) -> list[str]:
+    """A sentence if rank 0 finds other data than a checkpoint's, where a job begins with it.
 
     A later round has the script of the first one, and must not wait for what it has trained on.
     """
     if feed.order.rank or ours["step"] or current_round() > 1 or feed.known_as is None:
-        return False
+        return []
     if any(ours.get(key) != saved.get(key) for key in _SAME_BATCH):  # said already
-        return False
-    return feed.look() not in (None, feed.known_as)
+        return []
+    found = difference(feed.look, feed.known_as, dataset=terms.dataset, anew=terms.anew)
+    return [found] if found else []
 
 
 def _batch_difference(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms) -> str:

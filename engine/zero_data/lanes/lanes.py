@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.fingerprint import OTHER_DATA
+from zero_data.fingerprint import difference
 from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.adapters.indexed import Indexed
 from zero_data.lanes.adapters.loaders import given_by, warn_of_seeds
@@ -177,9 +177,10 @@ class Lanes:
         """
         self._order.check(state["lanes"])
         known = self._loader.known_as = state.get("data") or None
-        begins = known is not None and not self._cursor.step and not self._rank
-        if begins and self._loader.look() not in (None, known):
-            _log.warning("%s", OTHER_DATA.format(dataset="the data", anew="begin a new run"))
+        if known is not None and not self._cursor.step and not self._rank:
+            words = {"dataset": "the data", "anew": "begin a new run"}
+            if other := difference(self._loader.look, known, **words):
+                _log.warning("%s", other)
         self._cursor.move(step=state["step"], samples=state["samples"])
         rows = {lane: bytes(row.tolist()) for lane, row in enumerate(state["states"])}
         self._order.resume(state["lanes"], rows)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +45,14 @@ class Random(TensorDataset):
 
     def __getitem__(self, number: int) -> tuple[Tensor, ...]:
         return (torch.full((IN,), secrets.randbits(16) / 7),)
+
+
+class Augmented(TensorDataset):
+    """Samples that draw, and have the same seed whenever they are read."""
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        noise = np.random.random() + random.random()
+        return (super().__getitem__(number)[0] + torch.rand(IN) + noise,)
 
 
 DATA = {"rows": rows, "stream": Shifted}
@@ -103,7 +113,16 @@ def test_samples_that_follow_from_no_number_are_found_by_a_resume(
     worlds: WorldPool, tmp_path: Path, way: str
 ) -> None:
     (said,) = worlds.run(1, jobs, way, str(tmp_path), [partial(Random, torch.zeros(23))] * 2)
-    assert "its samples do not follow from their number and the seed alone" in said[1][0]
+    assert "is another one each time it is read" in said[1][0]
+    assert "draw what is random in a sample from torch, numpy.random or random" in said[1][0]
+
+
+@pytest.mark.parametrize("way", ["plain", "stage0", "lanes"])
+@pytest.mark.corners(way=["plain", "lanes"])
+def test_random_augmentation_is_no_other_data(worlds: WorldPool, tmp_path: Path, way: str) -> None:
+    data = partial(Augmented, torch.zeros(23, IN))
+    (said,) = worlds.run(1, jobs, way, str(tmp_path), [data] * 2)
+    assert said[1] == []
 
 
 class SeldomReadable(TensorDataset):
