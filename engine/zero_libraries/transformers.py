@@ -30,6 +30,7 @@ from transformers.trainer_callback import ExportableState
 import zero_torch
 from zero_comm.worker.agent_link import note_total_steps
 from zero_contract.errors import ConfigError
+from zero_data.lanes.adapters import reads_lanes
 from zero_libraries.accelerate import hand_over, unprepared
 from zero_libraries.steps import GlobalBatches
 
@@ -95,14 +96,25 @@ class _Given:
     config: dict[str, Any]
 
 
-def whole_groups(loader: DataLoader[Any]) -> DataLoader[Any]:
+def whole_groups(loader: DataLoader[Any], generations: int = 1) -> DataLoader[Any]:
     """A loader of TRL that repeats each prompt, as one of prompts whose batches repeat them.
 
     So a group of completions, whose rewards are compared, is always on one rank.
 
+    Args:
+        loader: Of the Trainer.
+        generations: The completions of a prompt.
+
     Raises:
-        ConfigError: A group is not in one micro-batch, or completions are used in several steps.
+        ConfigError: A group is not in one micro-batch, or completions are used in several steps;
+            or the prompts are a stream.
     """
+    if generations > 1 and reads_lanes(loader.dataset):
+        raise ConfigError(
+            "train_dataset is a stream, in which TRL repeats each prompt and drops those that fill "
+            "no step at this number of ranks: give a Dataset, such as "
+            "Dataset.from_list(list(stream))"
+        )
     sampler: Any = loader.sampler
     if type(sampler).__name__ != "RepeatSampler":
         return loader
@@ -238,7 +250,8 @@ class _Protected(Trainer):
     def get_train_dataloader(self) -> Any:
         """The script's loader, as global batches."""
         with unprepared(self.accelerator):
-            loader = whole_groups(super().get_train_dataloader())
+            generations = getattr(self, "num_generations", 1)
+            loader = whole_groups(super().get_train_dataloader(), generations)
         self._zero_loader = GlobalBatches(loader, self._zero.microbatches)
         return self._zero_loader
 

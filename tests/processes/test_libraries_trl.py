@@ -14,14 +14,13 @@ from tests.support.cluster import ROOT, TOGETHER, agent, environment, final_hash
 from zero_data.ledger import read_ledger, verify
 
 pytest.importorskip("trl", reason="TRL is not installed")
-pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
+pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full, pytest.mark.timeout(1200)]
 JOB = ROOT / "tests" / "support" / "trl_job.py"
 VARIABLES = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "HF_HUB_OFFLINE": "1",
 }
 KINDS = ("sft", "packed", "dpo", "grpo", "sft-stream", "packed-stream", "dpo-stream")
-"""GRPO's trainer refuses streams itself."""
 Trained = tuple[str, frozenset[Any]]
 """The hash of the weights, and (step, micro-batch, ids) of all samples."""
 
@@ -83,3 +82,13 @@ def test_a_trainer_of_trl_is_exact_while_nodes_are_killed_and_join(
     job.pace(0.0)
     job.wait_for_end(timeout_s=400)
     assert trained(tmp_path, kind, job.output) == expected(kind)
+
+
+def test_prompts_of_a_stream_are_refused_before_a_step(tmp_path: Path) -> None:
+    (tmp_path / "pause").write_text("0")
+    flags = ("--standalone", "--nproc-per-node=2")
+    environ = {**environment(), **VARIABLES}
+    done = agent(*flags, str(JOB), "grpo-stream", str(tmp_path), env=environ, timeout=600)
+    assert done.returncode
+    assert "ConfigError: train_dataset is a stream, in which TRL repeats each prompt" in done.stderr
+    assert not read_ledger(tmp_path / "ledger")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from zero_contract.errors import ConfigError, ZeroError
 
@@ -109,6 +110,21 @@ def test_rewards_of_a_group_are_compared_on_one_rank() -> None:
     RepeatSampler.repeat_count = 2
     with pytest.raises(ConfigError, match=r"GRPOConfig\(steps_per_generation=1\)"):
         whole_groups(loader(4))
+
+
+class Prompts(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def test_prompts_that_a_stream_repeats_by_the_number_of_ranks_are_refused() -> None:
+    pytest.importorskip("transformers")
+    from zero_libraries.transformers import whole_groups
+
+    stream = DataLoader(Prompts(), 4)
+    assert whole_groups(stream) is stream
+    with pytest.raises(ConfigError, match=r"train_dataset is a stream, .*: give a Dataset"):
+        whole_groups(stream, generations=2)
 
 
 @pytest.mark.parametrize(
