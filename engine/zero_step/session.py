@@ -384,16 +384,28 @@ def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
     link, why_not = session._link, session._why_not_survive()
     with exit_on_peer_loss(link):
         link.interrupt.fills, link.outlives = goes_on and not why_not, not (goes_on or why_not)
+        link.why_anew = (why_not or "it cannot go on") if session.staying is not None else ""
         try:
             yield
         except PeerLost as error:
             if not link.outlives:
-                if session.staying is not None:
-                    _log.info("this process is started anew: %s", why_not or "it cannot go on")
                 raise
             link.interrupt.lost = error
         finally:
             link.interrupt.fills = link.outlives = False
+        link.why_anew = ""
+
+
+def fill_in(session: Session, runs: bool) -> None:
+    """Have a backward that the script runs go on with zeros if it loses a peer, as a forward does.
+
+    Autograd passes on what its hooks raise, and the script would see it. `runs`: whether one does;
+    one that fails leaves this on until the next `outlived`.
+    """
+    link, why_not = session._link, session._why_not_survive() if runs else ""
+    link.interrupt.fills = runs and not why_not
+    told = runs and session.staying is not None
+    link.why_anew = (why_not or "it cannot go on") if told else ""
 
 
 def survive(session: Session) -> None:

@@ -5,6 +5,7 @@ The launcher's end of the contract is the product's own; what it decides is deci
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
@@ -139,13 +140,20 @@ class Job:
         return at
 
     def wait_for_loss(self, victim: int) -> None:
-        """Wait until this rank is gone, and all others wait for the next round."""
+        """Wait until this rank is gone, and all others wait for the next round.
+
+        As an agent does, tell those that wait for a survivor that has left already.
+        """
         left: set[int] = set()
-        while left != set(range(len(self.members))) - {victim}:
+        others = set(range(len(self.members))) - {victim}
+        lost = Leave(round=self._round, when=When.LOST, reason="a worker is lost")
+        while left != others:
             rank, message = self._inbox.get(timeout=60)
             if isinstance(message, Left):
                 assert (message.stays, bool(message.lost)) == (True, True)
                 left.add(rank)
+                for each in others - left:
+                    self._channel.send(each, lost)
         self.members[victim].join(60)
         assert self.members[victim].exitcode == -signal.SIGKILL
 
@@ -370,13 +378,17 @@ def test_a_worker_whose_next_group_never_meets_is_ended_by_its_agent(
 
 
 MOMENTS = ["a forward", "a backward", "the end of a step", "a step that has just ended"]
+PLAIN = "the script's own "
+"""Before a moment: of a script that calls `loss.backward()`."""
 
 
 def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -> Any:
     """A script one of whose ranks dies in step 5, once."""
     engine = make_engine({**settings, "checkpoint": {"ram": {}}})
     engine.load_checkpoint(directory)
-    dies = os.environ[contract.ENV_ROUND] == "1" and dist.get_rank() == victim
+    dies = os.environ.get(contract.ENV_ROUND) == "1" and dist.get_rank() == victim
+    plain = moment.startswith(PLAIN)
+    moment = moment.removeprefix(PLAIN)
 
     def reach(now: str) -> None:
         if now == moment and dies and engine.global_steps == 4:
@@ -388,7 +400,11 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
     losses: dict[int, float] = {}
     while engine.global_steps < STEPS:
         for batch in engine.training_dataloader:
-            engine.backward(engine(batch))
+            loss = engine(batch)
+            if plain:
+                (engine.scale(loss) if "fp16" in settings else loss).backward()
+            else:
+                engine.backward(loss)
             reach("the end of a step")
             before = engine.global_steps
             engine.step()
@@ -397,13 +413,13 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
                 reach("a step that has just ended")
             if engine.global_steps == STEPS:
                 break
-    assert dist.get_rank() == int(os.environ["RANK"])
+    assert dist.get_rank() == int(os.environ.get("RANK", "0"))
     return fingerprint(engine), losses
 
 
 @pytest.mark.corners(name=["stage 3"], moment=["a forward"], victim=[1])
 @pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*MOMENTS, *(PLAIN + each for each in MOMENTS)])
 @pytest.mark.parametrize("name", ["stage 0", "stage 2, fp16", "stage 3", "stage 3, offloaded"])
 def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path, name: str, moment: str, victim: int
@@ -420,11 +436,32 @@ def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     assert len(first & {pid for pid, _ in ended}) == 2
     context = forkserver()
     results = context.Queue()
-    alone = context.Process(target=run, args=({}, results, undisturbed, settings))
-    alone.start()
+    alone = (killed, str(tmp_path / "alone"), settings, moment, -1)
+    context.Process(target=run, args=({}, results, *alone)).start()
     _, (expected, losses) = results.get(timeout=60)
-    of_steps = dict(enumerate(losses, 1))
+    assert len(losses) == STEPS
     for pid, (found, seen) in ended:
         assert found == expected
-        assert seen == {step: of_steps[step] for step in seen}
+        assert seen == {step: losses[step] for step in seen}
         assert (len(seen) == STEPS) is (pid in first)
+
+
+def killed_and_tells(log: Path, *given: Any) -> None:
+    logging.basicConfig(filename=log, level=logging.INFO)
+    killed(*given)
+
+
+@pytest.mark.corners(moment=[PLAIN + "a backward"])
+@pytest.mark.parametrize("moment", ["a backward", PLAIN + "a backward"])
+def test_a_worker_that_cannot_go_on_without_a_peer_says_why_and_is_started_anew(
+    job: Callable[..., Job], tmp_path: Path, moment: str
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    log = tmp_path / "log"
+    one = job(killed_and_tells, log, str(tmp_path / "checkpoints"), settings, moment, 0)
+    one.begin([], joining=2)  # and there is no memory for checkpoints
+    for process, expected in zip(one.members, [-signal.SIGKILL, ExitCode.PEER_LOST], strict=True):
+        process.join(60)
+        assert process.exitcode == expected
+    why = "this process is started anew: no checkpoint is in memory yet; see checkpoint.ram"
+    assert why in log.read_text()

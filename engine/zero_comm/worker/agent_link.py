@@ -98,6 +98,8 @@ class AgentLink:
     """The next round, if this worker has got it."""
     _must_end = False
     """Whether the agent wants this process to end at once."""
+    why_anew = ""
+    """Why this process would be started anew if a peer were lost now; empty: nobody asks."""
     outlives = False
     """Whether the process goes on when a peer is lost: whoever has set this catches PeerLost."""
 
@@ -585,6 +587,8 @@ def exit_on_peer_loss(link: AgentLink | None = None) -> Iterator[None]:
         if not (link.present if link is not None else contract.ENV_SOCKET in os.environ):
             raise
         _log.error("leaving a broken group: %s", error)
+        if link is not None and link.why_anew:
+            _log.info("this process is started anew: %s", link.why_anew)
         leave_group()
         if link is not None:
             link.await_end()

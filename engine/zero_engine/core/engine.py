@@ -60,6 +60,7 @@ from zero_step.session import (
     Session,
     begin_micro_step,
     end_step,
+    fill_in,
     notes_of,
     outlived,
     survive,
@@ -117,6 +118,7 @@ class Engine(WholeWeights):
         self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
         self._session.writes = core.writes
+        self._micro_steps.on_plain = partial(fill_in, self._session)
 
     # ---- a step ----
 

@@ -10,7 +10,7 @@ samples in the ledger are those that were run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,6 +82,9 @@ class MicroSteps:
         self.applied = False
         """Whether the current or the last micro-step has changed the weights."""
         self.ends_by = EndsBy.STEP
+        self.on_plain: Callable[[bool], None] = lambda runs: None
+        """Told where a backward that the script runs begins and ends: what is raised within it, the
+        script would see."""
         self.declared_boundary: bool | None = None
         """Whether the script has declared the coming micro-steps to end a step; None: neither."""
         self._phase = core.reducer.phase if core.reducer is not None else Phase(CALLS)
@@ -174,6 +177,7 @@ class MicroSteps:
 
     def _on_plain_backward(self, loss: Weighted, gradient: Tensor) -> None:
         """The hook of the loss, the first that a plain backward of the script calls."""
+        self.on_plain(True)
         self._begin(loss.tokens)
         assert self._core.reducer is not None
         self._core.reducer.note_graph_task(gradient)
@@ -182,6 +186,7 @@ class MicroSteps:
     def begin_unweighted(self) -> None:
         """Begin the micro-step of a plain backward: its gradients are weighted, not its loss."""
         run = self._run
+        self.on_plain(True)
         if self.ends_by is EndsBy.NO_SYNC and self.at_boundary:
             self._go_beyond_the_batch()
         weight = self._share()
@@ -317,6 +322,7 @@ class MicroSteps:
         with core.guard():
             core.coordinator.end_gathers()
             core.reducer.finish()
+        self.on_plain(False)
         core.coordinator.end_backward()
         core.zero.accumulating = True
         share, tokens = loss.share.detach().float(), loss.tokens
