@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -465,3 +466,42 @@ def test_a_worker_that_cannot_go_on_without_a_peer_says_why_and_is_started_anew(
         assert process.exitcode == expected
     why = "this process is started anew: no checkpoint is in memory yet; see checkpoint.ram"
     assert why in log.read_text()
+
+
+CHANGES = 60
+SETTLED = 20
+"""Of those: what there is of anything once has been made."""
+
+
+def counts(directory: str, settings: dict[str, Any]) -> Any:
+    """Of each round: the descriptors, threads and bytes of this process after a step of it."""
+    engine = make_engine(settings)
+    engine.load_checkpoint(directory)
+    seen: dict[int, tuple[int, int, int]] = {}
+    while len(seen) <= CHANGES:
+        for batch in engine.training_dataloader:
+            engine.backward(engine(batch))
+            engine.step()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            own = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+            seen.setdefault(
+                int(os.environ[contract.ENV_ROUND]), (*own, pages * resource.getpagesize())
+            )
+            if len(seen) > CHANGES:
+                break
+    return seen
+
+
+@pytest.mark.full
+def test_sixty_changes_in_one_process_leave_no_descriptor_thread_or_memory_behind(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(3), "elastic": {"in_place": True}, "checkpoint": {"keep_last": 2}}
+    one = job(counts, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=2)
+    for _ in range(CHANGES):
+        one.leave_at(0)
+        one.begin([0, 1])
+    for _, seen in one.end():
+        assert seen[CHANGES + 1][:2] == seen[SETTLED][:2]
+        assert seen[CHANGES + 1][2] - seen[SETTLED][2] < 16 << 20
