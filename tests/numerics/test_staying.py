@@ -468,7 +468,7 @@ def test_a_worker_that_cannot_go_on_without_a_peer_says_why_and_is_started_anew(
     assert why in log.read_text()
 
 
-CHANGES = 60
+CHANGES = 200
 SETTLED = 20
 """Of those: what there is of anything once has been made."""
 
@@ -493,7 +493,7 @@ def counts(directory: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.full
-def test_sixty_changes_in_one_process_leave_no_descriptor_thread_or_memory_behind(
+def test_two_hundred_changes_in_one_process_leave_no_descriptor_thread_or_memory_behind(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
     settings = {**config(3), "elastic": {"in_place": True}, "checkpoint": {"keep_last": 2}}
