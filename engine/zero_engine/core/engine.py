@@ -51,6 +51,7 @@ from zero_engine.offload_states import (
 )
 from zero_engine.optim.zero_optimizer import StepOutcome
 from zero_engine.parts import Core, Run
+from zero_engine.sharding.grad_reducer import if_alive
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
@@ -118,7 +119,10 @@ class Engine(WholeWeights):
         self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
         self._session.writes = core.writes
-        self._micro_steps.on_plain = partial(fill_in, self._session)
+        self._micro_steps.on_plain = if_alive(self._fill_in)
+
+    def _fill_in(self, runs: bool) -> None:
+        fill_in(self._session, runs)
 
     # ---- a step ----
 
