@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import zero_torch
+from tests.support.run_report import report
 
 SAMPLES, MICROBATCHES, MICRO_BATCH, EPOCHS = 110, 5, 2, 2
 """11 steps of 10 samples in each epoch."""
@@ -251,9 +252,7 @@ def main() -> None:
     }
     data: Dataset[Any] = Stream() if kind == "stream" else rows()
     run = globals()[f"by_{library}"](data, directory, config, how == "fsdp2")
-    weights = run.weight_hash()
-    if int(os.environ["RANK"]) == 0:
-        print(f"done: step {run.global_step}, weight hash {weights}", flush=True)
+    report(run)
     run.close()
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
+from tests.support.run_report import report
 from tests.support.stock import LENGTH, VOCABULARY, make
 
 SAMPLES, EPOCHS = 205, 2
@@ -41,9 +42,7 @@ def main() -> None:
             if run.step(max_norm=1.0):
                 time.sleep(float((directory / "pause").read_text()))
             run.save_if_due(directory / "checkpoints", every_steps=5)
-    weights = run.weight_hash()
-    if dist.get_rank() == 0:
-        print(f"done: step {run.global_step}, weight hash {weights}", flush=True)
+    report(run)
     run.close()
     dist.destroy_process_group()
 

@@ -25,6 +25,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from tests.support.library_job import after_step
+from tests.support.run_report import report
 from zero_libraries.torchtitan import protect
 
 STEPS, MICROBATCHES, MICRO_BATCH, LENGTH, DOCUMENTS = 10, 5, 2, 32, 300
@@ -107,9 +108,7 @@ def main() -> None:
     flags = ["--module=tests.support.torchtitan_job", "--config=protected"]
     trainer: Any = ConfigManager().parse_args([*flags, f"--training.steps={STEPS}"]).build()
     trainer.train()
-    weights = trainer.run.weight_hash()
-    if int(os.environ["RANK"]) == 0:
-        print(f"done: step {trainer.run.global_step}, weight hash {weights}", flush=True)
+    report(trainer.run)
     trainer.close()
     dist.destroy_process_group()
 

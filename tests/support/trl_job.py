@@ -1,6 +1,5 @@
 """TRL's Trainers under a plug-in: python trl_job.py KIND[-stream] DIRECTORY; see `library_job`."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from tests.support.library_job import after_step
+from tests.support.run_report import report
 from zero_libraries.transformers import protect
 
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -94,9 +94,7 @@ def main() -> None:
     }
     protect(trainer, microbatches=MICROBATCHES, config=config)
     trainer.train()
-    weights = trainer.run.weight_hash()
-    if int(os.environ["RANK"]) == 0:
-        print(f"done: step {trainer.run.global_step}, weight hash {weights}", flush=True)
+    report(trainer.run)
 
 
 if __name__ == "__main__":
