@@ -137,7 +137,8 @@ def attach(
     if mesh is not None and mesh.ndim > 1 < world:
         levels = TwoLevels(gradients, collectives, mesh)
     for path, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        # Some scripts shard every layer, an activation without parameters, too.
+        if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
             name = path or "the root module"
             unit = _ReduceScatter(name, levels or gradients, module, guard)
             _attach(module, unit, world)

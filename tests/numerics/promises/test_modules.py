@@ -106,3 +106,12 @@ def test_its_bits_are_those_of_torch_alone(
             assert "set use_reentrant=False" in found[0]
         else:
             assert found == expected, back_end
+
+
+def test_a_layer_without_parameters_may_be_sharded_by_itself(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    """As by a script that calls fully_shard for every layer."""
+    recipe = Recipe(units=("down", "drop"))
+    (expected,) = worlds.run(1, by_torch_alone, recipe)
+    assert everywhere(worlds, recipe, tmp_path, [("fsdp2", 2)]) == {("fsdp2", 2): expected}
