@@ -138,7 +138,7 @@ def attach(
         levels = TwoLevels(gradients, collectives, mesh)
     for path, module in model.named_modules():
         # Some scripts shard every layer, an activation without parameters, too.
-        if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
+        if any(True for _ in module.parameters()) and isinstance(module, FSDPModule):
             name = path or "the root module"
             unit = _ReduceScatter(name, levels or gradients, module, guard)
             _attach(module, unit, world)
