@@ -24,6 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -280,6 +281,35 @@ def a_norm_s_bits_do_not_depend_on_how_many_blocks_a_rank_has() -> str:
             differing.append(rows)
     assert torch.equal(sum_of_squares(whole).cpu(), sum_of_squares(whole.cpu()))
     return f"without the rows of zeros it would, for {differing or 'no number'} of rows"
+
+
+@check
+def kernels_do_not_ask_in_which_block_a_parameter_begins() -> str:
+    """Parameters begin at multiples of 64 elements; told is what begins elsewhere and differs."""
+    torch.manual_seed(3)
+    differing = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, width, out in ((20, 36, 108), (64, 256, 768)):
+            x = torch.randn(rows, width, device=local_device()).to(dtype)
+            weight = torch.randn(out, width, device=local_device()).to(dtype)
+            vector, first = weight[0], None
+            for start in (0, 1, 2, 4, 8, BLOCK, 2 * BLOCK, 3 * BLOCK):
+                w, v = (_from(each, start) for each in (weight, vector))
+                made = [x @ w.t(), (x @ w.t()) @ w, F.layer_norm(x, (width,), v, v)]
+                first = first or made
+                if not all(map(torch.equal, made, first)):
+                    assert start % BLOCK, f"{dtype}, {width}: it differs from element {start} on"
+                    differing.add(start)
+    if not differing:
+        return "the same bits wherever one begins"
+    return f"other bits if one begins at element {', '.join(map(str, sorted(differing)))}"
+
+
+def _from(values: Tensor, start: int) -> Tensor:
+    """The same values, in memory that begins at this element."""
+    memory = values.new_zeros(start + values.numel())
+    memory[start:].copy_(values.flatten())
+    return memory[start:].view(values.shape)
 
 
 @check

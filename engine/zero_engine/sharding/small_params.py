@@ -151,7 +151,7 @@ class SmallParams:
         return [] if same else found
 
     def take_far(self, held: Tensor, low: int, wrote: Callable[[int, int], None]) -> None:
-        """Copy what a script has written to weights `held` that rest in a far tier, or twice.
+        """Copy what a script has written to weights `held` that are in a far tier, or have a copy.
 
         `wrote` is called with the elements [start, stop) of the unit that have changed. A device is
         waited for once.
