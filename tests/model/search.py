@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -29,9 +28,9 @@ from tests.model.world import (
     look,
     look_at_links,
     lose_peers,
-    next_of,
     reach_again,
     register,
+    replace,
     stick,
     still_registered,
     stop,
@@ -146,7 +145,7 @@ def may_be_done(agent: Agent) -> set[Action]:
     assert agent.plan is not None
     if agent.workers in {Workers.RUNNING, *WAITING} or agent.stuck:
         return set(agent.plan.actions)
-    return {next_of(agent.plan, agent)}
+    return {agent.plan.action(agent.workers)}
 
 
 def move(world: World, index: int) -> World:
@@ -247,8 +246,10 @@ def check_aside(plan: Plan) -> None:
 
 def check_commits(world: World) -> None:
     """I2: whoever tries to commit now succeeds only as a member of the ACTIVE round."""
+    fences = {agent.fence for agent in world.agents if agent.fence}
+    holds = {fence for fence in fences if world.database.holds(unchanged(KEYS.round, fence))}
     for agent in world.agents:
-        if agent.fence and world.database.holds(unchanged(KEYS.round, agent.fence)):
+        if agent.fence in holds:
             assert world.job.state is State.ACTIVE, "I2: a commit outside a round"
             assert agent.round == world.job.n, "I2: a commit with an old fence"
 
@@ -289,7 +290,8 @@ def fingerprint(world: World) -> tuple[Any, ...]:
 def _place(world: World, agent: Agent) -> tuple[Any, ...]:
     """Of a node among the others, by anything but its name."""
     registered = world.database.items.get(KEYS.node(agent.id))
-    member = next((i for i, m in enumerate(world.job.members.nodes) if m.id == agent.id), -1)
+    members = [member.id for member in world.job.members.nodes]
+    member = members.index(agent.id) if agent.id in members else -1
     arrived = registered.create_revision if registered is not None else 0
     state = (
         agent.incarnation,
@@ -329,9 +331,14 @@ def _value(value: str, order: tuple[str, ...]) -> str:
 
 def _written(items: list[KeyValue], order: tuple[str, ...], *parts: str) -> tuple[str, ...]:
     """Which keys of these kinds there are, in the order in which they came."""
-    of_them = [item for item in items if any(part in item.key for part in parts)]
+    of_them = [item for item in items if _is_one_of(item.key, parts)]
     of_them.sort(key=lambda item: item.create_revision)
     return tuple(_key(item.key, order) for item in of_them)
+
+
+@cache
+def _is_one_of(key: str, parts: tuple[str, ...]) -> bool:
+    return any(part in key for part in parts)
 
 
 def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from tests.model.world import (
     heal,
     look,
     look_at_links,
-    lose_peers,
+    lose_peers_of,
     reach_again,
     register,
     still_registered,
@@ -80,7 +80,7 @@ def something_happens(world: World, index: int, chance: random.Random, fault_rat
     links = [*look_at_links(world, index), *reach_again(world, index)]
     if links and chance.random() < 0.3:
         return chance.choice(links)
-    lost = [after for after in lose_peers(world) if after.agents[index] is not agent]
+    lost = list(lose_peers_of(world, index))
     if lost and chance.random() < 0.1:
         return lost[0]
     return works(world, index, chance)
