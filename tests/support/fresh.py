@@ -1,14 +1,19 @@
-"""A module of the tests as a process of its own, with its own environment."""
+"""A module of the tests as a process of its own: a new interpreter, or a fork."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.world import forkserver
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +47,33 @@ def run_module(
     )
     assert run.returncode == 0, f"{name}: exit {run.returncode}\n{run.stderr}"
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def run_forked(name: str, arguments: Sequence[str], timeout_s: float = 120) -> tuple[int, str]:
+    """Run `python -m name` in a process that begins with torch imported, which takes seconds.
+
+    Args:
+        name: The module.
+        arguments: Its command line.
+        timeout_s: The most that it may take.
+
+    Returns:
+        Its exit code, and what it printed.
+    """
+    with tempfile.NamedTemporaryFile("w+") as printed:
+        process = forkserver().Process(target=_be_main, args=(name, arguments, printed.name))
+        process.start()
+        process.join(timeout_s)
+        process.kill()
+        process.join()
+        return process.exitcode, printed.read()
+
+
+def _be_main(name: str, arguments: Sequence[str], output: str) -> None:
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    gc.freeze()  # as each rank of a `WorldPool`
+    gc.enable()
+    sys.argv[1:] = arguments
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
