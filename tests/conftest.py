@@ -1,4 +1,8 @@
-"""Fixtures that several suites share."""
+"""Fixtures that several suites share.
+
+Nothing is imported here that imports torch: the process that hands out the tests needs none of it,
+and starts those that run them seconds earlier.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,11 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from tests.support.cluster import run_alone
+from tests.support.alone import OURS
 from tests.support.etcd_server import EtcdServer, server
 from tests.support.memory_store import MemoryStore
 from tests.support.s3_server import S3Server, s3_server
 from tests.support.world import WorldPool
-from zero_engine.observe.reporting import LOGGERS
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Delete, KeyValueStore
 
@@ -72,7 +75,7 @@ def worlds() -> Iterator[WorldPool]:
 @pytest.fixture(autouse=True)
 def _loggers_as_before() -> Iterator[None]:
     """A command that runs in this process sets up its log; the next test's is its own."""
-    loggers = [logging.getLogger(name) for name in ("zero", "zero_orchestrator", *LOGGERS)]
+    loggers = [logging.getLogger(name) for name in ("zero", *OURS)]
     before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
@@ -141,6 +144,8 @@ def undisturbed_hash(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -
 
     One worker of the suite trains, the others wait for it.
     """
+    from tests.support.cluster import run_alone
+
     directory = tmp_path_factory.getbasetemp()
     known = (directory if worker_id == "master" else directory.parent) / "undisturbed_hash"
     with FileLock(f"{known}.lock", timeout=300):
