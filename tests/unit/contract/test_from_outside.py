@@ -16,7 +16,6 @@ from base64 import b85encode
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,6 +31,7 @@ import zero_checkpoint
 import zero_engine
 import zero_orchestrator
 import zero_torch
+from tests.support.packed import packed_zeros
 from tests.unit.checkpoint.support import adam_state, saved
 from zero_agent.etcd.own_etcd import Place
 from zero_agent.workers.exits import read_error_file
@@ -362,10 +362,11 @@ def test_a_reader_needs_no_more_memory_than_its_text_accounts_for(
     formats: dict[str, Format], name: str
 ) -> None:
     one = formats[name]
+    bomb = b85encode(packed_zeros(4 * LARGEST_BYTES >> 20)).decode()
     for text in (
         one.samples[0],
         "[" * 20_000,
-        json.dumps({"zlib": bomb()}),
+        json.dumps({"zlib": bomb}),
         json.dumps([0] * 50_000),
     ):
         data = one.write(text)
@@ -377,12 +378,6 @@ def test_a_reader_needs_no_more_memory_than_its_text_accounts_for(
             tracemalloc.stop()
         unpacked = 3 * LARGEST_BYTES if "zlib" in text else 0
         assert peak < 400 * len(data) + FEW_BYTES + unpacked, (len(data), text[:20])
-
-
-@cache
-def bomb() -> str:
-    """A packed text that is too long for a record."""
-    return b85encode(zlib.compress(bytes(4 * LARGEST_BYTES))).decode()
 
 
 def check(one: Format, data: bytes) -> None:
