@@ -39,7 +39,7 @@ from chaos_faults import FAULTS, NotNow
 from chaos_judge import Happened, JobRecord, Undisturbed, in_order, judge
 from chaos_report import Story, show
 from chaos_schedule import JOBS, NODES, Fault, schedule, summary
-from chaos_worker import SAMPLES
+from chaos_worker import SAMPLES, end_after
 
 from tests.support.cluster import environment, whole_lines
 from zero_data.ledger import read_ledger
@@ -90,12 +90,14 @@ class Run:
         while self._waiting or time.monotonic() < begin_s + 60 * minutes:
             self._turn()
 
-    def finish(self, steps: int) -> float:
-        """Let both jobs train to their end at full speed; how long that took."""
+    def finish(self) -> float:
+        """Let both jobs train to one end at full speed; how long that took."""
         begin_s = time.monotonic()
-        for job in self.cluster.jobs.values():
+        done = {job: step_of(self.cluster.directory / job) for job in JOBS}
+        for name, job in self.cluster.jobs.items():
+            end_after(self.cluster.directory / name, max(done.values()))
             job.pace(0)
-        until_s = begin_s + LIVE_S + STEP_S * steps
+        until_s = begin_s + LIVE_S + STEP_S * (max(done.values()) - min(done.values()))
         while not all(map(self.cluster.over, JOBS)) or self.cluster.runs:
             self._turn()
             if time.monotonic() > until_s:
@@ -149,6 +151,12 @@ def steps_of(directory: Path) -> list[tuple[float, int, int]]:
     return sorted((float(at_s), int(step), int(world)) for at_s, step, world in lines)
 
 
+def starts_in(output: str) -> tuple[int, int]:
+    """Starts of a node's worker, and those in the process of the round before."""
+    same = re.findall(r": this node runs rank .*?(; 1 of 1 in the same process)?$", output, re.M)
+    return len(same), sum(map(bool, same))
+
+
 def fail(text: str) -> None:
     """It did not run. Raises SystemExit."""
     print(text, file=sys.stderr)
@@ -176,9 +184,11 @@ def record_of(run: Run, job: str) -> JobRecord:
     )
 
 
-def undisturbed(directory: Path, args: argparse.Namespace, steps: int) -> Undisturbed:
-    """Train the same in one plain process. Raises SystemExit: it fails."""
-    command = [sys.executable, str(WORKER), "plain", "0", str(args.seed), str(steps)]
+def undisturbed(directory: Path, args: argparse.Namespace, epochs: Path) -> Undisturbed:
+    """Train as many epochs in one plain process. Raises SystemExit: it fails."""
+    directory.mkdir()
+    shutil.copy(epochs, directory / "epochs")
+    command = [sys.executable, str(WORKER), "plain", "0", str(args.seed)]
     done = subprocess.run(
         [*command, str(directory), str(directory / "checkpoints")],
         env=environment(),
@@ -216,12 +226,9 @@ def interruptible() -> Iterator[None]:
 
 def play(args: argparse.Namespace, directory: Path, faults: tuple[Fault, ...]) -> Story:
     """The whole run, to its end or to Ctrl-C; nothing of it is left but the directory."""
-    steps = int(60 * args.minutes / args.pause_s)
     reference, finished_s = None, 0.0
     with interruptible():
-        cluster = ChaosCluster(
-            directory, seed=args.seed, steps=steps, stage=args.stage, pause_s=args.pause_s
-        )
+        cluster = ChaosCluster(directory, seed=args.seed, stage=args.stage, pause_s=args.pause_s)
         print(f"namespaces: {cluster.net.prefix}*", flush=True)
         run = Run(cluster)
         begin_s = time.monotonic()
@@ -230,9 +237,9 @@ def play(args: argparse.Namespace, directory: Path, faults: tuple[Fault, ...]) -
                 run.begin()
                 begin_s = time.monotonic()
                 run.play(faults, args.minutes)
-                finished_s = run.finish(steps)
-            (plain := directory / "plain").mkdir()
-            reference = undisturbed(plain, args, steps)
+                finished_s = run.finish()
+            epochs = directory / JOBS[0] / "epochs"
+            reference = undisturbed(directory / "plain", args, epochs)
         except Interrupted:
             print("interrupted", flush=True)
     records = {job: record_of(run, job) for job in JOBS}
@@ -243,6 +250,7 @@ def play(args: argparse.Namespace, directory: Path, faults: tuple[Fault, ...]) -
         finished_s=finished_s,
         loads=run.loads,
         steps={job: steps_of(directory / job) for job in JOBS},
+        starts={job: starts_in(cluster.jobs[job].output) for job in JOBS},
         goodput={job: tuple(cluster.recorders[job].goodput.values()) for job in JOBS},
         problems={job: judge(record, reference) for job, record in records.items()},
         records=records,

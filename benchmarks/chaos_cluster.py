@@ -157,9 +157,7 @@ class Disk:
 class ChaosCluster:
     """Everything that runs."""
 
-    def __init__(
-        self, directory: Path, *, seed: int, steps: int, stage: int, pause_s: float
-    ) -> None:
+    def __init__(self, directory: Path, *, seed: int, stage: int, pause_s: float) -> None:
         self.directory = directory
         self.pause_s = pause_s
         self.down: set[tuple[str, str]] = set()
@@ -176,12 +174,12 @@ class ChaosCluster:
         self._orphans: list[tuple[str, str, float, list[int]]] = []
         self._stack = contextlib.ExitStack()
         try:
-            self._open(seed, steps, stage)
+            self._open(seed, stage)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, seed: int, steps: int, stage: int) -> None:
+    def _open(self, seed: int, stage: int) -> None:
         directory, stack = self.directory, self._stack
         self.disk = Disk(directory)
         stack.callback(self.disk.close)
@@ -200,7 +198,7 @@ class ChaosCluster:
             with self.net.inside(name):
                 server.wait_healthy()
         self.endpoint = ",".join(f"{self.net.address(m)}:{CLIENT_PORT}" for m in MEMBERS)
-        self.jobs = {job: self._job(job, seed, steps, stage) for job in JOBS}
+        self.jobs = {job: self._job(job, seed, stage) for job in JOBS}
         stack.callback(self._end_all)
         self.store = EtcdStore(self.endpoint)
         stack.callback(self.store.close)
@@ -232,11 +230,11 @@ class ChaosCluster:
         )
         return EtcdServer(self.directory, member)
 
-    def _job(self, job: str, seed: int, steps: int, stage: int) -> Cluster:
+    def _job(self, job: str, seed: int, stage: int) -> Cluster:
         directory = self.directory / job
         for path in (directory, directory / "steps", self.disk.path / job):
             path.mkdir()
-        words = [job, str(stage), str(seed), str(steps), str(directory)]
+        words = [job, str(stage), str(seed), str(directory)]
         return Cluster(
             directory,
             self.endpoint,

@@ -34,6 +34,8 @@ class Story:
     loads: Sequence[float]
     steps: Mapping[str, Sequence[tuple[float, int, int]]]
     """Job -> (time, step, world) of each step of its rank 0."""
+    starts: Mapping[str, tuple[int, int]]
+    """Job -> starts of a worker in a round; those in the process of the round before."""
     goodput: Mapping[str, Sequence[KeyValue]]
     """Job -> the ledger of the time of each node."""
     records: Mapping[str, JobRecord]
@@ -84,6 +86,11 @@ def show(story: Story) -> None:
             f"{job}: {lost:.1%} of {total_ns / 6e10:.0f} minutes of the nodes re-forming or "
             f"repeating; {len(record.batches)} revisions, {done} changes, "
             f"{len(record.manifests)} checkpoints, {len(record.exits)} agents ended"
+        )
+        print(
+            f"{job}: {{1}} of {{0}} starts of a worker in the same process".format(
+                *story.starts[job]
+            )
         )
         for problem in story.problems[job]:
             print(f"{job}: BROKEN: {problem}")

@@ -1,10 +1,13 @@
 """A worker of `chaos.py`: trains a small GPT under the engine, under FSDP2, or plainly.
 
-    chaos_worker.py plain|engine|fsdp2 STAGE SEED STEPS DIRECTORY CHECKPOINTS
+    chaos_worker.py plain|engine|fsdp2 STAGE SEED DIRECTORY CHECKPOINTS
 
-`DIRECTORY/pause` has the seconds that each step takes more. Rank 0 notes each step as `time step
-world` in a file of its process. A plain training writes `step hash` of each step into
-`DIRECTORY/hashes`. All three trainings end with the same weights.
+`DIRECTORY/pause` has the seconds that each step takes more. `DIRECTORY/epochs` has the number of
+epochs; a training ends only when it is there. It is written when it is still two epochs ahead, so
+that all ranks know it in time. Who is rank 0 notes each step as `time step world` in a file of its
+process. Under the engine, workers stay in their processes where they can (`elastic.in_place`). A
+plain training writes `step hash` of each step into `DIRECTORY/hashes`. All three trainings end with
+the same weights.
 """
 
 from __future__ import annotations
@@ -33,10 +36,19 @@ SAVE_EVERY = 20
 IN_MEMORY: dict[str, Any] = {"checkpoint": {"ram": {}}}
 
 
-def epochs_of(steps: int) -> int:
-    """The number of whole epochs that have at least so many steps."""
+def end_after(directory: Path, steps: int) -> None:
+    """Let a training that has done so many steps end two epochs later."""
     per_epoch = -(-SAMPLES // (MICRO * MICROBATCHES))
-    return -(-steps // per_epoch)
+    (new := directory / "epochs.new").write_text(str(steps // per_epoch + 2))
+    new.rename(directory / "epochs")
+
+
+def is_over(directory: Path, epoch: int) -> bool:
+    """Whether a training ends that has done so many epochs."""
+    try:
+        return epoch >= int((directory / "epochs").read_text())
+    except FileNotFoundError:
+        return False
 
 
 def data(seed: int) -> TensorDataset:
@@ -45,26 +57,25 @@ def data(seed: int) -> TensorDataset:
 
 
 class Notes:
-    """What rank 0 notes of its steps, and the pause in each of them."""
+    """What a rank 0 notes of its steps, and the pause in each of them."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path) -> None:
         self._pause = directory / "pause"
+        self._steps = directory / "steps"
         self._file: IO[str] | None = None
-        if rank == 0 and (directory / "steps").is_dir():
-            self._file = (directory / "steps" / f"{time.time_ns()}-{os.getpid()}").open(
-                "a", buffering=1
-            )
 
-    def end_step(self, step: int, world: int) -> None:
+    def end_step(self, step: int, rank: int, world: int) -> None:
         if self._pause.exists():
             time.sleep(float(self._pause.read_text()))
-        if self._file is not None:  # the clock that no fault sets
-            self._file.write(f"{time.monotonic()} {step} {world}\n")
+        if rank != 0 or not self._steps.is_dir():  # a worker that stays may be rank 0 later
+            return
+        if self._file is None:
+            path = self._steps / f"{time.time_ns()}-{os.getpid()}"
+            self._file = path.open("a", buffering=1)
+        self._file.write(f"{time.monotonic()} {step} {world}\n")  # a clock that no fault sets
 
 
-def train_stock(
-    wrapper: str, seed: int, epochs: int, directory: Path, checkpoints: str
-) -> tuple[int, str]:
+def train_stock(wrapper: str, seed: int, directory: Path, checkpoints: str) -> tuple[int, str]:
     """Train by `zero_torch.protect`; the number of steps and the final weight hash."""
     if wrapper != "plain":
         dist.init_process_group("gloo")
@@ -81,12 +92,12 @@ def train_stock(
     )
     run.load(checkpoints)
     world, rank = (dist.get_world_size(), dist.get_rank()) if wrapper != "plain" else (1, 0)
-    notes = Notes(directory, rank)
-    for _ in range(run.loader.epoch, epochs):
+    notes = Notes(directory)
+    while not is_over(directory, run.loader.epoch):
         for (batch,) in run.loader:
             run.backward(model(batch))
             if run.step(max_norm=1.0):
-                notes.end_step(run.global_step, world)
+                notes.end_step(run.global_step, rank, world)
                 if wrapper == "plain":
                     with (directory / "hashes").open("a") as hashes:
                         hashes.write(f"{run.global_step} {run.weight_hash()}\n")
@@ -98,9 +109,7 @@ def train_stock(
     return run.global_step, weights if rank == 0 else ""
 
 
-def train_engine(
-    stage: int, seed: int, epochs: int, directory: Path, checkpoints: str
-) -> tuple[int, str]:
+def train_engine(stage: int, seed: int, directory: Path, checkpoints: str) -> tuple[int, str]:
     """The same by the engine."""
     config = {
         **IN_MEMORY,
@@ -109,7 +118,7 @@ def train_engine(
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage},
-        "elastic": {"sample_ledger": str(directory / "ledger")},
+        "elastic": {"sample_ledger": str(directory / "ledger"), "in_place": True},
     }
     model = make("plain", seed)
     engine, _, loader, _ = zero_deepspeed.initialize(
@@ -120,13 +129,13 @@ def train_engine(
     )
     assert loader is not None
     engine.load_checkpoint(checkpoints)
-    notes = Notes(directory, engine.global_rank)
-    for (batch,) in _batches(loader, epochs):
+    notes = Notes(directory)
+    for (batch,) in _batches(loader, directory):
         engine.backward(engine(batch))
         at_boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
-        if at_boundary:
-            notes.end_step(engine.global_steps, engine.world_size)
+        if at_boundary and engine.was_step_applied():
+            notes.end_step(engine.global_steps, engine.global_rank, engine.world_size)
             if engine.checkpoint_due(SAVE_EVERY):
                 engine.save_checkpoint(checkpoints)
     engine.save_checkpoint(checkpoints)
@@ -136,15 +145,15 @@ def train_engine(
     return steps, weights if rank == 0 else ""
 
 
-def _batches(loader: Any, epochs: int) -> Iterator[Any]:
-    for _ in range(loader.epoch, epochs):
+def _batches(loader: Any, directory: Path) -> Iterator[Any]:
+    while not is_over(directory, loader.epoch):
         yield from loader
 
 
 def main() -> None:
-    kind, stage, seed, steps, directory, checkpoints = sys.argv[1:]
+    kind, stage, seed, directory, checkpoints = sys.argv[1:]
     torch.set_num_threads(1)
-    where = int(seed), epochs_of(int(steps)), Path(directory), checkpoints
+    where = int(seed), Path(directory), checkpoints
     if kind == "engine":
         done, weights = train_engine(int(stage), *where)
     else:
