@@ -11,13 +11,16 @@ of a step can be hidden by it. A ring, and NCCL's, is assumed to cross each node
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from training_systems import NODE_BLOCK
 
+sys.path.append(str(Path(__file__).parents[1]))
 from tests.support.traffic import traffic
 from zero_comm.sums.plan import DEFAULT_BLOCK, Where, plan_reduction
 from zero_comm.sums.quantization import PACKED_BYTES
