@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from importlib import metadata
 from typing import Any, NoReturn
 
 
@@ -20,6 +19,8 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib import metadata  # a tenth of all that an agent imports
+
         try:
             version = metadata.version("zero-elastic")
         except metadata.PackageNotFoundError:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from zero_agent.command import command_line, mistakes
-from zero_agent.command.preflight import preflight
 from zero_agent.command.resolve import resolve, signals_to_handle
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_choice, local_etcd
@@ -116,6 +115,8 @@ def _run(argv: Sequence[str]) -> int:
         given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.OWN, Way.STATIC)
         with joined(args, os.environ, given=given, wanted=wanted) as joining:
             if args.preflight:
+                from zero_agent.command.preflight import preflight  # no agent needs its tables
+
                 return preflight(args, conf)
             return _meet(args, conf, way, (backend, note), joining)
 
