@@ -35,8 +35,7 @@ def run_alone(place: Path, packages: tuple[str, ...], script: str) -> str:
         AssertionError: It failed; the message is what it said.
     """
     for name in packages:
-        unused = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(OURS[name], place / name, ignore=unused)
+        shutil.copytree(OURS[name], place / name)
     installed = [path for path in sys.path if path and not holds_ours(Path(path))]
     absent = sorted(OURS.keys() - set(packages))
     entry = _ENTRY.format(place=str(place), installed=installed, absent=absent)
