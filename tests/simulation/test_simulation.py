@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 def simulated(*arguments: str, module: str = "tests.simulation") -> str:
     """What `python -m tests.simulation` prints; it fails if an invariant is broken."""
-    code, printed = run_forked(module, arguments)
-    assert code == 0, printed[-10_000:]
-    return printed
+    done = run_forked(module, *arguments)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
 
 
 def test_the_same_seed_gives_the_same_history_to_the_letter() -> None:

@@ -49,31 +49,34 @@ def run_module(
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def run_forked(name: str, arguments: Sequence[str], timeout_s: float = 120) -> tuple[int, str]:
+def run_forked(
+    name: str, *arguments: object, cwd: Path = _ROOT, timeout_s: float = 120
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m name` in a process that begins with torch imported, which takes seconds.
 
     Args:
         name: The module.
         arguments: Its command line.
+        cwd: Where it runs.
         timeout_s: The most that it may take.
-
-    Returns:
-        Its exit code, and what it printed.
     """
-    with tempfile.NamedTemporaryFile("w+") as printed:
-        process = forkserver().Process(target=_be_main, args=(name, arguments, printed.name))
+    command = [name, *map(str, arguments)]
+    with tempfile.NamedTemporaryFile("w+") as out, tempfile.NamedTemporaryFile("w+") as err:
+        process = forkserver().Process(target=_be_main, args=(command, cwd, out.name, err.name))
         process.start()
         process.join(timeout_s)
         process.kill()
         process.join()
-        return process.exitcode, printed.read()
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(command, process.exitcode, out.read(), err.read())
 
 
-def _be_main(name: str, arguments: Sequence[str], output: str) -> None:
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
+def _be_main(command: Sequence[str], cwd: Path, out: str, err: str) -> None:
+    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    os.chdir(cwd)
     gc.freeze()  # as each rank of a `WorldPool`
     gc.enable()
-    sys.argv[1:] = arguments
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    sys.argv[1:] = command[1:]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import environment
+from tests.support.fresh import run_forked
 
 
 def run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -76,12 +77,12 @@ def test_a_script_and_a_module_run_as_they_are(tmp_path: Path) -> None:
     script = tmp_path / "scripts" / "program.py"
     script.parent.mkdir()
     script.write_text(PROGRAM)
-    ours = ("-m", "zero_deepspeed.as_deepspeed")
-    by_path = run(*ours, "scripts/program.py", "--deepspeed", "x.json", cwd=tmp_path)
+    ours = "zero_deepspeed.as_deepspeed"
+    by_path = run("-m", ours, "scripts/program.py", "--deepspeed", "x.json", cwd=tmp_path)
     arguments = "'--deepspeed', 'x.json'"
     where = f"zero_deepspeed __main__ ['scripts/program.py', {arguments}] {script.parent}"
     assert by_path.stdout.strip() == where
-    by_name = run(*ours, "-m", "program", "--deepspeed", "x.json", cwd=script.parent)
+    by_name = run_forked(ours, "-m", "program", "--deepspeed", "x.json", cwd=script.parent)
     assert (
         by_name.stdout.strip()
         == f"zero_deepspeed __main__ ['{script}', {arguments}] {script.parent}"
@@ -102,5 +103,5 @@ USAGE = "usage: python -m zero_deepspeed.as_deepspeed [-m MODULE | SCRIPT] ARGUM
 )
 @pytest.mark.corners(given=[("none.py",)])
 def test_what_cannot_be_run_is_said_in_one_line(given: tuple[str, ...], told: str) -> None:
-    done = run("-m", "zero_deepspeed.as_deepspeed", *given)
+    done = run_forked("zero_deepspeed.as_deepspeed", *given)
     assert (done.returncode, done.stderr) == (1, told)

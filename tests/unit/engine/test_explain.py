@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fresh import run_forked
 from zero_contract.errors import ConfigError
 from zero_engine.__main__ import main
 from zero_engine.config import OptimizerConfig, SchedulerConfig, load_config
@@ -234,10 +235,8 @@ def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     text = '{"train_batch_size": 8, // in all\n"optimizer": {"type": "SGD"},}'
     path.write_text(text)
-    command = [sys.executable, "-W", "error", "-m", "zero_engine", str(path)]
-    done = subprocess.run(
-        [*command, "--parameters", "7e9"], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_forked("zero_engine", path, "--parameters", "7e9")
+    assert done.returncode == 0, done.stderr
     assert "Per rank, 7,000,000,000 trained parameters, stage 0:" in done.stdout
     assert done.stderr == (
         f"python -m zero_engine: config {str(path)!r} is read as DeepSpeed reads it, with "
