@@ -54,19 +54,25 @@ dist.destroy_process_group()
 """
 
 
+# Of the flags alone: test_bad_input has every one of them, within one process.
+MISTYPED = [
+    (["--nnodes=4:2", str(TRAIN)], "--nnodes=4:2: minimum 4 exceeds maximum 2; write 2:4", 2),
+    (["--nproc-per-node=some", str(TRAIN)], "write a number from 1, or auto, cpu, gpu", 2),
+    (["--max-restarts=-1", str(TRAIN)], "--max-restarts=-1: must not be negative", 2),
+    (["--rdzv-id=a/b", str(TRAIN)], "--rdzv-id=a/b: use letters, digits", 2),
+    (["--rdzv-endpoint=a:b", str(TRAIN)], "write HOST:PORT with a port", 2),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "code"),
     [
-        (["--nnodes=4:2", str(TRAIN)], "--nnodes=4:2: minimum 4 exceeds maximum 2; write 2:4", 2),
         (["nowhere.py"], "nowhere.py: there is no such script", 2),
         (["-m", "no.such.module"], "-m no.such.module: there is no such module", 2),
         (["--nproc-per-node=gpu", str(TRAIN)], "torch sees no GPU here; use cpu or a number", 8),
-        (["--nproc-per-node=some", str(TRAIN)], "write a number from 1, or auto, cpu, gpu", 2),
-        (["--max-restarts=-1", str(TRAIN)], "--max-restarts=-1: must not be negative", 2),
-        (["--rdzv-id=a/b", str(TRAIN)], "--rdzv-id=a/b: use letters, digits", 2),
         (["--standalone", "--nnodes=1:4", str(TRAIN)], "a standalone job has one node", 2),
         (["--rdzv-endpoint=127.0.0.1:1", "--etcd-wait=0", str(TRAIN)], "127.0.0.1:1", 3),
-        (["--rdzv-endpoint=a:b", str(TRAIN)], "write HOST:PORT with a port", 2),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in MISTYPED),
     ],
 )
 def test_wrong_input_is_one_message_with_the_remedy(arguments, message, code):
