@@ -245,8 +245,10 @@ class OnStream:
                 self._stream.wait_stream(current)
                 begun.event.record(self._stream)
         except RuntimeError as error:
-            if not _is_of_device(error):
-                raise  # of this program: such a copy would fail in every save
+            if not isinstance(error, torch.cuda.OutOfMemoryError) and "CUDA error" not in str(
+                error
+            ):
+                raise  # not of the device, but of this program: it would fail in every save
             begun.failure = str(error)
         return begun
 
@@ -269,11 +271,6 @@ class OnStream:
     def close(self) -> None:
         """Unpin the memory when nothing is written to it any more."""
         self._release()
-
-
-def _is_of_device(error: RuntimeError) -> bool:
-    """Whether the device or its driver has failed."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "CUDA error" in str(error)
 
 
 _kept: list[object] = []

@@ -182,7 +182,11 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
     directory, disk = attempt.directory, attempt.disk
     if fence is not None:
         fence(attempt.digest)
-        _refuse_if_followed(directory.parent)
+        # A store whose quorum was lost may come back when other nodes have begun a new one from
+        # the newest checkpoint here: what it grants is the job's no more (`store.succession`).
+        store = os.environ.get(contract.ENV_STORE)
+        if store and (heir := directory.parent / heir_of(store)).exists():
+            raise CommitRefused(f"the job has a new store, which {heir} names")
     final = directory / MANIFEST
     temporary = final.with_name(MANIFEST + _TEMPORARY)
     try:
@@ -194,17 +198,6 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
     except OSError as error:
         raise Unsure(error) from error
     _leave_hints(directory, attempt.manifest, disk)
-
-
-def _refuse_if_followed(root: Place) -> None:
-    """Refuse to publish what was granted by a store that is the job's no more.
-
-    Its quorum was lost, other nodes have begun a new store from the newest checkpoint in `root`,
-    and it came back (`zero_orchestrator.store.succession`).
-    """
-    store = os.environ.get(contract.ENV_STORE)
-    if store and (heir := root / heir_of(store)).exists():
-        raise CommitRefused(f"the job has a new store, which {heir} names")
 
 
 def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:

@@ -306,14 +306,10 @@ def _batch(
     # connection: behind what is sent to it there, it would be told when that has arrived, and the
     # two directions of a link would be used one after the other.
     ways = ((dist.irecv, wanted), (dist.isend, held))
+    tag = zlib.crc32(what.encode()) & 0x7FFFFFFF  # of no exchange that runs at the same time
     calls = [
-        dist.P2POp(way, tensor, group=group, tag=tag_of(what), group_peer=rank)
+        dist.P2POp(way, tensor, group=group, tag=tag, group_peer=rank)
         for way, tensors in ways
         for rank, tensor in tensors.items()
     ]
     return list(dist.batch_isend_irecv(calls)) if calls else []
-
-
-def tag_of(what: str) -> int:
-    """The tag of an exchange, so that its messages do not match those of a simultaneous one."""
-    return zlib.crc32(what.encode()) & 0x7FFFFFFF

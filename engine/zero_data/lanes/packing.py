@@ -166,16 +166,14 @@ class _Packing:
         fits = next((each for each in self._bins if _size(each) <= room), None)
         if fits is None:
             if len(self._bins) == self._pack.bins:
-                self._full.append(self._bins.pop(self._fullest()))
+                fullest = max(range(len(self._bins)), key=lambda number: _size(self._bins[number]))
+                self._full.append(self._bins.pop(fullest))
             fits = []
             self._bins.append(fits)
         fits.append(part)
         if _size(fits) == self._pack.length:
             self._bins = [each for each in self._bins if each is not fits]
             self._full.append(fits)
-
-    def _fullest(self) -> int:
-        return max(range(len(self._bins)), key=lambda number: _size(self._bins[number]))
 
     def state(self) -> dict[str, Any] | None:
         """See `Reader`."""

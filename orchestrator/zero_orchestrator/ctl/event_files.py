@@ -53,7 +53,9 @@ def read(log_dir: Path, job: str) -> Records:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
     ]
     told = [record for line in lines if (record := _record(line)) is not None]
-    records = _of_last_job(sorted(told, key=lambda record: float(record["time"])))
+    records = sorted(told, key=lambda record: float(record["time"]))
+    begins = [at for at, record in enumerate(records) if record.get("event") == Move.OPEN]
+    del records[: begins[-1] if begins else 0]  # of former jobs of that name
     note = ABSENT.format(directory=log_dir / job)
     if unread := len(lines) - len(told):
         note += f". Lines that are no events: {unread}"
@@ -75,12 +77,6 @@ def _record(line: str) -> dict[str, Any] | None:
         return None
     record.pop("revision", None)
     return record
-
-
-def _of_last_job(records: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The events since the last job of that name began."""
-    begins = [at for at, record in enumerate(records) if record.get("event") == Move.OPEN]
-    return records[begins[-1] :] if begins else records
 
 
 def _status(job: str, records: Sequence[Mapping[str, Any]]) -> JobStatus:

@@ -343,8 +343,9 @@ def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
     if status.in_memory is not None and not status.ended:
         last = status.last_save_in_memory
         yield "in memory", _checkpoint(status.in_memory, status.kept, last)
-    if consumed := _consumed(status):
-        yield "consumed", consumed
+    counts = ((status.samples, "samples"), (status.tokens, "tokens"))
+    if consumed := [f"{count:,} {name}" for count, name in counts if count is not None]:
+        yield "consumed", ", ".join(consumed)
     if status.speed is not None and not status.ended:
         yield "speed", speed_in_words(status.speed)
     if status.total_steps is not None and not status.ended:
@@ -375,12 +376,6 @@ def _checkpoint(latest: Mapping[str, Any] | None, count: int, last: Saved | None
     if last is not None:
         text += f"; {decimal(last.size_bytes)}, training waited {last.stall_s:.3g} s"
     return f"{text}; {count:,} in all" if count > 1 else text
-
-
-def _consumed(status: JobStatus) -> str:
-    """The samples and tokens of all steps; empty if neither is known."""
-    counts = ((status.samples, "samples"), (status.tokens, "tokens"))
-    return ", ".join(f"{count:,} {name}" for count, name in counts if count is not None)
 
 
 def speed_in_words(speed: Speed) -> str:

@@ -74,15 +74,6 @@ def read_memory(pid: int, address: int, into: int, size_bytes: int) -> None:
         done += count
 
 
-def let_siblings_read() -> None:
-    """Let the parent of this process, and all below it, read this process's memory.
-
-    Only the restriction of Yama on some systems (ptrace_scope 1: only ancestors may) is lifted, and
-    only for them; without Yama nothing happens. Source: prctl(2), PR_SET_PTRACER.
-    """
-    _LIBRARY.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-
-
 _PR_SET_PTRACER = 0x59616D61
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 
@@ -353,7 +344,9 @@ def _card(
     listener: socket.socket, world: int, token: ctypes.Array[ctypes.c_char]
 ) -> dict[str, Any]:
     """Where this rank is, and where it listens from now on. Raises OSError."""
-    let_siblings_read()
+    # Let the parent of this process, and all below it, read this process's memory: Yama on some
+    # systems lets only ancestors (ptrace_scope 1). Without Yama nothing happens.
+    _LIBRARY.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
     listener.bind("")  # the kernel finds a name, in this network namespace
     listener.listen(world)
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid", "user")]
