@@ -37,8 +37,8 @@ class AgentExit(IntEnum):
     NO_PROGRESS = 7
     """The job failed early: too many restarts in a row finished no new step (crash loop)."""
     UNHEALTHY = 8
-    """This node cannot take part (its health checks, GPUs, directory or imports failed, or a
-    worker cannot be killed); the job is not over."""
+    """This node cannot take part (its health checks, GPUs, directory or imports failed, its
+    workers did not warm up in time, or one cannot be killed); the job is not over."""
     MISMATCH = 9
     """The job runs with another specification or protocol version than this agent's."""
     CRASHED = CRASHED

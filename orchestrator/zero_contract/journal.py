@@ -129,6 +129,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             facts=("world_size", "stay"),
         ),
         "worker": Event(when="A worker process runs.", facts=("rank", "pid")),
+        "warm up": Event(
+            when="Workers are started before their node takes part in a round, wait at their "
+            "engine, or have ended before that.",
+            facts=("rank", "pid"),
+        ),
         "logs": Event(when="The workers' output goes to another directory."),
         "world size": Event(
             when="The world size has changed under a script that has neither the engine nor "

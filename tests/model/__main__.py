@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--late", action="store_true", help="all that only after a node is done")
     parser.add_argument("--breaks", type=int, default=0, help="links that break")
     parser.add_argument("--parks", action="store_true", help="who leaves may wait in its process")
+    parser.add_argument("--warms", action="store_true", help="who comes may warm up first")
     parser.add_argument("--walk", type=int, help="so many random events instead of all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="store_true", help="a user may ask for a stop")
@@ -46,6 +47,7 @@ def main() -> None:
         "late": args.late,
         "breaks": args.breaks,
         "parks": args.parks,
+        "warms": args.warms,
     }
     world = begin(spec, args.nodes, args.faults, **requests)
     began = time.process_time()

@@ -143,7 +143,7 @@ def still_holds(world: World, plan: Plan) -> bool:
 def may_be_done(agent: Agent) -> set[Action]:
     """What may come of a plan, beside its transition: some workers change by themselves."""
     assert agent.plan is not None
-    if agent.workers in {Workers.RUNNING, *WAITING} or agent.stuck:
+    if agent.workers in {Workers.RUNNING, Workers.STARTING, Workers.READY, *WAITING} or agent.stuck:
         return set(agent.plan.actions)
     return {agent.plan.action(agent.workers)}
 
@@ -199,6 +199,9 @@ def check_move(before: World, after: World, plan: Plan) -> None:
         needed = spec.usable(len(free)) < spec.min_nodes
         assert needed or len(free) == len(ids), "I4: excluded, and could be done without"
         assert not {one.node for one in old.aside} & set(ids), "I4: one that is set aside"
+        ready = [node for node in free if not node.starting]
+        needed = spec.usable(len(ready)) < spec.min_nodes
+        assert needed or len(ready) == len(free), "I4: one that warms up, and is not needed"
     else:
         assert new.members == old.members, "I1: members never change"
     if transition.move is Move.YIELD:
@@ -279,6 +282,7 @@ def fingerprint(world: World) -> tuple[Any, ...]:
     values = ((_key(i.key, order), _value(i.value, order), leases.get(i.lease)) for i in items)
     return (
         (world.faults, world.may_stop, world.commits, world.drains, world.sticks, world.late),
+        world.warms,
         (world.breaks, frozenset(frozenset(map(order.index, pair)) for pair in world.broken)),
         frozenset(values),
         _written(items, order, "/nodes/"),
@@ -299,6 +303,7 @@ def _place(world: World, agent: Agent) -> tuple[Any, ...]:
         agent.round,
         agent.alive,
         agent.draining,
+        agent.starting,
         agent.stuck,
         sum(agent.id in pair for pair in world.broken),
     )
@@ -344,6 +349,7 @@ def _is_one_of(key: str, parts: tuple[str, ...]) -> bool:
 def _agent(world: World, agent: Agent, fence: int, order: tuple[str, ...]) -> tuple[Any, ...]:
     state = (agent.incarnation, agent.workers, agent.round, agent.asked, agent.alive, agent.gone)
     state += (agent.draining, agent.stuck, agent.can_stay, agent.released)
+    state += (agent.stays, agent.starting, agent.cold)
     plan = _plan(world, agent, fence, order) if agent.plan is not None else None
     return (*state, agent.fence == fence, still_registered(world, agent), plan)
 

@@ -44,7 +44,7 @@ def walk(nodes: int, events: int, seed: int) -> int:
     """
     chance, high = random.Random(seed), nodes * 3 // 4
     spec = JobSpec(min_nodes=2, max_nodes=high, max_restarts=10**9)
-    world = begin(spec, nodes, faults=10**9, breaks=10**9, parks=True)
+    world = begin(spec, nodes, faults=10**9, breaks=10**9, parks=True, warms=True)
     for _ in range(events):
         world = something_happens(world, chance.randrange(nodes), chance, fault_rate=0.02)
         if world.broken and chance.random() < HEALS:
@@ -97,7 +97,7 @@ def works(world: World, index: int, chance: random.Random) -> World:
 
 
 def has_left(world: World, index: int) -> bool:
-    return world.agents[index].workers in {Workers.LEFT, *WAITING}
+    return world.agents[index].workers in {Workers.LEFT, Workers.READY, *WAITING}
 
 
 def is_running(agent: Agent, round: int) -> bool:

@@ -8,6 +8,8 @@ node to leave, at any time. A link between two nodes may break, and work again, 
 of a round with such a link lose their peers or hang, and never finish; agents that look at their
 links accuse whom they do not reach, the dead as well. Workers that were asked to leave end; those
 of a job that parks them may wait in their processes for the next round, and die while they wait.
+In a job that warms up, workers of a node that comes, or that fails, may first run to where they can
+wait; they die there, or find that they cannot.
 Worlds are values: every event returns another world.
 
 Who calls it: `search`, and the random walks.
@@ -86,6 +88,12 @@ class Agent:
     can_stay: bool = False
     """Its workers may wait for the next round if they lose a peer, and have the time for it."""
     released: bool = False
+    stays: bool = False
+    """Its workers have said that they may wait for the next round."""
+    starting: bool = False
+    """It stands back while its workers warm up."""
+    cold: bool = False
+    """Its workers cannot warm up."""
     draining: bool = False
     alive: bool = True
     gone: bool = False
@@ -95,8 +103,15 @@ class Agent:
 
     @property
     def node(self) -> Node:
-        incarnation, draining = str(self.incarnation), self.draining
-        return Node(id=self.id, incarnation=incarnation, address="", slots=1, draining=draining)
+        return Node(
+            id=self.id,
+            incarnation=str(self.incarnation),
+            address="",
+            slots=1,
+            draining=self.draining,
+            stays=self.stays,
+            starting=self.starting,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,8 @@ class World:
     """So many links may still break."""
     parks: bool = False
     """Workers that leave may wait for the next round, in their processes."""
+    warms: bool = False
+    """Those of a node that comes, or fails, may warm up before they have a round."""
     broken: frozenset[Pair] = frozenset()
     """Links that are dead now."""
 
@@ -149,6 +166,7 @@ def begin(
     late: bool = False,
     breaks: int = 0,
     parks: bool = False,
+    warms: bool = False,
 ) -> World:
     """Nobody is there yet."""
     names = [chr(ord("a") + i) if nodes <= 26 else f"n{i:02}" for i in range(nodes)]
@@ -166,6 +184,7 @@ def begin(
         late,
         breaks,
         parks,
+        warms,
     )
 
 
@@ -192,7 +211,9 @@ def register(world: World, index: int, *, anew: bool) -> World:
     agent, database = world.agents[index], world.database.clone()
     lease = database.grant(3, 0.0)
     again = replace(agent, lease=lease, plan=None)
-    fresh = Agent(agent.id, agent.incarnation + 1, lease) if anew else again
+    begun = world.warms and world.job.n > 0
+    new = Agent(agent.id, agent.incarnation + 1, lease, starting=begun)
+    fresh = new if anew else again
     database.write([Put(KEYS.node(agent.id), fresh.node.to_json(), lease)])
     return world.with_database(database).with_agent(index, fresh)
 
@@ -241,6 +262,7 @@ def what_next(view: Snapshot, agent: Agent, workers: Workers) -> Action:
             can_leave=True,
             can_stay=agent.can_stay,
             released=agent.released,
+            cold=agent.cold,
             unkillable="for ever" if agent.stuck and workers is Workers.STOPPING else "",
         )
     )[0]
@@ -280,12 +302,28 @@ def start(world: World, index: int) -> World:
     view = agent.plan.view
     changes = {"round": view.n, "fence": view.fence, "asked": False}
     changes |= {"can_stay": world.parks, "released": False}
-    return become(workers=Workers.RUNNING, **changes)(world, index)
+    assert agent.workers is not Workers.STARTING, "what warms up is no worker of a round"
+    after = become(workers=Workers.RUNNING, **changes)(world, index)
+    return describe(stays=world.warms)(after, index) if world.warms else after
+
+
+def describe(**facts: bool) -> Callable[[World, int], World]:
+    """The agent says something else of its node; one that is out says it when it comes back."""
+
+    def say(world: World, index: int) -> World:
+        agent = replace(world.agents[index], **facts)
+        says = Put(KEYS.node(agent.id), agent.node.to_json(), agent.lease)
+        if not still_registered(world, agent):
+            return world
+        return write(world, [], [says])[0].with_agent(index, agent)
+
+    return say
 
 
 def end_workers(world: World, index: int) -> World:
-    stuck = world.agents[index].stuck
-    return become(workers=Workers.STOPPING if stuck else Workers.STOPPED)(world, index)
+    agent = world.agents[index]
+    ended = Workers.STOPPED if agent.round else Workers.NONE
+    return become(workers=Workers.STOPPING if agent.stuck else ended)(world, index)
 
 
 def leave(world: World, index: int) -> World:
@@ -299,6 +337,9 @@ ACT: dict[Action, Callable[[World, int], World]] = {
     Action.WAIT: lambda world, index: world,
     Action.HOST_STORE: note(KEYS.of_round, "master", value="host:1"),
     Action.START: start,
+    Action.STAND_BACK: describe(starting=True),
+    Action.STAND_BY: describe(starting=False),
+    Action.WARM_UP: become(workers=Workers.STARTING, round=0, fence=0),
     Action.ASK_TO_LEAVE: become(asked=True),
     Action.RELEASE: become(released=True),
     Action.STOP: end_workers,
@@ -327,6 +368,9 @@ def in_time(world: World, agent: Agent) -> bool:
 def workers_end(world: World, index: int) -> Iterator[World]:
     """Running workers finish, or leave once any agent of the round asked; that is no fault."""
     agent = world.agents[index]
+    if agent.workers is Workers.STARTING:
+        yield world.with_agent(index, replace(agent, workers=Workers.READY))
+        yield world.with_agent(index, replace(agent, workers=Workers.FAILED, cold=True))
     if agent.workers is not Workers.RUNNING:
         return
     if agent.stuck:  # taken for hung, and killed
@@ -457,7 +501,7 @@ def faults(world: World, index: int) -> Iterator[World]:
     if not in_time(world, agent):
         return
     fewer = replace(world, faults=world.faults - 1)
-    if agent.workers is Workers.RUNNING or agent.workers in WAITING:
+    if agent.workers in {Workers.RUNNING, Workers.STARTING, Workers.READY, *WAITING}:
         yield fewer.with_agent(index, replace(agent, workers=Workers.FAILED))
     if agent.workers is Workers.RUNNING:
         yield from loses_peers(fewer, index)

@@ -96,16 +96,20 @@ class Job:
             }
         )
         members = [self.members[former] for former in stay]
-        for rank in range(len(stay), len(stay) + joining):
-            members.append(
-                self._context.Process(
-                    target=run,
-                    args=(self._environ(rank, world), self.results, self._script, *self._given),
-                    daemon=True,
-                )
-            )
-            members[-1].start()
-        self.members = members
+        joins = range(len(stay), len(stay) + joining)
+        self.members = members + [self._start(self._environ(rank, world)) for rank in joins]
+
+    def _start(self, environ: dict[str, str]) -> Any:
+        given = (environ, self.results, self._script, *self._given)
+        process = self._context.Process(target=run, args=given, daemon=True)
+        process.start()
+        return process
+
+    def warm_up(self, rank: int) -> None:
+        """Start one more member of the next round before that, and wait until it is ready."""
+        of_no_round = {"MASTER_ADDR": "", "MASTER_PORT": "", contract.ENV_ROUND: "0"}
+        self.members.append(self._start({**self._environ(rank, rank + 1), **of_no_round}))
+        assert self._inbox.get(timeout=60) == (rank, Left(round=0, step=0, stays=True))
 
     def _environ(self, rank: int, world: int) -> dict[str, str]:
         assert self._store is not None
@@ -258,6 +262,35 @@ def test_a_worker_that_is_joined_goes_on_in_its_process_with_the_same_bits(
     _, (expected, losses) = alone.get(timeout=60)
     assert ended.pop(first) == (expected, losses, 2, 2)
     assert list(ended.values()) == [(expected, losses[step:], 2, 2)]
+
+
+def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    one = job(trained, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    step = one.leave_at(1)
+    one.warm_up(1)
+    pids = [process.pid for process in one.members]
+    one.begin([0, 1])
+    ended = dict(one.end())
+    _, (expected, losses) = alone.get(timeout=60)
+    assert [ended[pid] for pid in pids] == [
+        (expected, losses, 2, 2),
+        (expected, losses[step:], 2, 2),
+    ]
+
+
+def test_a_newcomer_that_has_warmed_up_for_no_round_ends_without_an_error(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    one = that_waits(job, tmp_path)
+    one.warm_up(1)
+    one.let_go()
+    one.members[1].join(60)
+    assert one.members[1].exitcode == 0
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ from tests.support.cluster import (
     training,
 )
 from tests.support.waiting import wait_for
+from zero_contract.exit_codes import AgentExit
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd, pytest.mark.full]
 
@@ -138,6 +139,112 @@ def test_a_newcomer_that_dies_while_it_joins_costs_a_restart_and_nothing_else(
     assert_as_if_nothing_had_happened(job, undisturbed_hash, interrupts=1)
     assert stays(job)[:3] == [(1, "a", 0), (2, "a", 1), (2, "b", 0)]
     assert {stay for _, _, stay in stays(job)[3:]} == {0}
+
+
+# ---- newcomers warm up while the others train ----
+
+START_UP_S = 6.0
+STARTS_UP = """
+import os, signal, time
+from pathlib import Path
+time.sleep(float(os.environ.get("START_UP_S", "0")))
+told = Path(os.environ.get("TOLD", "nowhere"))
+if told.exists():
+    fate = told.read_text()
+    told.unlink()
+    if fate == "waits": signal.pause()
+    if fate == "is killed": os.kill(os.getpid(), signal.SIGKILL)
+    if fate == "makes a group":
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+"""
+
+
+def assert_nobody_stood_still(job: Cluster, n: int, newcomer: str) -> None:
+    """Round n begins with a newcomer: the others were asked to leave when it had warmed up."""
+    began, ended = [e["time"] for e in job.events("warm up") if e["node"] == newcomer][-2:]
+    asked = next(e["time"] for e in job.events("yield") if e["round"] == n - 1)
+    begins = next(e["time"] for e in job.events("activate") if e["round"] == n)
+    assert began + START_UP_S <= ended < asked
+    assert begins - asked < START_UP_S / 2
+
+
+def test_a_node_with_a_long_start_up_joins_and_the_others_train_meanwhile(
+    staying, undisturbed_hash
+):
+    job = staying("--nnodes=1:2", first=STARTS_UP)
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    pid = job.worker_of("a")
+    job.pace(LONG_S)
+    job.start("b", START_UP_S=str(START_UP_S))
+    job.wait_for_step(11, world=2)
+    assert job.worker_of("a") == pid
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert stays(job) == [(1, "a", 0), (2, "a", 1), (2, "b", 0)]
+    assert_nobody_stood_still(job, 2, "b")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_warms_up_again_and_the_others_train_meanwhile(
+    staying, undisturbed_hash, victim
+):
+    flags = ("--nnodes=1:2", "--max-restarts=1", TOGETHER)
+    job = staying(*flags, first=STARTS_UP, checkpoint={"ram": {}})
+    job.start("a", "b", START_UP_S=str(START_UP_S))
+    job.wait_for_step(10, world=2)
+    nodes = job.events("activate")[-1]["nodes"]
+    killed, other = nodes[victim], nodes[1 - victim]
+    pid = job.worker_of(other)
+    job.pace(LONG_S)
+    os.kill(job.worker_of(killed), signal.SIGKILL)
+    job.wait_for_step(12, world=1)
+    job.wait_for_step(14, world=2)
+    assert job.worker_of(other) == pid
+    assert_the_result_is(job, undisturbed_hash)
+    assert [stay for _, node, stay in stays(job) if node == other] == [0, 1, 1]
+    assert len(job.events("interrupt")) == 1
+    assert_nobody_stood_still(job, 3, killed)
+
+
+@pytest.mark.parametrize("fate", ["is killed", "makes a group"])
+def test_a_newcomer_that_dies_while_it_warms_up_costs_nobody_anything(
+    staying, undisturbed_hash, tmp_path, fate
+):
+    """One that is killed warms up again; a script that cannot warm up joins as without this."""
+    told = tmp_path / "told"
+    told.write_text(fate)
+    job = staying("--nnodes=1:2", "--max-restarts=0", first=STARTS_UP)
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    pid = job.worker_of("a")
+    job.pace(LONG_S)
+    job.start("b", TOLD=str(told))
+    job.wait_for_step(11, world=2)
+    assert job.worker_of("a") == pid
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert stays(job) == [(1, "a", 0), (2, "a", 1), (2, "b", 0)]
+    warm_ups = [event["text"] for event in job.events("warm up")]
+    why = "killed by SIGKILL" if fate == "is killed" else "MASTER_ADDR"
+    assert why in warm_ups[1]
+    assert len(warm_ups) == (4 if fate == "is killed" else 2)
+
+
+def test_a_newcomer_that_never_comes_to_its_engine_is_named_and_leaves(
+    staying, undisturbed_hash, tmp_path
+):
+    told = tmp_path / "told"
+    told.write_text("waits")
+    job = staying("--nnodes=1:2", "--join-timeout=20", first=STARTS_UP)
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    job.pace(2 * LONG_S)
+    job.start("b", TOLD=str(told))
+    newcomer = job.agents.pop("b")
+    assert newcomer.wait() == AgentExit.UNHEALTHY
+    assert "workers of node b have not come to their engine within 20 s" in newcomer.output
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert stays(job) == [(1, "a", 0)]
 
 
 HAS_A_GROUP = """

@@ -51,6 +51,11 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
 
+_WARM_UP = {
+    Workers.STARTING: "warming up, before it joins",
+    Workers.READY: "warmed up, to join without delay",
+}
+"""What the workers of a node do that has no round."""
 TICK_S = 0.1
 """The longest time the loop sleeps: the resolution of its timers."""
 LAST_OUTPUT_BYTES = 16 << 10
@@ -192,7 +197,7 @@ class Agent:
         """What the workers do before their first step of the round; may be read on any thread."""
         workers = self._node_workers
         if workers.group.state is not Workers.RUNNING or workers.steps.begun:
-            return ""
+            return _WARM_UP.get(workers.group.state, "")
         rank = min(workers.group.ranks, default=0)
         return self._links.meeting(rank) or workers.steps.preparing
 
@@ -308,7 +313,10 @@ class Agent:
             # In the first round all nodes import at the same time, and a node that has registered
             # is waited for. No later round stops, or waits, for a node that could not start its
             # workers at once.
+            starting = False
             if self._rdzv.has_begun():
+                # Nor for the start-up of their script, where the others would stand still for it.
+                starting = self._rdzv.others_stay()
                 while not (self._node_workers.prepared or self._leaving.begun):
                     self._turned_s = self._clock.now()
                     self._limits.check_waiting(
@@ -316,7 +324,7 @@ class Agent:
                     )
                     self._handle_events()
             self._leaving.obey(None)
-            self._rdzv.register()
+            self._rdzv.register(starting=starting)
         except (StoreUnavailable, StoreFull) as error:
             self._store_fails(error)
             self._leaving.check_limit()
@@ -351,11 +359,10 @@ class Agent:
             self._look()
             # The other nodes learn whether this node is healthy before it reports that its workers
             # have stopped.
-            if (
-                not self._health_checks.checking
-                and self._health_checks.complaint != self._rdzv.node.unhealthy
-            ):
-                self._rdzv.set_unhealthy(self._health_checks.complaint)
+            if not self._health_checks.checking:
+                self._rdzv.describe(unhealthy=self._health_checks.complaint)
+            if self._node_workers.can_stay:
+                self._rdzv.describe(stays=True)
             action, reason = self._next_action()
             if action is Action.EXIT:
                 self._told.show_done(self._node_workers, self._rdzv.snapshot, self._rdzv.node)
@@ -436,6 +443,7 @@ class Agent:
             overdue=node_workers.overdue,
             can_stay=node_workers.can_stay,
             released=node_workers.released,
+            cold=node_workers.cold,
             unkillable=node_workers.group.unkillable,
             checking=self._health_checks.checking,
             hosting=node_workers.hosts_store_of(job.n),
@@ -505,6 +513,11 @@ _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
     Action.START: lambda agent, reason: agent._node_workers.start(
         agent._rdzv.snapshot, agent._rdzv.node, agent._rdzv.secret
     ),
+    Action.STAND_BACK: lambda agent, reason: agent._rdzv.describe(starting=True),
+    Action.WARM_UP: lambda agent, reason: agent._node_workers.warm_up(
+        agent._rdzv.snapshot, agent._rdzv.node, agent._rdzv.secret
+    ),
+    Action.STAND_BY: lambda agent, reason: agent._rdzv.describe(starting=False),
     Action.ASK_TO_LEAVE: lambda agent, reason: agent._node_workers.ask_to_leave(
         reason, agent._leaving.left_s
     ),

@@ -26,7 +26,7 @@ from zero_agent.node.leave_request import LeaveRequests
 from zero_agent.node.network import interface_of
 from zero_agent.node.state import BUSY, WAITING, Workers
 from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
-from zero_agent.workers.exits import describe
+from zero_agent.workers.exits import Exit, describe
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.output.recent import RecentOutput
@@ -74,6 +74,8 @@ SOCKET = "agent.sock"
 PARK_S = 10.0
 """Time for workers to leave a group that is lost, before they are killed: a wait for a peer ends at
 once, and a long computation before the next exchange counts as well."""
+WARM_UPS = 3
+"""So often in a row workers are started that somebody kills while they warm up."""
 STACKS_S = 0.5
 """Pause between the request for stacks and the kill; a recovery waits for it."""
 
@@ -157,11 +159,15 @@ class NodeWorkers:
         self._can_stay: set[int] = set()
         self._world_size = WorldSize(clock)
         self._askings = LeaveRequests({})
-        self._asked, self._released, self._stopping, self._dying = (
-            Stopwatch(clock) for _ in range(4)
+        self._asked, self._released, self._stopping, self._dying, self._warming = (
+            Stopwatch(clock) for _ in range(5)
         )
         """Since the workers were asked to leave, to leave a lost group, to stop, and to write their
-        stacks before a kill."""
+        stacks before a kill; and since they warm up."""
+        self._killed_early = 0
+        """How often in a row workers were killed that had no round yet."""
+        self.cold = False
+        """Whether workers are started for a round alone, since they cannot warm up."""
         self._wait_replies = WaitReplies()
         self._stores: dict[int, int] = {}
         """TCPStores hosted here: id of the process -> its round."""
@@ -232,12 +238,27 @@ class NodeWorkers:
         config = self._config
         self._stores[self._forkserver.host_store(config.store_listens_on, config.store_ports)] = n
 
-    def start(self, job: Snapshot, node: Node, secret: Secret) -> None:
-        """Start the workers of the job's round on this node, given the job's secret."""
+    def warm_up(self, job: Snapshot, node: Node, secret: Secret) -> None:
+        """Start workers that run the script to its engine, and wait there for a round."""
+        self._forget()
+        self._warming.start()
+        self._channel.hang_up()
+        self.group = self._new_group(0, 0)
+        orders = self._orders.of(job.warming_up(node), node, secret)
+        self.group.start(self._config.program, orders)
+        self._journal.tell("warm up", "the workers warm up before they take part in a round")
+
+    def _forget(self) -> None:
+        """Other workers are about to be started."""
         self._can_leave.clear()
         self._can_stay.clear()
         for since in (self._asked, self._released, self._stopping, self._dying):
             since.stop()
+
+    def start(self, job: Snapshot, node: Node, secret: Secret) -> None:
+        """Start the workers of the job's round on this node, given the job's secret."""
+        self._forget()
+        self._warming.stop()
         for store, of_round in list(self._stores.items()):
             if of_round != job.n:
                 del self._stores[store]
@@ -261,14 +282,15 @@ class NodeWorkers:
         self._channel.hang_up(joins)  # who stays connects again
         of_all = set(self.group.ranks)
         self.group.start(self._config.program, [o for o in orders if o.rank not in of_all])
-        same = f"; {len(stay)} of {len(orders)} in the same process" if stay else ""
+        how = "in the same process" if former.round else "have warmed up"
+        same = f"; {len(stay)} of {len(orders)} {how}" if stay else ""
         self._journal.tell(
             "start",
             f"round {job.n}: this node runs rank {', '.join(str(o.rank) for o in orders)} "
             f"of {job.members.world_size}{same}",
             round=job.n,
             world_size=job.members.world_size,
-            stay=len(stay),
+            stay=len(stay) if former.round else 0,
         )
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
@@ -324,6 +346,13 @@ class NodeWorkers:
         if self._dying.past(STACKS_S):
             self._dying.stop()
             self.group.stop(signal.SIGKILL)
+        if self._warming.past(self._config.join_timeout_s):
+            raise AgentFailed(
+                AgentExit.UNHEALTHY,
+                f"the workers of node {self._config.node_id} have not come to their engine within "
+                f"{self._config.join_timeout_s:g} s (--join-timeout): the job goes on without this "
+                "node. Their output says how far they came; `zero-ctl stack` shows where they are",
+            )
         # A worker that has taken no step for too long makes the whole group fail.
         if self.group.state is Workers.RUNNING and (hung := self.steps.too_slow()):
             rank, verdict = hung
@@ -409,11 +438,26 @@ class NodeWorkers:
         end = self.group.ended(process, status)
         if end is not None:
             self.steps.ended(end.rank)
-        if end is not None and end.status != 0 and not end.wanted:
+        if end is not None and not self.group.round:
+            self._ended_early(end)
+        elif end is not None and end.status != 0 and not end.wanted:
             facts = {"symptom": True} if end.symptom else {}
             self._journal.tell(
                 "exit", end.summary, round=self.group.round, rank=end.rank, pid=end.pid, **facts
             )
+
+    def _ended_early(self, end: Exit) -> None:
+        """A worker has ended without a round: a kill need not repeat, what the script does would.
+
+        A script that makes a process group before its engine cannot warm up.
+        """
+        if end.wanted:
+            return
+        self._killed_early += 1
+        self.cold = end.status >= 0 or self._killed_early >= WARM_UPS
+        then = "from now on workers start with their round" if self.cold else "they start again"
+        text = f"{end.summary}, before the workers had a round; {then}"
+        self._journal.tell("warm up", text, level=logging.WARNING, rank=end.rank, pid=end.pid)
 
     def _forkserver_is_gone(self) -> None:
         status = self._forkserver.close()
@@ -469,12 +513,7 @@ class NodeWorkers:
             case PeerMemoryRequest():
                 self._channel.send(rank, self._handlers.on_peer_memory(message))
             case Left():
-                what = f"lost a peer after step {message.step}: {message.lost}"
-                how = what if message.lost else f"left at step {message.step}"
-                self._journal.tell("left", f"rank {rank} {how}")
-                if message.stays and message.round == self.group.round:
-                    self.group.park(rank, message.lost)
-                    self.steps.ended(rank)
+                self._has_left(rank, message)
             case Restored():
                 self._journal.tell(
                     "restore",
@@ -488,6 +527,19 @@ class NodeWorkers:
                 self.steps.restored(rank, message)
             case _:
                 self._on_report(rank, message)
+
+    def _has_left(self, rank: int, left: Left) -> None:
+        if left.round:
+            what = f"lost a peer after step {left.step}: {left.lost}"
+            how = what if left.lost else f"left at step {left.step}"
+            self._journal.tell("left", f"rank {rank} {how}")
+        if left.stays and left.round == self.group.round:
+            self.group.park(rank, left.lost)
+            self.steps.ended(rank)
+        if self.group.state is Workers.READY:
+            self._warming.stop()
+            self._killed_early = 0
+            self._journal.tell("warm up", "the workers have warmed up: they can join")
 
     def _on_report(self, rank: int, message: Message) -> None:
         """Handle a message in which a worker says what it does, and asks for nothing."""

@@ -20,6 +20,12 @@ class Action(StrEnum):
     WAIT = "wait"
     HOST_STORE = "host store"
     START = "start"
+    STAND_BACK = "stand back"
+    """Tell the others that rounds may begin without this node: its workers warm up first."""
+    WARM_UP = "warm up"
+    """Start workers that have no round yet, and wait for one at their engine."""
+    STAND_BY = "stand by"
+    """Tell the others that this node takes part in the next round."""
     ASK_TO_LEAVE = "ask to leave"
     RELEASE = "release"
     """Have the workers stop using their group at once, and wait where they can."""
@@ -51,6 +57,8 @@ class Situation:
     """Whether a worker may wait in its process for the next round, and has the time for it."""
     released: bool = False
     """Whether the workers were told that their group is lost."""
+    cold: bool = False
+    """Whether workers here are started for a round alone, since they cannot warm up."""
     unkillable: str = ""
     """Why workers still exist long after SIGKILL; empty if none does."""
     checking: bool = False
@@ -71,6 +79,19 @@ class Situation:
         failed = {failure.node for failure in self.job.failures}
         return self.node.id in self.job.quiet | self.job.done | failed
 
+    @property
+    def stands_back(self) -> bool:
+        """Whether this node, which has no workers, is better not waited for."""
+        if self.node.starting or self.cold or self.workers is not Workers.FAILED:
+            return False
+        job = self.job
+        if not self.round:  # they have warmed up in vain
+            return True
+        # The other nodes hold the checkpoint in memory without one of them, but not without two.
+        alone = {failure.node for failure in job.failures if not failure.symptom} == {self.node.id}
+        enough = job.spec.usable(len(job.eligible) - 1) >= job.spec.min_nodes
+        return self.node.stays and alone and enough and not job.lost
+
 
 Step = tuple[Action, str]
 
@@ -79,12 +100,27 @@ def next_action(now: Situation) -> Step:
     """The next thing to do and its reason; WAIT until something changes."""
     if now.unkillable and now.job.state not in ENDED:
         return Action.ABANDON, now.unkillable
-    action, reason = _BY_STATE[now.job.state](now)
+    action, reason = _stand_by(now) or _BY_STATE[now.job.state](now)
     if action is Action.EXIT and now.workers in WAITING:
         return Action.STOP, reason
     if action is Action.EXIT and now.job.state not in ENDED and now.holds:
         return Action.WAIT, f"{reason}; {now.holds}"
     return action, reason
+
+
+_WARM = WAITING | {Workers.READY, Workers.RUNNING}
+"""States of workers that are past their start-up, or may be without a warm-up."""
+
+
+def _stand_by(now: Situation) -> Step | None:
+    if not now.node.starting or now.job.state in ENDED:
+        return None
+    if now.cold:
+        return Action.STAND_BY, "the workers cannot warm up"
+    return (Action.STAND_BY, "the workers have warmed up") if now.workers in _WARM else None
+
+
+_BACK = "the other nodes may go on while the workers of this one warm up"
 
 
 def _forming(now: Situation) -> Step:
@@ -96,12 +132,19 @@ def _forming(now: Situation) -> Step:
             return Action.WAIT if now.released else Action.RELEASE, over
         return _kill(now, over)
     if job.has_member(now.node) and now.node.id not in job.quiet:
-        if now.checking:
-            return Action.WAIT, "this node is being checked"
-        return Action.REPORT_QUIET, f"the workers of round {job.n} are gone"
+        return _gone(now)
     if now.node.draining:
         return Action.EXIT, "drained"
     return Action.WAIT, f"round {job.n + 1} is forming"
+
+
+def _gone(now: Situation) -> Step:
+    """The next round may begin when this node has said so; what it says before holds for that."""
+    if now.checking:
+        return Action.WAIT, "this node is being checked"
+    if now.stands_back:
+        return Action.STAND_BACK, _BACK
+    return Action.REPORT_QUIET, f"the workers of round {now.job.n} are gone"
 
 
 def _active(now: Situation) -> Step:
@@ -110,14 +153,23 @@ def _active(now: Situation) -> Step:
         return _kill(now, f"round {now.round} is over, round {job.n} runs")
     index = job.members.index(now.node)
     if index is None:
-        if now.node.draining:
-            return Action.EXIT, "drained"
-        if now.workers in WAITING:
-            return Action.STOP, f"not in round {now.job.n}, for which the workers have waited"
-        return Action.WAIT, f"not in round {now.job.n}: a spare, or waiting to join"
+        return _outside(now)
     if now.round != job.n and not now.reported:
         return _enter(now, index)
     return _IN_ROUND[now.workers](now)
+
+
+def _outside(now: Situation) -> Step:
+    not_in = f"not in round {now.job.n}"
+    if now.node.draining:
+        return Action.EXIT, "drained"
+    if now.workers in WAITING:
+        return Action.STOP, f"{not_in}, for which the workers have waited"
+    if now.stands_back:
+        return Action.STAND_BACK, _BACK
+    if now.node.starting and now.workers is not Workers.STARTING:
+        return Action.WARM_UP, not_in
+    return Action.WAIT, f"{not_in}: a spare, or waiting to join"
 
 
 def _enter(now: Situation, index: int) -> Step:
@@ -127,6 +179,8 @@ def _enter(now: Situation, index: int) -> Step:
     why = next((reason for reason in reasons if reason is not None), None)
     if why is not None:
         return Action.REPORT_QUIET, f"{why}: no workers are started"
+    if now.workers is Workers.STARTING:
+        return Action.KILL, f"round {job.n} needs this node: its workers start anew"
     if job.master is not None:
         return Action.START, f"round {job.n} begins"
     if index == 0 and not now.hosting:
@@ -157,6 +211,10 @@ def _running(now: Situation) -> Step:
 
 def _stopping(now: Situation) -> Step:
     return Action.WAIT, "the workers are stopping"
+
+
+def _without_workers(now: Situation) -> Step:
+    return Action.WAIT, f"no workers of this node are in round {now.job.n}"
 
 
 def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
@@ -193,7 +251,9 @@ def _kill(now: Situation, reason: str) -> Step:
 
 
 _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
-    Workers.NONE: _stopping,
+    Workers.NONE: _without_workers,
+    Workers.STARTING: _without_workers,
+    Workers.READY: _without_workers,
     Workers.RUNNING: _running,
     Workers.STOPPING: _stopping,
     Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),

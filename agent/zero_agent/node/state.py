@@ -9,6 +9,10 @@ class Workers(StrEnum):
     """The state of this node's workers, taken together."""
 
     NONE = "none"
+    STARTING = "starting"
+    """They warm up: they run the script to its engine, before they have a round."""
+    READY = "ready"
+    """They have warmed up, and wait at their engine for a round."""
     RUNNING = "running"
     STOPPING = "stopping"
     PARKED = "parked"

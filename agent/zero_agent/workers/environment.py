@@ -54,9 +54,13 @@ def worker_env(
     leave_file: str,
     secret: Secret,
 ) -> dict[str, str]:
-    """The variables of a worker, beside those of its agent; the round has its store."""
-    assert job.master is not None, f"round {job.n} has no master yet"
-    host, port = split_host_port(job.master)
+    """The variables of a worker, beside those of its agent.
+
+    The round has its store, unless it is round 0: then a process group cannot be made by mistake,
+    also if the agent's own environment names a store.
+    """
+    assert job.master is not None or not job.n, f"round {job.n} has no master yet"
+    host, port = split_host_port(job.master) if job.master is not None else ("", "")
     world_size = str(job.members.world_size)
     index = job.members.index(node)
     slots_before = _slots_of_role(job.members.nodes[: index or 0], node.role)

@@ -4,7 +4,8 @@
 `output.Tap`s; exits and process ids arrive as events on the hub's thread.
 
 Must always hold: no worker is started while another of an older round may be running, unless that
-one has left its round and waits (it is *parked*), to be taken over into the next; a group
+one has left its round and waits (it is *parked*), to be taken over into the next. Round 0 is that
+of workers that warm up: they have no process group, and are taken over as those that wait. A group
 whose first worker has failed is killed as a whole, since a collective with a dead member never
 ends; the state is `STOPPED`, `FAILED`, ... only when every process of the group is gone.
 """
@@ -31,7 +32,7 @@ from zero_contract.worker import ExitCode
 
 
 class WorkerGroup:
-    """This node's workers of one round."""
+    """This node's workers of one round; of round 0, those that warm up, if any do."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class WorkerGroup:
         end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
         end = self._placed(end, worker, order)
         self.exits.append(end)
-        if status not in (ExitCode.OK, ExitCode.LEFT):
+        if status not in (ExitCode.OK, ExitCode.LEFT) or not self.round:
             self.stop(signal.SIGKILL)
         return end
 
@@ -221,14 +222,15 @@ class WorkerGroup:
 
     @property
     def state(self) -> Workers:
-        """The state of the group as a whole; NONE before the first round."""
-        if not self.round:
-            return Workers.NONE
+        """The state of the group as a whole; NONE before the first workers are started."""
         if self._running:
             waiting = Workers.PARKED if self._lost is None else Workers.STRANDED
-            here = waiting if self._parked >= self._running.keys() else Workers.RUNNING
+            waits, runs = (waiting, Workers.RUNNING) if self.round else _OF_WARM_UP
+            here = waits if self._parked >= self._running.keys() else runs
             return Workers.STOPPING if self._stopping else here
         ends = [end for end in self.exits if not end.wanted]
+        if not self.round:
+            return Workers.FAILED if ends else Workers.NONE
         if self._hung is not None or any(map(_is_cause, ends)):
             return Workers.FAILED
         if any(end.symptom for end in ends):
@@ -247,6 +249,9 @@ class WorkerGroup:
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if _is_cause(end)]
         return (failures or unwanted or self.exits)[0]
+
+
+_OF_WARM_UP = (Workers.READY, Workers.STARTING)
 
 
 def _is_cause(end: Exit) -> bool:

@@ -29,7 +29,10 @@ from zero_contract.worker import (
     ENV_SOCKET,
     ENV_VOTE_KEY,
     Hello,
+    Join,
+    Left,
     Preparing,
+    decode,
     encode,
 )
 
@@ -85,6 +88,7 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))
     if dist.is_initialized():
         return
+    _await_round()
     leave_failures_to_agent()
     if mpi_port is not None and "RANK" not in os.environ:
         os.environ |= discover(os.environ, mpi_port)
@@ -97,6 +101,29 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     else:
         store = HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def _await_round() -> None:
+    """In a worker that was started before it has a round: wait for one, and take its environment.
+
+    It has run the script up to here meanwhile. Its agent ends the wait: with the round, or by
+    closing the connection, as the agent's own end does.
+
+    Raises:
+        SystemExit: There is no round for this process.
+    """
+    path = os.environ.get(ENV_SOCKET)
+    if not path or os.environ.get(ENV_ROUND) != "0":
+        return
+    hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid())
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(path)
+        connection.sendall(encode(hello) + encode(Left(round=0, step=0, stays=True)))
+        for line in connection.makefile("rb"):
+            if isinstance(message := decode(line), Join):
+                os.environ.update(message.env)
+                return
+    raise SystemExit(0)
 
 
 def _tell_agent(what: str) -> None:

@@ -150,8 +150,9 @@ def initialize(
         )
         engine = _make(given, link, without_values)
     if began is not None:
-        engine._session.staying = _staying(engine, given, began, came_after_s)
-        link.announce(Ability.BOUNDARY, Ability.REJOIN)
+        staying = engine._session.staying = _staying(engine, given, began, came_after_s)
+        if not staying.why_not:  # else no newcomer warms up for the sake of the others
+            link.announce(Ability.BOUNDARY, Ability.REJOIN)
     if engine.device.type == "cpu":
         keep_freed_memory()
     return engine

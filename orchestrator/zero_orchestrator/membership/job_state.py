@@ -96,6 +96,10 @@ class Node(Record):
     """How often others have evicted this agent process although it was alive."""
     topology: str = ""
     """Where it is in the network, from the widest part on: `block-1.rack-7`; empty: unknown."""
+    stays: bool = False
+    """Its workers have said that they may stay in their processes from round to round."""
+    starting: bool = False
+    """Its workers warm up: rounds that have enough other nodes begin without it."""
 
     @property
     def machine(self) -> str:
@@ -346,16 +350,18 @@ class Snapshot:
     def eligible(self) -> tuple[Node, ...]:
         """Live agents that may take part in the next round.
 
-        If the minimum cannot be met otherwise, hosts that the job itself excluded may as well: a
-        host that keeps failing is better than none.
+        If the minimum cannot be met otherwise, those whose workers warm up may as well, since no
+        job waits for that; and at last hosts that the job itself excluded: a host that keeps
+        failing is better than none.
         """
         aside = {one.node for one in self.aside}
         nodes = [node for node in self.nodes if node.id not in aside]
         fit = [node for node in nodes if not node.draining and not node.unhealthy]
-        chosen = [node for node in fit if self.exclusion(node) is None]
-        if self.spec.usable(len(chosen)) < self.spec.min_nodes:
-            chosen = [n for n in fit if (e := self.exclusion(n)) is None or not e.by_user]
-        return tuple(chosen)
+        free = [node for node in fit if self.exclusion(node) is None]
+        needed = [n for n in fit if (e := self.exclusion(n)) is None or not e.by_user]
+        choices = ([node for node in free if not node.starting], free, needed)
+        enough = (c for c in choices if self.spec.usable(len(c)) >= self.spec.min_nodes)
+        return tuple(next(enough, needed))
 
     @cached_property
     def joiners(self) -> tuple[Node, ...]:
@@ -388,6 +394,11 @@ class Snapshot:
     def has_member(self, node: Node) -> bool:
         """Whether this agent process is a member of round n."""
         return self.members.index(node) is not None
+
+    def warming_up(self, node: Node) -> Snapshot:
+        """The round 0 of an agent whose workers warm up: its ranks are those of a last member."""
+        members = Members((*self.members.nodes, node), self.charges)
+        return dataclasses.replace(self, n=0, fence=0, master=None, members=members)
 
     def drain_order(self, node: Node) -> DrainOrder | None:
         """The request that this agent process leaves, or None."""

@@ -35,7 +35,7 @@ from zero_orchestrator.membership.job_state import (
     Snapshot,
     State,
 )
-from zero_orchestrator.membership.job_view import RESTART, JobView, place
+from zero_orchestrator.membership.job_view import FIRST, RESTART, JobView, place
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.registration import Registration
 from zero_orchestrator.membership.rounds import (
@@ -147,8 +147,10 @@ class Rendezvous:
         """Under which this agent is registered."""
         return self._registration.lease
 
-    def register(self) -> None:
+    def register(self, *, starting: bool = False) -> None:
         """Agree on the specification and become a live node of the job.
+
+        `starting`: its workers warm up before it takes part in a round.
 
         Raises:
             SpecError: The job runs with another specification.
@@ -157,7 +159,7 @@ class Rendezvous:
         agreed = self._agree(self.keys.spec, self._spec.to_json())
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
         self.secret = Secret(self._agree(self.keys.secret, secrets.token_hex(32)))
-        self._registration.write()
+        self._registration.change(starting=starting)
         # Leases may have lapsed in an outage that has just ended: this agent has not seen it.
         self._durations.heard("this agent has joined")
         self._job_view = JobView(
@@ -180,6 +182,15 @@ class Rendezvous:
             return False
         head = Head.from_json(held.value)
         return head.n > 0 and head.state not in ENDED
+
+    def others_stay(self) -> bool:
+        """Whether workers of this job may stay in their processes, for an agent that comes to it.
+
+        Raises:
+            StoreUnavailable: The store did not answer.
+        """
+        some = self._store.range(self.keys.nodes, limit=FIRST).items
+        return any(Node.from_json(held.value).stays for held in some)
 
     def _agree(self, key: str, proposal: str) -> str:
         """The value of a key that the first agent of the job writes."""
@@ -261,9 +272,10 @@ class Rendezvous:
         self._look()  # first of all: is this the store that knew the lease?
         self._announce()
 
-    def set_unhealthy(self, why: str) -> int:
-        """Say why this node can take part in no round now; empty: it can."""
-        return self._announce(unhealthy=why)
+    def describe(self, **facts: bool | str) -> None:
+        """Say of this node what it has not said yet, such as why it is `unhealthy`."""
+        if any(getattr(self.node, name) != fact for name, fact in facts.items()):
+            self._announce(**facts)
 
     def _announce(self, **facts: Any) -> int:
         """Register again, and say something else of this agent."""

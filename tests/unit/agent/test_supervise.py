@@ -98,6 +98,55 @@ def test_workers_of_a_lost_round_that_may_stay_get_time_to_leave_it(workers, fac
     assert action(FORMS, workers, **facts) is expected
 
 
+STARTS, STAYS = replace(ME, starting=True), replace(ME, stays=True)
+ALONE = job(State.ACTIVE, members=(OTHER,))
+FAILED = replace(FORMS, failures=(FAILURE,))
+BOTH_NEEDED = replace(FAILED, spec=JobSpec(min_nodes=2, max_nodes=2))
+BOTH_FAILED = replace(FAILED, failures=(FAILURE, replace(FAILURE, node="other")))
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "node", "workers", "round", "expected"),
+    [
+        # A newcomer.
+        (FORMS, STARTS, Workers.NONE, 0, Action.REPORT_QUIET),
+        (ALONE, STARTS, Workers.NONE, 0, Action.WARM_UP),
+        (ALONE, STARTS, Workers.STARTING, 0, Action.WAIT),
+        (ALONE, STARTS, Workers.READY, 0, Action.STAND_BY),
+        (ALONE, ME, Workers.READY, 0, Action.WAIT),
+        (RUNS, ME, Workers.READY, 0, Action.START),
+        (replace(RUNS, yielding="other joins"), ME, Workers.READY, 0, Action.REPORT_QUIET),
+        (ALONE, replace(STARTS, draining=True), Workers.STARTING, 0, Action.EXIT),
+        (replace(ALONE, state=State.DONE), STARTS, Workers.STARTING, 0, Action.EXIT),
+        # A round cannot do without it.
+        (RUNS, STARTS, Workers.STARTING, 0, Action.KILL),
+        (RUNS, STARTS, Workers.STOPPING, 0, Action.WAIT),
+        (RUNS, STARTS, Workers.NONE, 0, Action.START),
+        (RUNS, STARTS, Workers.RUNNING, 2, Action.STAND_BY),
+        # Somebody kills it.
+        (ALONE, STARTS, Workers.FAILED, 0, Action.WARM_UP),
+        (ALONE, ME, Workers.FAILED, 0, Action.STAND_BACK),
+        # A worker of a round has failed.
+        (FAILED, STAYS, Workers.FAILED, 2, Action.STAND_BACK),
+        (FAILED, replace(STARTS, stays=True), Workers.FAILED, 2, Action.REPORT_QUIET),
+        (FAILED, ME, Workers.FAILED, 2, Action.REPORT_QUIET),
+        (BOTH_NEEDED, STAYS, Workers.FAILED, 2, Action.REPORT_QUIET),
+        (BOTH_FAILED, STAYS, Workers.FAILED, 2, Action.REPORT_QUIET),
+    ],
+)
+def test_a_node_whose_workers_warm_up_is_waited_for_by_nobody(
+    snapshot, node, workers, round, expected
+):
+    now = Situation(job=snapshot, node=node, workers=workers, round=round)
+    assert next_action(now)[0] is expected
+
+
+def test_a_node_whose_workers_cannot_warm_up_joins_without_that():
+    now = Situation(job=ALONE, node=STARTS, workers=Workers.FAILED, round=0, cold=True)
+    assert next_action(now)[0] is Action.STAND_BY
+    assert next_action(replace(now, node=ME))[0] is Action.WAIT
+
+
 def test_workers_of_a_round_that_hangs_are_killed_with_their_stacks():
     hangs = replace(FORMS, failures=(replace(FAILURE, hang=True),))
     assert action(hangs, Workers.RUNNING, can_stay=True) is Action.KILL

@@ -91,6 +91,20 @@ def test_a_worker_finds_every_variable_of_torchrun():
     }
 
 
+def test_a_worker_that_warms_up_has_the_ranks_of_a_last_node_and_cannot_make_a_group():
+    newcomer = dataclasses.replace(NODES[0], id="new", slots=2)
+    warm = dataclasses.replace(JOB, master=None).warming_up(newcomer)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ZERO_ROUND", "MASTER_ADDR", "MASTER_PORT")
+    found = [
+        worker_env(warm, newcomer, place, name="job", secret=SECRET, **FILES)
+        for place in places(warm, newcomer)
+    ]
+    assert [tuple(env[name] for name in names) for env in found] == [
+        ("7", "0", "9", "0", "", ""),
+        ("8", "1", "9", "0", "", ""),
+    ]
+
+
 def test_the_ranks_of_a_round_and_no_others_have_its_key():
     keys = {env["ZERO_VOTE_KEY"] for i in range(4) for env in environments(i)}
     next_round = dataclasses.replace(JOB, n=8)

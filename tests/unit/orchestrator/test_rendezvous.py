@@ -340,9 +340,9 @@ def test_what_a_node_could_not_say_of_itself_is_not_taken_for_said(monkeypatch):
     with monkeypatch.context() as outage:
         outage.setattr(agent._store, "put", away)
         with pytest.raises(StoreUnavailable):
-            agent.set_unhealthy("no GPU")
+            agent.describe(unhealthy="no GPU")
     assert agent.node.unhealthy == "", "the agent compares, and says it again"
-    agent.set_unhealthy("no GPU")
+    agent.describe(unhealthy="no GPU")
     cluster.settle()
     assert [node.unhealthy for node in cluster.view.nodes] == ["no GPU"]
 

@@ -105,6 +105,31 @@ def test_workers_that_wait_in_their_processes_keep_nobody_waiting(runs, drains, 
     assert explore(parking(runs, drains, faults), max_round) > 200
 
 
+WARMING_JOBS = {
+    "a node that is joined by another": pytest.param(1, (1, 2), 0, 0, 2),
+    "a node that is joined by another, and a fault": pytest.param(
+        1, (1, 2), 0, 1, 2, marks=pytest.mark.full
+    ),
+    "two nodes, and a fault": pytest.param(2, (1, 2), 0, 1, 3, marks=pytest.mark.full),
+    "two nodes, both needed, and a fault": pytest.param(2, (2, 2), 0, 1, 2, marks=pytest.mark.full),
+    "a node that is joined by another, and told to leave": pytest.param(
+        1, (1, 2), 1, 0, 2, marks=pytest.mark.full
+    ),
+}
+"""Nodes of two that run, nodes wanted, nodes that are told to leave, faults, rounds looked at."""
+
+
+@pytest.mark.parametrize(
+    ("runs", "bounds", "drains", "faults", "max_round"), WARMING_JOBS.values(), ids=WARMING_JOBS
+)
+def test_workers_that_warm_up_keep_nobody_waiting(runs, bounds, drains, faults, max_round):
+    spec = JobSpec(min_nodes=bounds[0], max_nodes=bounds[1], max_restarts=faults)
+    both = begin(spec, 2, faults, drains=drains, parks=True, warms=True)
+    first = running(replace(both, agents=both.agents[:runs]))
+    newcomers = both.agents[runs:]
+    assert explore(replace(first, agents=(*first.agents, *newcomers)), max_round) > 200
+
+
 FINISHING_JOBS = {
     "two nodes, both needed, one of which is told to leave": (2, (2, 2), 0, 1),
     "two nodes, both needed, one of which dies": (2, (2, 2), 1, 0),

@@ -68,6 +68,15 @@ def test_a_job_begins_with_its_first_node():
     assert verdict(job) == (Move.OPEN, "the job begins")
 
 
+@pytest.mark.parametrize(("low", "members"), [(1, "a"), (2, "ab")])
+def test_a_round_begins_without_a_node_that_warms_up_unless_it_is_needed(low, members):
+    job = forming("ab", former="ab", quiet="ab", low=low)
+    job = replace(job, nodes=(node("a"), replace(node("b"), starting=True)))
+    transition = decide(job, STEADY, TIMING).transition
+    assert transition is not None
+    assert [member.id for member in transition.members.nodes] == list(members)
+
+
 def test_a_round_waits_for_the_minimum():
     assert verdict(forming("a", low=2)) == (None, "1 of 2:4 nodes are here; waiting for 1")
 
