@@ -19,8 +19,9 @@ import torch.distributed as dist
 from tests.support.ports import free_port
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
-from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
+from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, forkserver, pids
 from zero_comm.waiting import Waiter
+from zero_comm.worker.distributed import hang_up_on_store
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode, Leave, When
 from zero_engine.core.engine import Engine
@@ -185,3 +186,45 @@ def test_a_process_that_leaves_a_silent_peer_really_ends(tmp_path: Path) -> None
         for process in ranks:
             process.kill()
             process.wait(60)
+
+
+# ---- the host of the store ----
+
+
+def hosts(ports: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    ports.put(store.port)
+    signal.pause()
+
+
+def test_a_call_to_a_store_that_answers_nobody_ends_and_leaves_every_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = forkserver()
+    ports = context.Queue()
+    host = context.Process(target=hosts, args=(ports,), daemon=True)
+    host.start()
+    port = ports.get(timeout=60)
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            store.check(["a verdict"])
+        except RuntimeError as error:
+            errors.append(error)
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    assert host.pid is not None
+    os.kill(host.pid, signal.SIGSTOP)
+    try:
+        asks = threading.Thread(target=ask)
+        asks.start()
+        before = sorted(os.listdir("/proc/self/fd"))
+        hang_up_on_store()
+        wait_for(lambda: errors, 10, "the call has ended")
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        asks.join()
+    finally:
+        host.kill()

@@ -296,7 +296,9 @@ def test_a_rank_is_killed_and_the_other_keeps_its_process(staying, undisturbed_h
     assert stays(job) == sorted([(1, "a", 0), (1, "b", 0), (2, killed, 0), (2, other, 1)])
 
 
-@pytest.mark.parametrize(("fate", "lost_rank"), [("killed", 0), ("killed", 1), ("suspended", 1)])
+@pytest.mark.parametrize(
+    ("fate", "lost_rank"), [("killed", 0), ("killed", 1), ("suspended", 0), ("suspended", 1)]
+)
 def test_a_node_is_lost_and_comes_back_and_the_other_keeps_its_process(
     staying, undisturbed_hash, fate, lost_rank
 ):

@@ -39,7 +39,7 @@ from msgspec.structs import replace
 
 from zero_comm.errors import LeavingNow
 from zero_comm.waiting import Interrupt
-from zero_comm.worker.distributed import leave_group
+from zero_comm.worker.distributed import hang_up_on_store, leave_group
 from zero_comm.worker.flight_recorder import recorded
 from zero_comm.worker.rank_times import WAITS, EveryonesTimes, StepTimer
 from zero_contract import worker as contract
@@ -476,6 +476,7 @@ class AgentLink:
                             if lost:
                                 self.interrupt.request(message.reason)
                                 self.group_lost.set()
+                                hang_up_on_store()  # a save in flight may wait for it
                                 continue
                             self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
                             self._leave.set()

@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -163,6 +163,34 @@ def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
     if thread.is_alive():
         _log.warning("the process group has not been aborted within %g s", timeout_s)
     return not thread.is_alive()
+
+
+def hang_up_on_store() -> None:
+    """End every call to the store of the default group, now and later: the group is lost.
+
+    A host that is suspended closes no connection, and torch's store waits for its answers for as
+    long as the group's timeout, in threads that nothing else can interrupt. They get the error that
+    a store whose host has died gives them.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+    with suppress(OSError):
+        known = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # no socket, or not connected
+                connection = socket.socket(fileno=number)
+                try:
+                    if _is_at(connection, known, port):
+                        connection.shutdown(socket.SHUT_RDWR)
+                finally:
+                    connection.detach()  # it is torch's
+
+
+def _is_at(connection: socket.socket, hosts: Collection[object], port: int) -> bool:
+    """Whether the other end is there; torch connects to IPv4 addresses by mapped IPv6 ones."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    peer = connection.getpeername()
+    return peer[1] == port and peer[0].removeprefix("::ffff:") in hosts
 
 
 def found_again(environ: Mapping[str, str], within_s: float = GROUP_TIMEOUT_S) -> None:
