@@ -14,6 +14,10 @@ from tests.simulation.test_simulation import simulated
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.store.etcd.client import EtcdStore
 
+FIVE = (
+    "--setting nodes=5 min_nodes=4 steps=10 evaluation_s=50 --fault 0 start a "
+    "--fault 0 start b --fault 0 start c --fault 0 start d --fault 0 start e"
+)
 FOUND = {
     "rank 0 works on after the others have ended": (
         "--setting nodes=2 slots=2 steps=5 evaluation_s=50 --fault 0 start a --fault 0 start b"
@@ -26,6 +30,10 @@ FOUND = {
         "--setting nodes=2 steps=10 evaluation_s=50 --fault 0 start a --fault 0 start b "
         "--fault 6 full-disk for 6 s"
     ),
+    "etcd is restored from a copy that lacks what agents outside of the first have said": (
+        f"{FIVE} --fault 5 restore-etcd-elsewhere for 25 s"
+    ),
+    "the same, and the restored etcd has the same id": (f"{FIVE} --fault 5 restore-etcd for 25 s"),
 }
 """What happens, and the arguments that make it happen."""
 

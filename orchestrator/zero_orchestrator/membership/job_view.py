@@ -268,18 +268,24 @@ class _FollowerView:
         return self._job
 
     def check(self) -> bool:
-        """Has the watch told the newest? Is this agent registered still, and among the first?"""
+        """Has the watch told the newest? Is this agent registered still, and among the first?
+
+        Is what it has said still there? Etcd may have been restored from an older copy.
+        """
         me = self._keys.node(self._id)
-        head, own, order, early = self._store.read(
+        head, own, order, early, *said = self._store.read(
             [
                 Read(self._keys.round),
                 Read(me),
                 Read(self._keys.drain(self._id)),
                 Read(self._keys.nodes, prefix=True, limit=FIRST),
+                *(Read(report.key) for report in self._reports),
             ]
         )
         if (head.items[0].mod_revision if head.items else 0) != self._job.fence:
             self._course.distrust()
+        else:  # the reports of a round that is over are deleted
+            self._reports = tuple(item for found in said for item in found.items)
         if not set(order.items) <= set(self._orders.look().items):
             self._orders.distrust()
         self._own = own.items[0] if own.items else None

@@ -154,6 +154,21 @@ def test_an_agent_outside_that_was_taken_for_dead_is_back_in_the_next_round():
     assert victim.id in [node.id for node in cluster.view.members.nodes]
 
 
+def test_an_agent_outside_knows_when_etcd_has_lost_what_it_has_reported():
+    cluster = running()
+    agent, shared = cluster.agents["n10"], cluster.store._shared
+    copy = deepcopy(shared.database)
+    agent.report_done(1)
+    assert agent.poll().done == {"n10"}
+    shared.database = copy
+    cluster.clock.advance(2 * REREAD_S)
+    assert agent.poll().done == frozenset()
+    agent.report_done(1)
+    cluster.clock.advance(2 * REREAD_S)
+    stored = parse(KEYS, cluster.store.range(KEYS.prefix), agent._spec)
+    assert agent.poll().done == stored.done == {"n10"}
+
+
 def test_an_agent_outside_is_told_to_drain():
     cluster = running()
     agent = cluster.agents["n10"]
