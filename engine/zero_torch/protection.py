@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
+from zero_comm.exchange.objects import gather_objects_of_group
 from zero_comm.worker.distributed import init_distributed
 from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters.loaders import check_loader, warn_of_seeds
@@ -32,6 +33,11 @@ _log = logging.getLogger(__name__)
 _FUSED = (
     "{}(fused=True) steps with foreach=True instead: a fused kernel rounds the end of a shard "
     "differently, and the world size decides where shards end"
+)
+_SHARDS = (
+    "rank %d has another seed of torch than rank 0, and FSDP2 takes the shard of each rank from "
+    "the weights that this rank has made: unless weights are loaded, they are a mixture that "
+    "depends on the world size; call torch.manual_seed() with one seed before the model is made"
 )
 _SEED = "elastic.seed, 42 by default; give protect(config={'elastic': {'seed': ...}})"
 
@@ -144,4 +150,14 @@ def protect(
     else:
         made = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
     made.start()
+    if loader is not None and wrapped.wrapper is Wrapper.FSDP2:
+        _compare_seeds(torch_seed)
     return made
+
+
+def _compare_seeds(own: int) -> None:
+    """Warn of ranks that have made different weights. Collective."""
+    seeds = gather_objects_of_group(own, "seeds of torch")
+    others = [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]
+    if others and dist.get_rank() == 0:
+        _log.warning(_SHARDS, others[0])

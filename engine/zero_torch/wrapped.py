@@ -7,10 +7,10 @@ them, so that DDP, FSDP2 and one process name them alike.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,24 @@ def is_first_replica(tensor: DTensor) -> bool:
     return bool(mesh.mesh.min() == 0) and not any(map(mesh.get_local_rank, replicated))
 
 
+class HookOfOriginal:
+    """A hook of a module, which copies of the module do not have."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        """Call the hook, on the module itself."""
+        self._hook(*args)
+
+    def __deepcopy__(self, _: object) -> HookOfOriginal:
+        return HookOfOriginal(_nothing)
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
 def recognize(model: nn.Module) -> Wrapped:
     """Find out how a model is wrapped.
 
@@ -180,8 +198,9 @@ def check_savable(wrapped: Wrapped) -> None:
             raise ConfigError(
                 f"{name} is not contiguous in memory, as after to(memory_format="
                 "torch.channels_last), and no checkpoint can hold it so: call "
-                "model.to(memory_format=torch.contiguous_format) before zero_torch.protect; the "
-                "inputs may be in channels_last"
+                "model.to(memory_format=torch.contiguous_format), or of a transposed matrix "
+                "tensor.data = tensor.data.contiguous(), before zero_torch.protect wraps it, and "
+                "before DDP does; the inputs may be in channels_last"
             )
         if tensor.dtype not in DTYPES.values():
             raise ConfigError(
@@ -202,6 +221,12 @@ def check_gradients(wrapped: Wrapped, world: int) -> None:
                 f"{name} has the dtype {parameter.dtype}, and gradients are summed in order of "
                 f"{', '.join(str(each).removeprefix('torch.') for each in _SUMMED)}: convert it, "
                 "or set requires_grad=False"
+            )
+    for name, module in wrapped.module.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"the gradient of {own_name(name)}.weight is sparse, and dense ones are summed; "
+                "make its embedding with sparse=False"
             )
     if wrapped.wrapper is Wrapper.FSDP2:
         for name, parameter in wrapped.trained().items():

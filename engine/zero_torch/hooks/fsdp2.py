@@ -10,6 +10,12 @@ backward, unless FSDP2 makes a copy of it: in another dtype, or on another devic
 FSDP2 reduces after the backward of each call of a module. One that is called several times in a
 forward (a shared layer) is reduced at the end of the backward, when all its gradients have come.
 
+FSDP2 keeps what the root has gathered until a backward frees it. After an evaluation a script would
+find copies in the place of the parameters, and train weights as they were before it or a step has
+changed them: a forward without gradients frees them, and the first one of a step gathers anew.
+Gradients belong to the gathered weights; what reaches a sharded parameter by itself,
+such as that of a norm of it in the loss, is in no sum, and is refused.
+
 On CPUs its all-gathers go the way of the gradients, too: it is faster than gloo's own, a rank that
 is asked to leave need not wait for a lost peer, and the loss is no error of the script.
 """
@@ -24,8 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zero_comm.exchange.collectives import Collectives, Pending, wait
 from zero_comm.sums.reduction import Turn
@@ -115,6 +123,20 @@ _HOOKS = (
     "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_unused_params",
 )
+_OWN = (
+    "FSDPModule.{}() would take the sum of the gradients out of its order, in which every micro-"
+    "batch has its share: leave it out"
+)
+_BESIDE = (
+    "{} got a gradient of its own, not in a forward of its module, as of a penalty such as "
+    "{}.square().sum() in the loss: each rank has that of its own micro-batch, and it would be in "
+    "no sum; compute the penalty in the forward of the module, or use weight_decay"
+)
+_HOOKED = (
+    "{} has a gradient hook of the script ({}), and FSDP2 computes no gradient of a sharded "
+    "parameter: it would not be called, or with a part of a sum; change gradients in a "
+    "step hook of the optimizer (optimizer.register_step_pre_hook)"
+)
 
 
 def attach(
@@ -150,6 +172,12 @@ def attach(
             if levels is not None:
                 levels.replace_all_reduce(module)
             module.set_requires_gradient_sync = _keep_sync  # type: ignore[method-assign]
+            for setter in _HOOKS:
+                setattr(module, setter, partial(_refuse, setter))
+    _give_buffers(model, collectives)
+    direct = _Direct(gradients)
+    direct.look()
+    gradients.begins.append(direct.begin)
 
 
 def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -157,6 +185,51 @@ def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     del recurse
     if not requires_gradient_sync:
         raise ZeroError(NOT_REDUCED)
+
+
+def _refuse(setter: str, *_: object, **__: object) -> None:
+    raise ZeroError(_OWN.format(setter))
+
+
+def _give_buffers(model: nn.Module, collectives: Collectives) -> None:
+    """Give all ranks the buffers of rank 0, as DDP does: FSDP2 leaves to each what it has made."""
+    for name, buffer in model.named_buffers():
+        if not isinstance(buffer, DTensor) and not buffer.is_meta:
+            buffer.data = buffer.data.contiguous()
+            collectives.broadcast(buffer, f"buffer {name}")
+
+
+class _Direct:
+    """Sees gradients that reach sharded parameters by themselves."""
+
+    def __init__(self, gradients: OrderedGradients) -> None:
+        self._gradients = gradients
+        self._nodes: dict[str, object] = {}
+        """Autograd keeps the hook of a node, and nobody else keeps the node."""
+
+    def begin(self, now: Turn) -> None:
+        """Begin a micro-step."""
+        if now.first:
+            self.look()
+
+    def look(self) -> None:
+        """Watch what is trained.
+
+        Raises:
+            ConfigError: The script has hooks of gradients.
+        """
+        for name, parameter in self._gradients.trained.items():
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if getattr(parameter, kind, None):
+                    raise ConfigError(_HOOKED.format(name, kind.strip("_")))
+            if name not in self._nodes:
+                node = get_gradient_edge(parameter).node
+                node.register_prehook(partial(self._see, name))
+                self._nodes[name] = node
+
+    def _see(self, name: str, _: object) -> None:
+        if self._gradients.now is not None:
+            self._gradients.hold(ZeroError(_BESIDE.format(name, name)))
 
 
 def _attach(module: Any, unit: _ReduceScatter, world: int) -> None:
@@ -169,7 +242,9 @@ def _attach(module: Any, unit: _ReduceScatter, world: int) -> None:
     module.set_force_sum_reduction_for_comms(True)
     module.set_reduce_scatter_unused_params(True, recurse=False)
     module.set_custom_reduce_scatter(unit)
-    module.register_forward_pre_hook(unit.see_call)
+    # Before FSDP2's own hook, which gathers.
+    module.register_forward_pre_hook(unit.see_call, prepend=True)
+    module.register_forward_hook(unit.see_end)
     if world == 1:
         module.set_all_reduce_hook(unit.alone)
 
@@ -237,10 +312,18 @@ class _ReduceScatter(_Memory):
         """The module is called."""
         if torch.compiler.is_compiling():
             return
-        if torch._C._current_graph_task_id() < 0:
-            self._calls += 1
-        else:
+        if torch._C._current_graph_task_id() >= 0:
             self._recomputed += 1
+        elif torch.is_grad_enabled():
+            now = self._gradients.now
+            if not self._calls and now is not None and now.first:
+                self._module.reshard()  # what is gathered may be older than the weights
+            self._calls += 1
+
+    def see_end(self, *_: object) -> None:
+        """A call of the module ends."""
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+            self._module.reshard()
 
     def end_backward(self) -> None:
         """All gradients of this micro-step have come.

@@ -27,10 +27,8 @@ def attach(gradients: OrderedGradients) -> None:
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
-            if gradient.is_sparse:
-                raise ConfigError(
-                    f"the gradient of {name} is sparse; make its embedding with sparse=False"
-                )
+            if gradient.is_sparse:  # of a function; `check_gradients` knows embeddings
+                raise ConfigError(f"the gradient of {name} is sparse; give it sparse=False")
             # A copy, if the gradient is not contiguous, or lazily conjugated.
             flat = gradient.resolve_conj().reshape(-1)
             gradients.reduce(name, as_real(flat), as_real(flat))
