@@ -27,6 +27,7 @@ from zero_contract.errors import ConfigError, ZeroError
 from zero_contract.notices import shield
 from zero_data.draws import Ticket
 from zero_data.fingerprint import fingerprint
+from zero_data.generators import Generator, generators_of, seed_generators
 from zero_data.global_batch import (
     Assignment,
     BatchShape,
@@ -258,7 +259,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
             **of_workers: How those processes are started, and for how long they live; they stay
                 from one iteration to the next, unless `persistent_workers` is False.
         """
-        super().__init__(sampler, sampler.cursor)
+        super().__init__(sampler, sampler.cursor, sampler.seed)
         self._loader: DataLoader[Any] = DataLoader(
             _SeededDataset(sampler.source.dataset),
             batch_sampler=sampler,  # type: ignore[arg-type]
@@ -310,9 +311,14 @@ class _SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self._own: list[Generator] | None = None
+        """Generators of the dataset itself."""
 
     def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Sequence[Any]]:
+        if self._own is None:
+            self._own = generators_of(self.dataset)
         seed_everything(ticket.seed)
+        seed_generators(self._own, ticket.seed)
         if hasattr(self.dataset, "__getitems__"):
             return ticket, self.dataset.__getitems__(list(ticket.ids))
         return ticket, [self.dataset[i] for i in ticket.ids]
@@ -323,9 +329,13 @@ class _Collate:
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
+        self._own: list[Generator] | None = None
 
     def __call__(self, fetched: tuple[Ticket, Sequence[Any]]) -> tuple[Ticket, Any]:
         ticket, samples = fetched
+        if self._own is None:
+            self._own = generators_of(self._collate_fn)
+        seed_generators(self._own, loop_seed(ticket.seed))
         return ticket, self._collate_fn(samples)
 
 

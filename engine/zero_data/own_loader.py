@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 from zero_contract.errors import ZeroError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import MicroBatchSampler
+from zero_data.position_loader import seed_step
 
 _MOVED = (
     "the position of the run has changed, by a load, while your DataLoader is iterated, which has "
@@ -60,6 +61,10 @@ class MicroBatches(Sampler[list[int]]):
         """
         self._check()
         return self.last
+
+    def end_step(self) -> None:
+        """Begin the random numbers between two steps."""
+        seed_step(self.order.seed, self.order.cursor)
 
     known_as: int | None = None
 

@@ -6,7 +6,9 @@ ends with the epoch. Where the position is moved meanwhile, the iteration goes o
 the end of the epoch that it would have ended with, so that a script that counts epochs counts
 right. What the script does with a batch begins with random numbers of that batch alone: those of
 torch, Python and numpy, with and without worker processes. In a loop that draws ahead it is the
-batch that is run next, and not the one that is drawn.
+batch that is run next, and not the one that is drawn. Where none is drawn, in the step of the
+optimizer and between two steps, they follow from the number of the step: they are the same on all
+ranks, and after a load.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,9 +27,18 @@ import torch
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.draws import TWO_ITERATIONS, Draws, Ticket
 from zero_data.fingerprint import fingerprint
-from zero_data.global_batch import BatchShape, Cursor
+from zero_data.generators import Generator, seed_generators
+from zero_data.global_batch import BatchShape, Cursor, mix
 
 _log = logging.getLogger(__name__)
+
+
+_OF_OPTIMIZER, _BETWEEN_STEPS = 1, 2
+
+
+def seed_step(seed: int, cursor: Cursor, *, acts: bool = False) -> None:
+    """Begin the random numbers that follow from a step; `acts`: those of its optimizer."""
+    seed_everything(mix(mix(seed, cursor.step), _OF_OPTIMIZER if acts else _BETWEEN_STEPS))
 
 
 def seed_everything(seed: int) -> None:
@@ -122,6 +133,9 @@ class Feed(Protocol):
     def run(self) -> Ticket | None:
         """The ticket of the batch that a micro-step runs now, if it is known."""
 
+    def end_step(self) -> None:
+        """Begin the random numbers between two steps: a step has ended, or was loaded."""
+
     known_as: int | None
     """The `fingerprint` of its data; None: no checkpoint has it, and the first micro-batch of the
     run was not handed out here."""
@@ -140,15 +154,18 @@ Ordered = TypeVar("Ordered", bound=Order)
 class PositionLoader(ABC, Generic[Ordered]):
     """A loader of one run: a `Feed` whose batches are in `order`."""
 
-    def __init__(self, order: Ordered, cursor: Cursor) -> None:
+    def __init__(self, order: Ordered, cursor: Cursor, seed: int) -> None:
         self.order = order
         self._cursor = cursor
+        self._of_run = seed
         self._newest = object()
         """Of the newest iteration."""
         self._thread = threading.get_ident()
         self.draws = Draws(cursor)
         self.last: Ticket | None = None
         self.known_as: int | None = None
+        self.of_loop: Sequence[Generator] = ()
+        """Generators of the script that are seeded with those of the process."""
         self.calls: tuple[Callable[[], object], ...] = (_nothing, _nothing, _nothing)
         """Called before each iteration, for each batch, and at the end of an epoch."""
 
@@ -191,7 +208,17 @@ class PositionLoader(ABC, Generic[Ordered]):
         """The ticket of the batch that a micro-step runs now; None if no batch waits for one."""
         ticket = self.draws.run()
         self._seed()  # perhaps no draw comes before what the script does with the next one
+        if ticket is not None and ticket.ends_step:
+            self._seed_step(acts=True)
         return ticket
+
+    def end_step(self) -> None:
+        """See `Feed`."""
+        self._seed_step(acts=False)
+
+    def _seed_step(self, *, acts: bool) -> None:
+        if not self.draws.waiting and not self.elsewhere:
+            seed_step(self._of_run, self._cursor, acts=acts)
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch.
@@ -238,3 +265,4 @@ class PositionLoader(ABC, Generic[Ordered]):
         ticket = self.draws.next
         if ticket is not None and not self.elsewhere:  # where another batch may be run now
             seed_everything(ticket.loop_seed)
+            seed_generators(self.of_loop, ticket.loop_seed)

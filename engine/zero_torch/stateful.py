@@ -46,6 +46,9 @@ class Statefuls:
         self._tensors: dict[TensorId, Tensor] = {}
         self._coming: dict[str, Any] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
     def live(self) -> Iterator[tuple[TensorId, Tensor]]:
         """The tensors that are being saved or loaded."""
         yield from self._tensors.items()

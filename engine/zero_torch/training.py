@@ -18,7 +18,12 @@ from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.in_memory import MemorySearch
 from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.plain import UNKNOWN_RUN
-from zero_checkpoint.state.torch_state import EXTRA_STATE, restore_schedule, schedule_as_json
+from zero_checkpoint.state.torch_state import (
+    EXTRA_STATE,
+    restore_schedule,
+    schedule_as_json,
+    warn_of_unsaved_schedule,
+)
 from zero_comm.determinism import Hardware
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.order import NATIVE, ORDERED, record_of, record_of_native
@@ -128,6 +133,8 @@ class Training:
             "excludes_frozen": exclude_frozen,
         }
         state = self.state
+        if self.scheduler is None and not (client or state.statefuls or self.rank):
+            warn_of_unsaved_schedule(self.optimizer)
         meta = {"engine": engine, "client": dict(client), META: state.statefuls.take()}
         captured = State(state.tensors(), self._kept(state.owned()), state.aliases(), meta)
         state.statefuls.drop()
@@ -195,6 +202,8 @@ class Training:
             self.scaler.load_state_dict(run["grad_scaler"])
         record.resume(self.cursor, run)
         self.lanes.adopt(run, self.order)
+        if ordered is not None:
+            ordered.feed.end_step()
 
 
 def _unasked(run: Mapping[str, Any]) -> str | None:

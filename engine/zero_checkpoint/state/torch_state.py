@@ -6,10 +6,12 @@ name, unless the caller asks for its text.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.state.client_state import pack, unpack
+
+_log = logging.getLogger(__name__)
 
 STATISTICS = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Floating-point buffers of torch's own layers."""
@@ -165,6 +169,23 @@ def is_buffer(name: str, dtype: torch.dtype, patterns: Sequence[str] = ()) -> bo
 # ---- learning-rate schedulers ----
 # What JSON has stays as it is, so that any release reads it; all else, such as the milestones of
 # MultiStepLR, whose keys are numbers, is written as `client_state` writes it.
+
+
+_UNSAVED = (
+    "the learning rate has a scheduler that is in no checkpoint: a run that resumes begins it "
+    "again; give it to initialize(lr_scheduler=...) or protect(scheduler=...), to "
+    "protect(stateful=...), or save its state_dict() in client_state"
+)
+_told: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Those whose schedule is known to be unsaved."""
+
+
+def warn_of_unsaved_schedule(optimizer: torch.optim.Optimizer) -> None:
+    """Warn once of a scheduler of torch that steps an optimizer, and that nobody saves."""
+    scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    if scheduled and optimizer not in _told:
+        _told.add(optimizer)
+        _log.warning("%s", _UNSAVED)
 
 
 def schedule_as_json(scheduler: Any) -> Any:

@@ -51,7 +51,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
 
         The processes that read live as long as an iteration.
         """
-        super().__init__(order, order.cursor)
+        super().__init__(order, order.cursor, seed)
         self._source = source
         self._of_reading = seed
         self._seeds_loop, self._seeds_forward = seeds_loop, seeds_forward

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from zero_contract.errors import ConfigError
+from zero_data.generators import generators_of, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.place import ALONE, seed_process, seeded
 from zero_data.lanes.packing import Packed
@@ -109,9 +110,14 @@ class Reading(IterableDataset[Read | None]):
             while True:
                 yield _END
         number, took_s, read_s = start.at, 0.0, 0.0
+        # A dataset that is iterated has an order of its own, perhaps of its own generator.
+        is_map = hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
+        own = generators_of(self.dataset, self.collate) if is_map else []
         while True:
             again, batch, taken = number < start.number, None, None
-            seed_process(mix(self.seed, self.epoch, lane, number, _READING))
+            seed = mix(self.seed, self.epoch, lane, number, _READING)
+            seed_process(seed)
+            seed_generators(own, seed)
             begin_s = time.perf_counter()
             samples = self._take(reader)
             if samples and not again:

@@ -29,6 +29,7 @@ from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
+from zero_data.generators import generators_of_module, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.loaders import Given
 from zero_data.own_loader import MicroBatches
@@ -120,6 +121,8 @@ class Engine(WholeWeights):
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
         self._session.writes = core.writes
         self._micro_steps.on_plain = if_alive(self._fill_in)
+        self._of_module = generators_of_module(self.module)
+        """Random numbers that modules draw from generators of their own."""
 
     def _fill_in(self, runs: bool) -> None:
         fill_in(self._session, runs)
@@ -143,6 +146,7 @@ class Engine(WholeWeights):
                 seed = mix(self._config.seed, self._run.cursor.step, microbatch.index)
                 self._self_test.run_if_due(call, args, kwargs, seed)
                 seed_everything(seed)
+                seed_generators(self._of_module, seed)
             with (
                 outlived(self._session, goes_on=True) if training else nullcontext(),
                 self._stopwatch.measure(part),
@@ -231,6 +235,8 @@ class Engine(WholeWeights):
         self._core.moved.take_writes()
         if self._core.zero is not None:
             self._core.as_given.check(self._core.zero.units)
+            assert self._core.reducer is not None
+            self._core.reducer.check_hooks()
         with outlived(self._session):
             self._end_step(lr_kwargs)
 
@@ -281,6 +287,8 @@ class Engine(WholeWeights):
             self._report_skip(outcome)
         elif outcome.scaling and self.global_rank == 0:
             _log.info("step %d: %s", cursor.step, outcome.scaling)
+        if self._run.loader is not None:
+            self._run.loader.end_step()
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
         progress = Progress(

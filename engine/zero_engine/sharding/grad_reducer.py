@@ -204,6 +204,23 @@ class GradReducer:
             for position, param in enumerate(gradient.unit.params)
         ]
 
+    def check_hooks(self) -> None:
+        """Check that no gradient has gone to its sum before a hook of the script sees it.
+
+        Raises:
+            ZeroError: A hook was registered after those here.
+        """
+        units = [gradient.unit for gradient in self._order]
+        places = ((unit, at) for unit in units for at in range(len(unit.params)))
+        for (unit, at), handle in zip(places, self._hooks, strict=False):
+            hooks: Any = unit.params[at]._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:
+                raise ZeroError(
+                    f"{unit.layout.slots[at].fqn} has a post-accumulate-grad hook that was "
+                    "registered after initialize(): it finds no gradient, which has gone to its "
+                    "sum; use parameter.register_hook(), or register it before"
+                )
+
     def unhook(self) -> None:
         """Remove the hooks from the parameters."""
         while self._hooks:

@@ -28,6 +28,7 @@ from zero_checkpoint.format.pieces import State
 from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.in_memory import MemorySearch
 from zero_checkpoint.loading.restore import Loaded
+from zero_checkpoint.state.torch_state import warn_of_unsaved_schedule
 from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.exchange.collectives import Pending
 from zero_comm.sums.order import record_of, record_of_native
@@ -200,6 +201,9 @@ class EngineTraining:
         """The state to save, with counters, batch and environment."""
         whole = {**self._describe(), **run}
         state = self._state.capture(whole, client, exclude_frozen=exclude_frozen)
+        kept = client or self.in_library_loop or state.meta["engine"]["scheduler"] is not None
+        if self._core.zero is not None and self._run.rank == 0 and not kept:
+            warn_of_unsaved_schedule(self._core.zero.optimizer)
         return self._lanes.saved(state, lanes_of(self._run.loader))
 
     def weight_hash(self) -> str:
@@ -280,6 +284,8 @@ class EngineTraining:
             run.summed_over = saved["summed_over"]
         record.resume(run.cursor, saved)
         self._lanes.adopt(saved, lanes_of(run.loader))
+        if run.loader is not None:
+            run.loader.end_step()
 
     def _adopt_order(self, saved: Mapping[str, Any]) -> None:
         """Sum gradients as a checkpoint says; warn of what changes the result."""

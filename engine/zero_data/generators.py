@@ -1,0 +1,95 @@
+"""Generators of random numbers that the script's objects keep for themselves.
+
+A dataset with a `self.rng`, a `collate_fn` that holds one, a module that draws noise with its own:
+what such a generator gives next depends on how often it was asked in this process, so on the rank,
+on its loading process, and on restarts. They are found, and seeded wherever those of the process
+are. Nobody can find one that the loop itself holds in a variable.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_MOST = 10_000
+"""Objects that are looked at: a dataset may hold millions."""
+_OF_EACH = 100
+"""Elements of a container."""
+
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generators_of(*roots: object) -> list[Generator]:
+    """Those that can be reached from objects of the script, each once."""
+    found: list[Generator] = []
+    seen: set[int] = set()
+    left = deque(roots)
+    while left and len(seen) < _MOST:
+        each = left.popleft()
+        if id(each) in seen or each is None or isinstance(each, _LEAVES):
+            continue
+        seen.add(id(each))
+        if isinstance(each, _KINDS):
+            found.append(each)
+        else:
+            left.extend(islice(_inside(each), _OF_EACH))
+    return found
+
+
+def generators_of_module(module: nn.Module) -> list[Generator]:
+    """Those in the attributes of a module and its parts."""
+    attributes = (pair for each in module.modules() for pair in vars(each).items())
+    return generators_of(*(value for key, value in attributes if key not in _OF_TORCH))
+
+
+_OF_TORCH = vars(nn.Module()).keys()
+_LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, type, ModuleType)
+
+
+def _inside(each: Any) -> Iterator[object]:
+    match each:
+        case dict():
+            yield from each.values()
+        case list() | tuple() | set() | frozenset() | deque():
+            yield from each
+        case partial():
+            yield from (each.func, each.args, each.keywords)
+        case MethodType():
+            yield each.__self__
+        case FunctionType():
+            yield from (cell.cell_contents for cell in each.__closure__ or () if _is_set(cell))
+        case _:
+            yield from getattr(each, "__dict__", {}).values()
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def seed_generators(generators: Iterable[Generator], seed: int) -> None:
+    """Seed them, in place."""
+    for each in generators:
+        match each:
+            case torch.Generator():
+                each.manual_seed(seed >> 1)
+            case np.random.Generator():
+                kind: Any = type(each.bit_generator)
+                each.bit_generator.state = kind(seed).state
+            case np.random.RandomState():
+                each.seed(seed % (1 << 32))
+            case _:
+                each.seed(seed)
