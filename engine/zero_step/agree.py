@@ -117,6 +117,7 @@ class Agreement:
 
     Attributes:
         divisions: How the gradients are divided into shards.
+        device: Where they are.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Agreement:
         self._norms = BlockNorms(divisions, collectives, device)
         self._not_finite: list[Tensor] = []
         """The block norms of the last step, if the norm was not finite."""
-        self._device = device
+        self.device = device
 
     @torch.no_grad()
     def reach(
@@ -145,7 +146,7 @@ class Agreement:
             Diverged: The ranks have not exchanged the same in the same order.
             PeerLost: A peer is lost.
         """
-        group, device = self._collectives, self._device
+        group, device = self._collectives, self.device
         norms = self._norms.of(shards)
         order = group.numbers([group.order.checksum()], device)
         own = [

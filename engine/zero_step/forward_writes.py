@@ -16,10 +16,14 @@ A buffer that is replaced by one of another shape is a cache: it stays as its ra
 A forward that writes to a parameter is an error: each rank would write what its samples say, and
 train a model of its own. It is seen by the parameter's version, which writes to `.data` leave as it
 is; FSDP2 drops what is written to gathered weights, so embeddings that do it are known by name.
+
+What a forward keeps elsewhere is a warning: in a buffer that no checkpoint has, in a number in an
+attribute, of which each rank has its own, or over the ranks of a micro-step (SyncBatchNorm).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -43,7 +47,22 @@ _RENORMALISES = (
     "weights of its own; leave max_norm out, and between two steps do under torch.no_grad() "
     "embedding.weight.copy_(torch.renorm(embedding.weight, {}, 0, {}))"
 )
+_NOT_PERSISTENT = (
+    "the forward writes to the buffer %s, which is in no checkpoint: a run that resumes begins "
+    "with what its constructor gives, and computes something else unless it is a cache; register "
+    "it with persistent=True"
+)
+_ATTRIBUTE = (
+    "the forward changes the attribute %s, a number: each rank has one of its own, of the "
+    "micro-batches that it runs, and no checkpoint has it; if results depend on it, keep it in a "
+    "buffer (register_buffer)"
+)
+_SYNC = (
+    "%s is a SyncBatchNorm, which normalizes over the micro-batches that the ranks run at the same "
+    "time: results depend on the world size; BatchNorm does not"
+)
 _CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
 
 
 class ForwardWrites:
@@ -69,6 +88,10 @@ class ForwardWrites:
         """What they held when the step began."""
         self._after: dict[str, Tensor] = {}
         """What the first micro-batch has left in them, if this rank has run it."""
+        self._numbers: dict[str, dict[str, float]] = {}
+        """Of each module the numbers in its attributes, before the first forward of the run."""
+        self._told: set[str] = set()
+        """The buffers and attributes that a warning has named."""
         self._begun = False
         self._first = 0, 0
         """Micro-step and rank that run the first micro-batch of the step."""
@@ -112,6 +135,7 @@ class ForwardWrites:
 
     def end_micro_step(self) -> None:
         """Let the next forward begin as the one of this micro-step has."""
+        self._compare_attributes()
         written = [name for name in self._own if self._is_written(name)]
         self._found.update(set(written).difference(self._written))
         if (self._micro, self._collectives.rank) == self._first:
@@ -142,6 +166,7 @@ class ForwardWrites:
             )
             if absent := [name for name in self._written if name not in self._owners]:
                 raise ZeroError(_ABSENT.format(absent[0]))
+            self._warn_of_transient()
         if self._written:
             held = {name: self._buffer(name) for name in self._written}
             # After the first micro-batch; else as before it; else, for what no forward of this rank
@@ -149,6 +174,31 @@ class ForwardWrites:
             left = {**held, **self._before, **self._after}
             self._put(self._shared([left[name] for name in self._written]), self._written)
         self._close()
+
+    def _warn_of_transient(self) -> None:
+        for name in self._written:
+            module, key = self._owners[name]
+            if key in module._non_persistent_buffers_set:
+                self._warn(_NOT_PERSISTENT, name)
+
+    def _warn(self, what: str, name: str) -> None:
+        if name not in self._told and self._collectives.rank == 0:
+            _log.warning(what, name)
+        self._told.add(name)
+
+    def _attributes(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {key: each for key, each in vars(module).items() if type(each) in (int, float)}
+            for name, module in self._module.named_modules()
+        }
+
+    def _compare_attributes(self) -> None:
+        before, self._numbers = self._numbers, {}
+        now = self._attributes() if before else {}
+        for name, numbers in now.items():
+            for key, each in before.get(name, numbers).items():
+                if numbers.get(key) != each:
+                    self._warn(_ATTRIBUTE, f"{name}.{key}" if name else key)
 
     def drop(self, micro: int) -> None:
         """Drop what was written since the begin of a micro-step; of the first one: of the step."""
@@ -176,9 +226,13 @@ class ForwardWrites:
         }
         for name, module in self._module.named_modules():
             _refuse_renormalising(name, module)
+            if self._modes is None and isinstance(module, nn.SyncBatchNorm):
+                self._warn(_SYNC, name)
         self._parameters = dict(self._module.named_parameters())
         # A forward may make buffers: those of the first one are known to the second.
         again = owners.keys() != self._owners.keys()
+        if not self._owners:
+            self._numbers = self._attributes()
         self._owners = owners
         self._modes = None if again else [module.training for module, _ in owners.values()]
         return True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_contract.errors import ConfigError
+from zero_contract.errors import ConfigError, ZeroError
 
 _BY_ELEMENT = (
     torch.optim.ASGD,
@@ -37,6 +37,10 @@ _NO_STEP = {
 }
 """Optimizers that cannot step, whatever wraps the model, and why."""
 
+NO_CLOSURE = (
+    "optimizer.step(closure) computes the loss again, which cannot be held until the last micro-"
+    "batch of a step; call backward() first, and optimizer.step() without a closure"
+)
 NEEDS_WHOLE = "needs_whole_parameters"
 """The attribute of an optimizer or its class: whether its step looks at whole parameters."""
 
@@ -170,9 +174,23 @@ class LearningRates:
         self._optimizer = optimizer
         self._read: dict[int, tuple[Tensor, int | None, float]] = {}
         """By `id`, of those that are tensors: the tensor, its version, its value."""
+        self._begun: list[float] = []
+        """Those with which the step has begun."""
 
-    def now(self) -> list[float]:
-        """By param group."""
+    def begin(self) -> None:
+        """Begin a step with what they are now."""
+        self._begun = self._now()
+
+    def check(self) -> None:
+        """Check that they are those with which the step has begun; raises ZeroError."""
+        if self._now() != self._begun:
+            raise ZeroError(
+                "the learning rate has changed in the middle of a step, as a scheduler does that "
+                "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
+                "holds it until the last micro-batch of a step"
+            )
+
+    def _now(self) -> list[float]:
         groups = self._optimizer.param_groups
         return [self._rate(group["lr"]) for group in groups if "lr" in group]
 

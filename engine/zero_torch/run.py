@@ -30,10 +30,12 @@ from zero_comm.sums.reduction import Turn
 from zero_comm.waiting import transport_failures
 from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
+from zero_data.generators import generators_of_module
 from zero_data.global_batch import MicroBatch, StepPlan, plan_step, strided
 from zero_data.ledger import Ledger, round_of_start
 from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
-from zero_step.agree import Agreement, clipped
+from zero_step import same_options
+from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
@@ -45,10 +47,11 @@ from zero_torch.hooks import fsdp2 as hooks_fsdp2
 from zero_torch.hooks import plain as hooks_plain
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.local_step import local_tensors
-from zero_torch.optimizers import LearningRates, check_members, takes_no_metric
+from zero_torch.optimizers import NO_CLOSURE, LearningRates, check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
+    HookOfOriginal,
     Wrapped,
     Wrapper,
     check_gradients,
@@ -92,8 +95,8 @@ class Run(Checkpoints):
             chosen=chosen,
         )
         options = chosen.elastic
-        begins = partial(self._collectives.everybodys, what=BEGINS)
         place = self._rank, self._world, options.seed
+        begins = partial(self._collectives.everybodys, what=BEGINS)
         self.loader = in_order(loader, microbatches, self._cursor, *place, begins)
         self._batch = self.loader.order.batch
         self.loader.calls = self._begin_iteration, self._draw, self._between_steps
@@ -123,8 +126,6 @@ class Run(Checkpoints):
         self._skipped = False
         """Whether this step left the weights as they were: the gradients were not finite."""
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
-        self._rates: list[float] = []
-        """The learning rates with which the step has begun."""
         self._learning_rates = LearningRates(optimizer)
         self._ledger: Ledger | None = None
         if directory := options.sample_ledger:
@@ -144,6 +145,7 @@ class Run(Checkpoints):
         if options.is_native and self._rank == 0:
             _log.warning("%s", NATIVE_RUN)
         self._attach()
+        self.loader.of_loop = generators_of_module(self._wrapped.module)
         self._hold()
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -151,7 +153,7 @@ class Run(Checkpoints):
     def _attach(self) -> None:
         called = self._wrapped.called
         if called._compiled_call_impl is None:  # else the hook would be compiled
-            called.register_forward_hook(self._end_forward)
+            called.register_forward_hook(HookOfOriginal(self._end_forward))
         match self._wrapped.wrapper:
             case Wrapper.FSDP2:
                 module, guard = self._wrapped.module, partial(exit_on_peer_loss, self._link)
@@ -196,8 +198,7 @@ class Run(Checkpoints):
             normed_part(gradient, division, group.shards[self._rank])
             for gradient, division in zip(gradients, self._clipping.divisions, strict=True)
         ]
-        notes = group.numbers(self._notes().tolist(), self._device)
-        agreed = self._clipping.reach(parts, notes)
+        agreed = self._agree(self._clipping, parts)
         if not math.isfinite(agreed.norm):
             number, _ = self._clipping.first_not_finite()
             name, step = list(self._gradients.trained)[number], self._cursor.step + 1
@@ -221,7 +222,14 @@ class Run(Checkpoints):
         """Give the gradients the weight of their tokens, if nobody has clipped them. Collective."""
         if self._everybodys is None:
             with exit_on_peer_loss(self._link):
-                self._multiply(self._take_notes(self._agreement.reach([], self._notes()).notes))
+                self._multiply(self._take_notes(self._agree(self._agreement, []).notes))
+
+    def _agree(self, agreement: Agreement, parts: Sequence[Tensor]) -> Agreed:
+        group, notes = self._collectives, self._notes().tolist()
+        options = same_options.digest(self._optimizer, group, agreement.device)
+        agreed = agreement.reach(parts, group.numbers(notes, agreement.device), options)
+        same_options.check(agreed, self._optimizer, group)
+        return agreed
 
     def _multiply(self, factor: float) -> None:
         gradients = (p.grad for p in self._gradients.trained.values())
@@ -367,8 +375,7 @@ class Run(Checkpoints):
         self._writes.drop(0)
         self._losses.clear()
         self._tokens.clear()
-        self._correction = 1.0
-        self._everybodys, self._owed = None, False
+        self._correction, self._everybodys, self._owed = 1.0, None, False
         if self._unscaled and self.scaler is not None:  # the scaler has a state of each step
             state, self._unscaled = self.scaler.state_dict(), False
             self._update_scaler()
@@ -483,12 +490,8 @@ class Run(Checkpoints):
         plan, micro, world = self._plan(), self._cursor.micro, self._world
         if micro == 0:
             self._optimizer.zero_grad()
-        elif self._learning_rates.now() != self._rates:
-            raise ZeroError(
-                "the learning rate has changed in the middle of a step, as a scheduler does that "
-                "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
-                "holds it until the last micro-batch of a step"
-            )
+        else:
+            self._learning_rates.check()
         self._writes.begin_micro_step(plan.first_place(strided(world)))
         self._gradients.begin(
             Turn(
@@ -512,7 +515,7 @@ class Run(Checkpoints):
             raise ZeroError(NOT_ITS_TURN)
         self._writes.end_micro_step()
         if self._cursor.micro == 0:
-            self._rates = self._learning_rates.now()
+            self._learning_rates.begin()
         if self._ledger is not None and not microbatch.padding:
             self._ledger.consume(microbatch.index, ticket.ids, ticket.documents)
 
@@ -536,6 +539,7 @@ class Run(Checkpoints):
         cursor.tokens += self._counted
         cursor.skipped += skipped
         cursor.micro = 0
+        self.loader.end_step()
         if self._ledger is not None:
             self._ledger.end_step(cursor.step)
 
@@ -566,11 +570,7 @@ class Run(Checkpoints):
         if makes_state(self._optimizer):
             return call(*args, **kwargs)
         if any(each is not None for each in (*args, *kwargs.values())):
-            raise ZeroError(
-                "optimizer.step(closure) computes the loss again, which cannot be held until the "
-                "last micro-batch of a step; call backward() first, and optimizer.step() without "
-                "a closure"
-            )
+            raise ZeroError(NO_CLOSURE)
         if not self._may_act():
             return None
         with local_tensors(self._optimizer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.models import make_model
+from tests.support.models import LENGTH, WIDTH, make_model
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
@@ -33,10 +33,30 @@ def change_the_memory(engine: Engine) -> None:
     engine.module.half().float()
 
 
+def replace_a_module(engine: Engine) -> None:
+    engine.module.norm = nn.LayerNorm(WIDTH)
+
+
+def replace_a_parameter(engine: Engine) -> None:
+    engine.module.position = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+
+
+def hook_behind(engine: Engine) -> None:
+    engine.module.position.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def take_out(engine: Engine) -> None:
+    del engine.optimizer.param_groups[0]["params"][0]
+
+
 CHANGES: dict[str, tuple[Callable[[Engine], None], str]] = {
     "group": (add_a_group, r"has 2 param groups, and had 1 at initialize\(\)"),
     "unfrozen": (train_more, r"norm\S* requires gradients, and did not at initialize\(\)"),
     "memory": (change_the_memory, r"has other memory than at initialize\(\): half\(\), to\(\)"),
+    "module": (replace_a_module, r"norm.weight is another parameter than at initialize\(\)"),
+    "parameter": (replace_a_parameter, r"position is another parameter than at initialize\(\)"),
+    "members": (take_out, r"the param groups of the optimizer have other parameters than at"),
+    "hook": (hook_behind, r"position has a post-accumulate-grad hook that was registered after"),
 }
 
 
@@ -66,6 +86,17 @@ def train_on(name: str) -> None:
         train(engine, 2)
     finally:
         assert (engine.global_steps, engine.weight_hash()) == (1, before)
+
+
+def of_one_memory() -> None:
+    model = make_model()
+    model.position = nn.Parameter(model.embed.weight.data[:LENGTH])
+    make_engine(config(1), model=model)
+
+
+def test_parameters_that_share_memory_and_are_not_one_are_refused(worlds: WorldPool) -> None:
+    with pytest.raises(WorldError, match=r"position and embed\.weight share memory"):
+        worlds.run(1, of_one_memory)
 
 
 def test_a_parameter_that_is_frozen_later_is_told_of_once(worlds: WorldPool) -> None:

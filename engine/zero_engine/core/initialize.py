@@ -45,7 +45,7 @@ from zero_engine.config.schema import CPU, NVME, OffloadOptimizer, OffloadParam
 from zero_engine.core import activations
 from zero_engine.core.engine import Engine
 from zero_engine.core.loaders import training_loader
-from zero_engine.core.precision import check_dtypes, prepare_buffers
+from zero_engine.core.precision import check_apart, check_dtypes, prepare_buffers
 from zero_engine.core.rewrap import leave_weights, take_over, take_without_weights
 from zero_engine.layout import Facts, Layout, of_the_model, resolve
 from zero_engine.offload_states import Inconsistency, MovedStates
@@ -290,6 +290,7 @@ def _lay_out(
     )
     dtype = DTYPES[of_the_model(config, dtypes)[0].compute]
     check_dtypes(model, groups, dtype)
+    check_apart(model)
     zero = config.zero_optimization
     marks = zero.leaf_module
     mark_configured(model, marks.classes, marks.names, marks.name_suffixes)

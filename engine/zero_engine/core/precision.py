@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from zero_comm.exchange.collectives import Collectives
@@ -22,6 +22,10 @@ from zero_engine.config import Config
 from zero_engine.sharding.partition import DTYPES
 
 _log = logging.getLogger(__name__)
+_AUTOCAST = (
+    "torch.autocast is on around the engine's forward, and has no effect in it, as in DeepSpeed: "
+    "the config decides the precision; set torch_autocast.enabled"
+)
 
 
 class Precision:
@@ -32,6 +36,7 @@ class Precision:
         self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
         autocast = config.torch_autocast
         self._autocast = DTYPES.get(autocast.compute or "") if autocast.enabled else None
+        self._told = False
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward."""
@@ -43,6 +48,9 @@ class Precision:
 
             args, kwargs = tree_map(cast, (args, dict(kwargs)))
         dtype = self._autocast
+        if dtype is None and not self._told and torch.is_autocast_enabled(self._device.type):
+            self._told = True
+            _log.warning("%s", _AUTOCAST)
         with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
             return module(*args, **kwargs)
 
@@ -72,6 +80,26 @@ def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype
             )
 
 
+def check_apart(model: nn.Module) -> None:
+    """Check that no two parameters are views of the same memory, which the engine would part.
+
+    Raises:
+        ConfigError: Two are.
+    """
+    spans = []
+    for name, param in model.named_parameters():
+        if param.numel() and not param.is_meta and param.is_contiguous():
+            spans.append((param.data_ptr(), param.data_ptr() + param.nbytes, name))
+    spans.sort()
+    for (_, end, name), (start, _, other) in pairwise(spans):
+        if start < end:
+            raise ConfigError(
+                f"{name} and {other} share memory and are two parameters: the engine would give "
+                "each its own, and what is one weight would become two; make them one nn.Parameter "
+                "under both names, or give one of them a clone()"
+            )
+
+
 def prepare_buffers(
     model: nn.Module, dtype: torch.dtype | None, device: torch.device, collectives: Collectives
 ) -> None:
@@ -83,8 +111,3 @@ def prepare_buffers(
         casts = dtype is not None and buffer.is_floating_point()
         buffer.data = buffer.data.to(device, dtype if casts else buffer.dtype).contiguous()
         collectives.broadcast(buffer, f"buffer {name}")
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        _log.warning(
-            "batch norm keeps statistics per rank: results will depend on the world size; "
-            "layer norm or group norm do not"
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from operator import is_
 
 import torch
 from torch import nn
@@ -19,6 +20,12 @@ from zero_engine.sharding.flat_unit import FlatUnit
 _log = logging.getLogger(__name__)
 
 _ONCE_MORE = "or give the module to initialize() once more, with a new optimizer"
+
+
+def _parts(model: nn.Module) -> list[nn.Parameter | nn.Module | None]:
+    """The parameters and modules of each module: what a script may replace."""
+    modules = model.modules()
+    return [each for m in modules for each in (*m._parameters.values(), *m._modules.values())]
 
 
 class AsGiven:
@@ -42,13 +49,17 @@ class AsGiven:
         ]
         """Of each param group the names of the parameters that are not trained."""
         self._has_warned = False
+        self._members: list[torch.Tensor] = []
+        """What the groups have at a step: the engine's own, once it is made."""
+        self._model, self._parts = model, _parts(model)
+        self._known = {*model.parameters()}
 
     def check(self, trained: Iterable[FlatUnit]) -> None:
         """Refuse what the engine cannot follow.
 
         Raises:
             ZeroError: There is a further param group, a parameter of a group is to be trained since
-                then, or a trained one has other memory.
+                then, a module has another one, or a trained one has other memory.
         """
         groups = self._optimizer.param_groups if self._optimizer is not None else []
         if len(groups) != self._groups:
@@ -57,6 +68,15 @@ class AsGiven:
                 "initialize(): what is added later is not trained; let all groups be there at "
                 f"initialize(), with lr=0 until they are to be trained, {_ONCE_MORE}"
             )
+        members = [each for group in groups for each in group["params"]]
+        self._members = self._members or members
+        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
+            raise ZeroError(
+                "the param groups of the optimizer have other parameters than at the step before: "
+                "the engine steps those of initialize(), each in its group; change lr and other "
+                f"options of the groups instead, {_ONCE_MORE}"
+            )
+        self._check_parts()
         for name, param in self._frozen:
             if param.requires_grad:
                 raise ZeroError(
@@ -74,6 +94,20 @@ class AsGiven:
                 )
             if not self._has_warned:
                 self._warn_of_frozen(unit)
+
+    def _check_parts(self) -> None:
+        parts = _parts(self._model)
+        if len(parts) == len(self._parts) and all(map(is_, parts, self._parts)):
+            return
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and param not in self._known:
+                raise ZeroError(
+                    f"{name} is another parameter than at initialize(), or a further one: forward "
+                    "computes with it, and the engine neither trains nor saves it; copy values "
+                    "into the parameter that was there, in zero.GatheredParameters(parameters, "
+                    f"modifier_rank=0), {_ONCE_MORE}"
+                )
+        self._parts = parts
 
     def _warn_of_frozen(self, unit: FlatUnit) -> None:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):

@@ -40,6 +40,7 @@ from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.partition import DTYPES
 from zero_engine.sharding.segments import Segment
 from zero_engine.sharding.small_params import SmallParam, checksum
+from zero_step import same_options
 from zero_step.agree import Agreement, clipped
 from zero_step.division import Division
 
@@ -237,8 +238,10 @@ class ZeroOptimizer:
         for each in self.sums:
             each.settle()
         scale = self._unscaled()
+        options = same_options.digest(self.optimizer, self._collectives, notes.device)
         written = checksum(self._small(), notes.device)
-        agreed = self._agreement.reach(self.totals, notes, written)
+        agreed = self._agreement.reach(self.totals, notes, written + options)
+        same_options.check(agreed, self.optimizer, self._collectives)
         if not agreed.alike:
             self._refuse_written()
         share = correction(agreed.notes) / scale
