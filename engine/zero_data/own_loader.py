@@ -62,9 +62,9 @@ class MicroBatches(Sampler[list[int]]):
         self._check()
         return self.last
 
-    def end_step(self) -> None:
-        """Begin the random numbers between two steps."""
-        seed_step(self.order.seed, self.order.cursor)
+    def seed_step(self, *, acts: bool = False) -> None:
+        """Begin the random numbers of the optimizer, or between two steps."""
+        seed_step(self.order.seed, self.order.cursor, acts=acts)
 
     known_as: int | None = None
 

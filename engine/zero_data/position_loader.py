@@ -133,8 +133,12 @@ class Feed(Protocol):
     def run(self) -> Ticket | None:
         """The ticket of the batch that a micro-step runs now, if it is known."""
 
-    def end_step(self) -> None:
-        """Begin the random numbers between two steps: a step has ended, or was loaded."""
+    def seed_step(self, *, acts: bool = False) -> None:
+        """Begin the random numbers between two steps: one has ended, or was loaded.
+
+        `acts`: those of the optimizer, which is about to act. Not for one of several trainings of
+        a process: what follows may belong to the same micro-batch, as in a GAN.
+        """
 
     known_as: int | None
     """The `fingerprint` of its data; None: no checkpoint has it, and the first micro-batch of the
@@ -166,6 +170,8 @@ class PositionLoader(ABC, Generic[Ordered]):
         self.known_as: int | None = None
         self.of_loop: Sequence[Generator] = ()
         """Generators of the script that are seeded with those of the process."""
+        self.is_alone: Callable[[], bool] = lambda: True
+        """Whether it is the only training of the process."""
         self.calls: tuple[Callable[[], object], ...] = (_nothing, _nothing, _nothing)
         """Called before each iteration, for each batch, and at the end of an epoch."""
 
@@ -208,16 +214,11 @@ class PositionLoader(ABC, Generic[Ordered]):
         """The ticket of the batch that a micro-step runs now; None if no batch waits for one."""
         ticket = self.draws.run()
         self._seed()  # perhaps no draw comes before what the script does with the next one
-        if ticket is not None and ticket.ends_step:
-            self._seed_step(acts=True)
         return ticket
 
-    def end_step(self) -> None:
+    def seed_step(self, *, acts: bool = False) -> None:
         """See `Feed`."""
-        self._seed_step(acts=False)
-
-    def _seed_step(self, *, acts: bool) -> None:
-        if not self.draws.waiting and not self.elsewhere:
+        if self.is_alone() and not self.draws.waiting and not self.elsewhere:
             seed_step(self._of_run, self._cursor, acts=acts)
 
     def __iter__(self) -> Iterator[Any]:

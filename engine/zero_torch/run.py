@@ -121,10 +121,9 @@ class Run(Checkpoints):
         """The tokens of the backward under way."""
         self._counted = 0
         """Those of the step, on all ranks."""
-        self._unscaled = False
-        """Whether the gradients of this step are unscaled."""
-        self._skipped = False
-        """Whether this step left the weights as they were: the gradients were not finite."""
+        self._unscaled = self._skipped = False
+        """Whether the gradients of this step are unscaled; and whether it left the weights as they
+        were, since they were not finite."""
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._learning_rates = LearningRates(optimizer)
         self._ledger: Ledger | None = None
@@ -146,6 +145,7 @@ class Run(Checkpoints):
             _log.warning("%s", NATIVE_RUN)
         self._attach()
         self.loader.of_loop = generators_of_module(self._wrapped.module)
+        self.loader.is_alone = self._link.is_alone
         self._hold()
         if self._device.type == "cpu":
             keep_freed_memory()
@@ -462,9 +462,8 @@ class Run(Checkpoints):
     def _watch(self) -> None:
         """From now on the next micro-step begins with its forward, if not with a draw."""
         if not self._watches:
-            self._watches = True
-            called = self._wrapped.called  # before FSDP2 gathers: a step may end here
-            called.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._watches = True  # before FSDP2 gathers: a step may end here
+            self._wrapped.called.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if module.training and torch.is_grad_enabled():
@@ -539,7 +538,7 @@ class Run(Checkpoints):
         cursor.tokens += self._counted
         cursor.skipped += skipped
         cursor.micro = 0
-        self.loader.end_step()
+        self.loader.seed_step()
         if self._ledger is not None:
             self._ledger.end_step(cursor.step)
 
@@ -597,4 +596,5 @@ class Run(Checkpoints):
         self._phase.check(Move.STEP)
         self._weigh_tokens()
         self._take_back()
+        self.loader.seed_step(acts=True)
         return True

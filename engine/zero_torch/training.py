@@ -203,7 +203,7 @@ class Training:
         record.resume(self.cursor, run)
         self.lanes.adopt(run, self.order)
         if ordered is not None:
-            ordered.feed.end_step()
+            ordered.feed.seed_step()
 
 
 def _unasked(run: Mapping[str, Any]) -> str | None:

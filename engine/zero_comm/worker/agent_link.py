@@ -150,7 +150,7 @@ class AgentLink:
         """The bytes of the node's memory that each of them has."""
         self.total_steps = 0
         """Steps of the whole run; 0: not known."""
-        self._joined = 0
+        self._joined = self._left = 0
         self._shown: tuple[int, contract.Progress] | None = None
         self._saving_s = self._compute_s = self._wait_s = 0.0
         self._timer = StepTimer(WAITS)
@@ -207,6 +207,10 @@ class AgentLink:
         self.clients[number] = client
         return number
 
+    def is_alone(self) -> bool:
+        """Whether the script has one engine, and others only that it has destroyed."""
+        return self._joined - self._left == 1
+
     def note_schedule(self, scheduler: object) -> None:
         """Note the steps of the whole run, if a scheduler is made for a number of steps."""
         total_steps = getattr(scheduler, "total_steps", None)  # as torch's OneCycleLR has it
@@ -215,7 +219,7 @@ class AgentLink:
 
     def remove(self, number: int) -> None:
         """Unregister an engine that is destroyed; the last one closes the connection."""
-        self.clients.pop(number, None)
+        self._left += self.clients.pop(number, None) is not None
         if self._shown is not None and self._shown[0] == number:
             self._shown = None
         if not self.clients:

@@ -245,6 +245,7 @@ class Engine(WholeWeights):
         assert zero is not None
         plan, lanes = self._run.ending(), lanes_of(self._run.loader)
         self._micro_steps.end_forwards()
+        self._seed_step(acts=True)
         try:
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
@@ -287,8 +288,7 @@ class Engine(WholeWeights):
             self._report_skip(outcome)
         elif outcome.scaling and self.global_rank == 0:
             _log.info("step %d: %s", cursor.step, outcome.scaling)
-        if self._run.loader is not None:
-            self._run.loader.end_step()
+        self._seed_step()
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
         progress = Progress(
@@ -302,6 +302,10 @@ class Engine(WholeWeights):
         )
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
         end_step(self._session, outcome.notes[:, :NOTES].tolist(), progress)
+
+    def _seed_step(self, *, acts: bool = False) -> None:
+        if self._run.loader is not None and self._link.is_alone():
+            self._run.loader.seed_step(acts=acts)
 
     def _report_skip(self, outcome: StepOutcome) -> None:
         assert self._core.zero is not None

@@ -285,7 +285,7 @@ class EngineTraining:
         record.resume(run.cursor, saved)
         self._lanes.adopt(saved, lanes_of(run.loader))
         if run.loader is not None:
-            run.loader.end_step()
+            run.loader.seed_step()
 
     def _adopt_order(self, saved: Mapping[str, Any]) -> None:
         """Sum gradients as a checkpoint says; warn of what changes the result."""

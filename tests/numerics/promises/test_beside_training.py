@@ -323,3 +323,38 @@ def test_a_scheduler_that_is_in_no_checkpoint_is_told_of_once(
     assert ["begins it again; give it to initialize" in line for line in first] == [True]
     assert second == []
     assert worlds.run(2, saved_with, True, back_end, str(tmp_path / "given")) == [[], []]
+
+
+# ---- two trainings in one process ----
+
+
+def of_a_gan() -> list[str]:
+    """A generator and a critic, whose noise is drawn behind the other's step."""
+    torch.manual_seed(0)
+    wrapper = "ddp" if dist.get_world_size() > 1 else "plain"
+    pair = [wrap(nn.Linear(IN, IN), wrapper), wrap(nn.Linear(IN, 1), wrapper)]
+    runs = [
+        zero_torch.protect(
+            model, sgd(model), torch.utils.data.DataLoader(data(), batch_size=2), microbatches=4
+        )
+        for model in pair
+    ]
+    (generator, critic), (of_generator, of_critic) = pair, runs
+    for (real,), (other,) in zip(of_critic.loader, of_generator.loader, strict=True):
+        fake = generator(torch.randn_like(real)).detach()
+        of_critic.backward((critic(real) - 1).square().mean() + critic(fake).square().mean())
+        of_critic.step()
+        of_generator.backward((generator(torch.randn_like(other)) - 1).square().mean())
+        of_generator.step()
+    hashes = [run.weight_hash() for run in runs]
+    for run in runs:
+        run.close()
+    return hashes
+
+
+def test_the_noise_of_a_gan_is_that_of_its_micro_batch_whoever_steps_before(
+    worlds: WorldPool,
+) -> None:
+    (expected,) = worlds.run(1, of_a_gan)
+    for world in (2, 3):
+        assert worlds.run(world, of_a_gan) == [expected] * world
