@@ -197,6 +197,22 @@ def test_the_death_of_any_agent_does_not_stop_the_others_from_deciding():
         assert cluster.order() == "abcd".replace(victim, "")
 
 
+def test_a_transition_that_another_agent_has_made_is_not_made_again():
+    cluster = Cluster()
+    late, other = cluster.join("a"), cluster.join("b")
+    cluster.settle()
+    n = cluster.view.n
+    other.report_failure(n, Failure(node="b", symptom=False, summary="broke"))
+    late._look()
+    other.poll()  # the failure ends the round
+    head = cluster.store.get(late.keys.round)
+    assert (late.snapshot.state, late.snapshot.fence < head.mod_revision) == (State.ACTIVE, True)
+    late._advance()
+    cluster.clock.advance(10.0)
+    assert late._advance(), "the late one finds it due, and tries"
+    assert cluster.store.get(late.keys.round) == head
+
+
 def test_a_commit_is_published_by_the_current_round_only():
     cluster = Cluster()
     agent = cluster.join("a")
