@@ -17,12 +17,11 @@ take turns within each trial; medians and ranges are printed, in seconds:
     join     a second node comes to a first: how much longer than a step the first stands still
     drain    the agent of one gets a SIGTERM: how much longer than a step the other stands still
 
-For zero-agent the node that dies is rank 0's, but for "in-place" and "restart" the last one's: if
-the first is suspended, its survivor is started anew. torchrun's job cannot outlive the node that
-hosts its store, so there the other one is the victim. "tuned" is the shortest setting of torchrun
-that was found to be stable: a last call of 1 s, keep-alives of 1 s, and 5 s until gloo gives up on
-a peer. zero-agent takes a worker for hung after 2 s without a step, where torchrun has gloo's
-limit.
+For zero-agent the node that dies is rank 0's, but for "in-place" and "restart" the last one's.
+torchrun's job cannot outlive the node that hosts its store, so there the other one is the victim.
+"tuned" is the shortest setting of torchrun that was found to be stable: a last call of 1 s,
+keep-alives of 1 s, and 5 s until gloo gives up on a peer. zero-agent takes a worker for hung after
+2 s without a step, where torchrun has gloo's limit.
 """
 
 from __future__ import annotations
