@@ -11,10 +11,11 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,13 +37,14 @@ def generators_of(*roots: object) -> list[Generator]:
     left = deque(roots)
     while left and len(seen) < _MOST:
         each = left.popleft()
-        if id(each) in seen or each is None or isinstance(each, _LEAVES):
+        if id(each) in seen or each is None or issubclass(type(each), _LEAVES):
             continue
         seen.add(id(each))
-        if isinstance(each, _KINDS):
-            found.append(each)
+        if issubclass(type(each), _KINDS):
+            found.append(cast(Generator, each))
         else:
-            left.extend(islice(_inside(each), _OF_EACH))
+            with suppress(Exception):  # a proxy of what is gone, or not there yet
+                left.extend(islice(_inside(each), _OF_EACH))
     return found
 
 
