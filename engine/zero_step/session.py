@@ -113,6 +113,10 @@ class Session:
         with exit_on_peer_loss(self._link):
             name = text_of(tag)
             if self.staying is not None:
+                if self.staying.resumed:
+                    step = self._training.cursor.step
+                    _log.warning("step %d is saved already: this round began with it", step)
+                    return True
                 self.staying.save(whole=not exclude_frozen_parameters)
             agree_on_tag(name, self._mode, self._collectives)
             saved = self._persistence.save(
@@ -124,6 +128,8 @@ class Session:
                 aside=not save_latest,
             )
             self._leave_if_all_saved()
+        if self.staying is not None:
+            self.staying.saved()
         return saved
 
     def load(
@@ -158,7 +164,8 @@ class Session:
         with exit_on_peer_loss(self._link):
             path, self.client_state = self._persistence.load(place(directory), name, loading)
         if self.staying is not None:
-            self.staying.loaded()
+            on_disk = path is not None and not self._persistence.is_in_memory
+            self.staying.loaded(resumed=on_disk)
         return path
 
     def due(
@@ -308,7 +315,7 @@ class Session:
                 raise CheckpointError(f"step {found} is the newest, and the script is at {step}")
             session.staying = staying
             staying.in_step = False
-            staying.loaded()
+            staying.loaded(resumed=True)
         except Exception as error:
             _log.error(
                 "this process cannot stay, and is started anew: %s: %s", type(error).__name__, error
@@ -448,6 +455,8 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
         if session.staying is not None:
             session.staying.in_step = False
         session._depart_if_asked()
+        if session.staying is not None:
+            session.staying.end_step()
 
 
 # ---- the name of a checkpoint ----

@@ -4,6 +4,11 @@ A newcomer runs the script from its begin; a survivor is in the middle of it. Mu
 take part in the same exchanges until they are at the same step: those that make the training, and
 those of its load. So a script that exchanges anything of its own before its first step, or loads in
 another way, is started anew, as without this; and so is whatever does not go as planned.
+
+A survivor comes out of the end of a step, and a newcomer never comes there: what the script does
+between two steps is done by survivors alone. A save there writes nothing, since the round began
+with a checkpoint of that step; nor does one of a newcomer before its first step, lest a script
+that ends there waits for itself. A script that has exchanged anything else there is started anew.
 """
 
 from __future__ import annotations
@@ -70,6 +75,10 @@ class Staying:
         self.in_step = False
         """Whether a step is under way."""
         self._has_begun = False
+        self._since_step: Standing | None = None
+        """The `standing` at the end of the last step; None: since then a micro-step has begun."""
+        self.resumed = False
+        """Whether its round began with a checkpoint of the step at which this process is."""
 
     def forbid(self, why: str) -> None:
         """Start this process anew in the next round."""
@@ -78,6 +87,10 @@ class Staying:
     def _compare(self, before: str) -> None:
         if standing() != self._at:
             self.forbid(f"the script exchanges something of its own before {before}")
+
+    def _compare_between(self) -> None:
+        if self._since_step is not None and standing() != self._since_step:
+            self.forbid("the script exchanges something of its own between two steps")
 
     def load(self, directory: str | os.PathLike[str], *, whole: bool) -> None:
         """Note that the script loads; `whole`: the newest checkpoint, and everything of it."""
@@ -90,19 +103,30 @@ class Staying:
         """Note that the script saves; `whole`: everything."""
         if not (self._has_begun and whole):
             self.forbid("the script saves before its first step, or without what is not trained")
+        self._compare_between()
 
-    def loaded(self) -> None:
+    def saved(self) -> None:
+        """Note the end of a save."""
+        if self._since_step is not None:
+            self._since_step = standing()
+
+    def loaded(self, *, resumed: bool) -> None:
         """Note the end of the load."""
-        self._at = standing()
+        self._at, self.resumed = standing(), resumed
 
     def begin(self) -> None:
         """Note that a micro-step begins."""
-        self.in_step = True
+        self._compare_between()
+        self.in_step, self.resumed, self._since_step = True, False, None
         if not self._has_begun:
             self._has_begun = True
             self._compare("its first step")
             if self.directory is None:
                 self.forbid("the script does not load before its first step")
+
+    def end_step(self) -> None:
+        """Note that the script gets the end of a step back, perhaps in another round."""
+        self._since_step = standing()
 
     def reason_against(self, *, in_step: bool = False) -> str:
         """Why this process is started anew; empty: it stays, even in the middle of a step."""

@@ -213,6 +213,18 @@ def trained(directory: str, settings: dict[str, Any]) -> Any:
     return fingerprint(engine), losses, engine.world_size, dist.get_world_size()
 
 
+def trained_and_saved(directory: str, settings: dict[str, Any]) -> Any:
+    """The same by a script that saves after each step, and once more at its end."""
+    engine = make_engine(settings)
+    engine.load_checkpoint(directory)
+    losses = []
+    while engine.global_steps < STEPS:
+        losses += train(engine, engine.global_steps + 1)
+        assert engine.save_checkpoint(directory)
+    assert engine.save_checkpoint(directory)
+    return fingerprint(engine), losses, engine.world_size, dist.get_world_size()
+
+
 def undisturbed(settings: dict[str, Any]) -> Any:
     engine = make_engine(settings)
     losses = train(engine, STEPS)
@@ -283,6 +295,26 @@ def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
     ]
 
 
+@pytest.mark.corners(after=[1])
+@pytest.mark.parametrize("after", [1, STEPS - 1])
+def test_a_script_that_saves_after_each_step_is_joined_by_one_that_saves_less(
+    job: Callable[..., Job], tmp_path: Path, after: int
+) -> None:
+    """Who stays comes out of the end of a step, and saves where a newcomer never comes."""
+    settings = {**config(2), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    one = job(trained_and_saved, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    step = one.leave_at(after)
+    first = one.members[0].pid
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    _, (expected, losses) = alone.get(timeout=60)
+    assert ended.pop(first) == (expected, losses, 2, 2)
+    ((weights, others, *worlds),) = ended.values()
+    assert (weights[0], others, worlds) == (expected[0], losses[step:], [2, 2])
+
+
 def test_a_newcomer_that_has_warmed_up_for_no_round_ends_without_an_error(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -331,6 +363,9 @@ def refused(why: str, directory: str) -> None:
     if why == "has a group of its own":
         run_micro_step(engine, step=True)
         dist.new_group([0])
+    if why == "exchanges between two steps":
+        train(engine, 1)
+        engine.weight_hash()
     if why == "saves before its first step":
         engine.save_checkpoint(directory)
     if why == "saves a part":
@@ -338,12 +373,13 @@ def refused(why: str, directory: str) -> None:
     train(engine, STEPS)
 
 
-@pytest.mark.corners(why=["exchanges before its first step"])
+@pytest.mark.corners(why=["exchanges before its first step", "exchanges between two steps"])
 @pytest.mark.parametrize(
     "why",
     [
         "exchanges before its load",
         "exchanges before its first step",
+        "exchanges between two steps",
         "loads nothing",
         "loads twice",
         "has a group of its own",
