@@ -1,5 +1,5 @@
 # make demo   everything the main job needs, and runs it
-# make test   everything the tests need, and runs the fast suite: at most 6 minutes on two cores
+# make test   everything the tests need, and runs the fast suite: 9 minutes on two cores
 # make test-all     every test, part by part; one part alone: make test-unit, test-contract,
 #                   test-simulation, test-numerics, test-groupings, test-processes, test-deploy
 # make nightly      test-all, test-peers if PEERS is given, then make searches
