@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.place import place
+from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.options import FAIL, IGNORE, Checkpoint
 from zero_checkpoint.persistence import NOTES as OF_PERSISTENCE
 from zero_checkpoint.persistence import Persistence
@@ -113,9 +113,9 @@ class Session:
         with exit_on_peer_loss(self._link):
             name = text_of(tag)
             if self.staying is not None:
-                if self.staying.resumed:
-                    step = self._training.cursor.step
-                    _log.warning("step %d is saved already: this round began with it", step)
+                if self.staying.resumed and place(directory) == self._loaded_from:
+                    text = "nothing is written: this round began with step %d, which is saved in %s"
+                    _log.warning(text, self._training.cursor.step, directory)
                     return True
                 self.staying.save(whole=not exclude_frozen_parameters)
             agree_on_tag(name, self._mode, self._collectives)
@@ -272,6 +272,11 @@ class Session:
             environ = self._link.stay(step)
         self._go_on(environ, step)
 
+    @property
+    def _loaded_from(self) -> Place | None:
+        loaded_from = self.staying.directory if self.staying is not None else None
+        return place(loaded_from) if loaded_from is not None else None
+
     def _why_not_stay(self, *, in_step: bool = False) -> str:
         """Why this process cannot go on in the next round; empty: it can, even within a step."""
         if self.staying is None:
@@ -280,7 +285,7 @@ class Session:
         if len(self._link.clients) > 1:
             return "it has several engines"
         directory = self._persistence.script.directory
-        if not why_not and directory != place(self.staying.directory or "."):
+        if not why_not and directory != self._loaded_from:
             return "the script saves elsewhere than it loads from"
         return why_not or ("" if self._link.may_stay else "no zero-agent has started it")
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from tests.support.training import DIVIDED, config, fingerprint, make_engine, run_micro_step, train
 from tests.support.world import forkserver
+from zero_checkpoint import find
 from zero_comm.worker.distributed import MEETING
 from zero_contract import worker as contract
 from zero_contract.channel import Channel
@@ -313,6 +314,28 @@ def test_a_script_that_saves_after_each_step_is_joined_by_one_that_saves_less(
     assert ended.pop(first) == (expected, losses, 2, 2)
     ((weights, others, *worlds),) = ended.values()
     assert (weights[0], others, worlds) == (expected[0], losses[step:], [2, 2])
+
+
+def exported(directory: str, other: str, settings: dict[str, Any]) -> Any:
+    engine = make_engine(settings)
+    engine.load_checkpoint(directory)
+    assert engine.save_checkpoint(directory)
+    assert engine.save_checkpoint(other)
+    engine.destroy()
+    return [len(find(Path(each)).candidates) for each in (directory, other)]
+
+
+def test_a_script_that_saves_what_it_has_loaded_writes_it_elsewhere_alone(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    one = job(exported, str(tmp_path / "a"), str(tmp_path / "b"), settings)
+    found = []
+    for _ in range(2):
+        one.begin([], joining=1)
+        ((_, checkpoints),) = one.end()
+        found.append(checkpoints)
+    assert found == [[1, 1], [1, 2]]
 
 
 def test_a_newcomer_that_has_warmed_up_for_no_round_ends_without_an_error(
