@@ -278,6 +278,10 @@ def main() -> None:
     if not (0 < args.minutes < math.inf and 0 < args.every_s < math.inf and args.pause_s >= 0):
         parser.error("--minutes and --every-s are numbers above 0, --pause-s is one from 0 on")
     kinds = {name: row.kind for name, row in FAULTS.items() if (args.only or "") in name}
+    if not kinds:
+        parser.error(
+            f"--only: no fault has {args.only!r} in its name; there are: {'; '.join(FAULTS)}"
+        )
     faults = schedule(kinds, seed=args.seed, minutes=args.minutes, every_s=args.every_s)
     print(f"seed {args.seed}: {len(faults)} faults in {args.minutes:g} minutes: {summary(faults)}")
     if args.schedule:

@@ -40,3 +40,10 @@ def test_each_script_of_the_page_tells_what_it_measures(tmp_path):
     )
     ended = re.findall(r"^exit code of (.*) (-?\d+)$", ran.stdout, re.M)
     assert sorted(ended) == [(script, "0") for script in sorted(scripts)], ran.stderr
+
+
+def test_chaos_refuses_a_kind_of_fault_that_there_is_not():
+    chaos = [sys.executable, str(ROOT / "benchmarks/chaos.py"), "--schedule", "--only=no such"]
+    ran = subprocess.run(chaos, capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "no fault has 'no such' in its name; there are: " in ran.stderr
