@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.numerics.test_silent_peers import Agent, is_stopped
+from tests.numerics.test_silent_peers import Agent
+from tests.support.suspended import is_suspended
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, pids
@@ -145,7 +146,7 @@ def wait_for_a_search_that_stops(told: str) -> None:
         engine.load_checkpoint(told)
 
     def interrupt() -> None:
-        wait_for(lambda: is_stopped(stopped), 30, "rank 0 is stopped")
+        wait_for(lambda: is_suspended(stopped), 30, "rank 0 is stopped")
         agent.say(Leave(round=0, when=When.NOW, reason="lost node a"))
 
     threading.Thread(target=interrupt, daemon=True).start()

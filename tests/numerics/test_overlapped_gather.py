@@ -24,11 +24,11 @@ import torch.distributed as dist
 import zero_deepspeed
 from tests.numerics.test_branches import LEFT_OUT, Branching, Samples
 from tests.numerics.test_leaving import await_leave, exit_code_of, under_agent
-from tests.numerics.test_silent_peers import is_stopped
 from tests.numerics.test_takeover import engine_for
 from tests.support.models import WIDTH, Tokens
 from tests.support.ports import free_port
 from tests.support.queued import BACKEND
+from tests.support.suspended import is_suspended
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool, pids
@@ -401,7 +401,7 @@ def train_beside_a_peer_that_is_lost(directory: str, stage: int, on: bool) -> No
     if engine.global_rank == 1:
         return
     if on:
-        wait_for(lambda: is_stopped(peer), 30, "rank 1 is stopped")
+        wait_for(lambda: is_suspended(peer), 30, "rank 1 is stopped")
         os.kill(peer, signal.SIGKILL)
         for read in (lambda: engine(Tokens(2)[0][None]), engine.weight_hash):
             with pytest.raises(PeerLost):
@@ -495,7 +495,7 @@ def test_a_process_does_not_end_before_its_peers_have_its_weights() -> None:
         for rank in (0, 1)
     ]
     try:
-        wait_for(lambda: is_stopped(ranks[0].pid), 60, "rank 0 is stopped in its step")
+        wait_for(lambda: is_suspended(ranks[0].pid), 60, "rank 0 is stopped in its step")
         assert ranks[1].stdout is not None
         assert ranks[1].stdout.readline() == "the end\n"
         os.kill(ranks[0].pid, signal.SIGCONT)

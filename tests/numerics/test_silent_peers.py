@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.ports import free_port
+from tests.support.suspended import is_suspended, suspend
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, forkserver, pids
@@ -70,10 +71,6 @@ def stop_in(engine: Engine, where: str) -> None:
             engine.optimizer.register_step_pre_hook(stop)
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 def main_thread_waits() -> bool:
     """Whether this process is where it would be for ever."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -104,7 +101,7 @@ def wait_beside_a_stopped_peer(root: str, stage: int, where: str, how: str) -> N
     told = []
 
     def interrupt() -> None:
-        wait_for(lambda: is_stopped(peer) and main_thread_waits(), 30, "rank 0 waits for rank 1")
+        wait_for(lambda: is_suspended(peer) and main_thread_waits(), 30, "rank 0 waits for rank 1")
         told.append(time.monotonic())
         if how == "agent":
             agent.say(Leave(round=ROUND, when=When.NOW, reason="lost node b"))
@@ -178,7 +175,7 @@ def test_a_process_that_leaves_a_silent_peer_really_ends(tmp_path: Path) -> None
         for rank in (0, 1)
     ]
     try:
-        wait_for(lambda: is_stopped(ranks[1].pid), 60, "rank 1 is stopped")
+        wait_for(lambda: is_suspended(ranks[1].pid), 60, "rank 1 is stopped")
         agent.say(Leave(round=0, when=When.NOW, reason="lost node b"))
         assert ranks[0].wait(60) == ExitCode.PEER_LOST
     finally:
@@ -217,7 +214,7 @@ def test_a_call_to_a_store_that_answers_nobody_ends_and_leaves_every_descriptor(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     assert host.pid is not None
-    os.kill(host.pid, signal.SIGSTOP)
+    suspend(host.pid)
     try:
         asks = threading.Thread(target=ask)
         asks.start()

@@ -26,6 +26,7 @@ from tests.support.cluster import (
     run_alone,
     training,
 )
+from tests.support.suspended import suspend
 from tests.support.waiting import wait_for
 from zero_agent.node.process_control import children
 from zero_contract.exit_codes import AgentExit
@@ -332,7 +333,7 @@ def test_a_parent_of_workers_that_stands_still_is_replaced(cluster, tmp_path):
     job.start("a", "b")
     wait_for(lambda: len(list(tmp_path.glob("began.1.*"))) == 2, 150, "the workers of round 1")
     (forkserver,) = children(job.agents["a"].process.pid)
-    os.kill(forkserver, signal.SIGSTOP)
+    suspend(forkserver)
     os.kill(job.worker_of("b"), signal.SIGKILL)
     job.wait_for_end()
     killed, gone = job.events("forkserver")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
 from tests.support.cluster import training
+from tests.support.suspended import suspend
 
 pytestmark = [pytest.mark.processes, pytest.mark.etcd]
 
@@ -33,7 +31,7 @@ def test_a_stopped_worker_is_replaced_for_one_restart(cluster, undisturbed_hash)
     job = cluster(flags=FLAGS)
     job.start("a", "b")
     job.wait_for_step(25, world=2)
-    os.kill(job.worker_of("b"), signal.SIGSTOP)
+    suspend(job.worker_of("b"))
     assert_as_if_nothing_had_happened(job, undisturbed_hash)
     assert len(job.events("interrupt")) == 1
     hang = job.events("hang")[0]

@@ -28,6 +28,7 @@ from tests.support.cluster import (
     paced,
     training,
 )
+from tests.support.suspended import suspend
 from tests.support.waiting import wait_for
 from zero_data.ledger import Report
 from zero_orchestrator.observe import status
@@ -243,21 +244,13 @@ def test_a_damaged_copy_in_memory_is_named_and_replaced_by_the_other_one(ram_job
 def stopped(job: Cluster) -> Iterator[None]:
     """While no worker runs: what is in memory stays as it is."""
     workers = [job.worker_of(node) for node in job.agents]
-    for pid in workers:
-        os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: all(map(stands_still, workers)), 150, "all threads to stop")
+    suspend(*workers)
     try:
         yield
     finally:
         for pid in workers:
             with suppress(ProcessLookupError):  # of a node that was killed meanwhile
                 os.kill(pid, signal.SIGCONT)
-
-
-def stands_still(pid: int) -> bool:
-    """A thread on another CPU runs on for a moment, and may remove what is old."""
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 def copies_of(job: Cluster, node: str) -> list[Path]:

@@ -14,6 +14,7 @@ import pytest
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
 from tests.support.cluster import TOGETHER, Cluster, final_hash, is_alive
 from tests.support.etcd_server import server
+from tests.support.suspended import suspend
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.ctl.page import picture as pictures
@@ -96,7 +97,7 @@ def test_a_node_that_is_told_to_leave_during_an_outage_does_so_for_free_when_it_
 def asked_to_leave(job, node: str) -> None:
     """SIGTERM a node's agent; its workers, and all others, are in the step that is their last."""
     worker = job.worker_of("a")
-    os.kill(worker, signal.SIGSTOP)
+    suspend(worker)
     job.agents[node].process.send_signal(signal.SIGTERM)
     wait_for(lambda: len(job.events("leave")) == len(job.agents), 150, "all are told")
 

@@ -23,6 +23,7 @@ from tests.support.cluster import COLD, LONG_S, TOGETHER, Cluster, is_alive
 from tests.support.etcd_server import EtcdServer
 from tests.support.etcd_server import cluster as etcd_cluster
 from tests.support.partition import network
+from tests.support.suspended import suspend
 from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member, is_healthy
 from zero_agent.node.process_control import children
@@ -230,7 +231,7 @@ def test_an_agent_that_stood_still_past_its_lease_comes_back_for_free(machines):
     job = machines.job
     machines.start("a", "b")
     job.wait_for_round(1, world=2)
-    job.agents["a"].process.send_signal(signal.SIGSTOP)
+    suspend(job.agents["a"].process.pid)
     job.wait_for_round(2, world=1)
     job.agents["a"].process.send_signal(signal.SIGCONT)
     job.wait_for_round(3, world=2)

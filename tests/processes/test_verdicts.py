@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import TOGETHER, light_imports
+from tests.support.suspended import suspend
 from tests.support.waiting import wait_for
 from zero_orchestrator.observe import status
 from zero_orchestrator.observe.verdicts import Kind
@@ -104,7 +105,7 @@ def test_on_three_nodes_the_stuck_rank_is_named(cluster, tmp_path, stop):
     pid = job.worker_of("c")
     (rank,) = (one["rank"] for one in job.events("worker") if one["pid"] == pid)
     if stop:
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
     else:
         (tmp_path / f"slow-{rank}").write_text("stuck")
     event = told(job, "stuck")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.ports import free_port
-from tests.support.waiting import wait_for
+from tests.support.suspended import suspend
 from zero_agent.etcd.etcd_process import EtcdProcess, Member
 
 
@@ -50,9 +50,7 @@ class EtcdServer:
 
     def suspend(self) -> None:
         """The server keeps its connections, and the kernel goes on accepting new ones."""
-        process = self._running()
-        process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: _stopped(process.pid), 60.0, f"process {process.pid} is stopped")
+        suspend(self._running().pid)
 
     def resume(self) -> None:
         self._running().send_signal(signal.SIGCONT)
@@ -84,15 +82,6 @@ class EtcdServer:
     def _running(self) -> EtcdProcess:
         assert self._process is not None, "not started"
         return self._process
-
-
-def _stopped(pid: int) -> bool:
-    """Whether the signal has reached every thread: until then some still answer."""
-    states = [
-        (task / "stat").read_text().rpartition(")")[2].split()[0]
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    ]
-    return set(states) == {"T"}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
@@ -21,6 +20,7 @@ from tests.numerics.in_memory.nodes import (
 from tests.numerics.test_leaving import under_agent
 from tests.support.inside import persistence_of
 from tests.support.saving import heard
+from tests.support.suspended import suspend
 from tests.support.training import make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
@@ -104,7 +104,7 @@ def train_beside_a_stopped_memory(root: str) -> tuple[list[bool], list[str]]:
         patch.setattr(peer_memory, "CONNECT_TIMEOUT_S", 10.0)
         assert stopped.stdout is not None
         address = stopped.stdout.readline().strip()
-        stopped.send_signal(signal.SIGSTOP)
+        suspend(stopped.pid)
         own = memory_of_this_node(root)
 
         def memory(request: PeerMemoryRequest) -> PeerMemoryReply:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.suspended import suspend
 from zero_agent.workers import stacks as taking
 from zero_agent.workers.worker_main import STACKS_SIGNAL
 from zero_orchestrator.observe.stacks import (
@@ -111,7 +112,7 @@ def test_a_worker_writes_its_stacks_again_and_again_and_goes_on(tmp_path):
             (thread,) = from_faulthandler(found["text"])
             assert (found["rank"], found["pid"]) == (3, worker.pid)
             assert thread.frames[0].function == "asleep"
-        os.kill(worker.pid, signal.SIGSTOP)
+        suspend(worker.pid)
         (found,) = taking.take([worker], native=False, within_s=0.2)
         assert "in state T (stopped)" in found["problem"]
         os.kill(worker.pid, signal.SIGCONT)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.suspended import suspend
 from tests.unit.checkpoint.memory.nodes import FULL
 from tests.unit.checkpoint.support import on_ranks, share
 from zero_checkpoint import StoreConsensus
@@ -78,7 +78,7 @@ def test_a_neighbour_that_does_not_answer_costs_its_copy_and_is_then_left_out(cl
     ) as process:
         directory, address = process.stdout.readline().split()
         cluster.nodes["b"] = replace(cluster.nodes["b"], directory=Path(directory), address=address)
-        process.send_signal(signal.SIGSTOP)
+        suspend(process.pid)
         try:
             for step, why in ((1, f"{address} took no copy: timed out"), (2, "is left out for")):
                 kept = cluster.keep(FULL, step, replicas=1)
