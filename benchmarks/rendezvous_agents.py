@@ -250,7 +250,7 @@ class Process:
         lane.do(lambda: lane.joined.remove(dead)).result()
         lane, neighbour = self._agents[0]
         began = time.monotonic()
-        lane.do(lambda: neighbour.rdzv.evict(dead.rdzv.node)).result()
+        lane.do(lambda: neighbour.rdzv.evict(dead.rdzv.node, ended=True)).result()
         return began
 
     def reset_counts(self) -> None:

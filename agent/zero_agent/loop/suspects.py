@@ -91,7 +91,7 @@ class Suspects:
         """Evict the nodes that are certainly dead; read the leases of the others."""
         with suppress(*STORE_FAILS):  # the leases of the dead will expire
             while self._dead:
-                self._evict(rdzv, self._dead.pop(), "its process has ended")
+                self._evict(rdzv, self._dead.pop(), "its process has ended", ended=True)
             for suspect in list(self._suspects):
                 asked_s = self._clock.now()
                 left_s = rdzv.lease_left_s(suspect.node)
@@ -105,7 +105,7 @@ class Suspects:
                 self._suspects.remove(suspect)
                 if found is LeaseVerdict.DEAD:
                     why = "its port refuses, and its lease is not kept alive"
-                    self._evict(rdzv, suspect.node, why)
+                    self._evict(rdzv, suspect.node, why, ended=False)
                 elif left_s is not None:
                     self._journal.tell(
                         "ring",
@@ -114,6 +114,6 @@ class Suspects:
                         "does a firewall reject them?",
                     )
 
-    def _evict(self, rdzv: Rendezvous, node: Node, why: str) -> None:
-        if rdzv.evict(node):
+    def _evict(self, rdzv: Rendezvous, node: Node, why: str, *, ended: bool) -> None:
+        if rdzv.evict(node, ended=ended):
             self._journal.tell("dead", f"the agent of node {node.id} is gone: {why}")

@@ -8,7 +8,7 @@ are never compared. Only an agent with the full view of a job measures them.
 from __future__ import annotations
 
 from zero_contract.clock import Clock
-from zero_orchestrator.membership.job_state import Snapshot, State
+from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.membership.rounds import Observation
 
@@ -36,6 +36,7 @@ class Durations:
         self._reform_s = 0.0
         self._silent = False
         self._heard_s = float("-inf")
+        self._ended: frozenset[tuple[str, str]] = frozenset()
 
     def silent(self, reason: str) -> None:
         """The store does not answer this node's keep-alive."""
@@ -44,6 +45,10 @@ class Durations:
     def heard(self, reason: str) -> None:
         """The store answers this node's keep-alive again."""
         self._silent, self._heard_s = False, self._clock.now()
+
+    def ended(self, node: Node) -> None:
+        """The process of this agent has ended, whatever its lease says."""
+        self._ended |= {(node.id, node.incarnation)}
 
     def look(self, job: Snapshot) -> None:
         """Update the durations with a new snapshot."""
@@ -73,6 +78,7 @@ class Durations:
             symptom_s=now_s - self._symptom_since_s if self._symptom is not None else 0.0,
             links_s=now_s - self._dead_links_since_s if self._dead_links_of else 0.0,
             heard_s=0.0 if self._silent else now_s - self._heard_s,
+            ended=self._ended,
             round_s=now_s - self._round_since_s if self._round else 0.0,
             reform_s=self._reform_s,
         )

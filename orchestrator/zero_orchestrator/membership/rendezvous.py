@@ -229,11 +229,17 @@ class Rendezvous:
         """The job as last read."""
         return self._snapshot
 
-    def evict(self, node: Node) -> bool:
-        """Remove the registration of an agent that is certainly dead, ahead of its lease.
+    def evict(self, node: Node, *, ended: bool) -> bool:
+        """Remove the registration of an agent that is dead, ahead of its lease.
 
         An agent that was declared dead and is not registers again at its next poll.
+
+        Args:
+            node: The agent.
+            ended: Its process is known to have ended: nobody waits for it to register again.
         """
+        if ended:
+            self._durations.ended(node)
         key = self.keys.node(node.id)
         held = self._store.get(key)
         self._seeing.gone(node)

@@ -98,6 +98,8 @@ class Observation:
     """Since it first saw a dead link in this round; 0 without one."""
     heard_s: float = float("inf")
     """Since the store answered it again after a silence; 0 during one."""
+    ended: frozenset[tuple[str, str]] = frozenset()
+    """Node id and incarnation of agents whose processes have ended, as it knows."""
     round_s: float = float("inf")
     """Since it first saw this round run."""
     reform_s: float = 0.0
@@ -228,17 +230,17 @@ def _a_node_is_lost(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
     lost = [node for node in job.lost if node.id not in job.leaving]
     if not lost:
         return go(Move.FORM, _left_early(job)) if job.lost else None
-    names = _some([node.id for node in lost])
     here = {node.id for node in job.nodes}
-    replaced = any(node.id in here for node in lost)
-    if seen.heard_s < timing.return_within_s and not replaced:
+    gone = [node for node in lost if node.id in here or (node.id, node.incarnation) in seen.ended]
+    if seen.heard_s < timing.return_within_s and not gone:
         # Leases lapse while nobody can refresh them: that says nothing about the nodes.
+        names = _some([node.id for node in lost])
         return Decision(
             None, f"etcd may have been silent; waiting for node {names} to register again"
         )
     machines = {node.machine for node in lost}
     host = machines.pop() if len(machines) == 1 else ""
-    return _interrupt(job, f"lost node {names}", host=host)
+    return _interrupt(job, f"lost node {_some([node.id for node in lost])}", host=host)
 
 
 def _left_early(job: Snapshot) -> str:

@@ -128,7 +128,7 @@ def test_who_has_left_by_itself_before_anybody_looks_is_suspected_no_more():
 
 def test_a_process_that_was_removed_and_lives_is_never_removed_on_a_suspicion_again():
     job = Suspecting()
-    assert job.agents["a"].evict(job.suspected)
+    assert job.agents["a"].evict(job.suspected, ended=True)
     job.look(10.0)
     back = job.agents["a"].snapshot.node("b")
     assert (back.incarnation, back.evicted) == (job.suspected.incarnation, 1)

@@ -149,7 +149,7 @@ def test_when_all_nodes_fail_together_the_agents_outside_read_the_first_report_a
 def test_an_agent_outside_that_was_taken_for_dead_is_back_in_the_next_round():
     cluster = running()
     victim = cluster.agents["n09"].node
-    assert cluster.agents["n08"].evict(victim)
+    assert cluster.agents["n08"].evict(victim, ended=True)
     cluster.settle(30)
     assert victim.id in [node.id for node in cluster.view.members.nodes]
 

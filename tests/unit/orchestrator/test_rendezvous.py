@@ -118,6 +118,16 @@ def test_who_joins_soon_after_an_outage_takes_nobody_for_lost_whose_lease_has_la
     assert late.poll().charges == 1
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_who_has_just_joined_waits_for_a_node_unless_its_process_has_ended(ended):
+    cluster = Cluster()
+    a = cluster.join("a")
+    cluster.settle()
+    late = cluster.join("b")
+    assert late.evict(a.node, ended=ended)
+    assert late.poll().charges == (1 if ended else 0)
+
+
 def test_who_takes_the_place_of_a_lost_node_waits_for_nobody():
     cluster = Cluster()
     cluster.join("a")
