@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.files.place import place
 from zero_checkpoint.options import FAIL, IGNORE, Checkpoint
 from zero_checkpoint.persistence import NOTES as OF_PERSISTENCE
 from zero_checkpoint.persistence import Persistence
@@ -111,16 +111,16 @@ class Session:
         """
         self._leave_step("save()")
         with exit_on_peer_loss(self._link):
-            name = text_of(tag)
+            name, where = text_of(tag), place(directory)
             if self.staying is not None:
-                if self.staying.resumed and place(directory) == self._loaded_from:
+                if self.staying.resumed and str(where) == self.staying.directory:
                     text = "nothing is written: this round began with step %d, which is saved in %s"
                     _log.warning(text, self._training.cursor.step, directory)
                     return True
                 self.staying.save(whole=not exclude_frozen_parameters)
             agree_on_tag(name, self._mode, self._collectives)
             saved = self._persistence.save(
-                place(directory),
+                where,
                 name,
                 client_state or {},
                 blocking=blocking,
@@ -159,10 +159,11 @@ class Session:
         """
         self._leave_step("load()")
         loading, name = loading or self._training.loading(), text_of(tag)
+        where = place(directory)
         if self.staying is not None:
-            self.staying.load(directory, whole=name is None and loading.resumes)
+            self.staying.load(str(where), whole=name is None and loading.resumes)
         with exit_on_peer_loss(self._link):
-            path, self.client_state = self._persistence.load(place(directory), name, loading)
+            path, self.client_state = self._persistence.load(where, name, loading)
         if self.staying is not None:
             on_disk = path is not None and not self._persistence.is_in_memory
             self.staying.loaded(resumed=on_disk)
@@ -272,11 +273,6 @@ class Session:
             environ = self._link.stay(step)
         self._go_on(environ, step)
 
-    @property
-    def _loaded_from(self) -> Place | None:
-        loaded_from = self.staying.directory if self.staying is not None else None
-        return place(loaded_from) if loaded_from is not None else None
-
     def _why_not_stay(self, *, in_step: bool = False) -> str:
         """Why this process cannot go on in the next round; empty: it can, even within a step."""
         if self.staying is None:
@@ -285,7 +281,7 @@ class Session:
         if len(self._link.clients) > 1:
             return "it has several engines"
         directory = self._persistence.script.directory
-        if not why_not and directory != self._loaded_from:
+        if not why_not and str(directory) != self.staying.directory:
             return "the script saves elsewhere than it loads from"
         return why_not or ("" if self._link.may_stay else "no zero-agent has started it")
 

@@ -13,7 +13,6 @@ that ends there waits for itself. A script that has exchanged anything else ther
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -64,14 +63,16 @@ class Staying:
         """
         self.make_again = make_again
         self.why_not = why_not
+        self.when_forbidden: Callable[[], None] = lambda: None
+        """Called once, when the script first does what forbids it to stay."""
         self.meets_within_s = max(MEETS_WITHIN_S, AS_LONG_AS * came_after_s)
         self._at = standing()
         if self._at[1] < 0:
             self.forbid("its process group does not tell how many exchanges there were")
         if began not in ((0, 0, 0), (1, 0, 0)):
             self.forbid("the script exchanges something of its own before it makes the training")
-        self.directory: str | os.PathLike[str] | None = None
-        """From which the script has loaded."""
+        self.directory: str | None = None
+        """The place, an absolute path or a URL, from which the script has loaded."""
         self.in_step = False
         """Whether a step is under way."""
         self._has_begun = False
@@ -82,7 +83,9 @@ class Staying:
 
     def forbid(self, why: str) -> None:
         """Start this process anew in the next round."""
-        self.why_not = self.why_not or why
+        if not self.why_not:
+            self.why_not = why
+            self.when_forbidden()
 
     def _compare(self, before: str) -> None:
         if standing() != self._at:
@@ -92,7 +95,7 @@ class Staying:
         if self._since_step is not None and standing() != self._since_step:
             self.forbid("the script exchanges something of its own between two steps")
 
-    def load(self, directory: str | os.PathLike[str], *, whole: bool) -> None:
+    def load(self, directory: str, *, whole: bool) -> None:
         """Note that the script loads; `whole`: the newest checkpoint, and everything of it."""
         if self.directory is not None or self._has_begun or not whole:
             self.forbid("the script does not load once, everything, before its first step")

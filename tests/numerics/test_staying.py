@@ -26,9 +26,11 @@ from zero_contract import worker as contract
 from zero_contract.channel import Channel
 from zero_contract.hub import Hub
 from zero_contract.worker import (
+    Ability,
     CommitReply,
     CommitRequest,
     ExitCode,
+    Hello,
     Join,
     Leave,
     Left,
@@ -62,6 +64,8 @@ class Job:
         self.members: list[Any] = []
         """The processes of the round, by rank."""
         self.results: Any = self._context.Queue()
+        self.can: dict[int, tuple[Ability, ...]] = {}
+        """What each rank has said last that it can."""
 
     def _take(self, rank: int, message: Message) -> None:
         """Answer a worker; on the hub's thread."""
@@ -73,6 +77,8 @@ class Job:
                 self._channel.send(rank, self._memory_of(message.request))
             case Progress() | Left() | Preparing():
                 self._inbox.put((rank, message))
+            case Hello():
+                self.can[rank] = message.can
             case _:
                 pass
 
@@ -419,6 +425,9 @@ def test_a_script_that_a_newcomer_would_wait_for_in_vain_is_started_anew(
     (process,) = one.members
     process.join(60)
     assert process.exitcode == ExitCode.LEFT
+    # Its agent knows before that, but for a group that is made within a step.
+    before = () if why != "has a group of its own" else (Ability.REJOIN,)
+    assert one.can == {0: (Ability.BOUNDARY, *before)}
 
 
 def that_waits(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
+from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError
 
 
@@ -88,3 +90,25 @@ def test_where_ranks_name_a_directory_apart_rank_0_s_is_taken(
     assert len(told_1) == 1
     assert f"save_checkpoint('{tmp_path}/run-1'): rank 0 has named {tmp_path}/run-0" in told_1[0]
     assert [path.name for path in tmp_path.iterdir()] == ["run-0"]
+
+
+def save_and_go_elsewhere(here: str, there: str) -> None:
+    """Each rank changes its directory between a relative save and what follows of it."""
+    engine = make_engine(config(1, checkpoint={"async": True}))
+    with contextlib.chdir(here):
+        engine.load_checkpoint("ck")
+        train(engine, 1)
+        assert engine.save_checkpoint("ck")
+    with contextlib.chdir(there):
+        engine.destroy()
+
+
+def test_a_relative_directory_is_that_of_the_moment_in_which_it_is_named(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    worlds.run(2, save_and_go_elsewhere, str(here), str(there))
+    assert [one.manifest.step for one in find(here / "ck").candidates] == [1]
+    assert list(there.iterdir()) == []

@@ -216,6 +216,36 @@ def test_a_killed_worker_warms_up_again_and_the_others_train_meanwhile(
     assert_nobody_stood_still(job, 3, killed)
 
 
+EXCHANGES_BETWEEN_STEPS = """
+import torch
+import torch.distributed as dist
+from zero_engine.core.engine import Engine
+
+step = Engine.step
+
+
+def step_and_count(engine, *args):
+    step(engine, *args)
+    dist.all_reduce(torch.ones(1))
+
+
+Engine.step = step_and_count
+"""
+
+
+def test_a_script_that_cannot_stay_restarts_once_and_with_the_killed_worker(
+    staying, undisturbed_hash
+):
+    """The others would gain nothing by going on before it has warmed up, and restart twice."""
+    flags = ("--nnodes=1:2", "--max-restarts=1", TOGETHER)
+    job = staying(*flags, first=EXCHANGES_BETWEEN_STEPS, checkpoint={"ram": {}})
+    job.start("a", "b")
+    job.wait_for_step(10, world=2)
+    os.kill(job.worker_of("b"), signal.SIGKILL)
+    assert_the_result_is(job, undisturbed_hash)
+    assert stays(job) == [(1, "a", 0), (1, "b", 0), (2, "a", 0), (2, "b", 0)]
+
+
 @pytest.mark.parametrize("fate", ["is killed", "makes a group"])
 def test_a_newcomer_that_dies_while_it_warms_up_costs_nobody_anything(
     staying, undisturbed_hash, tmp_path, fate

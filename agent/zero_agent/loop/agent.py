@@ -361,8 +361,7 @@ class Agent:
             # have stopped.
             if not self._health_checks.checking:
                 self._rdzv.describe(unhealthy=self._health_checks.complaint)
-            if self._node_workers.can_stay:
-                self._rdzv.describe(stays=True)
+            self._rdzv.describe(stays=self._node_workers.stays)
             action, reason = self._next_action()
             if action is Action.EXIT:
                 self._told.show_done(self._node_workers, self._rdzv.snapshot, self._rdzv.node)

@@ -157,6 +157,8 @@ class NodeWorkers:
         """The workers of the last round."""
         self._can_leave: set[int] = set()
         self._can_stay: set[int] = set()
+        self.stays = False
+        """What the workers have said last of staying from round to round."""
         self._world_size = WorldSize(clock)
         self._askings = LeaveRequests({})
         self._asked, self._released, self._stopping, self._dying, self._warming = (
@@ -496,6 +498,10 @@ class NodeWorkers:
                 self._can_leave.add(rank)
                 if Ability.REJOIN in message.can:
                     self._can_stay.add(rank)
+                    self.stays = True
+                elif rank in self._can_stay:  # its script has done what a newcomer does not do
+                    self._can_stay.remove(rank)
+                    self.stays = False
                 self.steps.promise()
             case CommitRequest():
                 request = message.request

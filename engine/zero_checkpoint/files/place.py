@@ -32,6 +32,8 @@ class NoPlace(CheckpointError, ValueError):
 def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
     """The place that a user means by a path or a URL.
 
+    It is absolute: a script may change its directory while it is written in the background.
+
     Raises:
         CheckpointError: The URL names a store that cannot be used here; the message names the
             remedy.
@@ -53,7 +55,7 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
             raise CheckpointError(
                 f"{text}: a URL in a Path loses a slash; give it as text: {whole!r}"
             )
-        return Path(text)
+        return Path(text).absolute()
     protocol, rest = url["protocol"], url["rest"]
     if protocol == "file":
         return Path("/" + rest.lstrip("/"))

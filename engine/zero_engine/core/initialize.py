@@ -153,6 +153,7 @@ def initialize(
         staying = engine._session.staying = _staying(engine, given, began, came_after_s)
         if not staying.why_not:  # else no newcomer warms up for the sake of the others
             link.announce(Ability.BOUNDARY, Ability.REJOIN)
+            staying.when_forbidden = partial(link.announce, Ability.BOUNDARY)
     if engine.device.type == "cpu":
         keep_freed_memory()
     return engine
