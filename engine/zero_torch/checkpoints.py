@@ -31,7 +31,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.order import NATIVE
 from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_contract.worker import Progress
-from zero_data.global_batch import Cursor
+from zero_data.global_batch import Cursor, MicroBatch
 from zero_step.agree import Agreement
 from zero_step.phase import Move, Phase, State
 from zero_step.session import NOTES, Session, end_step, notes_of
@@ -76,7 +76,7 @@ class Checkpoints(Session):
     ) -> None:
         """Join the other ranks; `protect` checks the arguments, and calls `start`."""
         self.grad_norm: float | None = None
-        self.loss = 0.0
+        self.loss = float("nan")
         self.scheduler = scheduler
         self.scaler = scaler
         self._wrapped = wrapped
@@ -107,8 +107,9 @@ class Checkpoints(Session):
         self._phase = Phase(CALLS)
         self._unsaved = False
         """Whether a step has ended since the last save."""
-        self._losses: list[Tensor] = []
-        """Of this rank's micro-batches of the step, weighted; on the device."""
+        self._losses: dict[int, Tensor | None] = {}
+        """Of this rank's micro-batches of the step, weighted; on the device; None: not seen."""
+        self._tells_unseen_loss = True
         self._tokens: list[float] = []
         """Of this rank's micro-batches of the step: the number of each, or NOT_GIVEN."""
         self._correction = 1.0
@@ -222,12 +223,24 @@ class Checkpoints(Session):
 
     def _notes(self) -> Tensor:
         """The notes for all ranks at the end of a step."""
-        loss = 0.0
-        if self._losses:  # the host waits here, once in a step, and can be interrupted
-            losses = self._collectives.to_host(torch.stack(self._losses), "losses")
-            loss = sum(losses.tolist())
+        seen = [each for each in self._losses.values() if each is not None]
+        loss = 0.0 if len(seen) == len(self._losses) else float("nan")
+        if seen:  # the host waits here, once in a step, and can be interrupted
+            loss += sum(self._collectives.to_host(torch.stack(seen), "losses").tolist())
         notes = [*notes_of(self), *self._of_loader(), loss, *self._tokens]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
+
+    def _note_loss(self, microbatch: MicroBatch) -> None:
+        """Take the loss of a micro-batch as it is at the end of its backward."""
+        loss = self._losses.setdefault(self._cursor.micro, None)
+        if microbatch.padding:
+            del self._losses[self._cursor.micro]
+        elif loss is None and self._tells_unseen_loss and self._collectives.rank == 0:
+            self._tells_unseen_loss = False
+            _log.info(
+                "loss.backward(): this loss is not seen, so run.loss and its curve are nan; call "
+                "run.backward(loss) to have them"
+            )
 
     def _of_loader(self) -> list[int]:
         """What the loader tells to those of the other ranks; equally many numbers on all."""

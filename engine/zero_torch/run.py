@@ -274,8 +274,7 @@ class Run(Checkpoints):
             self._count = checked(tokens)
             weight = self._count / nominal(self._plan())
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * weight
-        if not self._microbatch().padding:
-            self._losses.append(loss.detach())  # read at the end of the step: a device is busy
+        self._losses[self._cursor.micro] = loss.detach()  # read at the step's end: a device is busy
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if loss.requires_grad:  # else backward() raises why not
@@ -510,6 +509,7 @@ class Run(Checkpoints):
         self._owed = False
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
+        self._note_loss(microbatch)
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
             raise ZeroError(NOT_ITS_TURN)
         self._writes.end_micro_step()

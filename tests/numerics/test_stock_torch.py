@@ -102,6 +102,25 @@ def test_the_options_of_a_wrapper_change_no_bit(
     assert found == [expected[0]] * 7
 
 
+def losses_where_one_is_not_seen(wrapper: str) -> list[str]:
+    """`run.loss` before a step, and after two: in the first one backward is the script's own."""
+    model, _, run = protected(wrapper)
+    losses = [str(run.loss)]
+    for number, tokens in enumerate(batches(run, 2)):
+        loss = model(tokens)
+        loss.backward() if number == 0 else run.backward(loss)
+        if run.step():
+            losses.append(str(run.loss))
+    return losses
+
+
+def test_the_loss_of_a_step_is_nan_unless_every_backward_has_told_it(worlds: WorldPool) -> None:
+    (before, first, second), *others = worlds.run(2, losses_where_one_is_not_seen, "ddp")
+    assert others == [[before, first, second]]
+    assert (before, first) == ("nan", "nan")
+    assert 0 < float(second) < 10
+
+
 @pytest.mark.full
 def test_hsdp_without_shards_is_refused(worlds: WorldPool) -> None:
     with pytest.raises(
