@@ -59,7 +59,7 @@ def main() -> int:
 def _many(first: int, args: argparse.Namespace) -> int:
     print(f"seeds from {first}")
     began_s, cpu_s = time.monotonic(), time.process_time()
-    simulated_s = rounds = 0.0
+    simulated_s = rounds = taken_over = 0.0
     seed = first
     free = True if args.free else None
     while (
@@ -68,12 +68,14 @@ def _many(first: int, args: argparse.Namespace) -> int:
         result = run(plan(seed, free=free))
         simulated_s += result.simulated_s
         rounds += result.rounds
+        taken_over += result.taken_over
         if result.problems:
             return _report(result, args.no_shrink)
         seed += 1
     hours, cores = simulated_s / 3600, (time.process_time() - cpu_s) / 3600
     print(
-        f"{seed - first} simulations, {rounds:.0f} rounds, {hours:.2f} hours of a cluster, "
+        f"{seed - first} simulations, {rounds:.0f} rounds, {taken_over:.0f} of them joined by a "
+        f"process that waited, {hours:.2f} hours of a cluster, "
         f"{hours / cores:.0f} in each hour of a core; no invariant is broken"
     )
     return 0

@@ -66,6 +66,12 @@ class Setting:
     """Of each node's agent: o(lder), n(ewer), or this one."""
     evaluation_s: float = 0.0
     """Rank 0 works on for so long after the last step, and the other ranks end."""
+    in_place: bool = False
+    """Workers stay in their processes when the ranks change."""
+    start_up_s: float = 0.0
+    """About how long a script runs before it meets the other ranks."""
+    forbidden: float = 0.0
+    """The part of the scripts whose workers may not stay."""
 
 
 @dataclass
@@ -124,6 +130,9 @@ class Cluster:
             memory_every=setting.memory_every,
             step_s=setting.step_s,
             evaluation_s=setting.evaluation_s,
+            in_place=setting.in_place,
+            start_up_s=setting.start_up_s,
+            forbidden=setting.forbidden,
         )
         self.training.root.mkdir()
         self.machines.training = self.training

@@ -12,6 +12,7 @@ from tests.simulation.etcd import SimulatedStore
 from tests.simulation.kernel import Process
 from tests.simulation.machine import Machine
 from tests.simulation.network import ETCD
+from tests.simulation.training import Worker
 from zero_checkpoint.format.manifest import MANIFEST
 from zero_orchestrator.ctl.requests import ask_to_drain, ask_to_stop
 from zero_orchestrator.errors import StoreError
@@ -166,6 +167,23 @@ def _worker(cluster: Cluster, fault: Fault, what: str) -> None:
         _later(cluster, fault, lambda: worker.freeze(on=False))
 
 
+def _waiting(cluster: Cluster, fault: Fault, what: str) -> None:
+    """Something happens to a worker that waits for a round: the next one of the node that does."""
+
+    def happens(worker: Worker) -> None:
+        if what == "kill":
+            worker.end(-9)
+        elif worker.alive:
+            worker.freeze(on=True)
+            _later(cluster, fault, lambda: worker.freeze(on=False))
+
+    found = [w for w in cluster.workers if w.machine.name == fault.node and w.waits]
+    if found:
+        happens(found[0])
+    else:
+        cluster.training.ambushes[fault.node] = happens
+
+
 def _machine(cluster: Cluster, fault: Fault, name: str, value: object, after: object) -> None:
     machine: Machine = cluster.machines.by_name[fault.node]
     setattr(machine, name, value)
@@ -219,6 +237,7 @@ def _heal(cluster: Cluster, fault: Fault) -> None:
     """All faults are over: what was broken works, and every node has an agent."""
     cluster.network.mend_all()
     etcd, disk = cluster.etcd, cluster.training.disk
+    cluster.training.ambushes.clear()
     etcd.full, etcd.slow_s, disk.full, disk.slow, disk.fails = False, 0.0, False, 1.0, False
     for name, machine in cluster.machines.by_name.items():
         machine.ill, machine.slow = "", 1.0
@@ -261,6 +280,8 @@ APPLY: Mapping[str, Callable[[Cluster, Fault], object]] = {
     "kill-worker": partial(_worker, what="kill"),
     "hang-worker": partial(_worker, what="hang"),
     "freeze-worker": partial(_worker, what="freeze"),
+    "kill-waiting": partial(_waiting, what="kill"),
+    "freeze-waiting": partial(_waiting, what="freeze"),
     "slow-node": lambda c, f: _machine(c, f, "slow", 5.0, 1.0),
     "ill-node": lambda c, f: _machine(c, f, "ill", "disk: 0 MiB free", ""),
     "clock-jump": _clock,
@@ -289,6 +310,8 @@ FREE = (
     "suspect",
 )
 """Faults that must cost no restart."""
+OF_WAITING = ("kill-waiting", "freeze-waiting")
+"""Faults of workers that wait for a round, which they do where they stay."""
 TWO = {"cut", "cut-one-way"}
 GLOBAL = {
     "loss",
@@ -326,4 +349,4 @@ def draw(
     return sorted(found)
 
 
-__all__ = ["APPLY", "FREE", "HEAL", "Fault", "draw"]
+__all__ = ["APPLY", "FREE", "HEAL", "OF_WAITING", "Fault", "draw"]

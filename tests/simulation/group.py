@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.standard_library import Waiters
@@ -35,6 +39,8 @@ class Group:
         self.exchanges: dict[str, Exchange] = {}
         self.values: dict[str, bytes] = {}
         """What the TCPStore holds."""
+        self.deaf: set[Worker] = set()
+        """Who has ended its own calls to the TCPStore."""
 
     def reaches_store(self, worker: Worker) -> bool:
         """Whether the TCPStore answers a worker."""
@@ -48,12 +54,16 @@ class Group:
         host = self.store.partition(":")[0]
         return self.store in self.training.machines.by_name[host].stores
 
-    def exchange(self, worker: Worker, name: str, note: Any) -> dict[int, Any]:
+    def exchange(
+        self, worker: Worker, name: str, note: Any, within_s: float = math.inf
+    ) -> dict[int, Any]:
         """The notes of all ranks, by rank.
 
         Raises:
             PeerLost: A rank is lost.
+            RuntimeError: A rank has not come in time.
         """
+        until_s = self.training.kernel.now + within_s
         worker.raise_if_lost(name)
         exchange = self.exchanges.setdefault(name, Exchange(self.training, name))
         exchange.notes[worker.rank] = note
@@ -64,6 +74,8 @@ class Group:
             exchange.waiters.wait_until(lambda: exchange.over or worker.lost, 1.0)
             if not exchange.over:
                 worker.raise_if_lost(name)
+                if self.training.kernel.now > until_s:
+                    raise RuntimeError(f"timed out waiting for {within_s:g} s")
         worker.meets = None
         return dict(sorted(exchange.notes.items()))
 
@@ -79,13 +91,13 @@ class Group:
         else:  # the kernel sends again until it arrives
             self.training.kernel.after(0.5, lambda: self._complete(exchange))
 
-    def lose(self, dead: Worker, *, silent: bool) -> None:
-        """A member has ended; whom its machine reaches notices."""
+    def lose(self, gone: Worker, *, silent: bool) -> None:
+        """A member has ended, or left; whom its machine reaches notices."""
         connects = self.training.machines.network.connects
         for member in list(self.members.values()):
-            if member is dead or silent or not connects(member.machine.name, dead.machine.name):
+            if member is gone or silent or not connects(member.machine.name, gone.machine.name):
                 continue
-            self.training.kernel.after(0.01, member.peer_lost)
+            self.training.kernel.after(0.01, partial(member.peer_lost, self))
 
 
 class Votes:
@@ -124,8 +136,8 @@ class Votes:
         kernel, group = self._group.training.kernel, self._group
         until_s = kernel.now + UNREACHABLE_S
         kernel.park(0.0004)
-        while not group.reaches_store(self._worker):
-            if not group.is_open or kernel.now > until_s:
+        while self._worker in group.deaf or not group.reaches_store(self._worker):
+            if self._worker in group.deaf or not group.is_open or kernel.now > until_s:
                 raise RuntimeError("Broken pipe")
             kernel.park(0.5)
         return call()
@@ -135,12 +147,37 @@ class Meeting:
     """What `zero_step.session` needs of the collectives of a group."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker, self.world = worker, worker.world
+        self._worker, self._group, self.world = worker, worker.group, worker.world
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks."""
-        self._worker.group.exchange(self._worker, what, None)
+        self._group.exchange(self._worker, what, None)
 
     def everybodys(self, data: Any, what: str) -> Any:
         """Not used: the simulated script gives its checkpoints no names."""
         raise PeerLost(what)
+
+
+class Distributed:
+    """What `zero_comm.worker.distributed` needs of `torch.distributed`, in the worker that runs."""
+
+    def __init__(self, worker: Callable[[], Worker]) -> None:
+        self._worker = worker
+        store = SimpleNamespace(set_timeout=lambda timeout: None)
+        self.distributed_c10d = SimpleNamespace(
+            _abort_process_group=lambda: worker().leave_group(),
+            _set_pg_timeout=lambda timeout: None,
+            _get_default_store=lambda: store,
+        )
+
+    def is_initialized(self) -> bool:
+        """Whether it is in a group."""
+        return self._worker().group is not None
+
+    def is_nccl_available(self) -> bool:
+        """There are no devices."""
+        return False
+
+    def init_process_group(self, backend: str, timeout: timedelta) -> None:
+        """Meet the other ranks at the store that the environment names."""
+        self._worker().join_group(timeout.total_seconds())

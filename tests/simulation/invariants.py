@@ -10,9 +10,11 @@ from typing import Any
 
 from tests.simulation.cluster import JOB, KEYS, AgentRun, Cluster
 from tests.simulation.model import digest_of
+from tests.simulation.sockets import AgentSocket
 from tests.simulation.training import Watcher, Worker
 from tests.support.job_history import WORKERS_END_S, JobHistory, explained
 from tests.support.mvcc import Batch, Database
+from zero_agent.workers.environment import places
 from zero_checkpoint.format.manifest import MANIFEST, age
 from zero_checkpoint.format.parse import parse
 from zero_checkpoint.loading.candidates import find, read_manifest
@@ -39,9 +41,11 @@ class Invariants(Watcher):
     """How often etcd has gone back in time, on purpose."""
     history: JobHistory = field(init=False)
     _published: set[tuple[int, int]] = field(default_factory=set)
-    _asked: dict[tuple[Worker, int], tuple[float, int]] = field(default_factory=dict)
-    """By worker and request: until when it is to be answered, and the step."""
-    _askers: dict[str, Worker] = field(default_factory=dict)
+    _places: dict[tuple[int, int, str], set[int]] = field(default_factory=dict)
+    """By round, fence and node: the ranks of its workers."""
+    _asked: dict[tuple[AgentSocket, int], tuple[float, int]] = field(default_factory=dict)
+    """By connection and request: until when it is to be answered, and the step."""
+    _askers: dict[str, AgentSocket] = field(default_factory=dict)
     """By the digest of a manifest."""
     _names: dict[tuple[int, int], str] = field(default_factory=dict)
     """By step and fence: the directory of the checkpoint."""
@@ -88,11 +92,25 @@ class Invariants(Watcher):
         self.cluster.problem(text)
 
     def begins(self, n: int, names: set[str]) -> None:
-        """A round begins with nodes that were in the one before, whose workers have ended."""
+        """A round begins with nodes that were in the one before, whose workers have left it."""
+        job = self.job
+        assert job is not None
+        for node in job.members.nodes:
+            ranks = {place.rank for place in places(job, node)}
+            self._places[n, job.fence, node.id] = ranks
         for worker in self.cluster.workers:
-            machine = worker.machine
-            if machine.name in names and worker.server.agent is machine.agent:
+            machine, left = worker.machine, worker.waits or not worker.told
+            if machine.name in names and worker.server.agent is machine.agent and not left:
                 self.broken(f"round {n} begins, and rank {worker.rank} still runs")
+
+    def joins(self, worker: Worker) -> None:
+        """A worker is about to join a round: its agent has told it to, and it has a place there."""
+        what = f"I3: rank {worker.rank} on {worker.machine.name} joins round {worker.round}"
+        if worker.round != worker.told:
+            self.broken(f"{what}, and was told to join round {worker.told}")
+        where = worker.round, worker.fence, worker.machine.name
+        if worker.rank not in self._places.get(where, ()) and not self.restores:
+            self.broken(f"{what}, in which it has no place")
 
     def _round_of(self, record: dict[str, Any]) -> int:
         asked = self._askers.get(record["digest"])
@@ -130,9 +148,9 @@ class Invariants(Watcher):
         if manifest.meta["client"]["digest"] != digest_of(manifest.step):
             self.broken(f"I7: checkpoint {manifest.step} in memory has lost or repeated samples")
 
-    def acknowledged(self, worker: Worker, saved: Saved) -> None:
+    def acknowledged(self, peer: AgentSocket, saved: Saved) -> None:
         """A rank knows that a checkpoint is published: it outlives whatever happens now."""
-        name = self._names.get((saved.step, worker.fence))
+        name = self._names.get((saved.step, peer.fence))
         if saved.committed and not saved.in_memory and name is not None:
             self._durable.add(name)
 
@@ -156,15 +174,15 @@ class Invariants(Watcher):
 
     # ---- what is bounded ----
 
-    def asked(self, worker: Worker, request: CommitRequest) -> None:
+    def asked(self, peer: AgentSocket, request: CommitRequest) -> None:
         """A worker has asked to publish."""
-        self._askers[request.digest] = worker
+        self._askers[request.digest] = peer
         until_s = self.cluster.kernel.now + request.patience_s
-        self._asked[worker, request.request] = until_s, request.step
+        self._asked[peer, request.request] = until_s, request.step
 
-    def answered(self, worker: Worker, request: int) -> None:
+    def answered(self, peer: AgentSocket, request: int) -> None:
         """It has its answer."""
-        self._asked.pop((worker, request), None)
+        self._asked.pop((peer, request), None)
 
     def agent_ended(self, run: AgentRun) -> None:
         """An agent has ended by itself."""
@@ -183,6 +201,15 @@ class Invariants(Watcher):
                 self.broken(f"I8: ranks {ranks} outlive the agent of {run.machine}")
 
         self.cluster.kernel.after(WORKERS_END_S, check)
+
+    def _knows_its_workers(self, run: AgentRun) -> None:
+        """No worker waits for an agent that waits for nothing of it."""
+        if run.agent is None:
+            return
+        known = run.agent._node_workers.group._running.keys()
+        for worker in self.cluster.workers:
+            if worker.server.agent is run.process and worker.number not in known:
+                self.broken(f"the agent of {run.machine} has forgotten rank {worker.rank}")
 
     def _accounts_for(self, run: AgentRun) -> None:
         """The ledger of an agent has each second since its start once."""
@@ -212,15 +239,16 @@ class Invariants(Watcher):
         for run in self.cluster.runs:
             if run.process.alive:
                 self._accounts_for(run)
+                self._knows_its_workers(run)
         self._written_ledgers()
-        for (worker, number), (until_s, step) in list(self._asked.items()):
-            agent = worker.server.agent
-            if not worker.alive or not agent.alive or worker.frozen:
-                del self._asked[worker, number]
+        for (peer, number), (until_s, step) in list(self._asked.items()):
+            worker, agent = peer.worker, peer.worker.server.agent
+            if not (worker.alive and agent.alive and peer.is_open) or worker.frozen:
+                del self._asked[peer, number]
             elif agent.frozen or agent.lag_s:
-                self._asked[worker, number] = (kernel.now + SLACK_S, step)
+                self._asked[peer, number] = (kernel.now + SLACK_S, step)
             elif kernel.now > until_s + SLACK_S:
-                self.broken(f"rank {worker.rank} has no answer about step {step}")
+                self.broken(f"rank {peer.rank} has no answer about step {step}")
         kernel.after(LOOK_S, self.look)
 
     def at_the_end(self, expected: Callable[[Snapshot], bool]) -> None:
@@ -238,7 +266,10 @@ class Invariants(Watcher):
             self.broken(f"the job is {job.state}: {job.cause}")
         if job.state is State.DONE:
             newest = next(iter(find(cluster.training.root).candidates), None)
-            if newest is None or newest.manifest.step != cluster.training.total_steps:
+            total, damaged = cluster.training.total_steps, cluster.training.disk.damaged
+            last = [name for (step, _), name in self._names.items() if step == total]
+            is_damaged = any(path.name in last for path in damaged)  # after the end of the job
+            if (newest is None or newest.manifest.step != total) and not is_damaged:
                 self.broken(f"I7: the job is done, and its last checkpoint is {newest}")
         running = [
             run.machine for run in cluster.runs if run.process.alive and not run.process.stuck

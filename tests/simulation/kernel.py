@@ -80,6 +80,8 @@ class Task:
         self.held_s = 0.0
         """It does not run before then: its loop stands still."""
         self.joining: list[Task] = []
+        self.thread: Any = None
+        """The object of `threading` that stands for it, once somebody has asked."""
         self.stack: Stack
         self.unwinds_to: Task | None = None
         """Whoever has killed it waits until it has ended."""

@@ -145,7 +145,7 @@ class Machines:
                 super().__init__(machines, address, on_dead)
 
         hub = SimpleNamespace(pauses=False, close=lambda: None)
-        tap = SimpleNamespace(along=lambda *_: None)
+        tap = SimpleNamespace(along=lambda *_: SimpleNamespace(follow=lambda route: None))
         unchanged = SimpleNamespace(changed=None)
         where = "zero_agent.loop.node_workers"
         return {
@@ -358,29 +358,30 @@ class Channel:
 
     def receive(self, peer: AgentSocket, message: Message) -> None:
         """A worker has sent a message."""
-        worker = peer.worker
+        watcher = self._machines.training.watcher
         if isinstance(message, Hello):
-            self._peers[worker.rank] = peer
+            held = self._peers.get(peer.rank)
+            if held is None or held.round <= peer.round:
+                self._peers[peer.rank] = peer
         if isinstance(message, CommitRequest):
-            self._machines.training.watcher.asked(worker, message)
+            watcher.asked(peer, message)
         if isinstance(message, Saved):
-            self._machines.training.watcher.acknowledged(worker, message)
-        self._on_message(worker.rank, message)
+            watcher.acknowledged(peer, message)
+        self._on_message(peer.rank, message)
 
     def send(self, rank: int, message: Message) -> None:
         """As `Channel.send`."""
         if (peer := self._peers.get(rank)) is not None:
             if isinstance(message, CommitReply):
-                self._machines.training.watcher.answered(peer.worker, message.request)
-            delay_s = self._machines.about(0.001)
-            self._kernel.after(delay_s, lambda: peer.arrive(message), peer.worker.process)
+                self._machines.training.watcher.answered(peer, message.request)
+            peer.send(message)
 
     def hang_up(self, last: Mapping[int, Message] = MappingProxyType({})) -> None:
         """As `Channel.hang_up`."""
         for rank, message in last.items():
             self.send(rank, message)
         for peer in self._peers.values():
-            self._kernel.after(self._machines.about(0.001), peer.close, peer.worker.process)
+            peer.hang_up()
         self._peers.clear()
 
     def close(self) -> None:

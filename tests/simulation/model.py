@@ -134,10 +134,11 @@ class Resuming:
             return self.filled
 
         def meet(what: str) -> None:
+            assert worker.group is not None
             worker.group.exchange(worker, f"{what} {consensus._asked}", None)
 
         loaded = restore.load(root, consensus, wanted, meet=meet, tag=tag, ram=ram)
-        worker.training.watcher.chosen(worker, loaded)
+        worker.training.loaded(worker, loaded)
         return loaded
 
     def adopt(self, run: Mapping[str, Any]) -> None:

@@ -21,14 +21,17 @@ from tests.simulation.faults import HEAL, Fault, draw
 from tests.simulation.simulation import Plan, Result, plan, run
 from tests.simulation.standard_library import replaced
 from zero_agent.loop.limits import STORE_FAILS
+from zero_agent.loop.node_workers import NodeWorkers
 from zero_agent.loop.store_writes import StoreWrites
 from zero_agent.loop.supervise import Action, Situation
 from zero_agent.loop.suspects import LeaseVerdict
 from zero_agent.workers.environment import WorkerPlace
+from zero_agent.workers.group import WorkerGroup
 from zero_checkpoint.files import writer
 from zero_checkpoint.format.manifest import MANIFEST, FileRecord, encode
 from zero_checkpoint.saving import memory_commit, publish
 from zero_contract.errors import CommitRefused
+from zero_contract.worker import ENV_FENCE, ENV_ROUND
 from zero_orchestrator.membership import moves, rounds
 from zero_orchestrator.membership.job_state import State
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -50,6 +53,8 @@ class Bug:
     kinds: Sequence[str]
     breaks: str
     """Part of the message of the invariant that it breaks."""
+    in_place: bool = False
+    """Whether workers stay in their processes when the ranks change."""
 
 
 def _without(compares: Callable[[Compare], bool]) -> Mapping[str, Any]:
@@ -226,8 +231,35 @@ def _forget_changes(self: Any, changes: Any) -> None:
 
 _ON_CHANGES = Replica._apply
 
+
+def _parked_at_once(self: NodeWorkers, reason: str) -> None:
+    _RELEASE(self, reason)
+    for rank in self._can_stay:
+        self.group.park(rank, reason)
+
+
+_RELEASE = NodeWorkers.release
+
+
+def _told(name: str, value: Callable[[WorkerGroup, int], int]) -> Mapping[str, Any]:
+    """Workers that wait get another value of a variable: from their former group, and rank."""
+
+    def take_over(self: WorkerGroup, former: WorkerGroup, orders: Any) -> dict[int, Any]:
+        taken = _TAKE_OVER(self, former, orders)
+        return {
+            rank: replace(order, env=order.env | {name: str(value(former, rank))})
+            for rank, order in taken.items()
+        }
+
+    return {"zero_agent.workers.group:WorkerGroup.take_over": take_over}
+
+
+_TAKE_OVER = WorkerGroup.take_over
+
 DISRUPTIONS = ("kill-agent", "kill-worker", "fail-worker", "cut", "alone", "freeze-all")
 OUTAGES = ("no-leader", "loss", "slow-etcd", "full-etcd")
+CHANGES = ("kill-agent", "drain", "sigterm", "kill-worker")
+"""Of the ranks, for workers that stay."""
 BUGS: Sequence[Bug] = (
     Bug(
         "transitions do not compare the round",
@@ -379,10 +411,52 @@ BUGS: Sequence[Bug] = (
         ("corrupt", "corrupt-memory", "kill-worker"),
         "I7",
     ),
+    Bug(
+        "a worker that stays counts as stopped before it has left its group",
+        {"zero_agent.loop.node_workers:NodeWorkers.release": _parked_at_once},
+        CHANGES,
+        "still runs",
+        in_place=True,
+    ),
+    Bug(
+        "a worker that stays says so before it has left its group",
+        {"zero_comm.worker.agent_link:leave_group": lambda: True},
+        CHANGES,
+        "is in a group",
+        in_place=True,
+    ),
+    Bug(
+        "a worker that waits is told the wrong round",
+        _told(ENV_ROUND, lambda former, rank: former.round),
+        CHANGES,
+        "was told to join",
+        in_place=True,
+    ),
+    Bug(
+        "a worker that waits keeps its rank",
+        _told("RANK", lambda former, rank: rank),
+        CHANGES,
+        "has no place",
+        in_place=True,
+    ),
+    Bug(
+        "a worker that waits keeps its fence",
+        _told(ENV_FENCE, lambda former, rank: former.fence),
+        CHANGES,
+        "has no place",
+        in_place=True,
+    ),
+    Bug(
+        "a worker that waits is forgotten",
+        {"zero_agent.workers.group:WorkerGroup.take_over": lambda *_: {}},
+        ("freeze-waiting", *CHANGES),  # one that is not frozen ends by itself
+        "has forgotten",
+        in_place=True,
+    ),
 )
 
 
-def planned(seed: int, kinds: Sequence[str]) -> Plan:
+def planned(seed: int, kinds: Sequence[str], *, in_place: bool) -> Plan:
     """The simulation of a seed, with faults of these kinds alone."""
     usual = plan(seed, free=True)
     source = random.Random(f"{seed} planted")
@@ -392,7 +466,14 @@ def planned(seed: int, kinds: Sequence[str]) -> Plan:
     faults = draw(source, names, count=10, until_s=1.2 * steps_s + 4.0, kinds=kinds)
     begin = [Fault(0.0, "start", name) for name in names]
     heal_s = max(fault.at_s + fault.for_s for fault in faults)
-    patient = replace(usual.setting, hang_s=200.0)  # lest the end of a wait hides what waits
+    patient = replace(
+        usual.setting,
+        hang_s=200.0,  # lest the end of a wait hides what waits
+        in_place=in_place,
+        start_up_s=0.5 * in_place,
+        forbidden=0.0,
+        memory_every=1 if in_place else usual.setting.memory_every,
+    )
     return Plan(seed, patient, (*begin, *faults, Fault(round(heal_s + 0.01, 2), HEAL)))
 
 
@@ -400,7 +481,7 @@ def found(bug: Bug, seeds: int = SEEDS) -> Result | None:
     """The first simulation that breaks an invariant with this bug; None if none does."""
     with replaced(dict(bug.parts)):
         for seed in range(seeds):
-            result = run(planned(seed, bug.kinds))
+            result = run(planned(seed, bug.kinds, in_place=bug.in_place))
             if result.problems:
                 return result
     return None

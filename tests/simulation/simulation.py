@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tests.simulation.cluster import AgentRun, Cluster, Line, Setting, cluster
-from tests.simulation.faults import APPLY, FREE, HEAL, Fault, draw
+from tests.simulation.faults import APPLY, FREE, HEAL, OF_WAITING, Fault, draw
 from tests.simulation.invariants import Invariants
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
@@ -48,7 +48,8 @@ class Result:
     history: list[Line] = field(default_factory=list)
     simulated_s: float = 0.0
     rounds: int = 0
-    events: int = 0
+    taken_over: int = 0
+    """How often a worker that waited was told to join a round."""
 
     @property
     def text(self) -> str:
@@ -72,10 +73,13 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
         versions="".join(random.Random(f"{seed} versions").choices("-on", [8, 1, 1], k=nodes)),
         evaluation_s=random.Random(f"{seed} evaluation").choice([0.0] * 7 + [50.0]),
     )
+    own = random.Random(f"{seed} in place")
+    if own.random() < 0.5:
+        start_up_s, forbidden = own.choice([0.5, 3.0, 10.0]), own.choice([0.0, 0.0, 0.3])
+        setting = replace(setting, in_place=True, start_up_s=start_up_s, forbidden=forbidden)
     names = [chr(ord("a") + number) for number in range(nodes)]
-    kinds = (
-        list(FREE) if free else [kind for kind in APPLY if kind not in {"stop", "stuck-loop", HEAL}]
-    )
+    left_out = {"stop", "stuck-loop", HEAL, *([] if setting.in_place else OF_WAITING)}
+    kinds = list(FREE) if free else [kind for kind in APPLY if kind not in left_out]
     if not free and source.random() < 0.6:  # a storm of few kinds finds more than one of all
         kinds = source.sample(kinds, source.randint(1, 4))
     until_s = 0.8 * setting.steps * setting.step_s + 5.0
@@ -123,7 +127,7 @@ def run(plan: Plan) -> Result:
             made.history,
             made.kernel.now,
             invariants.job.n if invariants.job is not None else 0,
-            made.kernel.events,
+            made.training.taken_over,
         )
 
 

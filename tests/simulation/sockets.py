@@ -6,7 +6,9 @@ Each is what the product finds under the name `socket` in one of its modules.
 from __future__ import annotations
 
 import socket as real_socket
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from msgspec import structs
 
 from tests.simulation.standard_library import Waiters
-from zero_contract.worker import Hello, Message, decode, encode
+from zero_contract.worker import ENV_FENCE, ENV_ROUND, Hello, Left, Message, decode, encode
 
 if TYPE_CHECKING:
     from tests.simulation.kernel import Kernel, Process
@@ -23,18 +25,27 @@ if TYPE_CHECKING:
 
 
 class AgentSocket:
-    """A worker's end of the socket of its agent."""
+    """A connection of a worker to its agent, in the round in which it was made."""
 
     def __init__(self, machines: Machines, *_: object) -> None:
         assert machines.kernel.current is not None
         self._machines, self._kernel = machines, machines.kernel
         self.worker: Any = machines.kernel.current.process.owner
+        self.rank = int(self.worker.env["RANK"])
+        self.round, self.fence = (int(self.worker.env[name]) for name in (ENV_ROUND, ENV_FENCE))
+        self.hung_up = False
+        """Whether the agent has closed it, which reads nothing of it any more."""
         self._channel: Channel | None = None
+        self._to_agent: deque[Message] = deque()
+        self._to_worker: deque[Message | None] = deque()
+        """What is on its way, in order; None: the end."""
         self._lines: list[bytes] = []
         self._closed = False
         self._waiters = Waiters(machines.kernel)
 
     def setsockopt(self, *_: object) -> None: ...
+
+    def settimeout(self, timeout_s: float | None) -> None: ...
 
     def connect(self, path: str) -> None:
         self._channel = self._machines.channels.get(path)
@@ -46,45 +57,83 @@ class AgentSocket:
         if self._closed or channel is None or not channel.process.alive:
             raise BrokenPipeError(32, "Broken pipe")
         for line in data.splitlines():
-            self._kernel.after(
-                self._machines.about(0.001),
-                partial(channel.receive, self, self._as_sent(line)),
-                channel.process,
-            )
+            self._to_agent.append(self._as_sent(line))
+            arrive = partial(self._arrive, channel)
+            self._kernel.after(self._machines.about(0.001), arrive, channel.process)
 
     def _as_sent(self, line: bytes) -> Message:
         message = decode(line)
         if isinstance(message, Hello):  # all simulated processes have the pid of this one
             message = structs.replace(message, pid=self.worker.pid)
+        if isinstance(message, Left) and message.stays:
+            self.worker.begin_wait()
         return message
 
-    def makefile(self, mode: str) -> Self:
-        return self
+    def _arrive(self, channel: Channel) -> None:
+        message = self._to_agent.popleft()
+        if not self.hung_up:
+            channel.receive(self, message)
+
+    def makefile(self, mode: str) -> Any:
+        return Lines(self._read())
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def __iter__(self) -> Iterator[bytes]:
+    def _read(self) -> Iterator[bytes]:
         while self._waiters.wait_until(lambda: self._lines or self._closed) and self._lines:
             yield self._lines.pop(0)
 
-    def arrive(self, message: Message) -> None:
-        """The agent has sent a message."""
-        self._lines.append(encode(message).rstrip(b"\n"))
-        self._waiters.wake()
+    # ---- the agent's end ----
+
+    def send(self, message: Message) -> None:
+        """Send the worker a message."""
+        self._later(message)
+
+    def hang_up(self) -> None:
+        """Close it, after what has been sent."""
+        self.hung_up = True
+        self._later(None)
+
+    def _later(self, message: Message | None) -> None:
+        def arrive() -> None:
+            message = self._to_worker.popleft()
+            if message is None:
+                self.close()
+                return
+            self.worker.hears(message)
+            self._lines.append(encode(message).rstrip(b"\n"))
+            self._waiters.wake()
+
+        self._to_worker.append(message)
+        self._kernel.after(self._machines.about(0.001), arrive, self.worker.process)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer can still come."""
+        return not self._closed
 
     def shutdown(self, how: int) -> None: ...
 
     def close(self) -> None:
-        """Hang up, from either end."""
+        """Close it, at the worker's end."""
         self._closed = True
         self._waiters.wake()
 
 
+class Lines(nullcontext[Any]):
+    """What `socket.makefile` returns: the lines of a connection."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        lines: Iterator[bytes] = self.enter_result
+        return lines
+
+
 def to_agent(machines: Machines) -> Any:
-    """The module `socket` for `zero_comm.worker.agent_link`."""
+    """The module `socket` for `zero_comm.worker`."""
     return SimpleNamespace(
         socket=partial(AgentSocket, machines),
         **{

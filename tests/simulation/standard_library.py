@@ -289,14 +289,27 @@ class Thread:
 
     @classmethod
     def current(cls, kernel: Kernel) -> Thread:
-        found = cls(kernel)
-        found._task = kernel.current
+        return cls.of(kernel, kernel.current)
+
+    @classmethod
+    def main(cls, kernel: Kernel) -> Thread:
+        return cls.of(kernel, kernel.current and kernel.current.process.tasks[0])
+
+    @classmethod
+    def of(cls, kernel: Kernel, task: Task | None) -> Thread:
+        if task is None:  # an event of the world has no thread
+            return cls(kernel)
+        if task.thread is None:
+            task.thread = cls(kernel)
+            task.thread._task = task
+        found: Thread = task.thread
         return found
 
     def start(self) -> None:
         me = _task(self._kernel)
         if not me.killed:
             self._task = self._kernel.spawn(me.process, self.name, self._work)
+            self._task.thread = self
 
     def join(self, timeout: float | None = None) -> None:
         until_s = None if timeout is None else self._kernel.now + timeout
@@ -326,6 +339,7 @@ def _threading(kernel: Kernel) -> Any:
         local=SimpleNamespace,  # tenacity makes one for each call
         get_ident=lambda: kernel.current.ident if kernel.current else 0,
         current_thread=partial(Thread.current, kernel),
+        main_thread=partial(Thread.main, kernel),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.simulation.group import Votes
+from tests.simulation.group import Distributed, Votes
 from tests.simulation.kernel import Kernel
 from tests.simulation.sockets import to_agent
 from tests.simulation.standard_library import EPOCH_S
@@ -99,11 +100,26 @@ def worker_parts(training: Training) -> dict[str, Any]:
         training.on_kept(text)
         keep_manifest(directory, text)
 
+    def handle(number: int, handler: Any) -> None:
+        _worker(kernel).sigterm_handler = handler
+
     own_os = SimpleNamespace(environ=environ, getpid=lambda: _worker(kernel).pid, kill=kill)
+    own_signal = SimpleNamespace(
+        SIGTERM=signal.SIGTERM,
+        SIG_DFL=signal.SIG_DFL,
+        getsignal=lambda number: _worker(kernel).sigterm_handler,
+        signal=handle,
+    )
+    no_devices = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
     return {
         "os:environ": environ,
+        "zero_comm.worker.agent_link:hang_up_on_store": lambda: _worker(kernel).hang_up_on_store(),
         "zero_comm.worker.agent_link:os": own_os,
+        "zero_comm.worker.agent_link:signal": own_signal,
         "zero_comm.worker.agent_link:socket": to_agent(training.machines),
+        "zero_comm.worker.distributed:dist": Distributed(partial(_worker, kernel)),
+        "zero_comm.worker.distributed:socket": to_agent(training.machines),
+        "zero_comm.worker.distributed:torch": no_devices,
         "zero_comm.worker.agent_link:StepTimer": partial(StepTimer, now=now),
         "zero_comm.worker.agent_link:EveryonesTimes": partial(EveryonesTimes, now=now),
         "zero_checkpoint.persistence:Schedule": partial(Schedule, clock=now),
