@@ -34,6 +34,11 @@ FOUND = {
         f"{FIVE} --fault 5 restore-etcd-elsewhere for 25 s"
     ),
     "the same, and the restored etcd has the same id": (f"{FIVE} --fault 5 restore-etcd for 25 s"),
+    "etcd is restored from a copy that lacks where the store of the round is": (
+        "--seed 8134 --setting nodes=5 min_nodes=2 steps=10 --fault 0 start a --fault 0 start b "
+        "--fault 0 start c --fault 0 start d --fault 0 start e --fault 0.98 outage for 4.54 s "
+        "--fault 2.74 loss for 4.79 s --fault 6.4 restore-etcd for 3.33 s"
+    ),
 }
 """What happens, and the arguments that make it happen."""
 

@@ -77,7 +77,7 @@ class StoreWrites:
         )
 
     def master(self, n: int, address: str) -> None:
-        """Queue the publication of the address at which the TCPStore of round n listens."""
+        """The TCPStore of round n listens at this address, which is published."""
         self._master = (n, address)
 
     def run(self, rdzv: Rendezvous, fence: int) -> None:
@@ -86,14 +86,13 @@ class StoreWrites:
         for commit in commits:
             if commit.fence == fence:
                 self._publish(rdzv, commit)
-        if (master := self._master) is not None:
+        job, master = rdzv.snapshot, self._master
+        # Also if it was there before: etcd may have been restored from a copy that lacks it.
+        if master is not None and job.n == master[0] and job.master is None:
             try:
                 rdzv.publish_master(*master)
             except STORE_FAILS as error:
                 self._on_failure(error)
-                return
-            if self._master == master:  # not another round's, which came meanwhile
-                self._master = None
 
     def _publish(self, rdzv: Rendezvous, commit: _Commit) -> None:
         request = commit.request
