@@ -148,7 +148,7 @@ class Hosted:
                 for rank in range(WORKERS):
                     self.journal.tell("worker", f"rank {rank} runs", level=logging.DEBUG)
         elif job.state is State.ACTIVE and index == 0:
-            self.rdzv.publish_master(job.n, "node:1")
+            self.rdzv.publish_master(job, "node:1")
 
 
 class Lane(threading.Thread):

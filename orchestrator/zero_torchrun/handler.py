@@ -183,7 +183,7 @@ class EtcdV3Handler(RendezvousHandler):
         self._round = 0
         """The round in which this node's workers run, or ran last."""
         self._hosted: tuple[int, Any] = (0, None)
-        """The newest round whose TCPStore is hosted here, and that TCPStore."""
+        """The fence of the newest round whose TCPStore is hosted here, and that TCPStore."""
 
     def get_backend(self) -> str:
         """The name of this handler on torchrun's command line."""
@@ -302,10 +302,10 @@ class EtcdV3Handler(RendezvousHandler):
     def _enter(self, job: Snapshot, index: int) -> RendezvousInfo | None:
         """The store of a round, which this node hosts if it is the first; None: not yet."""
         address = self._rdzv.node.address
-        if index == 0 and self._hosted[0] != job.n:
-            self._hosted = (job.n, _host_store(address))
+        if index == 0 and self._hosted[0] != job.fence:
+            self._hosted = (job.fence, _host_store(address))
         if index == 0 and job.master is None:
-            self._rdzv.publish_master(job.n, host_port(address, self._hosted[1].port))
+            self._rdzv.publish_master(job, host_port(address, self._hosted[1].port))
         if job.master is None:
             return None
         host, port = split_host_port(job.master)

@@ -41,7 +41,7 @@ from zero_orchestrator.store.lease import LeaseKeeper, LeaseState
 from zero_orchestrator.store.replica import Replica
 
 SEEDS = 150
-"""A bug is found within so many seeds: within a minute of one core."""
+"""A bug is found within so many seeds: within a minute of one core, one bug within 90 s."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,12 @@ FOUND = {
         "--fault 0 start c --fault 0 start d --fault 0 start e --fault 0.98 outage for 4.54 s "
         "--fault 2.74 loss for 4.79 s --fault 6.4 restore-etcd for 3.33 s"
     ),
+    "etcd is restored before an address is written, and once more after that": (
+        "--seed 9052 --setting nodes=5 min_nodes=2 steps=10 save_every=2 memory_every=1 "
+        "max_restarts=100 versions=--o-- --fault 0 start a --fault 0 start b --fault 0 start c "
+        "--fault 0 start d --fault 0 start e --fault 2.05 restore-etcd for 1.16 s "
+        "--fault 2.1 kill-agent d for 1.21 s --fault 4.13 restore-etcd for 7.32 s"
+    ),
 }
 """What happens, and the arguments that make it happen."""
 

@@ -147,7 +147,9 @@ class Agent:
     def _make_workers(self, environ: Mapping[str, str]) -> NodeWorkers:
         """Start the forkserver, and connect its events with the parts that handle them."""
         handlers = Handlers(
-            on_port=lambda n, port: self._store_writes.master(n, self._config.where_store_is(port)),
+            on_port=lambda fence, port: self._store_writes.master(
+                fence, self._config.where_store_is(port)
+            ),
             on_commit=self._store_writes.commit,
             on_peer_memory=lambda request: self._ram.open(request, self._rdzv.secret),
             on_times=self._told.verdicts.add,
@@ -445,7 +447,7 @@ class Agent:
             cold=node_workers.cold,
             unkillable=node_workers.group.unkillable,
             checking=self._health_checks.checking,
-            hosting=node_workers.hosts_store_of(job.n),
+            hosting=node_workers.hosts_store_of(job.fence),
             holds=self.holds() if self._leaving.left_s > TICK_S and self._leaving.begun else "",
         )
 
@@ -508,7 +510,9 @@ def _ring(config: AgentConfig, on_dead: Callable[[Node, bool], None]) -> Ring:
 
 
 _ACTIONS: Mapping[Action, Callable[[Agent, str], None]] = {
-    Action.HOST_STORE: lambda agent, reason: agent._node_workers.host_store(agent._rdzv.snapshot.n),
+    Action.HOST_STORE: lambda agent, reason: agent._node_workers.host_store(
+        agent._rdzv.snapshot.fence
+    ),
     Action.START: lambda agent, reason: agent._node_workers.start(
         agent._rdzv.snapshot, agent._rdzv.node, agent._rdzv.secret
     ),

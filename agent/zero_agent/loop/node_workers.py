@@ -172,7 +172,7 @@ class NodeWorkers:
         """Whether workers are started for a round alone, since they cannot warm up."""
         self._wait_replies = WaitReplies()
         self._stores: dict[int, int] = {}
-        """TCPStores hosted here: id of the process -> its round."""
+        """TCPStores hosted here: id of the process -> the fence of its round."""
         self._listening: set[int] = set()
         """The ids of those TCPStores that have a port."""
 
@@ -220,9 +220,9 @@ class NodeWorkers:
 
         return self._wait_replies.collect(ranks, self._post(ask), within_s)
 
-    def hosts_store_of(self, n: int) -> bool:
-        """Whether the TCPStore of round n is, or is about to be, on this node."""
-        return n in self._stores.values()
+    def hosts_store_of(self, fence: int) -> bool:
+        """Whether the TCPStore of the round of this fence is, or is about to be, on this node."""
+        return fence in self._stores.values()
 
     # ---- actions ----
 
@@ -235,10 +235,11 @@ class NodeWorkers:
         if self._word is not None and self._forkserver.ready:
             self._forkserver.keep_word(self._config.node_id, *self._word)
 
-    def host_store(self, n: int) -> None:
-        """Open a TCPStore for round n; `on_port` receives its port when it listens."""
+    def host_store(self, fence: int) -> None:
+        """Open a TCPStore for a round; `on_port` receives the fence, and the port that it has."""
         config = self._config
-        self._stores[self._forkserver.host_store(config.store_listens_on, config.store_ports)] = n
+        store = self._forkserver.host_store(config.store_listens_on, config.store_ports)
+        self._stores[store] = fence
 
     def warm_up(self, job: Snapshot, node: Node, secret: Secret) -> None:
         """Start workers that run the script to its engine, and wait there for a round."""
@@ -261,8 +262,8 @@ class NodeWorkers:
         """Start the workers of the job's round on this node, given the job's secret."""
         self._forget()
         self._warming.stop()
-        for store, of_round in list(self._stores.items()):
-            if of_round != job.n:
+        for store, fence in list(self._stores.items()):
+            if fence != job.fence:
                 del self._stores[store]
                 self._forkserver.signal(store, signal.SIGKILL)
         former, self.group = self.group, self._new_group(job.n, job.fence)
@@ -434,7 +435,7 @@ class NodeWorkers:
                 f"the workers' store cannot listen on {self._config.store_listens_on}; the message "
                 "of torch's TCPStore is above",
             )
-        if self._stores.pop(process, 0) == self.group.round and self.group.state is Workers.RUNNING:
+        if self._stores.pop(process, 0) == self.group.fence and self.group.state is Workers.RUNNING:
             self.group.store_ended(status)
             self._journal.tell("exit", self.group.first_failure.summary, round=self.group.round)
         end = self.group.ended(process, status)

@@ -76,9 +76,9 @@ class StoreWrites:
             _Commit(round=n, fence=fence, request=request, reply=reply, until_s=until_s)
         )
 
-    def master(self, n: int, address: str) -> None:
-        """The TCPStore of round n listens at this address, which is published."""
-        self._master = (n, address)
+    def master(self, fence: int, address: str) -> None:
+        """The TCPStore of the round of this fence listens at this address, which is published."""
+        self._master = (fence, address)
 
     def run(self, rdzv: Rendezvous, fence: int) -> None:
         """Make all queued writes; one that fails stays queued. Without workers the fence is 0."""
@@ -88,9 +88,9 @@ class StoreWrites:
                 self._publish(rdzv, commit)
         job, master = rdzv.snapshot, self._master
         # Also if it was there before: etcd may have been restored from a copy that lacks it.
-        if master is not None and job.n == master[0] and job.master is None:
+        if master is not None and job.fence == master[0] and job.master is None:
             try:
-                rdzv.publish_master(*master)
+                rdzv.publish_master(job, master[1])
             except STORE_FAILS as error:
                 self._on_failure(error)
 

@@ -290,10 +290,14 @@ class Rendezvous:
             self._job_view.distrust()
         return revision
 
-    def publish_master(self, n: int, address: str) -> None:
-        """Say where the TCPStore of round n listens, `host:port`."""
-        key = self.keys.of_round(n, "master")
-        self._store.txn([absent(key)], [Put(key, address)])
+    def publish_master(self, job: Snapshot, address: str) -> None:
+        """Say where the TCPStore of the job's round listens, `host:port`.
+
+        Nothing is said if etcd has been restored meanwhile: another round may get this number.
+        """
+        key = self.keys.of_round(job.n, "master")
+        compares = [absent(key), unchanged(self.keys.round, job.fence)]
+        self._store.txn(compares, [Put(key, address)])
         self._seeing.distrust()
 
     def stepped(self, n: int, ago_s: float) -> None:

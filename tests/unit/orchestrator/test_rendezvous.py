@@ -1,6 +1,7 @@
 """Several agents and one store, moved on by a manual clock: no process, no waiting."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
@@ -135,6 +136,18 @@ def test_who_takes_the_place_of_a_lost_node_waits_for_nobody():
     cluster.kill("a")
     cluster.clock.advance(4.0)
     assert cluster.join("a", "2").poll().charges == 1
+
+
+def test_the_address_of_a_round_that_etcd_has_forgotten_is_not_that_of_another_one():
+    """The restored etcd may give its number again before the first node has seen the restore."""
+    cluster = Cluster()
+    a = cluster.join("a")
+    cluster.settle()
+    job = a.poll()
+    a.publish_master(dataclasses.replace(job, fence=job.fence - 1), "a:1")
+    assert a.poll().master is None
+    a.publish_master(job, "a:2")
+    assert a.poll().master == "a:2"
 
 
 def test_reports_of_a_round_that_was_lost_with_the_data_of_etcd_do_not_count():
