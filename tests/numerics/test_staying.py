@@ -25,22 +25,7 @@ from zero_comm.worker.distributed import MEETING
 from zero_contract import worker as contract
 from zero_contract.channel import Channel
 from zero_contract.hub import Hub
-from zero_contract.worker import (
-    Ability,
-    CommitReply,
-    CommitRequest,
-    ExitCode,
-    Hello,
-    Join,
-    Leave,
-    Left,
-    Message,
-    PeerMemoryReply,
-    PeerMemoryRequest,
-    Preparing,
-    Progress,
-    When,
-)
+from zero_contract.worker import ExitCode, Join, Leave, Message, When
 from zero_step import staying
 
 STEPS = 9
@@ -64,30 +49,30 @@ class Job:
         self.members: list[Any] = []
         """The processes of the round, by rank."""
         self.results: Any = self._context.Queue()
-        self.can: dict[int, tuple[Ability, ...]] = {}
+        self.can: dict[int, tuple[contract.Ability, ...]] = {}
         """What each rank has said last that it can."""
 
     def _take(self, rank: int, message: Message) -> None:
         """Answer a worker; on the hub's thread."""
         match message:
-            case CommitRequest():
-                reply = CommitReply(request=message.request, granted=True, reason="")
+            case contract.CommitRequest():
+                reply = contract.CommitReply(request=message.request, granted=True, reason="")
                 self._channel.send(rank, reply)
-            case PeerMemoryRequest():
+            case contract.PeerMemoryRequest():
                 self._channel.send(rank, self._memory_of(message.request))
-            case Progress() | Left() | Preparing():
+            case contract.Progress() | contract.Left() | contract.Preparing():
                 self._inbox.put((rank, message))
-            case Hello():
+            case contract.Hello():
                 self.can[rank] = message.can
             case _:
                 pass
 
-    def _memory_of(self, request: int) -> PeerMemoryReply:
+    def _memory_of(self, request: int) -> contract.PeerMemoryReply:
         """All ranks are on one node."""
         if self.memory is None:
-            return PeerMemoryReply(request=request, reason="no")
+            return contract.PeerMemoryReply(request=request, reason="no")
         key, budget_bytes = "0" * 64, 1 << 28
-        return PeerMemoryReply(
+        return contract.PeerMemoryReply(
             request=request, directory=str(self.memory), key=key, budget_bytes=budget_bytes
         )
 
@@ -116,7 +101,7 @@ class Job:
         """Start one more member of the next round before that, and wait until it is ready."""
         of_no_round = {"MASTER_ADDR": "", "MASTER_PORT": "", contract.ENV_ROUND: "0"}
         self.members.append(self._start({**self._environ(rank, rank + 1), **of_no_round}))
-        assert self._inbox.get(timeout=60) == (rank, Left(round=0, step=0, stays=True))
+        assert self._inbox.get(timeout=60) == (rank, contract.Left(round=0, step=0, stays=True))
 
     def _environ(self, rank: int, world: int) -> dict[str, str]:
         assert self._store is not None
@@ -140,10 +125,12 @@ class Job:
         left: dict[int, int] = {}
         while len(left) < len(self.members):
             rank, message = self._inbox.get(timeout=60)
-            if isinstance(message, Left):
+            if isinstance(message, contract.Left):
                 assert message.stays is stay
                 left[rank] = message.step
-            elif isinstance(message, Progress) and message.step >= step and not self._asked:
+            elif (
+                isinstance(message, contract.Progress) and message.step >= step and not self._asked
+            ):
                 self._asked = True
                 leave = Leave(round=self._round, when=When.BOUNDARY, reason="a node joins")
                 for each in range(len(self.members)):
@@ -161,7 +148,7 @@ class Job:
         lost = Leave(round=self._round, when=When.LOST, reason="a worker is lost")
         while left != others:
             rank, message = self._inbox.get(timeout=60)
-            if isinstance(message, Left):
+            if isinstance(message, contract.Left):
                 assert (message.stays, bool(message.lost)) == (True, True)
                 left.add(rank)
                 for each in others - left:
@@ -171,7 +158,7 @@ class Job:
 
     def wait_for_meeting(self) -> None:
         """Wait until a worker waits for the others of its round."""
-        while self._inbox.get(timeout=60)[1] != Preparing(what=MEETING):
+        while self._inbox.get(timeout=60)[1] != contract.Preparing(what=MEETING):
             pass
 
     def let_go(self) -> None:
@@ -426,8 +413,8 @@ def test_a_script_that_a_newcomer_would_wait_for_in_vain_is_started_anew(
     process.join(60)
     assert process.exitcode == ExitCode.LEFT
     # Its agent knows before that, but for a group that is made within a step.
-    before = () if why != "has a group of its own" else (Ability.REJOIN,)
-    assert one.can == {0: (Ability.BOUNDARY, *before)}
+    before = () if why != "has a group of its own" else (contract.Ability.REJOIN,)
+    assert one.can == {0: (contract.Ability.BOUNDARY, *before)}
 
 
 def that_waits(
