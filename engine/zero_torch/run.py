@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -41,13 +41,13 @@ from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
 from zero_step.session import NOTES
 from zero_torch import settings
-from zero_torch.checkpoints import Checkpoints, derive, makes_state, replace
+from zero_torch.checkpoints import Checkpoints
+from zero_torch.held_calls import HeldCalls, Steps
 from zero_torch.hooks import ddp as hooks_ddp
 from zero_torch.hooks import fsdp2 as hooks_fsdp2
 from zero_torch.hooks import plain as hooks_plain
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
-from zero_torch.local_step import local_tensors
-from zero_torch.optimizers import NO_CLOSURE, LearningRates, check_members, takes_no_metric
+from zero_torch.optimizers import LearningRates, check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
@@ -121,9 +121,16 @@ class Run(Checkpoints):
         """The tokens of the backward under way."""
         self._counted = 0
         """Those of the step, on all ranks."""
-        self._unscaled = self._skipped = False
-        """Whether the gradients of this step are unscaled; and whether it left the weights as they
-        were, since they were not finite."""
+        self._skipped = False
+        """Whether the last step left the weights as they were, since gradients were not finite."""
+        steps = Steps(
+            is_over=self._is_over,
+            ends_now=self._ends_now,
+            may_act=self._may_act,
+            has_acted=self._has_acted,
+            count=self._count_step,
+        )
+        self._held = HeldCalls(steps, optimizer, scheduler, scaler)
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._learning_rates = LearningRates(optimizer)
         self._ledger: Ledger | None = None
@@ -146,7 +153,7 @@ class Run(Checkpoints):
         self._attach()
         self.loader.of_loop = generators_of_module(self._wrapped.module)
         self.loader.is_alone = self._link.is_alone
-        self._hold()
+        self._held.hold()
         if self._device.type == "cpu":
             keep_freed_memory()
 
@@ -322,9 +329,9 @@ class Run(Checkpoints):
         Returns:
             The norm before; None if this is not the last micro-batch of the step.
         """
-        if not self._belongs_to_this() or not self._now().last:
+        if not self._ends_now():
             return None
-        if self.scaler is not None and not self._unscaled:
+        if self.scaler is not None and not self._held.unscaled:
             self.scaler.unscale_(self._optimizer)
         trained = self._gradients.trained.values()
         gradients = [p.grad for p in trained if p.grad is not None]
@@ -375,24 +382,16 @@ class Run(Checkpoints):
         self._losses.clear()
         self._tokens.clear()
         self._correction, self._everybodys, self._owed = 1.0, None, False
-        if self._unscaled and self.scaler is not None:  # the scaler has a state of each step
-            state, self._unscaled = self.scaler.state_dict(), False
-            self._update_scaler()
-            self.scaler.load_state_dict(state)
+        self._held.drop()
         if self._ledger is not None:
             self._ledger.forget()
 
     def _between_steps(self) -> bool:
         if self._phase.begun:
-            if not self._has_acted:
+            if not self._has_acted():
                 return False
             self._end_micro_step()
         return not self._cursor.micro
-
-    @property
-    def _has_acted(self) -> bool:
-        """Whether the optimizer has acted in this micro-step."""
-        return self._phase.state is State.STEPPED and self._gradients.pipeline.turn.last
 
     def _leave_step(self, what: str) -> None:
         if not self._between_steps():
@@ -450,7 +449,7 @@ class Run(Checkpoints):
             raise ZeroError(OTHER_THREAD)
         if batches.draws.passed_over is not None:
             raise ZeroError(PASSED_OVER)
-        if self._phase.begun and (not gradients.pipeline.turn.last or self._has_acted):
+        if self._phase.begun and (not gradients.pipeline.turn.last or self._has_acted()):
             self._owed = self._phase.state is State.RUN
             self._end_micro_step()
         if gradients.now is None:
@@ -526,13 +525,34 @@ class Run(Checkpoints):
         else:
             self._cursor.micro += 1
 
-    def _count_step(self, *, skipped: bool) -> None:
+    # ---- what held calls ask, see `Steps` ----
+
+    def _is_over(self) -> bool:
+        now = self._gradients.now  # None after run.step(), which ends the micro-step
+        return now.last if now is not None and self._phase.begun else not self._cursor.micro
+
+    def _has_acted(self) -> bool:
+        return self._phase.state is State.STEPPED and self._gradients.pipeline.turn.last
+
+    def _ends_now(self) -> bool:
+        return self._belongs_to_this() and self._now().last
+
+    def _may_act(self) -> bool:
+        if not self._ends_now():
+            return False
+        self._phase.check(Move.STEP)
+        self._weigh_tokens()
+        self._take_back()
+        self.loader.seed_step(acts=True)
+        return True
+
+    def _count_step(self, skipped: bool) -> None:
         plan, cursor = self._plan(), self._cursor
         assert self._everybodys is not None  # `_may_act` has weighed the tokens
         with exit_on_peer_loss(self._link):  # before the step counts: it has all of its state
             self._writes.end_step(self._everybodys[:, NOTES - 1].tolist())
         self._phase.move(Move.STEP)
-        self._skipped, self._unscaled = skipped, False
+        self._skipped, self._held.unscaled = skipped, False
         cursor.step += 1
         cursor.samples += plan.samples
         cursor.tokens += self._counted
@@ -541,60 +561,3 @@ class Run(Checkpoints):
         self.loader.seed_step()
         if self._ledger is not None:
             self._ledger.end_step(cursor.step)
-
-    # ---- calls that are held ----
-
-    def _hold(self) -> None:
-        """Let calls of the script do nothing until the last micro-batch of a step."""
-        replace(self._optimizer, "step", self._optimizer_step)
-        if self.scheduler is not None:
-            derive(self.scheduler, "step", self._if_last)
-        if self.scaler is not None:
-            self._update_scaler = self.scaler.update
-            replace(self.scaler, "unscale_", self._unscale)
-            replace(self.scaler, "step", self._scaler_step)
-            replace(self.scaler, "update", self._if_last)
-
-    def _if_last(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = self._gradients.now  # None after run.step(), which ends the micro-step
-        acts = now.last if now is not None and self._phase.begun else not self._cursor.micro
-        return call(*args, **kwargs) if acts else None
-
-    def _unscale(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._belongs_to_this() and self._now().last:
-            self._unscaled = True
-            call(*args, **kwargs)
-
-    def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if makes_state(self._optimizer):
-            return call(*args, **kwargs)
-        if any(each is not None for each in (*args, *kwargs.values())):
-            raise ZeroError(NO_CLOSURE)
-        if not self._may_act():
-            return None
-        with local_tensors(self._optimizer):
-            result = call()
-        self._count_step(skipped=False)
-        return result
-
-    def _scaler_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._may_act():
-            return None
-        result = call(*args, **kwargs)
-        if not self._has_acted:  # the gradients were not finite
-            self._count_step(skipped=True)
-        return result
-
-    def _may_act(self) -> bool:
-        """Whether the optimizer acts now.
-
-        Raises:
-            ZeroError: There is no micro-batch, or the optimizer has acted in it.
-        """
-        if not (self._belongs_to_this() and self._now().last):
-            return False
-        self._phase.check(Move.STEP)
-        self._weigh_tokens()
-        self._take_back()
-        self.loader.seed_step(acts=True)
-        return True

@@ -1,0 +1,101 @@
+"""The calls of a script that do nothing until the last micro-batch of a step.
+
+Owns what a loss scaler has of a step. Must always hold: whoever calls them, the script, `run.step`
+or a library, optimizer, scheduler and scaler act once in a step, in its last micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_contract.errors import ZeroError
+from zero_torch.checkpoints import derive, makes_state, replace
+from zero_torch.local_step import local_tensors
+from zero_torch.optimizers import NO_CLOSURE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """The steps of a run, as far as these calls ask for them."""
+
+    is_over: Callable[[], bool]
+    """Whether what follows a step of the optimizer may act."""
+    ends_now: Callable[[], bool]
+    """Whether a call belongs to the last micro-step of its step."""
+    may_act: Callable[[], bool]
+    """The same of the optimizer, which acts once; then the gradients are those that it takes."""
+    has_acted: Callable[[], bool]
+    """Whether it has acted in this micro-step."""
+    count: Callable[[bool], None]
+    """Called when it has acted, with whether it has skipped the step."""
+
+
+class HeldCalls:
+    """The calls of one optimizer, scheduler and scaler.
+
+    Attributes:
+        unscaled: Whether the gradients of this step are unscaled.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.unscaled = False
+        self._steps = steps
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._scaler = scaler
+
+    def hold(self) -> None:
+        """From now on."""
+        replace(self._optimizer, "step", self._step)
+        if self._scheduler is not None:
+            derive(self._scheduler, "step", self._if_over)
+        if self._scaler is not None:
+            self._update_scaler = self._scaler.update
+            replace(self._scaler, "unscale_", self._unscale)
+            replace(self._scaler, "step", self._scaler_step)
+            replace(self._scaler, "update", self._if_over)
+
+    def drop(self) -> None:
+        """Drop what the scaler has of a step."""
+        if self.unscaled and self._scaler is not None:
+            state, self.unscaled = self._scaler.state_dict(), False
+            self._update_scaler()
+            self._scaler.load_state_dict(state)
+
+    def _if_over(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs) if self._steps.is_over() else None
+
+    def _unscale(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._steps.ends_now():
+            self.unscaled = True
+            call(*args, **kwargs)
+
+    def _step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if makes_state(self._optimizer):
+            return call(*args, **kwargs)
+        if any(each is not None for each in (*args, *kwargs.values())):
+            raise ZeroError(NO_CLOSURE)
+        if not self._steps.may_act():
+            return None
+        with local_tensors(self._optimizer):
+            result = call()
+        self._steps.count(False)
+        return result
+
+    def _scaler_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._steps.may_act():
+            return None
+        result = call(*args, **kwargs)
+        if not self._steps.has_acted():  # the gradients were not finite
+            self._steps.count(True)
+        return result
