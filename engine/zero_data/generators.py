@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -95,3 +95,30 @@ def seed_generators(generators: Iterable[Generator], seed: int) -> None:
                 each.seed(seed % (1 << 32))
             case _:
                 each.seed(seed)
+
+
+@contextmanager
+def kept_generators(generators: Iterable[Generator]) -> Iterator[None]:
+    """They are afterwards in the states of before."""
+    before = [(each, _state(each)) for each in generators]
+    try:
+        yield
+    finally:
+        for each, state in before:
+            match each:
+                case np.random.Generator():
+                    each.bit_generator.state = state
+                case random.Random():
+                    each.setstate(state)
+                case _:
+                    each.set_state(state)
+
+
+def _state(generator: Generator) -> Any:
+    match generator:
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case random.Random():
+            return generator.getstate()
+        case _:
+            return generator.get_state()

@@ -17,8 +17,8 @@ streams the stream waits, so each ends at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ from zero_comm.sums.native import NativeReduction
 from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
+from zero_step.bit_sum import bit_sum
 from zero_step.gradients import Pipeline, Reduction, by_stream
 from zero_step.phase import Calls, Move, Phase, State
 
@@ -102,6 +103,8 @@ class OrderedGradients:
         """The graph tasks of the backward under way, whose end is announced to autograd."""
         self._failure: Exception | None = None
         """The error that a hook could not raise: raised at the end of the backward."""
+        self._aside: list[tuple[str, int]] | None = None
+        """The bits of gradients that are in no sum."""
 
     @property
     def is_native(self) -> bool:
@@ -122,11 +125,32 @@ class OrderedGradients:
             self._of_step.clear()
         self._received.clear()
         self._tasks.clear()
-        self._drop()
         self.phase.move(Move.DRAW)
         self.pipeline.begin(now, weight)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Begin the forward of this micro-step anew, before it has a gradient."""
+        self._drop()
         for begin in self.begins:
-            begin(now)
+            begin(self.pipeline.turn)
+
+    @contextmanager
+    def aside(self) -> Iterator[list[tuple[str, int]]]:
+        """A backward of no step: what is given to `looks_aside` in it, by name and bits."""
+        self._drop()
+        self._aside = []
+        try:
+            yield self._aside
+        finally:
+            self._aside = None
+
+    def looks_aside(self, name: str, gradient: Tensor) -> bool:
+        """Whether a gradient is in no sum; then its bits are taken down."""
+        if self._aside is None:
+            return False
+        self._aside.append((name, int(bit_sum(gradient))))
+        return True
 
     @property
     def now(self) -> Turn | None:
@@ -250,6 +274,8 @@ class OrderedGradients:
         Raises:
             ZeroError: As `reduce`, of the sum of this name.
         """
+        if self._aside is not None:
+            return
         if name is not None:
             self._expect(name)
         if self.phase.state is not State.BACKWARD:
@@ -263,7 +289,7 @@ class OrderedGradients:
         returns. There may be no gradient of a parameter, as in torch.autograd.grad.
         """
         task = torch._C._current_graph_task_id()
-        if self.now is not None and task not in self._tasks:
+        if self.now is not None and self._aside is None and task not in self._tasks:
             self._tasks.append(task)
             is_outermost = len(self._tasks) == 1
             torch.autograd.Variable._execution_engine.queue_callback(

@@ -40,7 +40,7 @@ from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
 from zero_step.session import NOTES
-from zero_torch import settings
+from zero_torch import self_test, settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.held_calls import HeldCalls, Steps
 from zero_torch.hooks import ddp as hooks_ddp
@@ -152,6 +152,9 @@ class Run(Checkpoints):
             _log.warning("%s", NATIVE_RUN)
         self._attach()
         self.loader.of_loop = generators_of_module(self._wrapped.module)
+        self_test.attach(
+            self._wrapped, self._training, self._gradients, self.loader.of_loop, self._link
+        )
         self.loader.is_alone = self._link.is_alone
         self._held.hold()
         if self._device.type == "cpu":

@@ -92,6 +92,8 @@ class Training:
     cursor: Cursor
     collectives: Collectives
     hardware: Hardware
+    hardware_changed: bool = False
+    """Whether the loaded checkpoint was made on other hardware."""
     optimizer: torch.optim.Optimizer
     scheduler: Any
     scaler: torch.amp.GradScaler | None
@@ -189,6 +191,7 @@ class Training:
         )
         if ordered is not None:
             ordered.gradients.block = adopted.block
+        self.hardware_changed = adopted.hardware_changed
         for line in adopted.remarks if self.rank == 0 else ():
             _log.warning("%s", line)
         self.state.adopt(run["groups"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.numerics.test_stock_torch import protected
+from tests.numerics.test_stock_torch import batches, protected
 from tests.support.models import TinyGPT
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
@@ -72,31 +72,86 @@ class Drifting(nn.Module):
         return x
 
 
+STOCK: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    ("plain", (1,), {}),
+    ("plain", (1,), {"reentrant": True}),
+    ("ddp", (1, 2), {}),
+    ("ddp", (2,), {"static_graph": True}),
+    ("ddp", (2,), {"static_graph": True, "reentrant": True}),
+    ("ddp", (2,), {"find_unused_parameters": True}),
+    ("ddp", (2,), {"reentrant": True}),
+    ("fsdp2", (1, 2), {}),
+    ("fsdp2", (2,), {"reentrant": True}),
+    ("fsdp2", (2,), {"reentrant": False}),
+    ("fsdp2", (2,), {"param_dtype": torch.bfloat16}),
+    ("columns", (2,), {}),
+    ("hsdp", (4,), {}),
+]
+"""Each way to wrap a model, worlds, and options of `stock.make`."""
+
+
+@pytest.mark.parametrize(("wrapper", "sizes", "options"), STOCK, ids=str)
+@pytest.mark.corners(options=[{}, {"static_graph": True}])
+def test_stock_pytorch_has_the_same_bits_with_a_replay(
+    worlds: WorldPool, wrapper: str, sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    plain = one_result(worlds, train_stock, wrapper, "off", options, sizes=sizes)
+    assert one_result(worlds, train_stock, wrapper, "error", options, sizes=sizes) == plain
+
+
+def train_stock(wrapper: str, mode: str, options: dict[str, Any]) -> str:
+    """The weights after two steps; a test runs the first block forward two times more."""
+    calls: list[None] = []
+    with strict(mode) as settings:
+        model, _, run = protected(wrapper, config=settings, **options)
+        (block,) = (each for name, each in model.named_modules() if name.endswith("blocks.0"))
+        block.register_forward_pre_hook(lambda *_: calls.append(None))
+        for number, tokens in enumerate(batches(run, 2)):
+            loss = model(tokens)
+            assert len(calls) == number + (3 if mode == "error" else 1)
+            run.backward(loss)
+            run.step()
+    return run.weight_hash()
+
+
+@pytest.mark.parametrize("by", [0, 3, "plain", "ddp", "fsdp2", "hsdp"])
 @pytest.mark.parametrize(
-    ("where", "stage", "says"),
+    ("where", "says"),
     [
-        ("forward", 0, "the output of module 'blocks.1.drop' differs first, on rank 0"),
-        ("backward", 3, "in the order of backward first that of 'blocks.1."),
+        ("forward", "the output of module 'blocks.1.drop' differs first, on rank 0"),
+        ("backward", "in the order of backward first that of 'blocks.1"),
     ],
 )
+@pytest.mark.corners(by=[3, "fsdp2"])
 def test_what_does_not_repeat_itself_is_named_before_weights_change(
-    worlds: WorldPool, where: str, stage: int, says: str
+    worlds: WorldPool, where: str, by: int | str, says: str
 ) -> None:
+    world = {"plain": 1, "hsdp": 4}.get(str(by), 2)
     with pytest.raises(WorldError) as raised:
-        worlds.run(2, train_drifting, where, stage, "error")
+        worlds.run(world, train_drifting, where, by, "error")
     assert says in str(raised.value)
     assert "ZeroError: the first micro-batch has other bits when it is run again" in str(
         raised.value
     )
-    assert worlds.run(2, train_drifting, where, stage, "warn") == [1, 1]
+    assert worlds.run(world, train_drifting, where, by, "warn") == [1] * world
 
 
-def train_drifting(where: str, stage: int, mode: str) -> int:
-    torch.manual_seed(0)
-    model = TinyGPT()
-    model.blocks[1].drop = Drifting(where)  # type: ignore[union-attr]
+def train_drifting(where: str, by: int | str, mode: str) -> int:
+    """Steps by a stage of the engine, or by a wrapper of stock PyTorch."""
+    drifting = Drifting(where)
     with strict(mode) as settings:
-        engine = make_engine(config(stage, **settings), model=model)
+        if isinstance(by, str):
+            model, _, run = protected(by, config=settings)
+            (block,) = (each for name, each in model.named_modules() if name.endswith("blocks.1"))
+            block.drop = drifting
+            for tokens in batches(run, 1):
+                run.backward(model(tokens))
+                run.step()
+            return run.global_step
+        torch.manual_seed(0)
+        model = TinyGPT()
+        model.blocks[1].drop = drifting  # type: ignore[union-attr]
+        engine = make_engine(config(by, **settings), model=model)
         train(engine, 1)
     return engine.global_steps
 

@@ -38,7 +38,7 @@ from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import EndsBy, Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
 from zero_engine.core.precision import Precision
-from zero_engine.core.self_test import SelfTest
+from zero_engine.core.replay import replay
 from zero_engine.core.whole_weights import WholeWeights
 from zero_engine.observe.flops_profiler import Profile
 from zero_engine.observe.reporting import Reporter, Stopwatch
@@ -57,6 +57,7 @@ from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
 from zero_step.lane_states import lanes_of
+from zero_step.self_test import SelfTest
 from zero_step.session import (
     NOTES,
     Session,
@@ -105,7 +106,15 @@ class Engine(WholeWeights):
         self._config = config
         self._core = core
         self._precision = Precision(config, core.device)
-        self._self_test = SelfTest(core, run)
+        self._self_test = SelfTest(
+            module=core.module,
+            mode=core.hardware.mode,
+            collectives=core.collectives,
+            device=core.device,
+            cursor=run.cursor,
+            hardware_changed=lambda: run.hardware_changed,
+            replay=partial(replay, core, run),
+        )
         self._run = run
         self._link = link
         self._last: StepOutcome | None = None
@@ -127,6 +136,10 @@ class Engine(WholeWeights):
     def _fill_in(self, runs: bool) -> None:
         fill_in(self._session, runs)
 
+    def _seed(self, seed: int) -> None:
+        seed_everything(seed)
+        seed_generators(self._of_module, seed)
+
     # ---- a step ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,10 +156,11 @@ class Engine(WholeWeights):
                 if self._core.zero is not None:
                     first = self._run.plan().first_place(self._run.assignment)
                     self._core.writes.begin_micro_step(first)
-                seed = mix(self._config.seed, self._run.cursor.step, microbatch.index)
-                self._self_test.run_if_due(call, args, kwargs, seed)
-                seed_everything(seed)
-                seed_generators(self._of_module, seed)
+                number = mix(self._config.seed, self._run.cursor.step, microbatch.index)
+                seed = partial(self._seed, number)
+                if self._core.zero is not None and not self._core.zero.accumulating:
+                    self._self_test.run_if_due(call, args, kwargs, seed)
+                seed()
             with (
                 outlived(self._session, goes_on=True) if training else nullcontext(),
                 self._stopwatch.measure(part),

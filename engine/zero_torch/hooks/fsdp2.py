@@ -72,6 +72,10 @@ class TwoLevels:
         """See `OrderedGradients.arrive`."""
         self._gradients.arrive(name)
 
+    def looks_aside(self, name: str, gradient: Tensor) -> bool:
+        """See `OrderedGradients.looks_aside`."""
+        return self._gradients.looks_aside(name, gradient)
+
     def replace_all_reduce(self, module: Any) -> None:
         """Let FSDP2's all-reduce of a module's gradients be one of this rank alone.
 
@@ -362,6 +366,8 @@ class _ReduceScatter(_Memory):
         self._reduce(as_real(reduced), as_real(reduced))
 
     def _reduce(self, gradient: Tensor, out: Tensor) -> None:
+        if self._gradients.looks_aside(self._name, gradient):
+            return
         example = self._example
         copied = (out.dtype, out.device) != (example.dtype.to_real(), example.device)
         if self._calls <= 1:

@@ -8,7 +8,7 @@ import pytest
 
 from zero_comm.determinism import Deterministic, Hardware, changes, mixture, mode_of
 from zero_contract.errors import ConfigError
-from zero_engine.core.self_test import gradients_differ, output_differs, remedy
+from zero_step.self_test import gradients_differ, output_differs, remedy
 
 CPU: dict[str, Any] = {
     "processor": "Xeon",
@@ -94,8 +94,8 @@ def test_the_module_whose_output_differs_first_is_that_of_the_first_turn_of_any_
     )
 
 
-def test_the_gradient_that_differs_first_is_the_last_in_the_order_of_forward() -> None:
-    assert gradients_differ([["a"], ["c", "a"], []], ["a", "b", "c", "d"]) == (
+def test_the_gradient_that_differs_first_is_that_of_the_first_turn_of_any_rank() -> None:
+    assert gradients_differ([[(9, "a")], [(2, "c"), (9, "a")], []]) == (
         "outputs are equal, and 2 gradients differ, in the order of backward first that of 'c'"
     )
 

@@ -1,8 +1,8 @@
 """A self-test at the start of a run: the first micro-batch is run twice, with the same bits.
 
-Owns the replay and its comparison. Must always hold: weights, buffers, optimizer and position stay
-as they are, and the gradients of a replay are in no sum of a step; all ranks replay together, since
-weights are gathered and gradients reduced as in a micro-step.
+Owns when it is due, and the comparison; whoever shards the model runs the micro-batch (`Replay`).
+Must always hold: weights, buffers, optimizer and position stay as they are, and the gradients of a
+replay are in no sum of a step; all ranks replay together, since weights are gathered.
 
 A script may compute its loss outside of the module, so a replay differentiates the sum of what
 forward returns. If bits differ, two more forwards find the first module whose output does.
@@ -13,24 +13,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_comm.determinism import Deterministic
+from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.objects import gather_objects
-from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
-from zero_engine.optim.zero_optimizer import ZeroOptimizer
-from zero_engine.parts import Core, Run
-from zero_engine.sharding.flat_unit import overlap
+from zero_data.global_batch import Cursor
 from zero_step.bit_sum import bit_sum
 
 _log = logging.getLogger(__name__)
+
+
+class Gradient(NamedTuple):
+    """The bits of one gradient, or of those that are reduced together."""
+
+    turn: int
+    """In the order of backward, the same on all ranks."""
+    name: str
+    bits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,26 +47,42 @@ class Replay:
 
     outputs: tuple[int, ...]
     """Of what forward has returned."""
-    gradients: Mapping[str, int]
-    """By parameter, of this rank's share of the sum of its gradients."""
+    gradients: Sequence[Gradient]
 
 
+@dataclass(kw_only=True)
 class SelfTest:
-    """The self-test of one engine; `run_if_due` before each forward in training."""
+    """The self-test of one training; `run_if_due` before each forward in training."""
 
-    def __init__(self, core: Core, run: Run) -> None:
-        self._core = core
-        self._run = run
-        self._due = core.zero is not None and core.hardware.mode.replays(core.device)
+    module: nn.Module
+    """The one whose parts are named, as the script has made it."""
+    mode: Deterministic
+    collectives: Collectives
+    device: torch.device
+    cursor: Cursor
+    hardware_changed: Callable[[], bool]
+    """Whether the checkpoint that was loaded was made on other hardware."""
+    replay: Callable[[Callable[[], Any]], Replay]
+    """Runs a forward and its backward, whose gradients are in no sum. Collective."""
+    _due: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._due = self.mode.replays(self.device)
 
     def run_if_due(
         self,
-        forward: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+        call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        seed: int,
+        seed: Callable[[], None],
     ) -> None:
         """Replay a micro-batch if a run begins, or resumes on other hardware. Collective.
+
+        Args:
+            call: The module's forward.
+            args: Its arguments.
+            kwargs: Those with names.
+            seed: Gives random numbers a beginning, the same each time.
 
         Raises:
             ZeroError: The bits differ, and elastic.deterministic is "error".
@@ -66,87 +90,61 @@ class SelfTest:
         if not self._due or not torch.is_grad_enabled():
             return
         self._due = False
-        zero, run = self._core.zero, self._run
-        begins = run.cursor.step == 0 or run.hardware_changed
-        live = run.plan().live(0, run.world)
-        if zero is None or zero.accumulating or run.cursor.micro or not begins or live < 1:
+        if self.cursor.micro or not (self.cursor.step == 0 or self.hardware_changed()):
             return
 
-        def call() -> Any:
-            torch.manual_seed(seed)
-            own_args, own_kwargs = tree_map(_copied, (args, dict(kwargs)))
-            return forward(own_args, own_kwargs)
+        def forward() -> Any:
+            seed()
+            return call(*tree_map(_copied, (args, dict(kwargs))))
 
-        first, second = self._replay(zero, call, live), self._replay(zero, call, live)
-        self._judge(call, first, second)
+        replays = []
+        for _ in range(2):
+            with _buffers_kept(self.module):
+                replays.append(self.replay(forward))
+        self._judge(forward, *replays)
 
-    def _replay(self, zero: ZeroOptimizer, call: Callable[[], Any], live: int) -> Replay:
-        """Forward and backward of the micro-batch, whose gradients the next micro-step drops."""
-        core = self._core
-        assert core.reducer is not None
-        with _buffers_kept(core.module), core.reducer.phase.aside():
-            outputs = _tensors(call())
-            sums = [each for each in outputs if each.requires_grad]
-            if sums:
-                core.coordinator.begin_backward()
-                core.reducer.begin(Turn(live=live, first=True, last=True))
-                torch.autograd.backward(sums, [torch.ones_like(each) for each in sums])
-                with core.guard():
-                    core.coordinator.end_gathers()
-                    core.reducer.finish()
-                core.coordinator.end_backward()
-                for each in zero.sums:
-                    each.settle()
-            return Replay(
-                outputs=tuple(int(bit_sum(each)) for each in outputs),
-                gradients=dict(_gradients(zero)) if sums else {},
-            )
-
-    def _judge(self, call: Callable[[], Any], first: Replay, second: Replay) -> None:
+    def _judge(self, forward: Callable[[], Any], first: Replay, second: Replay) -> None:
         """Compare two replays, on all ranks; log or raise what differs."""
-        core = self._core
         outputs = first.outputs != second.outputs
-        gradients = [
-            name for name, bits in first.gradients.items() if second.gradients[name] != bits
-        ]
+        pairs = zip_longest(first.gradients, second.gradients)  # a part may be left out at random
+        gradients = [(old or new)[:2] for old, new in pairs if old != new]
         differs = torch.tensor([int(outputs or bool(gradients))], device="cpu")
-        if not core.collectives.everybodys(differs, "whether a replay has the same bits").any():
+        if not self.collectives.everybodys(differs, "whether a replay has the same bits").any():
             return
         by_rank = self._gathered([outputs, gradients], "what differs in a replay")
-        modules = self._gathered(self._first_module(call), "the module that differs first")
+        modules = self._gathered(self._first_module(forward), "the module that differs first")
         if any(modules) or any(each[0] for each in by_rank):
             problem = output_differs(modules)
         else:
-            order = [name for name, _ in core.module.named_parameters()]
-            problem = gradients_differ([each[1] for each in by_rank], order)
+            problem = gradients_differ([each[1] for each in by_rank])
         text = (
             f"the first micro-batch has other bits when it is run again: {problem}. A kernel does "
             "not repeat itself, or the module keeps state that is not a buffer; "
-            f"{remedy(core.hardware.mode)}"
+            f"{remedy(self.mode)}"
         )
-        if core.hardware.mode is Deterministic.ERROR:
+        if self.mode is Deterministic.ERROR:
             raise ZeroError(text)
-        if self._run.rank == 0:
+        if self.collectives.rank == 0:
             _log.warning("%s", text)
 
     def _gathered(self, own: Any, what: str) -> list[Any]:
-        return gather_objects(own, what, self._core.collectives.everybodys)
+        return gather_objects(own, what, self.collectives.everybodys)
 
-    def _first_module(self, call: Callable[[], Any]) -> tuple[int, str] | None:
+    def _first_module(self, forward: Callable[[], Any]) -> tuple[int, str] | None:
         """The first module whose output differs between two more forwards: its turn and name."""
-        seen: list[tuple[str, list[int]]] = []
+        seen: list[tuple[str, tuple[int, ...]]] = []
 
         def look(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-            seen.append((name, [int(bit_sum(each)) for each in _tensors(output)]))
+            seen.append((name, bits_of(output)))
 
-        module = self._core.module
+        module = self.module
         hooks = [
             each.register_forward_hook(partial(look, name)) for name, each in module.named_modules()
         ]
         try:
             for _ in range(2):
                 with _buffers_kept(module):
-                    call()
+                    forward()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -176,27 +174,32 @@ def output_differs(by_rank: Sequence[Sequence[Any] | None]) -> str:
     return f"the output of {where} differs first, on rank {rank}"
 
 
-def gradients_differ(by_rank: Sequence[Sequence[str]], order: Sequence[str]) -> str:
+def gradients_differ(by_rank: Sequence[Sequence[tuple[int, str]]]) -> str:
     """Gradients differ: how many, and of these the first that backward makes."""
-    differing = {name for names in by_rank for name in names}
-    first = next(name for name in reversed(order) if name in differing)
+    found = {(turn, name) for gradients in by_rank for turn, name in gradients}
     return (
-        f"outputs are equal, and {len(differing)} gradients differ, in the order of backward first "
-        f"that of {first!r}"
+        f"outputs are equal, and {len(found)} gradients differ, in the order of backward first "
+        f"that of {min(found)[1]!r}"
     )
 
 
-def _gradients(zero: ZeroOptimizer) -> Iterator[tuple[str, int]]:
-    """The bits of this rank's share of each gradient sum."""
-    for unit, total in zip(zero.units, zero.totals, strict=True):
-        low, high = unit.interval
-        for slot in unit.layout.slots:
-            start, stop = overlap(low, high, slot.start, slot.stop)
-            if start < stop:
-                yield slot.fqn, int(bit_sum(total[start - low : stop - low]))
+def bits_of(outputs: Any) -> tuple[int, ...]:
+    """Those of what a forward has returned."""
+    return tuple(int(bit_sum(each)) for each in tensors_of(outputs))
 
 
-def _tensors(structure: Any) -> list[Tensor]:
+def roots_of(outputs: Any) -> list[Tensor]:
+    """What a backward of a forward's outputs begins with; it may be nothing."""
+    return [each for each in tensors_of(outputs) if each.requires_grad]
+
+
+def differentiate(roots: Sequence[Tensor]) -> None:
+    """Run the backward of the sum of all their elements."""
+    torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
+
+
+def tensors_of(structure: Any) -> list[Tensor]:
+    """Those in a structure that have elements."""
     leaves = (leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.numel()]
 
