@@ -131,6 +131,10 @@ class Invariants(Watcher):
         self._published.add(who)
         self._names[who] = directory.name
         self._whole.add(directory.name)
+        for record in manifest.files:
+            path = directory / record.name
+            if not path.is_file() or path.stat().st_size != record.size_bytes:
+                self.broken(f"{directory.name} is published, and {record.name} is not whole")
         if manifest.meta["client"]["digest"] != digest_of(manifest.step):
             self.broken(f"I7: checkpoint {manifest.step} has lost or repeated samples")
 

@@ -397,7 +397,7 @@ BUGS: Sequence[Bug] = (
             "zero_checkpoint.saving.commit:prepare": _prepare_blindly,
         },
         ("failing-disk", "kill-worker"),
-        "resumes from",
+        "is not whole",
     ),
     Bug(
         "a checkpoint in memory does not ask the fence",
