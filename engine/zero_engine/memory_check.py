@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from zero_checkpoint.saving.staging_memory import available_bytes
 from zero_comm.sums.plan import SUM_BYTES, Where
 from zero_contract.errors import ConfigError
+from zero_contract.kernel import available_bytes
 from zero_engine.accumulation import Accumulation
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run

@@ -33,6 +33,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero_contract.kernel import text_of
+
 _log = logging.getLogger(__name__)
 
 ENV_FILE = "ZERO_LEAVE_FILE"
@@ -168,20 +170,13 @@ def clouds(environ: Mapping[str, str]) -> list[Callable[[], Iterator[Found]]]:
     for cloud in _CLOUDS:
         endpoint = environ.get(cloud.variable, "").rstrip("/")
         if not endpoint and any(
-            part in _text(_FIRMWARE / name) for name, part in cloud.firmware.items()
+            part in text_of(_FIRMWARE / name) for name, part in cloud.firmware.items()
         ):
             endpoint = cloud.endpoint
         off = cloud.look is _aws and environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
         if endpoint and not off:
             found.append(partial(cloud.look, endpoint))
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 # ---- looking ----

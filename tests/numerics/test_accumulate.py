@@ -28,12 +28,12 @@ from tests.numerics.test_reduction_order import (
 )
 from tests.support.traffic import traffic
 from tests.support.world import WorldError, WorldPool
-from zero_checkpoint.saving.staging_memory import available_bytes
 from zero_comm.exchange.cpu.same_host import SWITCH
 from zero_comm.sums.node import NodeReduction
 from zero_comm.sums.plan import SUM_BYTES, Plan, Where, plan_reduction
 from zero_comm.topology import ENV_NODE_RANKS, Topology
 from zero_contract.errors import ConfigError, ZeroError
+from zero_contract.kernel import available_bytes
 from zero_data.global_batch import contiguous, node_turns, strided
 from zero_deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from zero_engine.accumulation import Accumulation

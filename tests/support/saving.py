@@ -15,7 +15,7 @@ from typing import BinaryIO, TypeVar
 from tests.support.inside import persistence_of
 from tests.support.training import config, make_engine, train
 from zero_checkpoint.files.storage import Disk
-from zero_checkpoint.saving import staging_memory as room
+from zero_contract import kernel
 from zero_engine.core.engine import Engine
 from zero_engine.observe.reporting import LOGGERS
 from zero_step import Session
@@ -80,11 +80,11 @@ def full_container(directory: Path) -> Iterator[None]:
     directory.mkdir(exist_ok=True)
     for name, text in {"max": "4096", "current": "8192", "stat": "inactive_file 4096"}.items():
         (directory / f"memory.{name}").write_text(f"{text}\n")
-    before, room.CGROUP = room.CGROUP, directory
+    before, kernel.CGROUPS = kernel.CGROUPS, directory
     try:
         yield
     finally:
-        room.CGROUP = before
+        kernel.CGROUPS = before
 
 
 @contextmanager

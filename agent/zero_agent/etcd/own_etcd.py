@@ -30,6 +30,7 @@ from zero_agent.etcd.local_etcd import SharedDirectory
 from zero_agent.node.network import first_free, is_local
 from zero_agent.node.scratch import Scratch
 from zero_contract.decoding import decode, encode
+from zero_contract.kernel import text_of
 from zero_orchestrator.addresses import family_of, host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store import private_etcd
@@ -164,7 +165,7 @@ class Seat:
     def follow_heir(self) -> bool:
         """Go where other nodes have begun a new store, while this agent was away; whether so."""
         self._put_back()  # a new store of this node, which was killed before it was the heir
-        noted = decode(list[str], _read(self.directory / "store") or "[]", "store", SpecError)
+        noted = decode(list[str], text_of(self.directory / "store") or "[]", "store", SpecError)
         if len(noted) != 2:
             return False
         self.store, self.root = noted
@@ -262,7 +263,7 @@ class Seat:
 
     def resume(self, name: str = "") -> bool:
         """Start the member again whose data are here; whether there is one."""
-        text = _read(self.directory / "member")
+        text = text_of(self.directory / "member")
         if not text or not (self.directory / "data").exists():
             return False
         place = decode(Place, text, f"{self.directory / 'member'} is damaged", SpecError)
@@ -366,7 +367,7 @@ def own_server(
             directory = made.enter_context(contextlib.closing(Scratch("zero-seat-"))).path
         if _age_s(directory / "data") > keep_s:
             shutil.rmtree(directory / "data", ignore_errors=True)
-        noted = decode(list[str], _read(directory / "endpoints") or "[]", "endpoints", SpecError)
+        noted = decode(list[str], text_of(directory / "endpoints") or "[]", "endpoints", SpecError)
         known = dict.fromkeys((*noted, *(each.text for each in endpoints)))
         seat = Seat(
             directory=directory,
@@ -423,12 +424,6 @@ def _is_free(port: int, addresses: Sequence[str]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8")
-    return ""
 
 
 def _replace(path: Path, text: str) -> None:

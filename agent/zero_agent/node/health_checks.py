@@ -38,6 +38,7 @@ from zero_agent.node.process_control import dying_with_parent
 from zero_contract.clock import Clock, Stopwatch
 from zero_contract.exit_codes import AgentExit
 from zero_contract.journal import Journal
+from zero_contract.kernel import available_bytes
 
 log = logging.getLogger("zero")
 
@@ -56,10 +57,6 @@ _MIB = 1 << 20
 _SHM_PER_WORKER = 32 * _MIB
 _MEMORY_PER_WORKER = 256 * _MIB
 _DISK = 256 * _MIB
-CONTAINER = Path("/sys/fs/cgroup")
-"""The cgroup of a container, as its processes see it."""
-_CACHE = ("active_file", "inactive_file", "slab_reclaimable")
-"""What the kernel can drop, by its name in memory.stat; files in /dev/shm are not in it."""
 _FILES_PER_WORKER = 64
 _FILES = 1024
 _NOT_BEFORE = 1_735_689_600
@@ -133,32 +130,13 @@ def _room(name: str, path: Path) -> str:
 
 def _memory(node: Surroundings) -> str:
     """Check the bytes that processes can still allocate: of the machine, and of its container."""
-    meminfo = Path("/proc/meminfo").read_text().splitlines()
-    facts = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in meminfo)}
-    free, need = int(facts["MemAvailable"]) * 1024, node.slots * _MEMORY_PER_WORKER
-    if (of_container := _free_in_group(CONTAINER)) is not None:
-        free = min(free, of_container)
+    free, need = available_bytes(), node.slots * _MEMORY_PER_WORKER
     if free < need:
         raise HealthCheckFailed(
             f"{_mib(free)} available, {_mib(need)} needed for {node.slots} workers",
             "end what uses it, or start fewer workers with --nproc-per-node",
         )
     return f"{_mib(free)} available"
-
-
-def _free_in_group(group: Path) -> int | None:
-    """The bytes that processes of a cgroup can still allocate; None without a limit.
-
-    The page cache counts as used, and the kernel drops it when memory is needed: after some time of
-    reading data, it fills what the limit leaves.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = sum(int(count) for name, count in pairs if name in _CACHE)
-        return None if limit == "max" else max(0, int(limit) - used + cache)
-    return None
 
 
 def _open_files(node: Surroundings) -> str:

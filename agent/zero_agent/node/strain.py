@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zero_contract.clock import Clock
+from zero_contract.kernel import CGROUPS, OWN, own_cgroup, text_of
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CPUS = 8
@@ -49,7 +50,9 @@ class Strain:
     def _counts(self) -> dict[str, float]:
         """What only grows."""
         found: dict[str, float] = {}
-        quota = _pairs(self._text(self._cpu_stat()))
+        cgroups, own = (self._root / path.relative_to("/") for path in (CGROUPS, OWN))
+        limits = own_cgroup("cpu", ("cpu.stat",), cgroups, own) or cgroups  # the CPU time
+        quota = _pairs(text_of(limits / "cpu.stat"))
         if "nr_periods" in quota:
             found["periods"] = quota["nr_periods"]
             found["throttled_periods"] = quota.get("nr_throttled", 0.0)
@@ -71,18 +74,6 @@ class Strain:
             found["hot_events"] = sum(hot)
         return found
 
-    def _cpu_stat(self) -> str:
-        """The file of the cgroup whose quota limits the CPU time of this process."""
-        for line in self._text("proc/self/cgroup").splitlines():
-            _, controllers, group = (*line.split(":", 2), "?", "?")[:3]
-            if controllers == "" or "cpu" in controllers.split(","):
-                top = f"sys/fs/cgroup/{controllers and 'cpu'}"
-                # In a container the path may be the host's, and the mount begins at the own cgroup.
-                for path in (f"{top}/{group.strip('/')}/cpu.stat", f"{top}/cpu.stat"):
-                    if (self._root / path).exists():
-                        return path
-        return "sys/fs/cgroup/cpu.stat"
-
     def _clock_ratio(self) -> float | None:
         """The clock of the CPUs, as a part of the highest possible."""
         ratios = []
@@ -103,18 +94,11 @@ class Strain:
             return []
 
     def _text(self, path: str) -> str:
-        return _read(self._root / path)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+        return text_of(self._root / path)
 
 
 def _number(path: Path) -> float | None:
-    text = _read(path).strip()
+    text = text_of(path).strip()
     return float(text) if text.lstrip("-").isdecimal() else None
 
 
@@ -135,10 +119,7 @@ def devices(root: Path = Path("/")) -> str:
     """The accelerators, such as `8 x NVIDIA H100 80GB HBM3`; empty without NVIDIA's driver."""
     models: Counter[str] = Counter()
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # the GPU has just fallen off the bus
-            continue
+        lines = text_of(path).splitlines()  # none if the GPU has just fallen off the bus
         models.update(
             line.removeprefix("Model:").strip() for line in lines if line.startswith("Model:")
         )

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN = Path("/proc/self/cgroup")
+from zero_contract.kernel import CGROUPS, OWN, own_cgroup, text_of
+
 MACHINE = Path("/proc/vmstat")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _COUNTS = ("memory.events", "memory.oom_control")
@@ -23,7 +23,7 @@ class OomKills:
     """The kernel's count of OOM kills from now on."""
 
     def __init__(self) -> None:
-        self._group = _own_group()
+        self._group = own_cgroup("memory", _COUNTS, CGROUPS, OWN)
         self._before = self._count()
 
     def blame(self) -> str:
@@ -34,7 +34,7 @@ class OomKills:
         where = "the machine"
         if self._group is not None:
             where = f"cgroup {self._group}"
-            limit = next((t for n in _LIMITS if (t := _text(self._group / n).strip())), "")
+            limit = next((t for n in _LIMITS if (t := text_of(self._group / n).strip())), "")
             if limit.isdecimal():
                 where += f" (limit {int(limit) / 2**20:,.0f} MiB)"
         return f"out of memory: the oom_kill count of {where} went from {before} to {count}"
@@ -51,9 +51,9 @@ def group_note() -> str:
     The setting applies if any cgroup has it up to the one whose limit is reached. Only the owner of
     that file can change it; in a container nobody can.
     """
-    group = _own_group()
+    group = own_cgroup("memory", _COUNTS, CGROUPS, OWN)
     around = () if group is None else (group, *group.parents)
-    whole = next((one for one in around if _text(one / "memory.oom.group").strip() == "1"), None)
+    whole = next((one for one in around if text_of(one / "memory.oom.group").strip() == "1"), None)
     if whole is None:
         return ""
     return (
@@ -64,26 +64,6 @@ def group_note() -> str:
     )
 
 
-def _own_group() -> Path | None:
-    """The directory of the cgroup that limits this process's memory, if there is one."""
-    for line in _text(OWN).splitlines():
-        _, controllers, path = (*line.split(":", 2), "?", "?")[:3]
-        if controllers in ("", "memory"):
-            top = CGROUPS / controllers
-            # In a container the path may be the host's, and the mount begins at the own cgroup.
-            for group in (top / path.lstrip("/"), top):
-                if any((group / name).exists() for name in _COUNTS):
-                    return group
-    return None
-
-
 def _count(path: Path) -> int:
-    fields = (line.split() for line in _text(path).splitlines())
+    fields = (line.split() for line in text_of(path).splitlines())
     return next((int(f[1]) for f in fields if len(f) == 2 and f[0] == "oom_kill"), 0)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_agent.workers.worker_main import STACKS_SIGNAL
+from zero_contract.kernel import text_of
 
 WRITE_S = 2.0
 """How long a worker may take to write its stacks, which takes milliseconds."""
@@ -152,25 +153,18 @@ def describe(pid: int, proc: Path = Path("/proc")) -> str:
         return f"process {pid}, of which /proc shows nothing"
     thread = threads[0]
     state = _state(thread)
-    words = [f"process {pid} ({_read(thread / 'comm')}) in state {state}"]
+    words = [f"process {pid} ({text_of(thread / 'comm').strip()}) in state {state}"]
     words += [f" ({_STATES[state]})"] if state in _STATES else []
-    wchan = _read(thread / "wchan")
+    wchan = text_of(thread / "wchan").strip()
     words += [f", waiting in {wchan}"] if wchan not in ("", "0") else []
-    status = _read(thread / "status").splitlines()
+    status = text_of(thread / "status").splitlines()
     tracer = next((line.split()[1] for line in status if line.startswith("TracerPid:")), "")
     words += [f", traced by process {tracer}"] if tracer not in ("", "0") else []
-    frames = [line.split()[-1].split("+")[0] for line in _read(thread / "stack").splitlines()]
+    frames = [line.split()[-1].split("+")[0] for line in text_of(thread / "stack").splitlines()]
     words += [f"; kernel stack: {' < '.join(frames[:_FRAMES])}"] if frames else []
     return "".join(words)
 
 
 def _state(thread: Path) -> str:
-    fields = _read(thread / "stat").rpartition(")")[2].split()
+    fields = text_of(thread / "stat").rpartition(")")[2].split()
     return fields[0] if fields else "?"
-
-
-def _read(path: Path) -> str:
-    """The text of a file; empty if it is gone, or readable by root only (stack)."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace").strip()
-    return ""

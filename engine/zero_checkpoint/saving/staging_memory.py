@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Protocol
 
 from zero_checkpoint.files.chunks import zeros
+from zero_contract.kernel import available_bytes
 from zero_contract.owned_dir import lock
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = "zero-staging."
-CGROUP = Path("/sys/fs/cgroup")
 
 
 class NoStagingMemory(Exception):
@@ -146,16 +146,3 @@ def _remove(path: Path, descriptor: int, owner: int) -> None:
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def available_bytes() -> int:
-    """The memory that this process can still allocate: the machine's, or its container's rest."""
-    words = Path("/proc/meminfo").read_text(encoding="ascii").split()
-    left = int(words[words.index("MemAvailable:") + 1]) * 1024
-    with suppress(OSError, ValueError):  # no cgroup v2, or no limit in it
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        facts = (CGROUP / "memory.stat").read_text().split()
-        cache = int(facts[facts.index("inactive_file") + 1])  # freed when memory is needed
-        left = min(left, max(limit - used + cache, 0))
-    return left

@@ -25,6 +25,7 @@ from zero_agent.node.health_checks import (
     complaint,
     examine,
 )
+from zero_contract import kernel
 from zero_contract.exit_codes import AgentExit
 
 NODE = Surroundings(slots=1, gpus=False, address="127.0.0.1")
@@ -52,7 +53,7 @@ def test_more_workers_than_there_is_memory_or_shared_memory_for_are_too_many():
 
 def test_the_page_cache_of_a_container_is_memory_that_workers_can_have(tmp_path, monkeypatch):
     """What a job has read stays there until the limit is reached, and is dropped when needed."""
-    monkeypatch.setattr(health_checks, "CONTAINER", tmp_path)
+    monkeypatch.setattr(kernel, "CGROUPS", tmp_path)
     gib = 1 << 30
     (tmp_path / "memory.max").write_text(f"{16 * gib}\n")
     (tmp_path / "memory.current").write_text(f"{16 * gib - 4096}\n")
