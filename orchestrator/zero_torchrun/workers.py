@@ -142,7 +142,17 @@ class Workers:
 
     def _on_message(self, rank: int, message: Message) -> None:
         with self._changed:
-            self._note(rank, message)
+            match message:
+                case Hello() if message.round == self.round:
+                    self.pids[rank] = message.pid
+                    if Ability.BOUNDARY in message.can:
+                        self._can_leave.add(rank)
+                case Left() if message.round == self.round:
+                    self._left.add(rank)
+                case Preparing():
+                    self.preparing = message.what
+                case Progress() if rank == min(self.pids, default=rank):
+                    self.preparing, self.progress = "", message
         match message:
             case CommitRequest():
                 # etcd may keep it waiting, and the thread that reads must not.
@@ -159,19 +169,6 @@ class Workers:
                     threading.Thread(target=self._on_notice, daemon=True).start()
             case _:
                 pass
-
-    def _note(self, rank: int, message: Message) -> None:
-        match message:
-            case Hello() if message.round == self.round:
-                self.pids[rank] = message.pid
-                if Ability.BOUNDARY in message.can:
-                    self._can_leave.add(rank)
-            case Left() if message.round == self.round:
-                self._left.add(rank)
-            case Preparing():
-                self.preparing = message.what
-            case Progress() if rank == min(self.pids, default=rank):
-                self.preparing, self.progress = "", message
 
     def _commit(self, rank: int, request: CommitRequest, fence: int) -> None:
         granted, reason, passing = False, f"round {request.round} is over", False

@@ -162,8 +162,6 @@ def served(host: str, port: int | None) -> Iterator[Health | None]:
 
 
 class _Server(PatientServer, ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, address: tuple[str, int], health: Health) -> None:
         self.health = health
         super().__init__(address, _Handler)
@@ -171,9 +169,6 @@ class _Server(PatientServer, ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Skip HTTPServer's look-up of this host's full name, which may take a minute."""
         socketserver.TCPServer.server_bind(self)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is not an error."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -195,9 +195,6 @@ class MemoryServer:
 
 
 class _Server(PatientServer):
-    daemon_threads = True
-    allow_reuse_address = False
-    block_on_close = False
     request_queue_size = 128
     directory: Path
     key: Key
@@ -209,9 +206,6 @@ class _Server(PatientServer):
         self.taking = threading.Lock()
         """Held while space is reserved: two clients must not reserve the same bytes."""
         super().__init__(address, handler)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        log.debug("memory: the connection with %s broke", client_address)
 
 
 class _Caller(socketserver.BaseRequestHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import socket
 import socketserver
 import struct
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 
 from zero_contract.hub import EXHAUSTED
 from zero_orchestrator.addresses import family_of, route_towards
+
+log = logging.getLogger("zero")
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACES_SIX = Path("/proc/net/if_inet6")
@@ -42,9 +45,14 @@ def first_free(ports: range, listen: Callable[[int], T]) -> T:
 
 
 class PatientServer(socketserver.ThreadingTCPServer):
-    """Pauses when it is out of descriptors, then accepts again: no client is turned away."""
+    """A thread for each client, none of which anybody waits for; a broken connection is no error.
+
+    It pauses when it is out of descriptors, then accepts again: no client is turned away.
+    """
 
     exhausted_pause_s = 0.2
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(
         self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]
@@ -60,6 +68,10 @@ class PatientServer(socketserver.ThreadingTCPServer):
             if error.errno in EXHAUSTED:
                 time.sleep(self.exhausted_pause_s)
             raise
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """As socketserver; called where a client has gone away."""
+        log.debug("%s has gone away from port %s", client_address, self.server_address[1])
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """As socketserver; returns at once if the server was closed before its thread began."""

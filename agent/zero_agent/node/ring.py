@@ -208,15 +208,9 @@ class AnotherProcess(ConnectionError):
 
 
 class _Server(PatientServer):
-    """Answers the nodes that watch this agent, normally one; one thread for each."""
+    """Answers the nodes that watch this agent, normally one."""
 
-    daemon_threads = True
-    allow_reuse_address = False
-    block_on_close = False
     answer: Callable[[socket.socket], None]
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        log.debug("ring: %s went away during the handshake", client_address)
 
 
 class _Answer(socketserver.BaseRequestHandler):
