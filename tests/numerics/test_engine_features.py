@@ -41,6 +41,7 @@ class Branching(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.full  # test_branches and test_queued stand for it
 def test_a_branch_that_only_some_ranks_take_does_not_desynchronise_them(
     worlds: WorldPool,
 ) -> None:
@@ -77,8 +78,8 @@ class FullyCheckpointed(Checkpointed):
     early_stop = False
 
 
+@pytest.mark.full  # test_reads and test_activations stand for it
 @pytest.mark.parametrize("name", ["Checkpointed", "FullyCheckpointed"])
-@pytest.mark.corners(name=["Checkpointed"])
 def test_activation_checkpointing_changes_nothing_at_any_stage(
     worlds: WorldPool, name: str
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_sparse_embedding_trains_to_the_bits_of_a_dense_one(worlds: WorldPool)
     assert len({*sparse, *one_result(worlds, train_embedding, False)}) == 1
 
 
+@pytest.mark.full  # promises/test_beside_training stands for it
 def test_evaluation_between_steps_changes_nothing(worlds: WorldPool) -> None:
     assert one_result(worlds, train_and_evaluate, 3) == one_result(worlds, train_in_one_go, 0)
 
@@ -180,6 +182,7 @@ def train_and_evaluate(stage: int) -> str:
     return engine.weight_hash()
 
 
+@pytest.mark.full  # test_deepspeed_api and test_engine_as_module stand for it
 def test_the_whole_state_dict_is_there_at_every_stage_and_loads_into_the_plain_model(
     worlds: WorldPool,
 ) -> None:

@@ -189,6 +189,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
         ("guest", "secret of guest", ["permission denied", "readwrite on the prefix /zero/"]),
     ],
 )
+@pytest.mark.corners(user=["trainer", "guest"])
 def test_a_wrong_login_is_one_message(locked, tmp_path, user, password, words):
     file = tmp_path / "password"
     file.write_text(password)

@@ -163,6 +163,7 @@ def test_flags_come_from_torchruns_environment_and_the_command_line_wins(tmp_pat
         ("--nnodes=1:2", f" {re.escape(socket.gethostname())}-[0-9a-f]{{4}}"),
     ],
 )
+@pytest.mark.corners(flag=["--nnodes=1", "--nnodes=1:2"])
 def test_the_lines_of_one_of_several_nodes_name_it(etcd, flag, signature):
     done = agent(f"--rdzv-endpoint={etcd.endpoint}", flag, "--no-python", "true")
     assert done.returncode == 0, done.stderr

@@ -248,6 +248,7 @@ APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """As on another machine: one agent does not see the process of the other."""
 
 
+@pytest.mark.full  # a real REJECT rule, below, stands for it
 def test_a_port_that_refuses_costs_no_restart_while_the_other_node_keeps_its_lease(machines):
     """The ring is cut as well, by a middle box that restarts: only the lease says who lives."""
     machines.job.prefix = APART

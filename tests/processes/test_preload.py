@@ -178,6 +178,7 @@ def command_line(pid: int) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.corners(number=[signal.SIGTERM])
 def test_an_agent_that_is_stopped_while_it_imports_ends_at_once(importing, number):
     agent, _ = importing
     started = descendants(agent.pid)

@@ -155,6 +155,7 @@ def test_the_port_of_node_0_must_be_free(etcd):
         (["--local-addr=192.0.2.1"], "--local-addr=192.0.2.1: not an address of this machine"),
     ],
 )
+@pytest.mark.corners(flags=[["--master-addr=192.0.2.1"]])
 def test_an_address_of_another_machine_is_named(flags, message):
     done = agent("--nnodes=2", "--node-rank=0", f"--master-port={free_port()}", *flags, *TALK)
     assert (done.returncode, done.stdout) == (2, "")

@@ -75,7 +75,7 @@ def worse(step: int) -> float:
 
 @pytest.mark.parametrize("own_loop", [True, False])
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.corners(name=["ReduceLROnPlateau"])
+@pytest.mark.corners(name=["ReduceLROnPlateau"], own_loop=[True])
 def test_its_bits_are_those_of_torch_alone(
     worlds: WorldPool, tmp_path: Path, name: str, own_loop: bool
 ) -> None:
