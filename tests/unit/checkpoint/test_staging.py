@@ -244,3 +244,12 @@ def test_more_than_the_container_has_left_is_said_and_not_taken(tmp_path):
         pytest.raises(NoStagingMemory, match="has 0 MiB of memory left, the state takes 8 MiB"),
     ):
         PrivateStaging().reserve(8 << 20)
+
+
+def test_what_the_kernel_drops_when_memory_is_needed_is_left(tmp_path):
+    """Training data that were read twice are active pages of the cache."""
+    with full_container(tmp_path):
+        facts = f"anon 4096\nactive_file {16 << 20}\ninactive_file 4096\n"
+        (tmp_path / "memory.stat").write_text(facts)
+        with PrivateStaging().reserve(8 << 20) as memory:
+            assert len(memory) == 8 << 20
