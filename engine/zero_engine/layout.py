@@ -17,10 +17,10 @@ from zero_comm.sums.order import NATIVE_RUN
 from zero_comm.sums.plan import DEFAULT_BLOCK, SUM_BYTES, Where
 from zero_comm.topology import Topology, alone
 from zero_contract.errors import ConfigError
-from zero_engine.accumulation import Accumulation
 from zero_engine.config.refusals import Refusal, refusals
 from zero_engine.config.schema import CPU, DTYPE_NAMES, NONE, NVME, Config, OffloadOptimizer
 from zero_engine.stages import STAGES, Stage
+from zero_step.accumulation import Accumulation, why_owners
 
 # ---- what a layout depends on ----
 
@@ -255,14 +255,9 @@ def _sums(config: Config, facts: Facts) -> tuple[Accumulation, str]:
     """Where this round adds, and why not where the config says."""
     native, stage = config.elastic.is_native, STAGES[config.zero_optimization.stage]
     topology = alone(facts.topology.world) if native else facts.topology
-    where, reason = Where(config.elastic.accumulate), ""
-    if where is Where.OWNER:
-        pass
-    elif topology.world == 1:
-        reason = "there is one rank"
-    elif where is Where.NODE and len(topology.nodes) == 1:
-        reason = "all ranks are on one node"
-    elif not config.managed_gradient_accumulation:
+    where = Where(config.elastic.accumulate)
+    reason = why_owners(where, topology)
+    if where is not Where.OWNER and not reason and not config.managed_gradient_accumulation:
         reason = "the script decides where a step ends (managed_gradient_accumulation: false)"
     sums = Accumulation(
         where=Where.OWNER if reason else where,

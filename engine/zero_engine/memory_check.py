@@ -15,9 +15,9 @@ import torch
 from zero_comm.sums.plan import SUM_BYTES, Where
 from zero_contract.errors import ConfigError
 from zero_contract.kernel import available_bytes
-from zero_engine.accumulation import Accumulation
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run
+from zero_step.accumulation import Accumulation
 
 _MOMENTS = 2
 """Values of each element that the first step allocates, if it allocates any: those of Adam."""

@@ -24,7 +24,6 @@ from zero_data.global_batch import (
 )
 from zero_data.ledger import Ledger
 from zero_data.position_loader import Feed
-from zero_engine.accumulation import Accumulation
 from zero_engine.layout import Layout
 from zero_engine.offload_states import MovedStates
 from zero_engine.optim.as_given import AsGiven
@@ -34,6 +33,7 @@ from zero_engine.sharding.grad_reducer import GradReducer
 from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator
 from zero_engine.stages import Stage
+from zero_step.accumulation import Accumulation
 from zero_step.forward_writes import ForwardWrites
 
 
@@ -124,10 +124,8 @@ class Run:
     @property
     def withholds(self) -> bool:
         """Whether ranks send sums of several micro-steps, whose end must be known then."""
-        chosen = self.accumulation
-        if chosen.native_bytes is not None:
-            return self.managed and chosen.where is not Where.OWNER
-        return self.reduction_plan() is not None
+        by_backend = self.managed and self.accumulation.by_backend
+        return by_backend or self.reduction_plan() is not None
 
     def acting(self, block: int) -> Accumulation:
         """Where sums are formed, as this run loads its batches, in blocks of so many."""

@@ -36,11 +36,11 @@ from zero_contract.errors import ConfigError, ZeroError
 from zero_contract.kernel import available_bytes
 from zero_data.global_batch import contiguous, node_turns, strided
 from zero_deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from zero_engine.accumulation import Accumulation
 from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
 from zero_engine.memory_check import HostMemory, compare, device_budget
 from zero_engine.observe.memory import estimate
+from zero_step.accumulation import Accumulation
 
 Case = tuple[str, int, str, int]
 """Where, stage, dtype and block."""

@@ -14,6 +14,7 @@ from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_engine.config.schema import NONE
 from zero_engine.stages import STAGES
+from zero_step.accumulation import BY_BACKEND, SHARDED
 
 if TYPE_CHECKING:
     from zero_engine.config.schema import Config
@@ -96,15 +97,12 @@ def _reduction(config: Config) -> Iterator[_Row]:
     yield (
         "sums of nodes by the backend",
         elastic.is_native and where == Where.NODE,
-        f'elastic.accumulate: "{where}" adds gradients before they are sent, which '
-        'elastic.reduction "native" leaves to others; remove one of the two',
+        BY_BACKEND,
     )
     yield (
         "local sums of sharded gradients",
         where == Where.LOCAL and STAGES[config.zero_optimization.stage].shards_gradients,
-        'elastic.accumulate: "local" keeps sums as large as the whole gradient on every rank, '
-        f"which stage {config.zero_optimization.stage} shards; use stage 0 or 1, or "
-        '"node", whose sums are as large as a node\'s share',
+        SHARDED.format(f"stage {config.zero_optimization.stage}", "stage 0 or 1"),
     )
 
 

@@ -298,7 +298,7 @@ class MicroSteps:
             plan=run.reduction_plan(),
             micro_step=run.cursor.micro,
             silent=not run.microbatch().size,
-            accumulates=run.accumulation.native_bytes is not None and run.withholds,
+            accumulates=run.managed and run.accumulation.by_backend,
         )
         phase.move(draw)
         core.reducer.begin(turn, weight=weight)

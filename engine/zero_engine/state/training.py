@@ -33,7 +33,6 @@ from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.exchange.collectives import Pending
 from zero_comm.sums.order import record_of, record_of_native
 from zero_data.global_batch import BatchShape
-from zero_engine.accumulation import check_block
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import FlatUnit
@@ -42,6 +41,7 @@ from zero_engine.sharding.weights import whole_weights
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection
 from zero_step import record
+from zero_step.accumulation import check_block
 from zero_step.lane_states import LaneStates, lanes_of
 
 _TERMS = record.Terms(

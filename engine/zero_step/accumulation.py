@@ -1,7 +1,8 @@
 """Where sums are formed in one round of a run: inside of nodes or not, and `elastic.accumulate`.
 
 Owns what follows from it: who runs which micro-batch, the plan of each step, and what is kept.
-Must always hold: no bit depends on it. `layout` makes the choice.
+Must always hold: no bit depends on it. The choice is the engine's (`zero_engine.layout`), or that
+of `zero_torch.wrapped`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,25 @@ from zero_comm.sums.quantization import PACKED_BYTES
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
 from zero_data.global_batch import Assignment, contiguous, node_turns, strided
+
+SHARDED = (
+    'elastic.accumulate: "local" keeps sums as large as the whole gradient on every rank, which '
+    '{} shards; use {}, or "node", whose sums are as large as a node\'s share'
+)
+BY_BACKEND = (
+    'elastic.accumulate: "node" adds gradients before they are sent, which elastic.reduction '
+    '"native" leaves to others; remove one of the two'
+)
+"""Refusals."""
+
+
+def why_owners(where: Where, topology: Topology) -> str:
+    """Why owners add in this round, where the config says otherwise; empty: they need not."""
+    if where is not Where.OWNER and topology.world == 1:
+        return "there is one rank"
+    if where is Where.NODE and len(topology.nodes) == 1:
+        return "all ranks are on one node"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +64,11 @@ class Accumulation:
             return False
         divides = self.topology.divides or (self.rounds and len(self.topology.nodes) > 1)
         return divides or self.where is not Where.OWNER
+
+    @property
+    def by_backend(self) -> bool:
+        """Whether ranks add up what they have, and the backend makes one sum of it in a step."""
+        return self.native_bytes is not None and self.where is not Where.OWNER
 
     @property
     def spread(self) -> str:
