@@ -3,6 +3,7 @@
     python benchmarks/stock.py                         2 and 4 ranks of one node, eager
     python benchmarks/stock.py --compiled              the same with torch.compile
     python benchmarks/stock.py --nodes 2x2 --rate 1gbit     2 nodes of 2 ranks, and slow cables
+    python benchmarks/stock.py --accumulation 8        with DDP that sends once in a step, too
     python benchmarks/checkpoint_resume.py --systems protected DCP     save, and resume
 
 Processes with one thread each train the same GPT on the same tokens over gloo; systems take turns
@@ -23,12 +24,16 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
-from stock_systems import STOCK
+from stock_systems import ONCE, STOCK
 from training import Case, measure
 from training_report import Row, Run, summarize
 from training_traffic import nodes_of
 
-PAIRS = {"stock-ddp": "ddp-protected", "stock-fsdp2": "fsdp2-protected"}
+PAIRS = {
+    "stock-ddp": "ddp-protected",
+    "stock-fsdp2": "fsdp2-protected",
+    "stock-ddp-once": "ddp-protected-once",
+}
 TARGETS = {False: 1.05, True: 1.0}
 """By whether a slow cable joins two nodes: the most that a step may take, in stock's."""
 
@@ -73,7 +78,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
     args.deepspeed_python = ""
-    kind = [name for name in STOCK if name.endswith("-compiled") == args.compiled]
+    kind = [n for n in STOCK if n not in ONCE and n.endswith("-compiled") == args.compiled]
+    if args.accumulation > 1 and not args.compiled:
+        kind += ONCE
     args.systems = args.systems or kind
     return args
 

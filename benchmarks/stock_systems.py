@@ -1,19 +1,22 @@
 """The systems that `stock.py` compares: stock FSDP2 and DDP, as they are and protected.
 
 All use AdamW with foreach and clip at a norm of 1; gradients are reduced in fp32, those of every
-micro-batch. In bf16 DDP uses autocast, FSDP2 its policy.
+micro-batch; of "once" the sums of a step, by no_sync() and `elastic.accumulate`. In bf16 DDP uses
+autocast, FSDP2 its policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training_model import GPT, Shape, batch
-from training_systems import CLIP, SYSTEMS, Setting, Step, System, torch_step
+from training_systems import CLIP, NODE_BLOCK, SYSTEMS, Setting, Step, System, torch_step
 
 Pair = tuple[Tensor, Tensor]
 """Tokens and targets."""
@@ -40,24 +43,39 @@ def _wrapped(model: GPT, setting: Setting, wrapper: str, *, compiled: bool) -> n
 
 
 def _make(
-    model: GPT, setting: Setting, *, wrapper: str, protected: bool, compiled: bool = False
+    model: GPT,
+    setting: Setting,
+    *,
+    wrapper: str,
+    protected: bool,
+    compiled: bool = False,
+    once: bool = False,
 ) -> Step:
     wrapped = _wrapped(model, setting, wrapper, compiled=compiled)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, weight_decay=0.1, foreach=True)
     autocast = setting.bf16 and wrapper != "fsdp2"
     if protected:
-        return _protected(wrapped, optimizer, setting, autocast=autocast)
-    return torch_step(wrapped, optimizer, autocast=autocast)
+        elastic = {"accumulate": "local", "reduction_block": NODE_BLOCK} if once else {}
+        return _protected(wrapped, optimizer, setting, elastic, autocast=autocast)
+    unsent = wrapped.no_sync if once else nullcontext
+    return torch_step(wrapped, optimizer, autocast=autocast, unsent=unsent)
 
 
 def _protected(
-    model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, *, autocast: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    setting: Setting,
+    elastic: dict[str, Any],
+    *,
+    autocast: bool,
 ) -> Step:
     import zero_torch
 
     loader = DataLoader(Tokens(setting.shape, setting.world), batch_size=setting.shape.micro)
     microbatches = setting.world * setting.accumulation
-    run = zero_torch.protect(model, optimizer, loader, microbatches=microbatches)
+    run = zero_torch.protect(
+        model, optimizer, loader, microbatches=microbatches, config={"elastic": elastic}
+    )
     batches: Iterator[Pair] = iter(run.loader)
 
     def step(given: Sequence[Pair]) -> float:
@@ -108,7 +126,13 @@ def _systems(*, compiled: bool) -> Iterator[tuple[str, System]]:
             )
 
 
-STOCK: dict[str, System] = {
+_once = partial(_make, wrapper="ddp", once=True)
+ONCE = {
+    "stock-ddp-once": System(make=partial(_once, protected=False), package="torch"),
+    "ddp-protected-once": System(make=partial(_once, protected=True), package="zero_torch"),
+}
+"""Gradients travel once in a step."""
+STOCK: dict[str, System] = ONCE | {
     name: system for compiled in (False, True) for name, system in _systems(compiled=compiled)
 }
 """By names that `training_systems` does not have: a worker knows both tables."""

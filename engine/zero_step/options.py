@@ -7,6 +7,7 @@ from typing import Literal
 
 from zero_comm.determinism import Deterministic
 from zero_comm.sums.order import NATIVE
+from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_contract.sections import Count
 
@@ -24,6 +25,11 @@ class Elastic:
     """How gradients are summed: "ordered", with the same bits at every world size, or "native", by
     the backend's own reduce-scatter and all-reduce, with bits that depend on the number of ranks.
     null: "ordered"; a checkpoint of a "native" run is then refused."""
+    accumulate: Where = Where.OWNER
+    """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
+    owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
+    which sends one sum of each block of `reduction_block` micro-batches. "local" (DDP, and stages
+    0 and 1): by each rank, which sends its sums once in a step."""
     deterministic: Deterministic | None = None
     """Whether kernels must repeat themselves and hardware must stay the same. "error": what breaks
     that is an error: an operator without such a kernel, unequal ranks, a resume on other hardware.

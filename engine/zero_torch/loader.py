@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from zero_contract.errors import ConfigError
 from zero_data.elastic_loader import ElasticLoader, sampler_of
-from zero_data.global_batch import BatchShape, Cursor
+from zero_data.global_batch import Assignment, BatchShape, Cursor
 from zero_data.lanes.adapters.loaders import given_by
 from zero_data.lanes.loader import LaneLoader
 from zero_data.lanes.order import Exchange, LaneOrder
@@ -49,7 +49,7 @@ def in_order(
     microbatches: int,
     cursor: Cursor,
     rank: int,
-    world: int,
+    assignment: Assignment,
     seed: int,
     exchange: Exchange,
 ) -> ElasticLoader | LaneLoader:
@@ -61,7 +61,13 @@ def in_order(
     given = given_by(loader, seed, exchange)
     assert given.micro_batch is not None
     batch = BatchShape(microbatches=microbatches, micro_batch=given.micro_batch)
-    where: dict[str, Any] = {"batch": batch, "cursor": cursor, "rank": rank, "world": world}
+    where: dict[str, Any] = {
+        "batch": batch,
+        "cursor": cursor,
+        "rank": rank,
+        "world": assignment.world,
+        "assignment": assignment,
+    }
     if given.source is None:
         sampler = sampler_of(
             given.dataset,

@@ -120,7 +120,7 @@ class OrderedGradients:
         self._look_at_trained(now)
         if now.first:
             for gone in self._sums.keys() - self._of_step:  # DDP has other buckets now
-                self._sums.pop(gone).total = torch.empty(0, device="cpu")
+                del self._sums[gone]
                 self._totals.pop(gone, None)
             self._of_step.clear()
         self._received.clear()
@@ -222,7 +222,7 @@ class OrderedGradients:
             ZeroError: There is no micro-step, or a gradient of one comes a second time.
             PeerLost: A peer is lost.
         """
-        micro_step = self._receive(name)
+        micro_step = self.receive(name)
         ordered = self._sum_of(name, out, micro_step)
 
         def share() -> Pending | None:
@@ -247,17 +247,24 @@ class OrderedGradients:
             except Exception as error:
                 self.hold(error)
 
-    def add(self, name: str, microbatches: Tensor) -> Tensor | None:
-        """Add the gradients [world, n] of a micro-batch of every rank, which all ranks have.
+    def add(self, name: str, gradients: Tensor) -> Tensor | None:
+        """Add gradients [micro-steps, world, n], which all ranks have, after `receive`.
+
+        They are those of this micro-step; or of all, in the last one, if there is a plan.
 
         Returns:
             [n] in the dtype of sums, in the last micro-step.
         """
-        turn = self._receive(name)
-        total = torch.empty_like(microbatches[0], dtype=SUMS[microbatches.dtype])
-        ordered = self._sum_of(name, total, turn)
-        given = list(microbatches[: turn.live])
-        ordered.add(given, self.pipeline.pool, first=turn.first, last=turn.last)
+        turn = self.pipeline.turn
+        by_place = gradients.flatten(0, 1)
+        total = torch.empty_like(by_place[0], dtype=SUMS[gradients.dtype])
+        if turn.plan is None:
+            ordered, given = self._sum_of(name, total, turn), list(by_place[: turn.live])
+        else:
+            ordered = OrderedSum(total, self.block)
+            given = [by_place[place] for place in turn.plan.places]
+        first = turn.first or turn.plan is not None
+        ordered.add(given, self.pipeline.pool, first=first, last=turn.last)
         if not turn.last:
             return None
         ordered.settle()
@@ -267,6 +274,18 @@ class OrderedGradients:
         """Raise an error at the end of the backward: torch would replace what a hook raises."""
         self._failure = self._failure or failure
         self.announce()
+
+    def receive(self, name: str) -> Turn:
+        """Note that a gradient of a sum has come.
+
+        Raises:
+            ZeroError: As `reduce`.
+        """
+        now = self._expect(name)
+        self._received.add(name)
+        self._of_step.add(name)
+        self.arrive()
+        return now
 
     def arrive(self, name: str | None = None) -> None:
         """A gradient has come, which is reduced later in this backward.
@@ -370,10 +389,3 @@ class OrderedGradients:
                 "0 * parameter.sum() to the loss"
             )
         return turn
-
-    def _receive(self, name: str) -> Turn:
-        now = self._expect(name)
-        self._received.add(name)
-        self._of_step.add(name)
-        self.arrive()
-        return now

@@ -27,7 +27,7 @@ from zero_torch.optimizers import (
     unwrapped,
 )
 from zero_torch.run import Run
-from zero_torch.wrapped import Wrapper, check_gradients, check_savable, recognize
+from zero_torch.wrapped import Wrapper, check_gradients, check_savable, check_sums, recognize
 
 _log = logging.getLogger(__name__)
 _FUSED = (
@@ -130,6 +130,7 @@ def protect(
     check_scheduler(scheduler)
     if loader is not None:
         check_gradients(wrapped, dist.get_world_size())
+        check_sums(wrapped, chosen.elastic)
         check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
         if step_without_fusion(optimizer) and dist.get_rank() == 0:
             _log.warning("%s", _FUSED.format(type(optimizer).__name__))

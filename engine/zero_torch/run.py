@@ -25,13 +25,12 @@ from torch.utils.data import DataLoader
 from zero_checkpoint.training import Loading
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
 from zero_comm.sums.order import NATIVE_RUN
-from zero_comm.sums.plan import DEFAULT_BLOCK
 from zero_comm.sums.reduction import Turn
 from zero_comm.waiting import transport_failures
 from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
 from zero_data.generators import generators_of_module
-from zero_data.global_batch import MicroBatch, StepPlan, plan_step, strided
+from zero_data.global_batch import MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
 from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
 from zero_step import same_options
@@ -55,6 +54,7 @@ from zero_torch.wrapped import (
     Wrapped,
     Wrapper,
     check_gradients,
+    choose_sums,
     division_of,
     local,
     make_reduction,
@@ -95,7 +95,9 @@ class Run(Checkpoints):
             chosen=chosen,
         )
         options = chosen.elastic
-        place = self._rank, self._world, options.seed
+        self._sums = choose_sums(options, self._collectives)
+        self._assignment = self._sums.assignment
+        place = self._rank, self._assignment, options.seed
         begins = partial(self._collectives.everybodys, what=BEGINS)
         self.loader = in_order(loader, microbatches, self._cursor, *place, begins)
         self._batch = self.loader.order.batch
@@ -104,9 +106,9 @@ class Run(Checkpoints):
         self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,
-            make_reduction(wrapped, self._collectives, self._link.interrupt, options.is_native),
+            make_reduction(wrapped, self._collectives, self._link.interrupt, self._sums),
             self._parameters,
-            options.reduction_block or DEFAULT_BLOCK,
+            self._sums.block,
             guard=partial(exit_on_peer_loss, self._link),
             depth=hooks_ddp.DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
         )
@@ -146,6 +148,7 @@ class Run(Checkpoints):
             batch=self._batch,
             feed=self.loader,
             seed=options.seed,
+            sums=self._sums,
             chosen=options,
         )
         if options.is_native and self._rank == 0:
@@ -223,8 +226,8 @@ class Run(Checkpoints):
             counts, plan = everybodys[:, -len(self._tokens) :], self._plan()
             if (lanes := lanes_of(self.loader)) is not None:
                 lanes.hear(everybodys[:, NOTES : -1 - len(self._tokens)].tolist())
-            factor = self._correction = correction(counts, plan, strided(self._world))
-            self._counted = counted(counts, plan, strided(self._world))
+            factor = self._correction = correction(counts, plan, self._assignment)
+            self._counted = counted(counts, plan, self._assignment)
         self._everybodys = everybodys
         return factor
 
@@ -484,7 +487,7 @@ class Run(Checkpoints):
         return lanes.notes() if (lanes := lanes_of(self.loader)) is not None else []
 
     def _microbatch(self) -> MicroBatch:
-        return self._plan().microbatch(self._cursor.micro, self._rank, self._world)
+        return self._plan().assigned(self._assignment, self._cursor.micro, self._rank)
 
     def _begin_micro_step(self) -> None:
         plan, micro, world = self._plan(), self._cursor.micro, self._world
@@ -492,14 +495,16 @@ class Run(Checkpoints):
             self._optimizer.zero_grad()
         else:
             self._learning_rates.check()
-        self._writes.begin_micro_step(plan.first_place(strided(world)))
+        self._writes.begin_micro_step(plan.first_place(self._assignment))
         self._gradients.begin(
             Turn(
                 live=plan.live(micro, world),
                 first=micro == 0,
                 last=micro == plan.micro_steps(world) - 1,
+                plan=self._sums.plan(plan.microbatches),
                 micro_step=micro,
                 silent=not self._microbatch().size,
+                accumulates=self._sums.by_backend,
             ),
             plan.weight(self._microbatch()),
         )

@@ -31,6 +31,7 @@ from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.order import LaneOrder
 from zero_data.position_loader import Feed
 from zero_step import record
+from zero_step.accumulation import Accumulation, check_block
 from zero_step.lane_states import LaneStates, lanes_of
 from zero_step.options import Elastic
 from zero_torch.ordered_gradients import OrderedGradients
@@ -60,6 +61,8 @@ class Ordered:
     batch: BatchShape
     feed: Feed
     seed: int
+    sums: Accumulation
+    """Where gradients are added."""
     chosen: Elastic
     """The script's own choice of the order."""
 
@@ -190,6 +193,7 @@ class Training:
             feed=ordered.feed if ordered is not None else None,
         )
         if ordered is not None:
+            check_block(ordered.sums, adopted.block)
             ordered.gradients.block = adopted.block
         self.hardware_changed = adopted.hardware_changed
         for line in adopted.remarks if self.rank == 0 else ():

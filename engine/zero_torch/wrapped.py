@@ -6,6 +6,7 @@ them, so that DDP, FSDP2 and one process name them alike.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +24,17 @@ from zero_checkpoint.format.dtypes import DTYPES
 from zero_checkpoint.state.torch_state import persistent_buffers
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.additions import SUMS
+from zero_comm.sums.plan import DEFAULT_BLOCK, Where
+from zero_comm.topology import alone
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
+from zero_step.accumulation import BY_BACKEND, SHARDED, Accumulation, why_owners
 from zero_step.division import Division, chunks, shares
 from zero_step.gradients import Reduction, reduction_over
+from zero_step.options import Elastic
 from zero_torch.ordered_gradients import as_real
 
+_log = logging.getLogger(__name__)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts of a name that torch.compile and activation checkpointing put there."""
 
@@ -301,20 +307,55 @@ def normed_part(gradient: Tensor, division: Division, shard: int) -> Tensor:
     return flat[: division.length(shard)]
 
 
+def check_sums(wrapped: Wrapped, options: Elastic) -> None:
+    """Check that gradients can be added before they are sent, if the config says so.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    where, is_native = options.accumulate, options.is_native
+    if where is Where.LOCAL and wrapped.wrapper is Wrapper.FSDP2:
+        raise ConfigError(SHARDED.format("FSDP2", "DistributedDataParallel"))
+    if where is Where.NODE and is_native:
+        raise ConfigError(BY_BACKEND)
+    double = [name for name, p in wrapped.parameters().items() if p.dtype == torch.float64]
+    if double and where is not Where.OWNER and not is_native:
+        raise ConfigError(
+            f'elastic.accumulate: "{where}" adds gradients in fp32 before they are sent, and '
+            f'{double[0]} is float64; use "owner", or convert it'
+        )
+
+
+def choose_sums(options: Elastic, collectives: Collectives) -> Accumulation:
+    """Where gradients are added in this round. Collective."""
+    where, topology = options.accumulate, collectives.find_nodes(os.environ)
+    if options.is_native:
+        topology = alone(topology.world)
+    if (reason := why_owners(where, topology)) and not collectives.rank:
+        _log.info('elastic.accumulate: "%s" acts as "owner" in this round: %s', where, reason)
+    return Accumulation(
+        where=Where.OWNER if reason else where,
+        topology=topology,
+        block=options.reduction_block or DEFAULT_BLOCK,
+        native_bytes=0 if options.is_native else None,
+    )
+
+
 def make_reduction(
-    wrapped: Wrapped, collectives: Collectives, interrupt: Interrupt, is_native: bool
+    wrapped: Wrapped, collectives: Collectives, interrupt: Interrupt, sums: Accumulation
 ) -> Reduction:
     """By the backend, or in order, which begins inside of nodes if it can. Collective."""
     parameters = wrapped.parameters().values()
     device = next(iter(wrapped.trained().values())).device
-    topology, any_order = collectives.find_nodes(os.environ), collectives.any_order(device)
+    is_native, any_order = sums.native_bytes is not None, collectives.any_order(device)
     is_fsdp = wrapped.wrapper is Wrapper.FSDP2
     # Nodes give their partial sums on in fp32.
     is_double = any(each.dtype == torch.float64 for each in parameters)
-    two = topology.divides and any_order and not is_double and not is_native
+    need_not = sums.where is Where.OWNER and (is_double or not any_order)
+    two = sums.has_two_exchanges and not need_not
     if two:  # FSDP2 says which rank has which shard
-        collectives.lay_out(topology, range(collectives.world) if is_fsdp else None)
+        collectives.lay_out(sums.topology, range(collectives.world) if is_fsdp else None)
     # FSDP2's gathers of weights have the default group to themselves.
-    alone = is_native or (is_fsdp and not any_order)
-    sums = (torch.float64 if is_double else torch.float32) if is_native else None
-    return reduction_over(collectives, device, interrupt, alone=alone, two=two, native=sums)
+    apart = is_native or (is_fsdp and not any_order)
+    native = (torch.float64 if is_double else torch.float32) if is_native else None
+    return reduction_over(collectives, device, interrupt, alone=apart, two=two, native=native)

@@ -10,6 +10,8 @@ ranks and on how they are connected.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ class NativeReduction:
         self.collectives = collectives
         self.pool = pool
         self.dtype = dtype
-        self.own: dict[OrderedSum, Tensor] = {}
+        self.own = WeakKeyDictionary[OrderedSum, Tensor]()
         """The sum of this rank's micro-batches of the step so far, [world * n] in fp32."""
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -156,7 +157,7 @@ class NodeReduction:
         self.pool = pool
         topology = inside.topology
         self.nodes = [topology.ranks(node) for node in range(len(topology.nodes))]
-        self._held: dict[OrderedSum, _Held] = {}
+        self._held = WeakKeyDictionary[OrderedSum, _Held]()  # a sum may go in mid-step
         self._schedule: tuple[Turn, int, int, _Schedule] | None = None
 
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:

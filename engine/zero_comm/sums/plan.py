@@ -187,6 +187,13 @@ class Plan:
         return lcm(self.world, *self.nodes)
 
     @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where each micro-batch is run: its micro-step * world + its rank."""
+        ranks = enumerate(rank for step in self.micro_steps for rank in step.ranks)
+        run = {piece.start: place for place, rank in ranks for piece in rank.takes}
+        return tuple(run[number] for number in range(len(run)))
+
+    @cached_property
     def _slices(self) -> Slices:
         return Slices(topology=Topology(nodes=self.nodes), owners=self.owners, elements=self.parts)
 

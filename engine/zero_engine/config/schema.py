@@ -21,7 +21,6 @@ from msgspec import Meta
 from zero_checkpoint.options import Checkpoint
 from zero_comm.determinism import Deterministic, mode_of
 from zero_comm.exchange.comms_log import CommsLogger
-from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_contract.sections import MOST, Count, Finite, Number, Seed, Share, Spelled, Whole
 from zero_engine.config.elasticity import Elasticity
@@ -282,11 +281,6 @@ class Elastic(options.Elastic):
     """Whether a map-style dataset is shuffled anew in every epoch."""
     max_skipped_steps: Count = 20
     """A run ends after this many skipped steps in a row, with no smaller loss scale left to try."""
-    accumulate: Where = Where.OWNER
-    """Where the sums of several micro-steps are formed; the bits are the same. "owner": by the
-    owners of the sums, to whom gradients are sent in every micro-step. "node": inside each node,
-    which sends one sum of each block of `reduction_block` micro-batches. "local" (stages 0 and 1):
-    by each rank, which sends its sums once in a step."""
     initial_weights: str = FROM_MODULES
     """What parameters on the meta device begin with. "modules": what their modules' initialisers
     draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because

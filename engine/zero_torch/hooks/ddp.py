@@ -60,6 +60,8 @@ class _Buckets:
         """Each parameter of the last micro-step, and its part of a bucket."""
         self._rests: dict[str, Tensor] = {}
         """The rest of this backward's gradients."""
+        self._kept: dict[str, list[Tensor]] = {}
+        """Those of the micro-steps whose rests have not travelled."""
         self._is_first = True
         """Whether no backward has ended."""
         self._came: set[Tensor] = set()
@@ -142,22 +144,31 @@ class _Buckets:
             self._add_rests({n: rest for n, rest in rests.items() if rest.dtype == dtype})
 
     def _add_rests(self, rests: Mapping[str, Tensor]) -> None:
-        """Sum the rests of one dtype: weighted and added as all that is reduced in parts is."""
-        widths = [rest.numel() for rest in rests.values()]
-        if not sum(widths):
+        """Sum the rests of one dtype: weighted and added as all that is reduced in parts is.
+
+        They travel where the sums do: those of all micro-steps at the end, if there is a plan.
+        """
+        rests = {name: rest for name, rest in rests.items() if rest.numel()}
+        if not rests:
             return
+        gradients, widths = self.gradients, [rest.numel() for rest in rests.values()]
         mine = torch.cat(list(rests.values()))
-        self.gradients.pipeline.weigh(mine)
+        gradients.pipeline.weigh(mine)
+        for name, each in zip(rests, mine.split(widths), strict=True):
+            turn = gradients.receive(f"the end of {name}")
+            kept = [] if turn.first else self._kept.get(name, [])
+            self._kept[name] = [*kept, each]
+        if turn.withholds:
+            return
         # A peer may still wait in its hook for an exchange that this rank has to begin.
-        self.gradients.pipeline.complete()
-        everybodys = self._collectives.everybodys(mine, "the ends of gradients")
-        for (name, rest), microbatches in zip(
-            rests.items(), everybodys.split(widths, dim=1), strict=True
-        ):
-            if rest.numel():
-                total = self.gradients.add(f"the end of {name}", microbatches)
-                if total is not None:
-                    rest.copy_(total)
+        gradients.pipeline.complete()
+        sent = torch.cat([torch.stack(self._kept.pop(name)) for name in rests], dim=1)
+        rows = self._collectives.everybodys(sent, "the ends of gradients")
+        everybodys = rows.view(-1, *sent.shape).transpose(0, 1)
+        for (name, rest), each in zip(rests.items(), everybodys.split(widths, dim=2), strict=True):
+            total = gradients.add(f"the end of {name}", each)
+            if total is not None:
+                rest.copy_(total)
 
 
 def _reduce(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -167,6 +167,8 @@ class Recipe:
     """Options of DDP."""
     units: tuple[str, ...] = ("down",)
     """Modules that fully_shard is applied to by themselves."""
+    microbatches: int = MICROBATCHES
+    """Of a global batch."""
     seed: int = 42
     """Of the order of samples and of dropout."""
     sections: Mapping[str, Any] = field(default_factory=dict)
@@ -293,7 +295,7 @@ class OfStockTorch(Training):
             self.model,
             self.optimizer,
             samples,
-            microbatches=MICROBATCHES,
+            microbatches=recipe.microbatches,
             scheduler=self.scheduler,
             scaler=torch.amp.GradScaler("cpu", SCALE) if fp16 else None,
             config={**recipe.sections, "elastic": elastic},
@@ -341,7 +343,7 @@ class OfEngine(Training):
         else:
             zero["stage"] = int(back_end.removeprefix("stage"))
         config = {
-            "train_batch_size": 2 * MICROBATCHES,
+            "train_batch_size": 2 * recipe.microbatches,
             "train_micro_batch_size_per_gpu": 2,
             "gradient_clipping": recipe.max_norm or 0,
             "zero_optimization": zero,
@@ -418,7 +420,8 @@ def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
     model = recipe.model()
     optimizer = recipe.optimizer(model)
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler else None
-    samples, batch, hashes = recipe.data(), BatchShape(microbatches=MICROBATCHES, micro_batch=2), []
+    batch = BatchShape(microbatches=recipe.microbatches, micro_batch=2)
+    samples, hashes = recipe.data(), []
     plans = itertools.chain(*(plan_epoch(start, batch, SAMPLES) for start in (0, SAMPLES)))
     for step, plan in enumerate(itertools.islice(plans, steps)):
         if recipe.before is not None:

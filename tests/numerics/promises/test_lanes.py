@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.numerics.promises import back_ends
 from tests.numerics.promises.back_ends import (
     EVERYWHERE,
     IN,
@@ -159,13 +158,14 @@ def counted(batch: Tensor) -> int:
     return 3 * len(batch) + int(batch[0, 0] > 1)
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("back_end", ["stage1", "ddp"])
 @pytest.mark.parametrize("where", ["owner", "node", "local"])
+@pytest.mark.corners(back_end=["ddp"], where=["local"])
 def test_lanes_train_alike_wherever_their_gradients_are_added(
-    worlds: WorldPool, where: str, whole: list[str]
+    worlds: WorldPool, where: str, back_end: str, whole: list[str]
 ) -> None:
     given = replace(recipe("no state", accumulate=where), nodes="2,2")
-    assert agreed(worlds.run(4, run, given, "stage1", STEPS)) == whole
+    assert agreed(worlds.run(4, run, given, back_end, STEPS)) == whole
 
 
 def norms(given: Recipe, back_end: str) -> list[float | None]:
@@ -242,9 +242,7 @@ def test_padding_has_no_tokens(worlds: WorldPool, place: Place) -> None:
 
 def of_other_lanes(back_end: str, saved: str) -> tuple[str, bool]:
     """Why a checkpoint of five lanes is refused by four, and whether all is as before."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(back_ends, "MICROBATCHES", 4)
-        own = training(recipe("a state"), back_end, weights=1)
+    own = training(replace(recipe("a state"), microbatches=4), back_end, weights=1)
     before = own.hash()
     with pytest.raises(ModelMismatch) as refused:
         own.load(saved)

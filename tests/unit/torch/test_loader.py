@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from zero_data.global_batch import Cursor
+from zero_data.global_batch import Cursor, strided
 from zero_torch.loader import in_order
 
 SIZE = 6
@@ -42,7 +42,7 @@ def test_worker_processes_begin_and_live_as_the_scripts_loader_says() -> None:
         timeout=60,
     )
     told: list[str] = []
-    batches = in_order(loader, 1, Cursor(), 0, 1, 1, torch.atleast_2d)
+    batches = in_order(loader, 1, Cursor(), 0, strided(1), 1, torch.atleast_2d)
     batches.calls = tuple(partial(told.append, at) for at in ("begin", "-", "end"))
     assert [batch.tolist() for batch in batches] == [[100, 101], [102, 103], [104, 105]]
     assert told == ["begin", "-", "-", "-", "end"]

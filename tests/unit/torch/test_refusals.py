@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
+from zero_step.options import Elastic
 from zero_torch import settings
 from zero_torch.optimizers import check_members, step_without_fusion
 from zero_torch.wrapped import (
     Wrapper,
     check_gradients,
+    check_sums,
     own_name,
     recognize,
     shard_problem,
@@ -30,6 +34,27 @@ def test_a_model_that_is_not_distributed_is_refused_with_several_ranks() -> None
 
 def test_a_parameter_that_fully_shard_has_left_out_is_refused() -> None:
     assert "call fully_shard on the root module" in str(shard_problem(torch.zeros(2), 2))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "options", "problem"),
+    [
+        (Wrapper.FSDP2, {"accumulate": Where.LOCAL}, r"which FSDP2 shards; use Distributed"),
+        (Wrapper.DDP, {"accumulate": Where.NODE, "reduction": "native"}, r"remove one of the two"),
+        (Wrapper.DDP, {"accumulate": Where.LOCAL}, r"in fp32 .*, and bias is float64; use \"owner"),
+    ],
+)
+def test_sums_that_cannot_be_made_before_they_are_sent_are_refused(
+    wrapper: Wrapper, options: Any, problem: str
+) -> None:
+    model = nn.Linear(2, 2)
+    model.bias.data = model.bias.data.double()
+    wrapped = replace(recognize(model), wrapper=wrapper)
+    with pytest.raises(ConfigError, match=problem):
+        check_sums(wrapped, Elastic(**options))
+    ddp = replace(wrapped, wrapper=Wrapper.DDP)
+    check_sums(ddp, Elastic(accumulate=Where.LOCAL, reduction="native"))
+    check_sums(ddp, Elastic())
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
