@@ -45,6 +45,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "torch.distributed.elastic.timer.",
             "OMP_NUM_THREADS": "Threads of each worker. With several workers on a node it is set "
             "to 1 if it is not given.",
+            "PYTHONHASHSEED": "Decides the order of sets of text in the workers. It is set to 0 if "
+            "it is not given: the order is then the same on all ranks and after a restart.",
             "TORCH_CPP_LOG_LEVEL": "Log level of torch's C++ code in the workers. It is set to "
             "ERROR if it is not given.",
             "GLOO_SOCKET_IFNAME": "Network interface of gloo in the workers. It is set to that of "

@@ -124,6 +124,9 @@ def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None
     env = dict(environ)
     if slots > 1:  # as torchrun: each of several workers would otherwise take every core
         env.setdefault("OMP_NUM_THREADS", "1")
+    # What a script makes in the order of a set (layers, a list of files) is then the same on all
+    # ranks, and in each restart.
+    env.setdefault("PYTHONHASHSEED", "0")
     # At level WARNING torch prints thirty lines of C++ stack for each store or peer that is gone.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if interface is not None:

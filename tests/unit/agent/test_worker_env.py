@@ -127,9 +127,9 @@ def test_several_workers_get_one_thread_each_unless_told_otherwise():
     assert "OMP_NUM_THREADS" not in forkserver_env({}, 1, None)
 
 
-def test_a_lost_peer_is_told_without_the_cpp_stacks_of_torch_unless_they_are_wanted():
-    assert forkserver_env({}, 1, None) == {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    wanted = {"TORCH_CPP_LOG_LEVEL": "INFO"}
+def test_a_set_has_one_order_on_all_ranks_and_a_lost_peer_no_cpp_stack_unless_told_otherwise():
+    assert forkserver_env({}, 1, None) == {"PYTHONHASHSEED": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    wanted = {"PYTHONHASHSEED": "random", "TORCH_CPP_LOG_LEVEL": "INFO"}
     assert forkserver_env(wanted, 1, None) == wanted
 
 
