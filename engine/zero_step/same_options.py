@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """By group, whatever their order is."""
-    groups = []
+def _options(optimizer: torch.optim.Optimizer, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """By group, whatever their order is, and those of the step."""
+    groups = [dict(more)] if more else []
     for group in optimizer.param_groups:
         told = {}
         for key, value in group.items():
@@ -52,22 +53,33 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def digest(
-    optimizer: torch.optim.Optimizer, collectives: Collectives, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    collectives: Collectives,
+    device: torch.device,
+    **more: float | None,
 ) -> Tensor:
-    """A whole number that differs, almost surely, if an option does: [] on this device."""
-    checksum = zlib.crc32(json.dumps(_options(optimizer)).encode()) & _EXACT
+    """A whole number that differs, almost surely, if an option does: [] on this device.
+
+    `more`: options of this step, beside those of its optimizer.
+    """
+    checksum = zlib.crc32(json.dumps(_options(optimizer, more)).encode()) & _EXACT
     return collectives.numbers([checksum], device).long()[0]
 
 
-def check(agreed: Agreed, optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
-    """Compare the options of all ranks, if their digests differ. Collective.
+def check(
+    agreed: Agreed,
+    optimizer: torch.optim.Optimizer,
+    collectives: Collectives,
+    **more: float | None,
+) -> None:
+    """Compare the options of all ranks, if their digests differ. Collective. See `digest`.
 
     Raises:
         ZeroError: They differ; names the first one.
     """
     if agreed.alike:
         return
-    everybodys = gather_objects(_options(optimizer), "param groups", collectives.everybodys)
+    everybodys = gather_objects(_options(optimizer, more), "param groups", collectives.everybodys)
     for rank, others in enumerate(everybodys):
         for number, (ours, theirs) in enumerate(zip(everybodys[0], others, strict=False)):
             for key in sorted(ours.keys() | theirs.keys()):

@@ -32,6 +32,7 @@ from zero_comm.sums.order import NATIVE
 from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor, MicroBatch
+from zero_step import alike
 from zero_step.agree import Agreement
 from zero_step.phase import Move, Phase, State
 from zero_step.session import NOTES, Session, end_step, notes_of
@@ -73,8 +74,9 @@ class Checkpoints(Session):
         scaler: torch.amp.GradScaler | None,
         stateful: Mapping[str, Stateful],
         chosen: settings.Settings,
+        facts: Mapping[str, Any],
     ) -> None:
-        """Join the other ranks; `protect` checks the arguments, and calls `start`."""
+        """Join the other ranks, which are given the same `facts`; `protect` calls `start`."""
         self.grad_norm: float | None = None
         self.loss = float("nan")
         self.scheduler = scheduler
@@ -89,6 +91,7 @@ class Checkpoints(Session):
         link.preparing(BEFORE_FIRST_STEP)
         collectives = Collectives(interrupt=link.interrupt, name="zero_torch")
         collectives.meet(self._device)
+        alike.check({**alike.of_module(wrapped.module), **facts}, collectives.everybodys)
         self._agreement = Agreement(collectives)
         ordered = self._in_order and not chosen.elastic.is_native
         mode = mode_of(chosen.elastic.deterministic, ordered=ordered)

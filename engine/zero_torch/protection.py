@@ -16,6 +16,7 @@ from zero_comm.exchange.objects import gather_objects_of_group
 from zero_comm.worker.distributed import init_distributed
 from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters.loaders import check_loader, warn_of_seeds
+from zero_step import alike
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.loader import check_is_loader
@@ -145,6 +146,12 @@ def protect(
         "scaler": scaler,
         "stateful": dict(stateful or {}),
         "chosen": chosen,
+        "facts": {
+            "microbatches": microbatches,
+            "the batch_size of the loader": getattr(loader, "batch_size", None),
+            **alike.of_data(loader),
+            **alike.of_settings(chosen.elastic),
+        },
     }
     if loader is None or microbatches is None:
         made = Checkpoints(wrapped, optimizer, **options)

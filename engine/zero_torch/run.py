@@ -84,6 +84,7 @@ class Run(Checkpoints):
         scaler: torch.amp.GradScaler | None,
         stateful: Mapping[str, Stateful],
         chosen: settings.Settings,
+        facts: Mapping[str, Any],
     ) -> None:
         """Attach to the model; `protect` checks the arguments, and calls `start`."""
         super().__init__(
@@ -93,6 +94,7 @@ class Run(Checkpoints):
             scaler=scaler,
             stateful=stateful,
             chosen=chosen,
+            facts=facts,
         )
         options = chosen.elastic
         self._sums = choose_sums(options, self._collectives)
@@ -200,7 +202,7 @@ class Run(Checkpoints):
         check_gradients(self._wrapped, self._world)
         self._clipping = None
 
-    def _agree_on_norm(self, gradients: Sequence[Tensor]) -> tuple[float, float]:
+    def _agree_on_norm(self, gradients: Sequence[Tensor], max_norm: float) -> tuple[float, float]:
         """The norm of all gradients. Collective: the end of a step needs no other exchange."""
         group = self._collectives
         if self._clipping is None:
@@ -211,7 +213,7 @@ class Run(Checkpoints):
             normed_part(gradient, division, group.shards[self._rank])
             for gradient, division in zip(gradients, self._clipping.divisions, strict=True)
         ]
-        agreed = self._agree(self._clipping, parts)
+        agreed = self._agree(self._clipping, parts, max_norm=float(max_norm))
         if not math.isfinite(agreed.norm):
             number, _ = self._clipping.first_not_finite()
             name, step = list(self._gradients.trained)[number], self._cursor.step + 1
@@ -237,11 +239,11 @@ class Run(Checkpoints):
             with exit_on_peer_loss(self._link):
                 self._multiply(self._take_notes(self._agree(self._agreement, []).notes))
 
-    def _agree(self, agreement: Agreement, parts: Sequence[Tensor]) -> Agreed:
+    def _agree(self, agreement: Agreement, parts: Sequence[Tensor], **more: float) -> Agreed:
         group, notes = self._collectives, self._notes().tolist()
-        options = same_options.digest(self._optimizer, group, agreement.device)
+        options = same_options.digest(self._optimizer, group, agreement.device, **more)
         agreed = agreement.reach(parts, group.numbers(notes, agreement.device), options)
-        same_options.check(agreed, self._optimizer, group)
+        same_options.check(agreed, self._optimizer, group, **more)
         return agreed
 
     def _multiply(self, factor: float) -> None:
@@ -344,7 +346,7 @@ class Run(Checkpoints):
         if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         with exit_on_peer_loss(self._link):
-            self.grad_norm, factor = clipped(*self._agree_on_norm(gradients), max_norm)
+            self.grad_norm, factor = clipped(*self._agree_on_norm(gradients, max_norm), max_norm)
         self._multiply(factor)
         return self.grad_norm
 

@@ -72,6 +72,7 @@ from zero_engine.sharding.partition import DTYPES, Small, UnitSpec, aliases, par
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
+from zero_step import alike
 from zero_step.forward_writes import ForwardWrites
 from zero_step.gradients import reduction_over
 from zero_step.lane_states import lanes_of
@@ -184,7 +185,7 @@ def _make(
 
     The position, the loader and the scheduler are those of a `former` one: the script has them.
     """
-    found = _meet(given.settings, link)
+    found = _meet(given, link)
     layout, specs = _lay_out(given.model, given.optimizer, given.settings, found)
     core = _make_core(given.model, given.optimizer, layout, specs, found, without_values)
     if former is not None:
@@ -200,6 +201,29 @@ def _make(
     engine = given.engine_class(core, run, scheduler, link, given.keys)
     link.preparing(BEFORE_FIRST_STEP)
     return engine
+
+
+_ALIKE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "seed",
+)
+"""Keys of the config, beside its section "elastic"."""
+
+
+def _facts(given: _Given) -> dict[str, Any]:
+    """What all ranks must be given alike."""
+    config = given.settings
+    return {
+        **alike.of_module(given.model),
+        **{key: getattr(config, key) for key in _ALIKE},
+        "zero_optimization.stage": config.zero_optimization.stage,
+        "the dtype to compute in": config.compute,
+        **alike.of_data(given.dataset),
+        **alike.of_settings(config.elastic),
+    }
 
 
 # ---- the same engine in another round ----
@@ -262,12 +286,14 @@ class _Round:
     interrupt: Interrupt
 
 
-def _meet(config: Config, link: AgentLink) -> _Round:
-    """Connect to the other ranks."""
+def _meet(given: _Given, link: AgentLink) -> _Round:
+    """Connect to the other ranks, which are given the same."""
+    config = given.settings
     if config.comms_logger.enabled:
         LOG.configure(config.comms_logger)
     device, collectives = local_device(), Collectives(interrupt=link.interrupt)
     collectives.meet(device)
+    alike.check(_facts(given), collectives.everybodys)
     return _Round(
         hardware=meet(config.deterministic, device, collectives.everybodys, collectives.rank),
         collectives=collectives,

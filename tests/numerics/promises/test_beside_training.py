@@ -124,6 +124,19 @@ def test_a_learning_rate_of_one_rank_alone_is_refused_before_weights_change(
             assert "param group 0: lr is 0.01 on rank 0 and 0.02 on rank 1" in told[0], place
 
 
+def clipped_to_a_norm_of_its_own(back_end: str) -> str:
+    own = training(Recipe(optimizer=sgd, max_norm=1.0 + dist.get_rank()), back_end)
+    with pytest.raises(ZeroError) as refused:
+        own.train(1)
+    return str(refused.value)
+
+
+def test_a_max_norm_of_one_rank_alone_is_refused_before_weights_change(worlds: WorldPool) -> None:
+    for back_end in ("ddp", "fsdp2"):
+        for told in worlds.run(2, clipped_to_a_norm_of_its_own, back_end):
+            assert "max_norm is 1.0 on rank 0 and 2.0 on rank 1" in told
+
+
 class Masked(Net):
     """Each rank makes a buffer of its own."""
 
