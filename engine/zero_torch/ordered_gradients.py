@@ -50,6 +50,18 @@ CALLS = Calls(
 )
 
 
+_TAKEN = (
+    "a hook of the script has taken the gradient of {} away, as one that steps an optimizer within "
+    "the backward: it would be in no sum; leave steps to the optimizer that protect() was given"
+)
+
+
+def check_taken(name: str, parameter: Tensor) -> None:
+    """Raise ZeroError in a hook of a gradient if another one has removed it."""
+    if parameter.grad is None:
+        raise ZeroError(_TAKEN.format(name))
+
+
 def as_real(flat: Tensor) -> Tensor:
     """The same memory as real numbers: of a complex number, its two parts."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
@@ -87,6 +99,8 @@ class OrderedGradients:
         self.changes: list[Callable[[], None]] = []
         self.settles: list[Callable[[], None]] = []
         self.ends: list[Callable[[], None]] = []
+        self.not_twice = ""
+        """Why a gradient cannot be differentiated once more; empty: it can."""
         self._parameters = parameters
         self.trained = self._require_gradients()
         self._guard = guard
@@ -301,13 +315,15 @@ class OrderedGradients:
             self.phase.move(Move.BEGIN)
         self.announce()
 
-    def announce(self, *_: object) -> None:
+    def announce(self, *gradient: object) -> None:
         """Announce to autograd the end of the graph task under way; the first one is the outermost.
 
         To be called in a backward as early as possible: as a hook of the loss, or of what the model
         returns. There may be no gradient of a parameter, as in torch.autograd.grad.
         """
         task = torch._C._current_graph_task_id()
+        if gradient and self.not_twice and torch.is_grad_enabled():  # as by create_graph=True
+            raise ZeroError(self.not_twice)
         if self.now is not None and self._aside is None and task not in self._tasks:
             self._tasks.append(task)
             is_outermost = len(self._tasks) == 1

@@ -40,6 +40,7 @@ from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
 from zero_step.session import NOTES
 from zero_torch import self_test, settings
+from zero_torch.as_given import AsGiven
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.held_calls import HeldCalls, Steps
 from zero_torch.hooks import ddp as hooks_ddp
@@ -115,6 +116,7 @@ class Run(Checkpoints):
             depth=hooks_ddp.DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
         )
         self._gradients.changes.append(self._train_others)
+        self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
         self._clipping: Agreement | None = None
         """That on a norm; a script need not clip."""
         self._watches = False

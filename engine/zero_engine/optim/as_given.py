@@ -16,16 +16,11 @@ from torch import nn
 
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
+from zero_step.parts import Parts
 
 _log = logging.getLogger(__name__)
 
 _ONCE_MORE = "or give the module to initialize() once more, with a new optimizer"
-
-
-def _parts(model: nn.Module) -> list[nn.Parameter | nn.Module | None]:
-    """The parameters and modules of each module: what a script may replace."""
-    modules = model.modules()
-    return [each for m in modules for each in (*m._parameters.values(), *m._modules.values())]
 
 
 class AsGiven:
@@ -51,8 +46,7 @@ class AsGiven:
         self._has_warned = False
         self._members: list[torch.Tensor] = []
         """What the groups have at a step: the engine's own, once it is made."""
-        self._model, self._parts = model, _parts(model)
-        self._known = {*model.parameters()}
+        self._parts = Parts(model)
 
     def check(self, trained: Iterable[FlatUnit]) -> None:
         """Refuse what the engine cannot follow.
@@ -76,7 +70,15 @@ class AsGiven:
                 "the engine steps those of initialize(), each in its group; change lr and other "
                 f"options of the groups instead, {_ONCE_MORE}"
             )
-        self._check_parts()
+        if self._parts.changed():
+            if (name := self._parts.exchanged()) is not None:
+                raise ZeroError(
+                    f"{name} is another parameter than at initialize(), a further one, or none any "
+                    "more: the engine trains and saves those that were there; copy values into "
+                    "them, in zero.GatheredParameters(parameters, modifier_rank=0), tie them "
+                    f"before, {_ONCE_MORE}"
+                )
+            self._parts.accept()
         for name, param in self._frozen:
             if param.requires_grad:
                 raise ZeroError(
@@ -94,20 +96,6 @@ class AsGiven:
                 )
             if not self._has_warned:
                 self._warn_of_frozen(unit)
-
-    def _check_parts(self) -> None:
-        parts = _parts(self._model)
-        if len(parts) == len(self._parts) and all(map(is_, parts, self._parts)):
-            return
-        for name, param in self._model.named_parameters():
-            if param.requires_grad and param not in self._known:
-                raise ZeroError(
-                    f"{name} is another parameter than at initialize(), or a further one: forward "
-                    "computes with it, and the engine neither trains nor saves it; copy values "
-                    "into the parameter that was there, in zero.GatheredParameters(parameters, "
-                    f"modifier_rank=0), {_ONCE_MORE}"
-                )
-        self._parts = parts
 
     def _warn_of_frozen(self, unit: FlatUnit) -> None:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):

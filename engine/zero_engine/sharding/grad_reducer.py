@@ -303,10 +303,14 @@ class GradReducer:
                 # discriminator. These are not gradients of this engine's loss.
                 return
             self.on_plain_backward()
-        assert made is not None
         gradient = self._order[number]
+        name = gradient.unit.layout.slots[position].fqn
+        if made is None:
+            raise ZeroError(
+                f"backward(): a hook of the script has taken the gradient of {name} away, as one "
+                "that steps an optimizer within the backward: leave that to the engine's step()"
+            )
         if number < self._next:
-            name = gradient.unit.layout.slots[position].fqn
             raise ZeroError(
                 f"backward(): the gradient of {name} came twice, and the first has been reduced "
                 "already: it is used in a reentrant activation checkpoint and in another, or "

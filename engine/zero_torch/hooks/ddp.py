@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
-from zero_torch.ordered_gradients import OrderedGradients, as_real
+from zero_torch.ordered_gradients import OrderedGradients, as_real, check_taken
 
 DEPTH = 8
 """Buckets that may have come to the same exchange. Their gradients lie where DDP has them anyway,
@@ -133,8 +133,9 @@ class _Buckets:
             raise ZeroError(
                 f"DistributedDataParallel has not reduced {what}: it decides when it is made which "
                 "parameters it reduces, and waits for the gradient of each of them; wrap the model "
-                "after the last change of requires_grad, and give find_unused_parameters=True if "
-                "layers are frozen afterwards, or not used by every micro-batch"
+                "after the last change of requires_grad, call the wrapped model and not its "
+                ".module, and give find_unused_parameters=True if layers are frozen afterwards, "
+                "or not used by every micro-batch"
             )
 
     def _reduce_rests(self) -> None:
@@ -194,8 +195,9 @@ def attach(
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
     model.broadcast_buffers = False  # all ranks have the same ones, see `ForwardWrites`
 
-    def arrive(_: Tensor) -> None:
+    def arrive(parameter: Tensor) -> None:
         try:
+            check_taken(names[parameter], parameter)
             gradients.arrive()
         except ZeroError as error:  # DDP must end a backward that it has begun
             gradients.hold(error)

@@ -136,6 +136,11 @@ _BESIDE = (
     "{}.square().sum() in the loss: each rank has that of its own micro-batch, and it would be in "
     "no sum; compute the penalty in the forward of the module, or use weight_decay"
 )
+_TWICE = (
+    "a backward with create_graph=True, as of a penalty on gradients: FSDP2 frees the weights of "
+    "the first backward, and torch crashes where the second one reads them; wrap the model in "
+    "DistributedDataParallel, or train with zero_engine"
+)
 _HOOKED = (
     "{} has a gradient hook of the script ({}), and FSDP2 computes no gradient of a sharded "
     "parameter: it would not be called, or with a part of a sum; change gradients in a "
@@ -156,6 +161,7 @@ def attach(
     Raises:
         ConfigError: This version of torch has no such hooks.
     """
+    gradients.not_twice = _TWICE
     world = collectives.world
     device = next(model.parameters()).device
     mesh = getattr(next(model.parameters()), "device_mesh", None)

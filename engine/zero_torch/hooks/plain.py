@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_contract.errors import ConfigError
-from zero_torch.ordered_gradients import OrderedGradients, as_real
+from zero_torch.ordered_gradients import OrderedGradients, as_real, check_taken
 
 
 def attach(gradients: OrderedGradients) -> None:
@@ -41,7 +41,8 @@ def attach(gradients: OrderedGradients) -> None:
             gradients.trained[name].register_post_accumulate_grad_hook(partial(arrive, name))
             hooked.add(name)
 
-    def arrive(name: str, _: Tensor) -> None:
+    def arrive(name: str, parameter: Tensor) -> None:
+        check_taken(name, parameter)
         gradients.arrive(name)
 
     gradients.ends.append(add)

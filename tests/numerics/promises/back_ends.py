@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,13 +153,21 @@ class Recipe:
     collate: Callable[[list[Any]], tuple[Tensor]] | None = None
     workers: int = 0
     """Loading processes of each rank."""
+    of_loader: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the DataLoader, which the engine takes none of."""
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     metric: Callable[[int], float] | None = None
     """What the script steps the scheduler with after a step, which counts from 0."""
     before: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None
     """What the script does to its module or optimizer before a step."""
+    loss: Callable[[Any, Tensor], Tensor] | None = None
+    """What it computes with the model that it calls, if that does not return the loss."""
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+    """What the process is like while the script runs."""
     own_loop: bool = False
     """It calls backward() and step() itself."""
+    between: Callable[[Any, torch.optim.Optimizer], None] | None = None
+    """What it does between a backward and the step."""
     counts: Callable[[Tensor], int] | None = None
     """The tokens of a micro-batch, which then count alike."""
     max_norm: float | None = None
@@ -187,6 +196,8 @@ class Training:
     """A training, which loads, trains, saves and leaves alike in every back end."""
 
     session: Session
+    called: Any
+    """What the script calls."""
     loader: Any
     optimizer: Any
     scheduler: Any
@@ -234,7 +245,7 @@ class Training:
 
     def compute(self, model: Any, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.precision == "autocast"):
-            loss: Tensor = model(batch)
+            loss: Tensor = self.recipe.loss(model, batch) if self.recipe.loss else model(batch)
         return loss
 
     def count(self, batch: Tensor) -> dict[str, int]:
@@ -255,6 +266,8 @@ class Training:
             self.prepare(at)
             for (batch,) in self.loader:
                 self.backward(batch)
+                if self.recipe.between is not None:
+                    self.recipe.between(self.called, self.optimizer)
                 self.end()
                 if self.step > at:
                     break
@@ -277,7 +290,7 @@ class OfStockTorch(Training):
         if recipe.precision in DTYPES:
             options["param_dtype"] = DTYPES[recipe.precision]
         units = map(self.module.get_submodule, recipe.units)
-        self.model = stock.wrap(self.module, back_end, units, **options)
+        self.model = self.called = stock.wrap(self.module, back_end, units, **options)
         self.optimizer = recipe.optimizer(self.model)
         self.scheduler = self.scheduled(self.optimizer)
         fp16 = recipe.precision == "fp16"
@@ -290,6 +303,7 @@ class OfStockTorch(Training):
                 shuffle=None if reads_lanes(samples) else True,
                 collate_fn=recipe.collate,
                 num_workers=recipe.workers,
+                **recipe.of_loader,
             )
         self.session = self.run = zero_torch.protect(
             self.model,
@@ -355,7 +369,7 @@ class OfEngine(Training):
         }
         self.optimizer = recipe.optimizer(self.module)
         self.scheduler = self.scheduled(self.optimizer)
-        self.engine = zero_engine.initialize(
+        self.engine = self.called = zero_engine.initialize(
             self.module,
             self.optimizer,
             training_data=recipe.data(),
@@ -435,19 +449,22 @@ def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
             put(model, buffers[0])
             optimizer.zero_grad()
             share = microbatch.size / plan.samples
+            loss = recipe.loss(model, x) if recipe.loss else model(x)
             if recipe.own_loop:
-                model(x).backward()
+                loss.backward()
                 scaled = [
                     torch.zeros_like(p) if p.grad is None else p.grad * share for p in trained
                 ]
             else:
-                (model(x) * share).backward()
+                (loss * share).backward()
                 scaled = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
             gradients.append(scaled)
             buffers.append(copied(model))
         put(model, buffers[1])
         for parameter, *addends in zip(trained, *gradients, strict=True):
             parameter.grad = summed(addends, 8).to(parameter.dtype)
+        if recipe.between is not None:
+            recipe.between(model, optimizer)
         optimizer.step()
         if scheduler is not None:
             scheduler.step(*[recipe.metric(step)] if recipe.metric else [])
@@ -502,6 +519,11 @@ def agreed(ranks: list[list[str]]) -> list[str]:
 def half(recipe: Recipe, back_end: str, save: str | None, load: str | None = None) -> list[str]:
     """The hash after each step up to SAVED_AT, or of those behind it; the error comes last."""
     warnings.simplefilter("ignore")
+    with recipe.within():
+        return _half(recipe, back_end, save, load)
+
+
+def _half(recipe: Recipe, back_end: str, save: str | None, load: str | None) -> list[str]:
     found: list[str] = []
     try:
         own = training(recipe, back_end, weights=1 if load else 0)
