@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 import zero_torch
 from zero_contract.errors import ConfigError, ZeroError
+from zero_libraries.versions import check_replaced
 
 _KEPT = {
     "save_state": "the run has the state: call run.save_if_due(DIR) after each batch",
@@ -42,6 +43,8 @@ _KEPT = {
     "register_for_checkpointing": "give protect(stateful={name: object})",
 }
 """Methods that would keep a part of the state, and what has the whole of it."""
+_REPLACED = ("backward", "clip_grad_norm_", "gather", "no_sync", "_do_sync", *_KEPT)
+"""Methods of an accelerator in whose place a run's are."""
 
 
 def protect(
@@ -143,6 +146,7 @@ def hand_over(accelerator: Any, run: zero_torch.Run) -> None:
         norm = run.clip_grad_norm_(max_norm)
         return None if norm is None else torch.tensor(norm, dtype=torch.float64)
 
+    check_replaced("accelerate", accelerator, _REPLACED)
     accelerator.backward = backward
     accelerator.clip_grad_norm_ = clip_grad_norm_
     if accelerator.num_processes > 1:

@@ -26,9 +26,15 @@ from torch.utils.data import DataLoader
 import zero_torch
 from zero_contract.errors import ConfigError
 from zero_libraries.steps import GlobalBatches
+from zero_libraries.versions import check_replaced
 
 _OF_THE_RUN = ("state_dict", "optimizer_states", "hyper_parameters", "hparams_name", "hparams_type")
 """Parts of Lightning's checkpoint that the run has, or that the script gives again."""
+_REPLACED = ("restore_checkpoint_after_setup", "lightning_restore_optimizer", "setup", "teardown",
+             "load_model_state_dict", "load_checkpoint", "lightning_module_state_dict",
+             "optimizer_state", "process_dataloader", "training_step", "backward",
+             "optimizer_step")  # fmt: skip
+"""Methods of a strategy in whose place a run's are."""
 
 
 class _Protected:
@@ -227,6 +233,9 @@ def check(trainer: pl.Trainer) -> None:
     """
     module: Any = trainer.lightning_module
     precision: Any = trainer.precision_plugin
+    check_replaced("lightning", pl.strategies.Strategy, _REPLACED)
+    check_replaced("lightning", precision, ("clip_grad_by_norm",))
+    check_replaced("lightning", trainer._checkpoint_connector, ("_loaded_checkpoint",))
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError("accumulate_grad_batches: leave it out; microbatches takes its place")
     if not module.automatic_optimization:

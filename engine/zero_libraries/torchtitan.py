@@ -28,9 +28,10 @@ from torchtitan.trainer import Trainer
 import zero_torch
 from zero_comm.worker.agent_link import note_total_steps
 from zero_contract.errors import ConfigError
+from zero_libraries.versions import check_replaced
 
 _log = logging.getLogger(__name__)
-_TAKEN = ("train_step", "batch_generator", "_forward_backward_body")
+_REPLACED = ("train_step", "batch_generator", "_forward_backward_body")
 """Methods of a Trainer in whose place a run is."""
 _DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -69,7 +70,8 @@ def protect(given: Trainer.Config, *, config: Mapping[str, Any] | None = None) -
     """
     kind = type(given)
     base: Any = kind._owner
-    for name in _TAKEN:
+    check_replaced("torchtitan", Trainer, _REPLACED)
+    for name in _REPLACED:
         if getattr(base, name) is not getattr(Trainer, name):
             raise ConfigError(
                 f"{base.__name__}.{name}() takes the place of torchtitan's, and so does a run: "

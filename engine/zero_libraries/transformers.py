@@ -33,10 +33,13 @@ from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters import reads_lanes
 from zero_libraries.accelerate import hand_over, unprepared
 from zero_libraries.steps import GlobalBatches
+from zero_libraries.versions import check_replaced
 
 _log = logging.getLogger(__name__)
-_NEEDED = ("_init_training_state", "_prepare_for_training", "_maybe_log_save_evaluate")
-"""What older versions do not have."""
+_REPLACED = ("train", "get_train_dataloader", "_init_training_state", "_prepare_for_training",
+             "training_step", "floating_point_ops", "_maybe_log_save_evaluate",
+             "_save_checkpoint")  # fmt: skip
+"""Methods of a Trainer in whose place a run's are."""
 _REFUSED = (
     ("gradient_accumulation_steps", lambda value: value != 1,
      "is 1: microbatches is the number of micro-batches in a step, over all ranks"),
@@ -71,10 +74,9 @@ def protect(
     Raises:
         ConfigError: The Trainer has an argument that cannot be kept; names it.
     """
-    absent = [name for name in _NEEDED if not hasattr(trainer, name)]
-    if absent:
-        raise ConfigError(f"this transformers has no Trainer.{absent[0]}: install 5.23 or newer")
     args: Any = trainer.args
+    check_replaced("transformers", trainer, _REPLACED)
+    check_replaced("transformers", args, ("average_tokens_across_devices", "save_only_model"))
     for name, refused, why in _REFUSED:
         if refused(getattr(args, name, None)):
             raise ConfigError(f"TrainingArguments({name}={getattr(args, name)!r}): {name} {why}")
