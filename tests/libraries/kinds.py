@@ -5,6 +5,7 @@ Each dataset is made anew for every rank, as every process does.
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import tarfile
@@ -21,6 +22,15 @@ from zero_data.lanes import Mixture, Pack, Shuffle
 
 DOCS = Path(__file__).parents[2] / "docs"
 MICRO_BATCH, WIDTH = 2, 6
+
+
+def _beside_torchvision(library: str) -> Any:
+    """A library that imports torchvision: built for one torch, that loads beside no other."""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{library} imports torchvision, which cannot be imported here: {error}")
+    return pytest.importorskip(library)
 
 
 def lines(count: int = 150) -> list[dict[str, Any]]:
@@ -197,7 +207,7 @@ def _wds_resampled(path: Path) -> Any:
 
 
 def _mds(path: Path) -> None:
-    streaming = pytest.importorskip("streaming")
+    streaming = _beside_torchvision("streaming")
     columns = {"id": "int", "text": "str"}
     with streaming.MDSWriter(out=str(path / "mds"), columns=columns, size_limit=2000) as out:
         for row in lines():
@@ -205,7 +215,7 @@ def _mds(path: Path) -> None:
 
 
 def _mosaic(path: Path) -> Any:
-    streaming = pytest.importorskip("streaming")
+    streaming = _beside_torchvision("streaming")
     if not (path / "mds").exists():
         _mds(path)
     streaming.base.util.clean_stale_shared_memory()  # of processes that were killed; collective
@@ -232,7 +242,7 @@ def _json_of(sample: dict[str, Any]) -> Any:
 
 
 def _energon(path: Path) -> Any:
-    energon = pytest.importorskip("megatron.energon")
+    energon = _beside_torchvision("megatron.energon")
     tar(path, 16)
     meta = path / ".nv-meta"
     if not meta.exists():
