@@ -1,8 +1,10 @@
-"""The listings of docs/from-*.md run as they stand, and give one result at any number of ranks."""
+"""Listings and commands of docs/from-*.md run as they stand: one result at any number of ranks."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import ROOT, agent, environment
+from tests.support.network import own_loopback
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -126,6 +129,30 @@ NEEDS = {page: page for page in GIVEN} | {
     "ddp": "torch", "fsdp2": "torch", "trainer": "transformers",
 }  # fmt: skip
 """The package of each."""
+TORCHTITAN = """
+from pathlib import Path
+
+from tests.support.torchtitan_job import small
+from torchtitan.models.llama3 import config_registry
+
+config_registry.llama3_8b = lambda: small(Path.cwd())
+"""
+"""What llama3_8b is on a CPU."""
+CPU_FIRST = """
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class CpuFirst(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torchtitan.trainer":
+            sys.meta_path.remove(self)
+            import tests.support.torchtitan_cpu
+
+
+sys.meta_path.insert(0, CpuFirst())
+"""
+"""A sitecustomize, by which torchtitan's Trainer finds a CPU wherever it is imported."""
 PRINTED = re.compile(r"^(\d+ v\d+:[0-9a-f]+)$", re.MULTILINE)
 """The step and the hash of the weights."""
 
@@ -143,6 +170,34 @@ def listings(page: str) -> tuple[str, str]:
     return before, after
 
 
+def typed(page: str) -> list[str]:
+    """The command of a page, typed on HOST."""
+    text = (ROOT / "docs" / f"from-{page}.md").read_text()
+    [command] = re.findall(r"```\n(zero-agent .*?)```", text, re.DOTALL)
+    return shlex.split(command.replace("\\\n", " ").replace("HOST", "localhost"))
+
+
+def at_home(directory: Path, command: list[str], **variables: str) -> str:
+    """What a command prints that is typed in a directory, by a user whose home that is."""
+    bin_directory = os.path.dirname(sys.executable)
+    variables = {
+        "PATH": f"{bin_directory}:{os.environ['PATH']}",
+        "HOME": str(directory),
+    } | variables
+    with own_loopback(29400) as before:
+        done = subprocess.run(
+            [*before, *command],
+            cwd=directory,
+            env=environment() | variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
 def trained(directory: Path, script: str, ranks: int) -> set[str]:
     directory.mkdir(exist_ok=True)
     (directory / "train.py").write_text(script)
@@ -154,6 +209,7 @@ def trained(directory: Path, script: str, ranks: int) -> set[str]:
     return found
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", GIVEN)
 def test_what_a_page_changes_in_a_script_gives_it_one_result_and_a_resume(
     tmp_path: Path, page: str
@@ -161,9 +217,28 @@ def test_what_a_page_changes_in_a_script_gives_it_one_result_and_a_resume(
     pytest.importorskip(NEEDS[page])
     script = GIVEN[page] + listings(page)[1]
     (one,) = trained(tmp_path / "one", script, 1)
-    (two,) = trained(tmp_path / "two", script, 2)
-    assert one == two
-    assert trained(tmp_path / "one", script, 2) == {one}  # resumed at the end
+    (tmp_path / "eight").mkdir()
+    (tmp_path / "eight" / "train.py").write_text(script)
+    assert set(PRINTED.findall(at_home(tmp_path / "eight", typed(page)))) == {one}
+    assert trained(tmp_path / "eight", script, 2) == {one}  # resumed at the end
+
+
+@pytest.mark.timeout(1200)
+def test_the_command_of_torchtitan_trains_and_resumes(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    text = (ROOT / "docs" / "from-torchtitan.md").read_text()
+    [listing] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_configs.py").write_text(TORCHTITAN + listing)
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "sitecustomize.py").write_text(CPU_FIRST)
+    variables = {"PYTHONPATH": f"{tmp_path / 'cpu'}:{ROOT}", "HF_HUB_OFFLINE": "1"}
+
+    def steps(until: int) -> set[str]:
+        said = at_home(tmp_path, [*typed("torchtitan"), f"--training.steps={until}"], **variables)
+        return set(re.findall(r"step: +(\d+) .*loss:", said))
+
+    assert steps(3) == {"1", "2", "3"}
+    assert steps(4) == {"4"}
 
 
 @pytest.mark.parametrize("page", GIVEN)

@@ -69,9 +69,8 @@ class Paced(Trainer):
         return super().should_continue_training()
 
 
-def training() -> Trainer.Config:
+def small(directory: Path) -> Trainer.Config:
     """The debug model, smaller."""
-    directory = Path(sys.argv[1])
     config = config_registry.llama3_debugmodel()
     del config.model_spec.model.layers[2:]
     config.hf_assets_path = tokenizer_in(directory / f"tokenizer-{os.environ['RANK']}")
@@ -83,6 +82,13 @@ def training() -> Trainer.Config:
     config.debug.seed = 7
     config.parallelism.spmd_backend = "partial_dtensor"  # the other one needs a torch after 2.13
     config.validator.enable = False
+    return config
+
+
+def training() -> Trainer.Config:
+    """The same, paced and saved."""
+    directory = Path(sys.argv[1])
+    config = small(directory)
     config.checkpoint = CheckpointManager.Config(
         enable=True, interval=2, last_save_model_only=False
     )
