@@ -48,10 +48,16 @@ def generators_of(*roots: object) -> list[Generator]:
     return found
 
 
-def generators_of_module(module: nn.Module) -> list[Generator]:
-    """Those in the attributes of a module and its parts."""
+def generators_of_module(module: nn.Module, stream: object = None) -> list[Generator]:
+    """Those in the attributes of a module and its parts, without those of a stream.
+
+    Attributes may lead to it: FSDP2's to the run, Lightning's to the Trainer. A stream has an order
+    of its own, perhaps of its own generator, and is read again in that order.
+    """
     attributes = (pair for each in module.modules() for pair in vars(each).items())
-    return generators_of(*(value for key, value in attributes if key not in _OF_TORCH))
+    found = generators_of(*(value for key, value in attributes if key not in _OF_TORCH))
+    others = {id(each) for each in generators_of(stream)}
+    return [each for each in found if id(each) not in others]
 
 
 _OF_TORCH = vars(nn.Module()).keys()

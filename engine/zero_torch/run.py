@@ -158,7 +158,7 @@ class Run(Checkpoints):
         if options.is_native and self._rank == 0:
             _log.warning("%s", NATIVE_RUN)
         self._attach()
-        self.loader.of_loop = generators_of_module(self._wrapped.module)
+        self.loader.of_loop = generators_of_module(self._wrapped.module, lanes_of(self.loader))
         self_test.attach(
             self._wrapped, self._training, self._gradients, self.loader.of_loop, self._link
         )

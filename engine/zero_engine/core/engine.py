@@ -130,7 +130,7 @@ class Engine(WholeWeights):
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
         self._session.writes = core.writes
         self._micro_steps.on_plain = if_alive(self._fill_in)
-        self._of_module = generators_of_module(self.module)
+        self._of_module = generators_of_module(self.module, lanes_of(run.loader))
         """Random numbers that modules draw from generators of their own."""
 
     def _fill_in(self, runs: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,27 @@ def test_generators_of_a_dataset_and_of_modules_are_seeded_as_those_of_the_proce
     worlds: WorldPool, tmp_path: Path, workers: int
 ) -> None:
     recipe = Recipe(model=Noisy, data=OwnDraws, workers=workers)
+    places: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage0", 2), ("stage3", 3)]
+    found = everywhere(worlds, recipe, tmp_path, places)
+    assert found == dict.fromkeys(places, found["plain", 1])
+
+
+class OwnOrder(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
+    """A stream that is shuffled by a generator of its own, and has no state."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(1)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        samples = data()
+        for at in deepcopy(self.rng).permutation(len(samples)):
+            yield samples[at]
+
+
+def test_a_stream_that_a_step_reads_again_keeps_the_order_of_its_own_generator(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    recipe = Recipe(model=Noisy, data=OwnOrder)
     places: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage0", 2), ("stage3", 3)]
     found = everywhere(worlds, recipe, tmp_path, places)
     assert found == dict.fromkeys(places, found["plain", 1])

@@ -44,3 +44,9 @@ def test_a_module_that_knows_its_former_engine_has_its_own_generators():
     del engine
     module.noise = torch.Generator()
     assert generators_of_module(nn.Sequential(module)) == [module.noise]
+
+
+def test_a_stream_keeps_the_generator_of_its_order_whatever_of_a_module_leads_to_it():
+    stream, module = Holder(np.random.default_rng(1)), nn.Linear(1, 1)
+    module.noise, module.trainer = torch.Generator(), Holder({"dataset": stream})
+    assert generators_of_module(module, stream) == [module.noise]
