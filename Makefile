@@ -73,8 +73,8 @@ WITH_TESTS := filelock hypothesis pytest pytest-timeout pytest-xdist
 ENVIRONMENTS := $(VENV)-data/.installed $(VENV)-loops/.installed
 
 test-libraries: $(ENVIRONMENTS)
-	$(VENV)-data/bin/python -m pytest -m "" tests/libraries tests/unit/libraries $(PYTEST_ARGS)
-	$(VENV)-loops/bin/python -m pytest -m "" tests/unit/libraries tests/processes/test_libraries*.py $(PYTEST_ARGS)
+	$(VENV)-data/bin/python -m pytest -m "" tests/libraries tests/unit/libraries/test_versions.py $(PYTEST_ARGS)
+	$(VENV)-loops/bin/python -m pytest -m "" tests/unit/libraries tests/processes/test_librar*.py $(PYTEST_ARGS)
 
 $(VENV)-data/.installed: LIBRARIES = datasets grain megatron-energon 'mosaicml-streaming>=0.13' torchdata webdataset
 $(VENV)-loops/.installed: LIBRARIES = accelerate lightning 'torchtitan>=0.3' 'transformers>=5.23' triton trl
