@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -18,172 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.staying import Job
 from tests.support.training import DIVIDED, config, fingerprint, make_engine, run_micro_step, train
 from tests.support.world import forkserver
 from zero_checkpoint import find
-from zero_comm.worker.distributed import MEETING
 from zero_contract import worker as contract
-from zero_contract.channel import Channel
-from zero_contract.hub import Hub
-from zero_contract.worker import ExitCode, Join, Leave, Message, When
+from zero_contract.worker import ExitCode
 from zero_step import staying
 
 STEPS = 9
 """In three epochs of three steps."""
-
-
-class Job:
-    """The workers of a job, in rounds; the place of a worker is its rank in its first round."""
-
-    def __init__(self, directory: Path, script: Callable[..., Any], *given: Any) -> None:
-        self._directory, self._script, self._given = directory, script, given
-        self._hub = Hub()
-        self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
-        self._channel = Channel(self._hub, directory / "agent.sock", self._take)
-        self._context = forkserver()
-        self._round = 0
-        self._store: dist.TCPStore | None = None
-        self._asked = False
-        self.memory: Path | None = None
-        """Where checkpoints in memory are; None: nowhere."""
-        self.members: list[Any] = []
-        """The processes of the round, by rank."""
-        self.results: Any = self._context.Queue()
-        self.can: dict[int, tuple[contract.Ability, ...]] = {}
-        """What each rank has said last that it can."""
-
-    def _take(self, rank: int, message: Message) -> None:
-        """Answer a worker; on the hub's thread."""
-        match message:
-            case contract.CommitRequest():
-                reply = contract.CommitReply(request=message.request, granted=True, reason="")
-                self._channel.send(rank, reply)
-            case contract.PeerMemoryRequest():
-                self._channel.send(rank, self._memory_of(message.request))
-            case contract.Progress() | contract.Left() | contract.Preparing():
-                self._inbox.put((rank, message))
-            case contract.Hello():
-                self.can[rank] = message.can
-            case _:
-                pass
-
-    def _memory_of(self, request: int) -> contract.PeerMemoryReply:
-        """All ranks are on one node."""
-        if self.memory is None:
-            return contract.PeerMemoryReply(request=request, reason="no")
-        key, budget_bytes = "0" * 64, 1 << 28
-        return contract.PeerMemoryReply(
-            request=request, directory=str(self.memory), key=key, budget_bytes=budget_bytes
-        )
-
-    def begin(self, stay: list[int], joining: int = 0, absent: int = 0) -> None:
-        """Begin a round with those ranks of the last one, and new processes; some never come."""
-        self._round, self._asked = self._round + 1, False
-        self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        world = len(stay) + joining + absent
-        self._channel.hang_up(
-            {
-                former: Join(round=self._round, env=self._environ(rank, world))
-                for rank, former in enumerate(stay)
-            }
-        )
-        members = [self.members[former] for former in stay]
-        joins = range(len(stay), len(stay) + joining)
-        self.members = members + [self._start(self._environ(rank, world)) for rank in joins]
-
-    def _start(self, environ: dict[str, str]) -> Any:
-        given = (environ, self.results, self._script, *self._given)
-        process = self._context.Process(target=run, args=given, daemon=True)
-        process.start()
-        return process
-
-    def warm_up(self, rank: int) -> None:
-        """Start one more member of the next round before that, and wait until it is ready."""
-        of_no_round = {"MASTER_ADDR": "", "MASTER_PORT": "", contract.ENV_ROUND: "0"}
-        self.members.append(self._start({**self._environ(rank, rank + 1), **of_no_round}))
-        assert self._inbox.get(timeout=60) == (rank, contract.Left(round=0, step=0, stays=True))
-
-    def _environ(self, rank: int, world: int) -> dict[str, str]:
-        assert self._store is not None
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            contract.ENV_SOCKET: self._channel.path,
-            contract.ENV_ROUND: str(self._round),
-        }
-
-    def leave_at(self, step: int, *, stay: bool = True) -> int:
-        """Ask the workers to leave after this step; returns the one after which all have.
-
-        `stay`: what each of them says that it does.
-        """
-        left: dict[int, int] = {}
-        while len(left) < len(self.members):
-            rank, message = self._inbox.get(timeout=60)
-            if isinstance(message, contract.Left):
-                assert message.stays is stay
-                left[rank] = message.step
-            elif (
-                isinstance(message, contract.Progress) and message.step >= step and not self._asked
-            ):
-                self._asked = True
-                leave = Leave(round=self._round, when=When.BOUNDARY, reason="a node joins")
-                for each in range(len(self.members)):
-                    self._channel.send(each, leave)
-        (at,) = set(left.values())
-        return at
-
-    def wait_for_loss(self, victim: int) -> None:
-        """Wait until this rank is gone, and all others wait for the next round.
-
-        As an agent does, tell those that wait for a survivor that has left already.
-        """
-        left: set[int] = set()
-        others = set(range(len(self.members))) - {victim}
-        lost = Leave(round=self._round, when=When.LOST, reason="a worker is lost")
-        while left != others:
-            rank, message = self._inbox.get(timeout=60)
-            if isinstance(message, contract.Left):
-                assert (message.stays, bool(message.lost)) == (True, True)
-                left.add(rank)
-                for each in others - left:
-                    self._channel.send(each, lost)
-        self.members[victim].join(60)
-        assert self.members[victim].exitcode == -signal.SIGKILL
-
-    def wait_for_meeting(self) -> None:
-        """Wait until a worker waits for the others of its round."""
-        while self._inbox.get(timeout=60)[1] != contract.Preparing(what=MEETING):
-            pass
-
-    def let_go(self) -> None:
-        """Close the connections: no round follows for the workers."""
-        self._channel.hang_up()
-
-    def end(self) -> list[Any]:
-        """What the processes of the round return."""
-        results = [self.results.get(timeout=60) for _ in self.members]
-        for process in self.members:
-            process.join(60)
-            assert process.exitcode == 0
-        return results
-
-    def close(self) -> None:
-        for process in self.members:
-            process.kill()
-        self._channel.close()
-        self._hub.close(timeout_s=60)
-
-
-def run(environ: dict[str, str], results: Any, script: Callable[..., Any], *given: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(environ)
-    results.put((os.getpid(), script(*given)))
 
 
 @pytest.fixture
@@ -246,11 +89,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def put(results: Any, script: Callable[..., Any], *given: Any) -> None:
+    torch.set_num_threads(1)
+    results.put((os.getpid(), script(*given)))
+
+
 def begin_undisturbed(settings: dict[str, Any]) -> Any:
     """Train in a process of its own, beside the job; returns the queue of its result."""
     context = forkserver()
     results = context.Queue()
-    context.Process(target=run, args=({}, results, undisturbed, settings), daemon=True).start()
+    given = (results, undisturbed, settings)
+    context.Process(target=put, args=given, daemon=True).start()
     return results
 
 
@@ -526,7 +375,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     context = forkserver()
     results = context.Queue()
     alone = (killed, str(tmp_path / "alone"), settings, moment, -1)
-    context.Process(target=run, args=({}, results, *alone)).start()
+    context.Process(target=put, args=(results, *alone)).start()
     _, (expected, losses) = results.get(timeout=60)
     assert len(losses) == STEPS
     for pid, (found, seen) in ended:
@@ -549,6 +398,7 @@ def test_a_worker_that_cannot_go_on_without_a_peer_says_why_and_is_started_anew(
     log = tmp_path / "log"
     one = job(killed_and_tells, log, str(tmp_path / "checkpoints"), settings, moment, 0)
     one.begin([], joining=2)  # and there is no memory for checkpoints
+    one.run_on()
     for process, expected in zip(one.members, [-signal.SIGKILL, ExitCode.PEER_LOST], strict=True):
         process.join(60)
         assert process.exitcode == expected
