@@ -75,9 +75,9 @@ def killed(
     assert (report.problems, report.steps) == ((), STEPS), kills
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "async"])
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.corners(place=[("fsdp2", 2)], is_async=[False])
 def test_whichever_change_a_rank_is_killed_at(
     worlds: WorldPool, tmp_path: Path, place: Place, is_async: bool
 ) -> None:
@@ -87,6 +87,11 @@ def test_whichever_change_a_rank_is_killed_at(
         for number in range(1, changes + 1):
             root = tmp_path / f"{rank}-{number}"
             killed(worlds, root, [(place, rank, number)], is_async)
+
+
+@pytest.mark.parametrize("number", [3, 9])
+def test_some_of_them(worlds: WorldPool, tmp_path: Path, number: int) -> None:
+    killed(worlds, tmp_path, [(("fsdp2", 2), 0, number), (("ddp", 2), 1, 2)], is_async=False)
 
 
 KILLS = st.lists(
