@@ -10,6 +10,7 @@ bounded; a reply to an earlier question is not taken for one to this.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -40,6 +41,7 @@ class Channel:
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._peers: dict[int, _Peer] = {}
+        self._numbers = itertools.count()
         hub.add(self._listener.fileno(), self._accept)
 
     def send(self, rank: int, message: Message) -> None:
@@ -65,13 +67,14 @@ class Channel:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        _Peer(self._hub, connection, self._on_peer_message)
+        _Peer(self._hub, connection, next(self._numbers), self._on_peer_message)
 
     def _on_peer_message(self, peer: _Peer, message: Message) -> None:
         if isinstance(message, Hello):
             peer.rank, peer.round = message.rank, message.round
             held = self._peers.get(message.rank)
-            if held is None or held.round <= peer.round:  # not a latecomer of a round before
+            # Not a latecomer: of a round before, or heard after the one that its worker made next.
+            if held is None or (held.round, held.number) <= (peer.round, peer.number):
                 self._peers[message.rank] = peer
         if peer.rank is None:
             raise ContractError("the first message of a worker must be its hello")
@@ -82,8 +85,14 @@ class _Peer:
     """One worker's connection."""
 
     def __init__(
-        self, hub: Hub, connection: socket.socket, on_message: Callable[[_Peer, Message], None]
+        self,
+        hub: Hub,
+        connection: socket.socket,
+        number: int,
+        on_message: Callable[[_Peer, Message], None],
     ) -> None:
+        self.number = number
+        """The connections of a worker are numbered in the order in which it has made them."""
         self.rank: int | None = None
         self.round = 0
         self._hub = hub

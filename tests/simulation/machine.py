@@ -78,6 +78,7 @@ class Machines:
         self.forkservers: list[Forkserver] = []
         self.pids = itertools.count(1000)
         self.ports = itertools.count(20000)
+        self.connections = itertools.count()
 
     def here(self) -> Machine:
         """The machine of the task that runs."""
@@ -361,7 +362,7 @@ class Channel:
         watcher = self._machines.training.watcher
         if isinstance(message, Hello):
             held = self._peers.get(peer.rank)
-            if held is None or held.round <= peer.round:
+            if held is None or (held.round, held.number) <= (peer.round, peer.number):
                 self._peers[peer.rank] = peer
         if isinstance(message, CommitRequest):
             watcher.asked(peer, message)

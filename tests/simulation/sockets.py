@@ -33,6 +33,7 @@ class AgentSocket:
         self.worker: Any = machines.kernel.current.process.owner
         self.rank = int(self.worker.env["RANK"])
         self.round, self.fence = (int(self.worker.env[name]) for name in (ENV_ROUND, ENV_FENCE))
+        self.number = next(machines.connections)
         self.hung_up = False
         """Whether the agent has closed it, which reads nothing of it any more."""
         self._channel: Channel | None = None

@@ -45,6 +45,13 @@ FOUND = {
         "--fault 0 start d --fault 0 start e --fault 2.05 restore-etcd for 1.16 s "
         "--fault 2.1 kill-agent d for 1.21 s --fault 4.13 restore-etcd for 7.32 s"
     ),
+    "a node that gets SIGTERM goes while the others meet, and etcd has no leader": (
+        "--seed 40621 --setting nodes=4 min_nodes=2 slots=1 memory_every=0 max_restarts=100 "
+        "in_place=True start_up_s=3 forbidden=0.3 versions=---n --fault 0 start a --fault 0 "
+        "start b --fault 0 start c --fault 0 start d --fault 0.77 slow-node d for 4.4 s "
+        "--fault 1.09 slow-disk for 3.81 s --fault 4.52 sigterm c for 1.7 s --fault 6.4 "
+        "slow-disk for 1.47 s --fault 6.41 no-leader for 4.94 s"
+    ),
 }
 """What happens, and the arguments that make it happen."""
 

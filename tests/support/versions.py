@@ -17,7 +17,7 @@ Change = Callable[[Any], Any]
 """From a record of this version to the same of another one."""
 
 OLD = {
-    Node: {"id", "incarnation", "address", "slots", "protocol"},
+    Node: {"id", "incarnation", "address", "slots", "draining", "protocol"},
     JobSpec: {"min_nodes", "max_nodes", "max_restarts", "command", "protocol"},
     Failure: {"node", "symptom", "summary"},
     DrainOrder: {"node", "incarnation", "by"},

@@ -293,6 +293,9 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) ->
     if not symptoms:
         return None
     first, live = symptoms[0].summary, {member.id for member in job.live_members}
+    # Their peers were those of a node that was told to go, before they could leave together.
+    if left := [one.id for one in job.members.nodes if one.id in job.quiet - live]:
+        return go(Move.FORM, f"the workers of {_some(left)} left")
     if seen.symptom_s < timing.symptom_patience_s:
         return Decision(None, f"{first}; waiting for the cause")
     silent = [one.node for one in symptoms if one.node in live - job.looked]

@@ -83,6 +83,7 @@ def test_the_import_is_cheap_and_the_name_is_the_contracts():
         "zero_agent.node.heartbeat",
         "zero_agent.node.leave_request",
         "zero_contract",
+        "zero_contract.kernel",
         "zero_contract.notices",
     ]
     assert ENV_FILE == ENV_HEARTBEAT

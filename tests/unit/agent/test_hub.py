@@ -7,6 +7,7 @@ import errno
 import itertools
 import logging
 import os
+import queue
 import socket
 import socketserver
 import threading
@@ -17,7 +18,7 @@ from tests.support.waiting import wait_for
 from zero_agent.node.network import PatientServer
 from zero_contract.channel import Channel
 from zero_contract.hub import FIRST_PAUSE_S, Hub
-from zero_contract.worker import Hello, encode
+from zero_contract.worker import Hello, Message, decode, encode
 
 
 class HubFirst:
@@ -115,6 +116,26 @@ class Counting(PatientServer):
     def get_request(self):
         self.tries += 1
         return super().get_request()
+
+
+def test_the_connection_that_a_worker_has_made_last_gets_its_replies_whichever_is_heard_first(
+    tmp_path,
+):
+    heard: queue.Queue[tuple[int, Message]] = queue.Queue()
+    hub = Hub()
+    channel = Channel(hub, tmp_path / "agent.sock", lambda *message: heard.put(message))
+    hello = Hello(rank=3, pid=1, round=7)
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as last:
+        first.connect(channel.path)
+        last.connect(channel.path)
+        for connection in (last, first):
+            connection.sendall(encode(hello))
+            assert heard.get(timeout=60) == (3, hello)
+        channel.send(3, Hello(rank=0, pid=0))
+        last.settimeout(60)
+        assert decode(last.makefile("rb").readline()) == Hello(rank=0, pid=0)
+    channel.close()
+    hub.close()
 
 
 def test_a_server_without_descriptors_answers_later_and_is_not_busy_meanwhile():

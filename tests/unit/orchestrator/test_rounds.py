@@ -189,6 +189,14 @@ def test_a_lost_peer_without_a_cause_waits_until_its_node_has_looked_at_its_link
     )
 
 
+@pytest.mark.parametrize("yielding", [None, "c is leaving"])
+def test_a_lost_peer_whose_node_has_left_by_itself_costs_no_restart(yielding):
+    job = replace(active("abc", live="ab"), quiet=frozenset("c"), yielding=yielding)
+    job = replace(job, failures=(failed("a", symptom=True),), yield_revision=11 if yielding else 0)
+    assert verdict(job, JUST_NOW) == (Move.FORM, "the workers of c left")
+    assert verdict(job) == (Move.FORM, "the workers of c left")
+
+
 # ---- dead links ----
 
 
