@@ -17,7 +17,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import ref
@@ -269,12 +270,12 @@ class LastSave:
             f"waiting for etcd: the checkpoint of step {request.step} is written in "
             f"{written.directory} and not published; the script ends when it is"
         )
-        with exit_on_peer_loss(self._link):
+        with exit_on_peer_loss(self._link), self._not_hung():
             while True:
                 began_s = time.monotonic()
                 verdict = announce(partial(self._publish, written))
                 self._link.saved(time.monotonic() - began_s)
-                self._link.heartbeat()  # or its agent would mark it hung
+                self._link.heartbeat()  # of rank 0, too
                 if verdict.get("written"):
                     continue
                 self._written = None  # published, or removed
@@ -282,6 +283,24 @@ class LastSave:
                 raise_problem(verdict)
                 self._saver.published(request, written.directory)
                 return
+
+    @contextmanager
+    def _not_hung(self) -> Iterator[None]:
+        """Of who waits for rank 0, which may still evaluate, the agent hears now and then."""
+        look, due_s = self._consensus.on_wait, 0.0
+
+        def on_wait() -> None:
+            nonlocal due_s
+            look()
+            if time.monotonic() >= due_s:
+                self._link.heartbeat()
+                due_s = time.monotonic() + _PAUSE_S
+
+        self._consensus.on_wait = on_wait
+        try:
+            yield
+        finally:
+            self._consensus.on_wait = look
 
     def _publish(self, written: _Written) -> Record:
         """On rank 0: try to publish what is written."""
