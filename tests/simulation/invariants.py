@@ -167,9 +167,14 @@ class Invariants(Watcher):
         self._durable.discard(directory.name)
 
     def chosen(self, worker: Worker, loaded: Loaded | None) -> None:
-        """A rank resumes from a checkpoint: it is the newest, and all ranks have the same."""
+        """A rank resumes from a checkpoint: it is the newest, and all ranks have the same.
+
+        A rank that stood still may learn late what its round has chosen, when another one has begun
+        and saved.
+        """
         damaged = {path.name for path in self.cluster.training.disk.damaged}
-        newest = max(self._durable - damaged, key=age, default="")
+        known = (name for name in self._durable - damaged if age(name)[0] <= worker.round)
+        newest = max(known, key=age, default="")
         name = loaded.path.name if loaded is not None else ""
         if newest and (not name or age(name) < age(newest)):
             self.broken(f"rank {worker.rank} resumes from {name or 'nothing'}, not from {newest}")
