@@ -20,7 +20,7 @@ from zero_contract.errors import ConfigError
 from zero_engine.config.refusals import Refusal, refusals
 from zero_engine.config.schema import CPU, DTYPE_NAMES, NONE, NVME, Config, OffloadOptimizer
 from zero_engine.stages import STAGES, Stage
-from zero_step.accumulation import Accumulation, why_owners
+from zero_step.gradients.accumulation import Accumulation, why_owners
 
 # ---- what a layout depends on ----
 

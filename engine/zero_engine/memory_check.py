@@ -17,7 +17,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.kernel import available_bytes
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run
-from zero_step.accumulation import Accumulation
+from zero_step.gradients.accumulation import Accumulation
 
 _MOMENTS = 2
 """Values of each element that the first step allocates, if it allocates any: those of Adam."""

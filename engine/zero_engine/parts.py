@@ -33,8 +33,8 @@ from zero_engine.sharding.grad_reducer import GradReducer
 from zero_engine.sharding.overlapped_gather import OverlappedGather
 from zero_engine.sharding.param_coordinator import ParamCoordinator
 from zero_engine.stages import Stage
-from zero_step.accumulation import Accumulation
 from zero_step.forward_writes import ForwardWrites
+from zero_step.gradients.accumulation import Accumulation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from zero_comm.exchange.collectives import Collectives, wait
-from zero_step.division import Division, Positions, plan_norm
-from zero_step.norm import BLOCK, ROW, block_norms, merged, sum_of_squares
+from zero_step.gradients.division import Division, Positions, plan_norm
+from zero_step.gradients.norm import BLOCK, ROW, block_norms, merged, sum_of_squares
 
 _PARTS = "parts of blocks for the norm"
 

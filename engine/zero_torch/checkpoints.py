@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from types import MethodType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -32,14 +28,15 @@ from zero_comm.sums.order import NATIVE
 from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_contract.worker import Progress
 from zero_data.global_batch import Cursor, MicroBatch
-from zero_step import alike
 from zero_step.agree import Agreement
+from zero_step.checks import alike
 from zero_step.phase import Move, Phase, State
 from zero_step.session import NOTES, Session, end_step, notes_of
 from zero_torch import settings
+from zero_torch.optimizers.held_calls import makes_state, replace
 from zero_torch.ordered_gradients import CALLS
-from zero_torch.state import TrainingState
-from zero_torch.stateful import Statefuls
+from zero_torch.state.stateful import Statefuls
+from zero_torch.state.training_state import TrainingState
 from zero_torch.training import Training
 from zero_torch.wrapped import Wrapped
 
@@ -267,39 +264,3 @@ class Checkpoints(Session):
         if self._lent is not None:
             until, self._lent = self._lent, None
             until()
-
-
-def makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is torch's own: `get_state_dict` makes state by one with zeros for gradients.
-
-    Only the call itself says so: a step of the script may have zeros and a learning rate of 0, too.
-    """
-    frame = None if optimizer.state else sys._getframe()
-    while frame is not None:
-        if frame.f_code is _init_optim_state.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
-    """Replace a method of one object; torch's schedulers need it to be a bound method."""
-    call = getattr(owner, name)
-
-    @wraps(call)
-    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return held(call, *args, **kwargs)
-
-    setattr(owner, name, MethodType(method, owner))
-
-
-def derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
-    """The same through a derived class: the state_dict of a scheduler has all its attributes."""
-    base = type(owner)
-    call = getattr(owner, name)
-
-    @wraps(call)
-    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return held(call, *args, **kwargs)
-
-    owner.__class__ = type(base.__name__, (base,), {name: method})

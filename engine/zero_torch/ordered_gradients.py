@@ -30,8 +30,8 @@ from zero_comm.sums.native import NativeReduction
 from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
-from zero_step.bit_sum import bit_sum
-from zero_step.gradients import Pipeline, Reduction, by_stream
+from zero_step.checks.bit_sum import bit_sum
+from zero_step.gradients.pipeline import Pipeline, Reduction, by_stream
 from zero_step.phase import Calls, Move, Phase, State
 
 NOT_REDUCED = (

@@ -16,11 +16,11 @@ from zero_comm.exchange.objects import gather_objects_of_group
 from zero_comm.worker.distributed import init_distributed
 from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters.loaders import check_loader, warn_of_seeds
-from zero_step import alike
+from zero_step.checks import alike
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.loader import check_is_loader
-from zero_torch.optimizers import (
+from zero_torch.optimizers.supported import (
     check_members,
     check_scheduler,
     check_step,
@@ -104,23 +104,7 @@ def protect(
             those that the function calls, in their order; docs/stock-pytorch.md lists them.
         PeerLost: A peer is lost.
     """
-    if (loader is None) != (microbatches is None):
-        absent = "loader" if loader is None else "microbatches"
-        raise ConfigError(
-            f"protect() got no {absent}: give loader and microbatches, or neither of them for "
-            "checkpoints alone"
-        )
-    if microbatches is not None and microbatches < 1:
-        raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
-    if loader is not None:
-        check_is_loader(loader)
-        check_loader(loader)
-        kept: Mapping[str, object] = stateful or {}
-        for name in (name for name, each in kept.items() if each is loader):
-            raise ConfigError(
-                f"stateful[{name!r}] is the loader, whose position is in every checkpoint of a run "
-                "already: leave it out"
-            )
+    _check_arguments(loader, microbatches, stateful or {})
     chosen = settings.read(config or {})
     torch_seed = torch.initial_seed()
     init_distributed()
@@ -129,18 +113,6 @@ def protect(
     check_savable(wrapped)
     check_members(optimizer, wrapped.trained())
     check_scheduler(scheduler)
-    if loader is not None:
-        check_gradients(wrapped, dist.get_world_size())
-        check_sums(wrapped, chosen.elastic)
-        check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
-        if step_without_fusion(optimizer) and dist.get_rank() == 0:
-            _log.warning("%s", _FUSED.format(type(optimizer).__name__))
-        if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
-            of_torch = f"torch.manual_seed({torch_seed}) seeds the initial weights alone"
-            # From 2**32 on it is torch's own or this project's.
-            given = torch_seed < 1 << 32 and torch_seed != chosen.elastic.seed
-            warn_of_seeds(loader, chosen.elastic.seed, _SEED, *[of_torch] * given)
-    made: Run | Checkpoints
     options = {
         "scheduler": scheduler,
         "scaler": scaler,
@@ -154,13 +126,51 @@ def protect(
         },
     }
     if loader is None or microbatches is None:
-        made = Checkpoints(wrapped, optimizer, **options)
-    else:
-        made = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
-    made.start()
-    if loader is not None and wrapped.wrapper is Wrapper.FSDP2:
+        checkpoints = Checkpoints(wrapped, optimizer, **options)
+        checkpoints.start()
+        return checkpoints
+    check_gradients(wrapped, dist.get_world_size())
+    check_sums(wrapped, chosen.elastic)
+    check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
+    if step_without_fusion(optimizer) and dist.get_rank() == 0:
+        _log.warning("%s", _FUSED.format(type(optimizer).__name__))
+    if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
+        _warn_of_default_seed(loader, chosen.elastic.seed, torch_seed)
+    run = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
+    run.start()
+    if wrapped.wrapper is Wrapper.FSDP2:
         _compare_seeds(torch_seed)
-    return made
+    return run
+
+
+def _check_arguments(
+    loader: DataLoader[Any] | None, microbatches: int | None, stateful: Mapping[str, object]
+) -> None:
+    if (loader is None) != (microbatches is None):
+        absent = "loader" if loader is None else "microbatches"
+        raise ConfigError(
+            f"protect() got no {absent}: give loader and microbatches, or neither of them for "
+            "checkpoints alone"
+        )
+    if microbatches is not None and microbatches < 1:
+        raise ConfigError(f"microbatches={microbatches}: a global batch has at least one")
+    if loader is None:
+        return
+    check_is_loader(loader)
+    check_loader(loader)
+    for name in (name for name, each in stateful.items() if each is loader):
+        raise ConfigError(
+            f"stateful[{name!r}] is the loader, whose position is in every checkpoint of a run "
+            "already: leave it out"
+        )
+
+
+def _warn_of_default_seed(loader: DataLoader[Any], seed: int, torch_seed: int) -> None:
+    """Warn of seeds that the script has set elsewhere, and that this run does not take."""
+    of_torch = f"torch.manual_seed({torch_seed}) seeds the initial weights alone"
+    # From 2**32 on it is torch's own or this project's.
+    given = torch_seed < 1 << 32 and torch_seed != seed
+    warn_of_seeds(loader, seed, _SEED, *[of_torch] * given)
 
 
 def _compare_seeds(own: int) -> None:

@@ -33,21 +33,22 @@ from zero_data.generators import generators_of_module
 from zero_data.global_batch import MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, round_of_start
 from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
-from zero_step import same_options
 from zero_step.agree import Agreed, Agreement, clipped
+from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
 from zero_step.session import NOTES
-from zero_torch import self_test, settings
-from zero_torch.as_given import AsGiven
+from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
-from zero_torch.held_calls import HeldCalls, Steps
+from zero_torch.checks import self_test
+from zero_torch.checks.as_given import AsGiven
 from zero_torch.hooks import ddp as hooks_ddp
 from zero_torch.hooks import fsdp2 as hooks_fsdp2
 from zero_torch.hooks import plain as hooks_plain
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
-from zero_torch.optimizers import LearningRates, check_members, takes_no_metric
+from zero_torch.optimizers.held_calls import HeldCalls, Steps
+from zero_torch.optimizers.supported import LearningRates, check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (

@@ -31,13 +31,13 @@ from zero_data.global_batch import BatchShape, Cursor
 from zero_data.lanes.order import LaneOrder
 from zero_data.position_loader import Feed
 from zero_step import record
-from zero_step.accumulation import Accumulation, check_block
+from zero_step.gradients.accumulation import Accumulation, check_block
 from zero_step.lane_states import LaneStates, lanes_of
 from zero_step.options import Elastic
 from zero_torch.ordered_gradients import OrderedGradients
-from zero_torch.shared_reads import SharedReads
-from zero_torch.state import TrainingState
-from zero_torch.stateful import META
+from zero_torch.state.shared_reads import SharedReads
+from zero_torch.state.stateful import META
+from zero_torch.state.training_state import TrainingState
 
 _log = logging.getLogger(__name__)
 

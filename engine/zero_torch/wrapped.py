@@ -28,9 +28,9 @@ from zero_comm.sums.plan import DEFAULT_BLOCK, Where
 from zero_comm.topology import alone
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
-from zero_step.accumulation import BY_BACKEND, SHARDED, Accumulation, why_owners
-from zero_step.division import Division, chunks, shares
-from zero_step.gradients import Reduction, reduction_over
+from zero_step.gradients.accumulation import BY_BACKEND, SHARDED, Accumulation, why_owners
+from zero_step.gradients.division import Division, chunks, shares
+from zero_step.gradients.pipeline import Reduction, reduction_over
 from zero_step.options import Elastic
 from zero_torch.ordered_gradients import as_real
 

@@ -41,7 +41,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums import fold
 from zero_comm.waiting import Interrupt
 from zero_comm.worker.distributed import backend_for, leave_group, local_device
-from zero_step.norm import BLOCK, block_norms, sum_of_squares
+from zero_step.gradients.norm import BLOCK, block_norms, sum_of_squares
 
 CHECKS: dict[str, Callable[[], str]] = {}
 TIMED = frozenset(

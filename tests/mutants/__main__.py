@@ -1,7 +1,7 @@
 """Does a test notice each small change of the code on which equal bits and commits depend?
 
     python -m tests.mutants              all modules of SUBJECTS; `make mutants` calls it
-    python -m tests.mutants zero_step.norm
+    python -m tests.mutants zero_step.gradients.norm
 
 Each mutant runs the tests of its module in a fork of this process, which has imported torch. It
 fails if a mutant survives that EQUIVALENT does not name, or if one that is named there dies.
@@ -31,7 +31,10 @@ from tests.mutants.mutate import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT / part) for part in ("orchestrator", "agent", "engine")]
 SUBJECTS = {
-    "zero_step.norm": ["tests/unit/step/test_norm.py", "tests/unit/step/test_division.py"],
+    "zero_step.gradients.norm": [
+        "tests/unit/step/test_norm.py",
+        "tests/unit/step/test_division.py",
+    ],
     "zero_comm.sums.ordered_sum": ["tests/numerics/test_reduction.py"],
     "zero_checkpoint.saving.commit": [
         "tests/unit/checkpoint/test_candidates.py",

@@ -40,7 +40,7 @@ from zero_engine.config import load_config
 from zero_engine.core.engine import Engine
 from zero_engine.memory_check import HostMemory, compare, device_budget
 from zero_engine.observe.memory import estimate
-from zero_step.accumulation import Accumulation
+from zero_step.gradients.accumulation import Accumulation
 
 Case = tuple[str, int, str, int]
 """Where, stage, dtype and block."""

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.world import WorldPool
-from zero_torch.local_step import steps_by_element
+from zero_torch.optimizers.local_step import steps_by_element
 
 
 def look(*_: Any) -> None:

@@ -16,7 +16,7 @@ from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_comm.topology import Topology
 from zero_comm.waiting import Interrupt
-from zero_step.gradients import Pipeline, reduction_over
+from zero_step.gradients.pipeline import Pipeline, reduction_over
 
 MICROBATCHES, BLOCK = 13, 4
 LENGTHS = (12, 48, 24, 36, 12)

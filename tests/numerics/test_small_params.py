@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zero_deepspeed
 from tests.support.world import WorldError, WorldPool, one_result
 from zero_deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from zero_step.norm import BLOCK
+from zero_step.gradients.norm import BLOCK
 
 STAGES = (0, 1, 2, 3)
 SIZE = 40

@@ -23,7 +23,7 @@ from zero_checkpoint import find
 from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.restore import Loaded
 from zero_contract.errors import PeerLost
-from zero_torch.shared_reads import SharedReads
+from zero_torch.state.shared_reads import SharedReads
 
 WIDTH, LAYERS = 96, 3
 

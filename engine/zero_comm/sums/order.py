@@ -17,7 +17,7 @@ ORDERED, NATIVE = "ordered", "native"
 CHAIN = 1
 """The block of a sum whose addends are added one after the other."""
 _NORM = {"norm": 1}
-"""The version of what the sums are clipped by, `zero_step.norm`."""
+"""The version of what the sums are clipped by, `zero_step.gradients.norm`."""
 _TREE = {"order": "tree", "version": 1, **_NORM}
 _ROUNDED = {"order": "tree", "version": 2, "quantized": "blocks", **_NORM}
 """Of a run that rounds the sum of each block to int8; releases that do not know it refuse it."""

@@ -6,7 +6,7 @@ Owns the order of every addition that crosses ranks or micro-steps. Must always 
   and adds them as `ordered_sum` says, in fp32. What padding micro-batches give is received and not
   added.
 
-It knows flat tensors and ranks alone. `zero_step.gradients` reduces with it. `node` does
+It knows flat tensors and ranks alone. `zero_step.gradients.pipeline` reduces with it. `node` does
 the same sums inside of nodes first.
 """
 

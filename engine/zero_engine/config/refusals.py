@@ -14,7 +14,7 @@ from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_engine.config.schema import NONE
 from zero_engine.stages import STAGES
-from zero_step.accumulation import BY_BACKEND, SHARDED
+from zero_step.gradients.accumulation import BY_BACKEND, SHARDED
 
 if TYPE_CHECKING:
     from zero_engine.config.schema import Config

@@ -56,8 +56,8 @@ from zero_engine.sharding.grad_reducer import if_alive
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions
 from zero_engine.state.training import EngineTraining
+from zero_step.checks.self_test import SelfTest
 from zero_step.lane_states import lanes_of
-from zero_step.self_test import SelfTest
 from zero_step.session import (
     NOTES,
     Session,

@@ -72,9 +72,9 @@ from zero_engine.sharding.partition import DTYPES, Small, UnitSpec, aliases, par
 from zero_engine.tiers.nvme import Nvme
 from zero_engine.tiers.places import Memory, Tier
 from zero_engine.tiers.scratch import ScratchFile
-from zero_step import alike
+from zero_step.checks import alike
 from zero_step.forward_writes import ForwardWrites
-from zero_step.gradients import reduction_over
+from zero_step.gradients.pipeline import reduction_over
 from zero_step.lane_states import lanes_of
 from zero_step.session import Session
 from zero_step.staying import Standing, Staying, standing

@@ -1,4 +1,4 @@
-"""A micro-batch that is run for its bits alone: see `zero_step.self_test`."""
+"""A micro-batch that is run for its bits alone: see `zero_step.checks.self_test`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from zero_comm.sums.reduction import Turn
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.flat_unit import overlap
-from zero_step.bit_sum import bit_sum
-from zero_step.self_test import Gradient, Replay, bits_of, differentiate, roots_of
+from zero_step.checks.bit_sum import bit_sum
+from zero_step.checks.self_test import Gradient, Replay, bits_of, differentiate, roots_of
 
 
 def replay(core: Core, run: Run, call: Callable[[], Any]) -> Replay:

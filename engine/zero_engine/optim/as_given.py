@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_step.parts import Parts
+from zero_step.checks.parts import Parts
 
 _log = logging.getLogger(__name__)
 

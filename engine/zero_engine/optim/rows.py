@@ -22,7 +22,7 @@ from torch import Tensor
 from zero_engine.sharding.flat_unit import FlatUnit, round_up
 from zero_engine.sharding.segments import Segment
 from zero_engine.tiers.places import Tier
-from zero_step.norm import SHARD_GRAIN
+from zero_step.gradients.norm import SHARD_GRAIN
 
 GRAIN = 4 * SHARD_GRAIN
 """Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_step.norm import BLOCK, block_norms
+from zero_step.gradients.norm import BLOCK, block_norms
 
 CHUNK = BLOCK
 """Elements per norm; parameters begin at multiples of it in their units."""

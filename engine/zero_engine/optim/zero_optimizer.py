@@ -40,9 +40,9 @@ from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.partition import DTYPES
 from zero_engine.sharding.segments import Segment
 from zero_engine.sharding.small_params import SmallParam, checksum
-from zero_step import same_options
 from zero_step.agree import Agreement, clipped
-from zero_step.division import Division
+from zero_step.checks import same_options
+from zero_step.gradients.division import Division
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from zero_engine.sharding.partition import DTYPES, UnitSpec
 from zero_engine.sharding.small_params import Beside, SmallParams
 from zero_engine.sharding.wire import Wire
 from zero_engine.tiers.places import Memory, Tier
-from zero_step.norm import BLOCK, SHARD_GRAIN
+from zero_step.gradients.norm import BLOCK, SHARD_GRAIN
 
 ALIGN = BLOCK
 """Elements; parameters begin at multiples of it, so that the blocks of their norm are those of a

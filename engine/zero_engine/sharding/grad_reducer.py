@@ -5,7 +5,7 @@ Owns the gradient buffers between a parameter's hook and the accumulator. Must a
 - Units are reduced in one fixed order on every rank, each while the next one's backward runs. A
   unit that is ready early waits for its turn; one that lacks gradients when backward ends is
   completed with zeros. So a rank that skipped a branch stays in step with the others.
-- Each unit has one reduction in each micro-step, which `zero_step.gradients` brings to its end.
+- Each unit has one reduction in each micro-step, which `zero_step.gradients.pipeline` ends.
 - A unit that the backward will not meet on this rank (`skip`) is reduced in its turn if a device's
   stream does the waiting, so that no stream waits for the end of another's backward.
 
@@ -30,7 +30,7 @@ from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_engine.sharding.flat_unit import FlatUnit
-from zero_step.gradients import Pipeline, Reduction, by_stream
+from zero_step.gradients.pipeline import Pipeline, Reduction, by_stream
 from zero_step.phase import Calls, Move, Phase, State
 
 CALLS = Calls(

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_comm.exchange.collectives import Collectives, Pending
-from zero_step.bit_sum import bit_sum
-from zero_step.norm import BLOCK
+from zero_step.checks.bit_sum import bit_sum
+from zero_step.gradients.norm import BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ from zero_engine.sharding.weights import whole_weights
 from zero_engine.state.engine_state import EngineState
 from zero_engine.state.selection import LoadOptions, Selection
 from zero_step import record
-from zero_step.accumulation import check_block
+from zero_step.gradients.accumulation import check_block
 from zero_step.lane_states import LaneStates, lanes_of
 
 _TERMS = record.Terms(

@@ -38,7 +38,7 @@ from zero_comm.sums.plan import Where, plan_reduction
 from zero_comm.topology import Topology
 from zero_contract.errors import ConfigError
 from zero_data import read_ledger, verify
-from zero_step.accumulation import Accumulation
+from zero_step.gradients.accumulation import Accumulation
 
 STEPS = 5
 BLOCK = 2

@@ -8,7 +8,7 @@ from torch import nn
 from tests.support.models import make_model
 from zero_engine.sharding.flat_unit import ALIGN, overlap, plan_layout, round_up
 from zero_engine.sharding.partition import aliases, partition, wrapped_modules
-from zero_step.norm import SHARD_GRAIN
+from zero_step.gradients.norm import SHARD_GRAIN
 
 shapes = st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=1, max_size=6)
 

@@ -216,7 +216,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from zero_comm.exchange.collectives import Collectives
 from zero_step.agree import Agreement, clipped
-from zero_step.division import chunks, shares
+from zero_step.gradients.division import chunks, shares
 
 child = os.fork()
 rank = int(child == 0)

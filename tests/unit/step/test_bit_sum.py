@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_step.bit_sum import bit_sum
+from zero_step.checks.bit_sum import bit_sum
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),

@@ -8,7 +8,7 @@ import pytest
 
 from zero_comm.determinism import Deterministic, Hardware, changes, mixture, mode_of
 from zero_contract.errors import ConfigError
-from zero_step.self_test import gradients_differ, output_differs, remedy
+from zero_step.checks.self_test import gradients_differ, output_differs, remedy
 
 CPU: dict[str, Any] = {
     "processor": "Xeon",

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from zero_step.division import Division, Positions, chunks, plan_norm, shares
-from zero_step.norm import BLOCK, SHARD_GRAIN, block_norms
+from zero_step.gradients.division import Division, Positions, chunks, plan_norm, shares
+from zero_step.gradients.norm import BLOCK, SHARD_GRAIN, block_norms
 
 SIZES = st.integers(0, 5) | st.sampled_from([63, 64, 65, 128, 700])
 

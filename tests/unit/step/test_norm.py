@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_comm.sums.order import record_of
-from zero_step.norm import ROW, merged, sum_of_squares
+from zero_step.gradients.norm import ROW, merged, sum_of_squares
 
 SEEDS = st.integers(0, 2**32 - 1)
 

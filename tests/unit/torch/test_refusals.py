@@ -13,7 +13,7 @@ from zero_comm.sums.plan import Where
 from zero_contract.errors import ConfigError
 from zero_step.options import Elastic
 from zero_torch import settings
-from zero_torch.optimizers import check_members, step_without_fusion
+from zero_torch.optimizers.supported import check_members, step_without_fusion
 from zero_torch.wrapped import (
     Wrapper,
     check_gradients,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_checkpoint.format.pieces import PARAM, Piece, TensorId
-from zero_torch.shared_reads import Box, SharedReads, clip, divide
+from zero_torch.state.shared_reads import Box, SharedReads, clip, divide
 
 TENSORS = [(7, 4), (0, 4), (1, 8), (300, 2), (5, 4)]
 """Elements, and the bytes of one."""

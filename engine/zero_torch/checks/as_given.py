@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ConfigError, ZeroError
-from zero_step.parts import Parts
-from zero_torch.optimizers import check_members
+from zero_step.checks.parts import Parts
+from zero_torch.optimizers.supported import check_members
 from zero_torch.wrapped import Wrapped, own_name
 
 _EXCHANGED = (

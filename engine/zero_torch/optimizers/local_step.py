@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
-from zero_torch.optimizers import is_elementwise
+from zero_torch.optimizers.supported import is_elementwise
 from zero_torch.wrapped import like
 
 

@@ -6,16 +6,19 @@ or a library, optimizer, scheduler and scaler act once in a step, in its last mi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from zero_contract.errors import ZeroError
-from zero_torch.checkpoints import derive, makes_state, replace
-from zero_torch.local_step import local_tensors
-from zero_torch.optimizers import NO_CLOSURE
+from zero_torch.optimizers.local_step import local_tensors
+from zero_torch.optimizers.supported import NO_CLOSURE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,3 +102,39 @@ class HeldCalls:
         if not self._steps.has_acted():  # the gradients were not finite
             self._steps.count(True)
         return result
+
+
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is torch's own: `get_state_dict` makes state by one with zeros for gradients.
+
+    Only the call itself says so: a step of the script may have zeros and a learning rate of 0, too.
+    """
+    frame = None if optimizer.state else sys._getframe()
+    while frame is not None:
+        if frame.f_code is _init_optim_state.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
+    """Replace a method of one object; torch's schedulers need it to be a bound method."""
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return held(call, *args, **kwargs)
+
+    setattr(owner, name, MethodType(method, owner))
+
+
+def derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
+    """The same through a derived class: the state_dict of a scheduler has all its attributes."""
+    base = type(owner)
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return held(call, *args, **kwargs)
+
+    owner.__class__ = type(base.__name__, (base,), {name: method})

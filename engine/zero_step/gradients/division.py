@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from zero_step.norm import BLOCK, SHARD_GRAIN
+from zero_step.gradients.norm import BLOCK, SHARD_GRAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The self-test of a model under stock PyTorch: see `zero_step.self_test`.
+"""The self-test of a model under stock PyTorch: see `zero_step.checks.self_test`.
 
 Owns how the first micro-batch is run without a trace in its step. Must always hold: DDP sees
 nothing of it, since its parameters are replaced by others of the same memory, which nobody watches;
@@ -21,9 +21,9 @@ from torch.func import functional_call
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_data.generators import Generator, kept_generators, seed_generators
 from zero_data.position_loader import kept, seed_everything
-from zero_step.bit_sum import bit_sum
+from zero_step.checks.bit_sum import bit_sum
+from zero_step.checks.self_test import Gradient, Replay, SelfTest, bits_of, differentiate, roots_of
 from zero_step.phase import State
-from zero_step.self_test import Gradient, Replay, SelfTest, bits_of, differentiate, roots_of
 from zero_torch.ordered_gradients import OrderedGradients
 from zero_torch.training import Training
 from zero_torch.wrapped import HookOfOriginal, Wrapped, Wrapper, own_name

@@ -36,9 +36,9 @@ from zero_checkpoint.state.torch_state import (
     restore_extra_state,
     set_option,
 )
-from zero_step.division import chunks
-from zero_torch.shared_reads import Box, SharedReads, clip
-from zero_torch.stateful import Statefuls
+from zero_step.gradients.division import chunks
+from zero_torch.state.shared_reads import Box, SharedReads, clip
+from zero_torch.state.stateful import Statefuls
 from zero_torch.wrapped import (
     Wrapped,
     elements_of,

@@ -27,7 +27,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ZeroError
 from zero_data.global_batch import Cursor
-from zero_step.bit_sum import bit_sum
+from zero_step.checks.bit_sum import bit_sum
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What has to be alike on all ranks, or to stay as it was given, or to have the same bits twice."""
