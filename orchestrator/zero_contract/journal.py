@@ -125,8 +125,9 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
         ),
         # What happens to the workers of one node.
         "start": Event(
-            when="A node starts its workers of a round, of which `stay` are in the same process.",
-            facts=("world_size", "stay"),
+            when="A node starts its workers of a round, of which `stay` are in the same process. "
+            "Those of its last round have ended, or wait, since `stopped_s`, if it had one.",
+            facts=("world_size", "stay", "stopped_s"),
         ),
         "worker": Event(when="A worker process runs.", facts=("rank", "pid")),
         "warm up": Event(
@@ -146,6 +147,11 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
             "digests in its manifest.",
             facts=("step", "tag", "in_memory", "load_s", "read_bytes"),
             story=True,
+        ),
+        "first step": Event(
+            when="All workers of a node have finished their first step of a round. `ranks`: what "
+            "each rank did since `start`, and the seconds that it took.",
+            facts=("ranks",),
         ),
         "left": Event(when="A worker has left at a step boundary."),
         "stop": Event(when="The workers get a signal that ends them.", facts=("signal",)),

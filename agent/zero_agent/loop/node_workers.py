@@ -155,6 +155,8 @@ class NodeWorkers:
         """Whether the forkserver before this one was killed while it imported."""
         self.group = self._new_group(0, 0)
         """The workers of the last round."""
+        self._stopped_s: float | None = None
+        """When the last of its workers has ended, or left it; the wall clock."""
         self._can_leave: set[int] = set()
         self._can_stay: set[int] = set()
         self.stays = False
@@ -294,6 +296,7 @@ class NodeWorkers:
             round=job.n,
             world_size=job.members.world_size,
             stay=len(stay) if former.round else 0,
+            stopped_s=self._stopped_s if former.round else None,
         )
 
     def ask_to_leave(self, reason: str, within_s: float) -> None:
@@ -440,6 +443,7 @@ class NodeWorkers:
             self._journal.tell("exit", self.group.first_failure.summary, round=self.group.round)
         end = self.group.ended(process, status)
         if end is not None:
+            self._stopped_s = time.time()
             self.steps.ended(end.rank)
         if end is not None and not self.group.round:
             self._ended_early(end)
@@ -541,6 +545,7 @@ class NodeWorkers:
             how = what if left.lost else f"left at step {left.step}"
             self._journal.tell("left", f"rank {rank} {how}")
         if left.stays and left.round == self.group.round:
+            self._stopped_s = time.time()
             self.group.park(rank, left.lost)
             self.steps.ended(rank)
         if self.group.state is Workers.READY:

@@ -17,7 +17,7 @@ quantile is ours.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,10 @@ FLOOR_S = 300.0
 """The shortest limit that is learnt from the steps: an evaluation between two steps is no hang."""
 OnReport = Callable[[int, Progress, float | None], None]
 """Called with the rank of a worker, the step that it reports, and its time as `StepTimes.add`."""
+Way = Sequence[tuple[str, float]]
+"""What a worker has done before its first step, in order, and the seconds that each of it took."""
+STARTING = "starting"
+"""What a worker does until it says what it does."""
 STOOD_STILL_S = 10.0
 """The agent looks ten times a second. After a longer pause it has stood still, and its workers with
 it (`docker pause`, `scontrol suspend`), or it has not read what they reported meanwhile."""
@@ -157,6 +161,10 @@ class Steps:
         """Over the last minute of the round; replaced, and so read on any thread."""
         self._preparing: dict[int, Preparing] = {}
         """By rank, what a worker does that has ended no step of this round."""
+        self._begun: dict[int, list[tuple[str, float]]] = {}
+        """By rank, what a worker does before its first step of this round, and when it began."""
+        self.ways: Mapping[int, Way] = {}
+        """By rank, how the workers came to their first step of this round."""
         self.spent: Mapping[int, Spent] = {}
         """By rank, what the workers have done, in all rounds; replaced, and so read on any thread.
         """
@@ -231,7 +239,7 @@ class Steps:
         self._began_s = self._clock.now()
         self._reporting, self._ended = set(), set()
         self._looked_s = None
-        self._preparing = {}
+        self._preparing, self._begun, self.ways = {}, {}, {}
         self.times.begin()
         self._meter.begin()
         self.speed = None
@@ -250,6 +258,8 @@ class Steps:
     def _step(self, rank: int, progress: Progress | None) -> None:
         """A worker has ended a step; `progress` if it is known which."""
         self._preparing.pop(rank, None)
+        if rank not in self.ways:
+            self.ways = {**self.ways, rank: self._way(rank)}
         took_s = self.times.add(rank, self._clock.now(), progress)
         if progress is not None:
             total_steps = progress.total_steps or self._total_steps
@@ -280,6 +290,15 @@ class Steps:
     def prepares(self, rank: int, preparing: Preparing) -> None:
         """Record what a worker does before its first step of this round."""
         self._preparing[rank] = preparing
+        begun = self._begun.setdefault(rank, [])
+        if not begun or begun[-1][0] != preparing.what:
+            begun.append((preparing.what, self._clock.now()))
+
+    def _way(self, rank: int) -> Way:
+        """What a worker has done from the beginning of the round until now."""
+        begun = [(STARTING, self._began_s), *self._begun.pop(rank, [])]
+        ends_s = [*(at_s for _, at_s in begun[1:]), self._clock.now()]
+        return [(what, round(b - a, 3)) for (what, a), b in zip(begun, ends_s, strict=True)]
 
     def too_slow(self) -> tuple[int, str] | None:
         """The first worker that counts as hung, and why, after a look at every heartbeat file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from zero_orchestrator.ctl.page.picture import Records
 from zero_orchestrator.ctl.requests import Answered
 from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError
-from zero_orchestrator.observe import status
+from zero_orchestrator.observe import recovery_trace, status
 from zero_orchestrator.store.kv import KeyValueStore
 
 
@@ -67,22 +68,39 @@ def _write(records: Records, output: Path | None, view: View) -> int:
     job = records.status.job
     path = output or Path(f"{job}.html")
     write(records, path)
-    text = f"the report of job {job} is {path}; any browser shows it, without a network"
+    text = (
+        f"the report of job {job} is {path}; any browser shows it, without a network. "
+        f"ui.perfetto.dev opens its recoveries: {trace_of(path)}"
+    )
     view.record(asdict(Answered(command="report", job=job, target=str(path), done=True, text=text)))
     view.report(text)
     return CtlExit.OK
 
 
+def trace_of(path: Path) -> Path:
+    """The file of the recoveries, beside that of a report."""
+    return path.with_suffix(".trace.json")
+
+
 def write(records: Records, path: Path) -> None:
-    """Write the report of a job; a reader sees the old file or the whole new one.
+    """Write the report of a job, and its recoveries beside it.
+
+    A reader sees the old file or the whole new one.
 
     Raises:
-        SpecError: The file cannot be written.
+        SpecError: A file cannot be written.
     """
-    picture = pictures.picture(records, now_s=time.time())
+    now_s = time.time()
+    lost = pictures.without_steps(records, now_s=now_s)
+    page = document.page(pictures.picture(records, now_s=now_s), live=False)
+    _replace(path, page)
+    _replace(trace_of(path), json.dumps(recovery_trace.trace(records.events, lost)))
+
+
+def _replace(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part{os.getpid()}")
     try:
-        part.write_text(document.page(picture, live=False), encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

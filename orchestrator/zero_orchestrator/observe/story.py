@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from zero_orchestrator.observe.events import Event
 
@@ -60,7 +61,9 @@ class Recovery:
         idle_s = self._end.record.get("idle_s") if self._end is not None else None
         if self._end is None or not isinstance(idle_s, int | float):
             return first_s  # no steps are reported, or it is of an older version
-        return min(first_s, _time_s(self._end) - idle_s)
+        last_step_s = _time_s(self._end) - idle_s
+        is_failure = self._end.record.get("event") == "interrupt"
+        return min(first_s, last_step_s) if is_failure else last_step_s  # they train until it
 
     @property
     def stepped(self) -> bool:
@@ -93,6 +96,8 @@ class Span:
     from_s: float
     """When it began, seconds since the epoch."""
     to_s: float
+    note: str = ""
+    """What it led to, in a sentence."""
 
 
 def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
@@ -103,8 +108,11 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
     """
     last = {str(event.record.get("event")): event for event in found.events}
     at_s = {kind: _time_s(event) for kind, event in last.items()}
-    ended_s = max(at_s[kind] for kind in ENDS & at_s.keys())
-    marks = [("detection", ended_s), ("meeting", at_s.get("activate"))]
+    note = {kind: str(event.record.get("text", "")) for kind, event in last.items()}
+    if read_bytes := last["restore"].record.get("read_bytes") if "restore" in last else 0:
+        note["restore"] += f"; rank 0 has read {read_bytes:,} bytes"
+    end = max(ENDS & at_s.keys(), key=lambda kind: at_s[kind])
+    marks = [("detection", at_s[end]), ("meeting", at_s.get("activate"))]
     if "restore" in last:
         load_s = last["restore"].record.get("load_s", 0.0)
         marks += [("starting", at_s["restore"] - load_s), ("loading", at_s["restore"])]
@@ -117,9 +125,14 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
     for name, to_s in marks:
         if to_s is not None:
             until_s = min(max(from_s, to_s), max(from_s, first_step_s))
-            parts.append(Span(name=name, from_s=from_s, to_s=until_s))
+            why = note.get({"detection": end, **_LEADS_TO}.get(name, ""), "")
+            parts.append(Span(name=name, from_s=from_s, to_s=until_s, note=why))
             from_s = until_s
     return tuple(parts)
+
+
+_LEADS_TO: Mapping[str, str] = MappingProxyType({"meeting": "activate", "loading": "restore"})
+"""A part of a recovery -> the event at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +178,28 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
             )
         made.append(band)
     return tuple(made)
+
+
+def phases(band: Band) -> tuple[Span, ...]:
+    """The parts of time without a step: without gaps, and together as long as it.
+
+    Those of a recovery that has ended in the next failure end with it.
+    """
+    found: list[Span] = []
+    at_s = band.from_s
+    ends_s = [*(one.from_s for one in band.recoveries[1:]), band.to_s]
+    for place, (one, end_s) in enumerate(zip(band.recoveries, ends_s, strict=True), start=1):
+        *parts, last = spans(one, end_s)
+        if place < len(ends_s):
+            last = replace(last, name="until the next failure")
+        elif not band.over:
+            last = replace(last, name="no step yet")
+        for part in (*parts, last):
+            to_s = band.to_s if part is last and place == len(ends_s) else part.to_s
+            to_s = min(max(at_s, to_s), band.to_s)
+            found.append(replace(part, from_s=at_s, to_s=to_s))
+            at_s = to_s
+    return tuple(found)
 
 
 def recoveries(events: Sequence[Event]) -> tuple[Recovery, ...]:

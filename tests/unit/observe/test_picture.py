@@ -242,7 +242,9 @@ def report(store, *flags: str) -> int:
     return report_command.run(args, store, TableView())
 
 
-def test_a_report_is_one_file_with_the_records_of_the_job(tmp_path, capsys):
+def test_a_report_is_one_page_with_the_records_of_the_job_and_one_file_of_its_recoveries(
+    tmp_path, capsys
+):
     path = tmp_path / "report.html"
     assert report(stored(disturbed()), "demo", "-o", str(path)) == CtlExit.OK
     assert f"the report of job demo is {path}" in capsys.readouterr().out
@@ -257,7 +259,7 @@ def test_a_report_is_one_file_with_the_records_of_the_job(tmp_path, capsys):
         "node-d",
     ]
     assert len(found["recoveries"]) == 2
-    assert list(tmp_path.iterdir()) == [path]
+    assert {one.name for one in tmp_path.iterdir()} == {"report.html", "report.trace.json"}
 
 
 def test_a_report_that_cannot_be_written_says_so(tmp_path):

@@ -66,6 +66,18 @@ def test_a_recovery_lasts_from_the_last_finished_step_where_steps_are_reported()
     assert first.offsets_s[0] == 0.0, "the list of events begins with the first sign"
 
 
+def test_workers_that_are_asked_to_leave_train_until_they_have_left():
+    told = [
+        replace(event, record={**event.record, "idle_s": 0.25})
+        if event.record["event"] == "form"
+        else event
+        for event in EVENTS
+    ]
+    second = recoveries(told)[1]
+    assert second.cause == "yield"
+    assert (second.from_s, second.detection_s) == (112.0 - 0.25, 0.25)
+
+
 def test_the_metrics_of_a_job_have_its_recoveries_by_cause():
     text = exposition(lambda: of_jobs([], {"gpt": recoveries(EVENTS)})).decode()
     assert 'zero_job_recoveries{cause="exit",zero_job="gpt"} 1.0' in text

@@ -108,3 +108,25 @@ def test_the_number_of_all_steps_that_a_script_says_once_stays_known(tmp_path):
     assert (steps.last.step, steps.last.total_steps) == (8, 400)
     steps.beat(0, Progress(step=9, total_steps=500))
     assert steps.last.total_steps == 500, "what its schedule says comes first"
+
+
+def test_what_each_worker_did_before_its_first_step_of_a_round_has_its_time(tmp_path):
+    steps, clock = begun(tmp_path)
+    clock.advance(0.5)
+    steps.prepares(0, Preparing(what="loading x", part=0.1))
+    clock.advance(1.0)
+    steps.prepares(0, Preparing(what="loading x", part=0.9))
+    clock.advance(0.25)
+    steps.prepares(0, Preparing(what="first step"))
+    clock.advance(2.0)
+    assert steps.ways == {}
+    steps.beat(0, Progress(step=1))
+    steps.beat(1)
+    steps.prepares(0, Preparing(what="loading y"))
+    steps.beat(0, Progress(step=2))
+    assert steps.ways == {
+        0: [("starting", 0.5), ("loading x", 1.25), ("first step", 2.0)],
+        1: [("starting", 3.75)],
+    }
+    steps.begin({})
+    assert steps.ways == {}

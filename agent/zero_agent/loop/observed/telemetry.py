@@ -163,6 +163,7 @@ log = logging.getLogger("zero")
 
 SAID_BY_ALL = frozenset({Move.INTERRUPT, Move.FAIL, Move.GIVE_UP})
 """Transitions whose cause every agent logs, and not only the agent that decided them."""
+UNLOGGED = SAID_BY_ALL | {"first step"}
 
 
 class Telemetry:
@@ -185,7 +186,7 @@ class Telemetry:
         events = config.log_dir and config.log_dir / job / f"events-{config.node_id}.jsonl"
         self.publisher = Publisher(store, job, config.node_id, incarnation, clock)
         self.journal = Journal(
-            config.node_id, events, publish=self.publisher.event, unlogged=SAID_BY_ALL
+            config.node_id, events, publish=self.publisher.event, unlogged=UNLOGGED
         )
         ask = partial(ask_through, store, job)
         self.verdicts = Verdicts(self.publisher, self.journal, clock, post, ask)
@@ -195,6 +196,8 @@ class Telemetry:
         self._trainjob = TrainJobStatus(environ, clock)
         self._over = 0
         """The last round whose end was logged."""
+        self._stepped = 0
+        """The last round of which each worker here has ended a step."""
 
     def look(
         self,
@@ -240,8 +243,13 @@ class Telemetry:
         """A worker has ended a step."""
         self.time.report(rank, progress, workers.steps.long_s)
         self.history.report(rank, progress, took_s)
+        n, ways = workers.group.round, workers.steps.ways
         if rank == 0:
-            self.traces.stepped(workers.group.round, time.time())
+            self.traces.stepped(n, time.time())
+        if n != self._stepped and ways.keys() >= set(workers.group.ranks):
+            self._stepped = n
+            text = f"the workers of this node have ended their first step of round {n}"
+            self.journal.tell("first step", text, round=n, ranks=ways)
 
     def saved(self, rank: int, saved: worker.Saved | SaveWaits) -> None:
         """A save of a worker has ended, or waits."""

@@ -493,9 +493,10 @@ function drawRecoveries() {
       el("span", { class: "muted when" }, moment(one.from_s))));
     made.addEventListener("toggle", () => {
       if (!made.open || made.children.length > 1) return;
+      const parts = one.phases.map(([phase, took, note]) => [tight(phase), tight(took < 1 ? `${Math.round(1000 * took)} ms` : length(took)), el("td", { class: "text" }, note)]);
       const rows = one.events.map(([offset, node, kind, text]) => [tight(after(offset)), tight(node), tight(kind), el("td", { class: "text" }, text)]);
       if (one.over) rows.push([tight(after(one.to_s - one.from_s)), "", "step", el("td", { class: "text" }, "the first step of the next round has ended")]);
-      made.append(el("div", { class: "fits" }, table(["after", "node", "event", "what happened"], rows)));
+      made.append(el("div", { class: "fits" }, table(["phase", "time", "what it led to"], parts, [1]), table(["after", "node", "event", "what happened"], rows)));
       fit(made);
     });
     return made;

@@ -32,7 +32,7 @@ from zero_orchestrator.observe.events import read as read_events
 from zero_orchestrator.observe.goodput import USES, from_record, total_ns
 from zero_orchestrator.observe.history import History, Point, Saved
 from zero_orchestrator.observe.status import JobStatus, NodeRow, slowest_ranks
-from zero_orchestrator.observe.story import ENDS, Band, bands, recoveries
+from zero_orchestrator.observe.story import ENDS, Band, bands, phases, recoveries
 from zero_orchestrator.observe.timeline import Phase, Span, Timeline, intervals
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -105,15 +105,7 @@ def picture(records: Records, *, now_s: float) -> Json:
     job, history, told = records.status, records.history, records.events
     end_s = _end_s(records, now_s)
     timelines = [_timeline(records, row, end_s) for row in _rows(records)]
-    steps_s = [
-        from_s
-        for timeline in timelines
-        for from_s, _, phase in timeline["spans"]
-        if phase in _STEPS
-    ]
-    steps_s = sorted([*steps_s, *(point.time_s for point in history.points)])
-    lost = bands(recoveries(told), steps_s, _over_s(records, end_s))
-    recovered = [_recovery(band) for band in lost]
+    recovered = [_recovery(band) for band in _without_steps(records, timelines, end_s)]
     wrong = [
         {**asdict(one), "nodes": sorted(one.nodes)}
         for one in problems(told, job, history.points, end_s)
@@ -133,6 +125,26 @@ def picture(records: Records, *, now_s: float) -> Json:
         "events": [_event(event) for event in told],
     }
     return {**sections, "words": _in_words(history, timelines, recovered)}
+
+
+def without_steps(records: Records, *, now_s: float) -> Sequence[Band]:
+    """The recoveries that the page shows."""
+    end_s = _end_s(records, now_s)
+    return _without_steps(
+        records, [_timeline(records, row, end_s) for row in _rows(records)], end_s
+    )
+
+
+def _without_steps(records: Records, timelines: Sequence[Json], end_s: float) -> Sequence[Band]:
+    steps_s = [
+        from_s
+        for timeline in timelines
+        for from_s, _, phase in timeline["spans"]
+        if phase in _STEPS
+    ]
+    steps_s += [point.time_s for point in records.history.points]
+    steps_s += [_time_s(e) for e in records.events if e.record.get("event") == "first step"]
+    return bands(recoveries(records.events), sorted(steps_s), _over_s(records, end_s))
 
 
 # ---- time ----
@@ -404,6 +416,7 @@ def _recovery(band: Band) -> Json:
         "from_s": band.from_s,
         "to_s": band.to_s,
         "over": band.over,
+        "phases": [[one.name, round(one.to_s - one.from_s, 3), one.note] for one in phases(band)],
         "events": [
             [round(max(0.0, _time_s(event) - band.from_s), 3), *_event(event)[2:]] for event in told
         ],
