@@ -160,6 +160,8 @@ def converted(value: Any, kind: Any) -> Any:
         raise Wrong(*located(wrong, value, words(wanted))) from None
     except RecursionError:
         raise Wrong("", "is nested too deeply") from None
+    except UnicodeEncodeError as wrong:  # JSON can name half of a character
+        raise Wrong("", f"{shown_of(wrong.object)} is no text of UTF-8") from None
 
 
 def _of_64_bits(value: Any) -> Any:

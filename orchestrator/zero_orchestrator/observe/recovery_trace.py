@@ -87,7 +87,7 @@ def _ways(first: Mapping[str, Any]) -> dict[int, list[tuple[str, float]]]:
     try:
         kind = dict[int, list[tuple[str, float]]]
         return msgspec.convert(first.get("ranks", {}), kind, strict=False)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return {}
 
 

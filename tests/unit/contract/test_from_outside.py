@@ -252,6 +252,8 @@ VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [None] * 100, {"later": 1}, {"": {"": {}}}, [{"kind": "put"}]),
 )
 TEXTS = (b"", b"\xff\xfe", b"{", b"null", b"3", b'"a"', b"[]", b"{}", b"NaN", b"[" * 50_000)
+HALF = "\ud800"
+"""Half of a character, which JSON can name and UTF-8 cannot encode."""
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -345,6 +347,18 @@ def test_a_changed_record_is_accepted_or_one_of_our_errors(
         at = random.randrange(len(data))
         data = data[:at] + bytes([random.randrange(256)]) + data[at + 1 :]
     check(one, data)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_of_a_character_in_any_place_is_accepted_or_one_of_our_errors(
+    formats: dict[str, Format], name: str
+) -> None:
+    for text in formats[name].samples:
+        for place in range(len(list(places(json.loads(text))))):
+            found = json.loads(text)
+            inside, key = list(places(found))[place]
+            inside[key] = HALF
+            check(formats[name], formats[name].write(json.dumps(found)))
 
 
 @pytest.mark.parametrize("name", NAMES)
