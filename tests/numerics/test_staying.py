@@ -5,11 +5,14 @@ The launcher's end of the contract is the product's own; what it decides is deci
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 from tests.support.staying import Job
 from tests.support.training import DIVIDED, config, fingerprint, make_engine, run_micro_step, train
+from tests.support.waiting import wait_for
 from tests.support.world import forkserver
 from zero_checkpoint import find
 from zero_contract import worker as contract
@@ -411,35 +415,79 @@ SETTLED = 20
 """Of those: what there is of anything once has been made."""
 
 
-def counts(directory: str, settings: dict[str, Any]) -> Any:
-    """Of each round: the descriptors, threads and bytes of this process after a step of it."""
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a process holds."""
+
+    own: tuple[int, int, int]
+    """Descriptors, threads and mappings of shared memory."""
+    shared_files: int
+    """Of all processes of the job, of which another one may be about to write its next ones."""
+    shared_bytes: int
+    """Of all processes of the job."""
+    resident_bytes: int
+
+    @classmethod
+    def now(cls, shared: Path) -> Held:
+        """What this process holds, where shared memory is files below `shared`."""
+        files = []
+        for directory, _, names in os.walk(shared):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # another process may remove its own
+                    files.append((Path(directory) / name).stat().st_size)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return cls(
+            own=(
+                len(os.listdir("/proc/self/fd")),
+                len(os.listdir("/proc/self/task")),
+                sum(str(shared) in line or "/dev/shm" in line for line in maps),
+            ),
+            shared_files=len(files),
+            shared_bytes=sum(files),
+            resident_bytes=pages * resource.getpagesize(),
+        )
+
+
+def holds(directory: str, shared: Path, settings: dict[str, Any]) -> Any:
+    """What this process holds after the last step of each round, but for that in which it ends."""
     engine = make_engine(settings)
     engine.load_checkpoint(directory)
-    seen: dict[int, tuple[int, int, int]] = {}
-    while len(seen) <= CHANGES:
+    seen: dict[int, Held] = {}
+    while len(seen) <= CHANGES + 1:
         for batch in engine.training_dataloader:
             engine.backward(engine(batch))
             engine.step()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            own = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-            seen.setdefault(
-                int(os.environ[contract.ENV_ROUND]), (*own, pages * resource.getpagesize())
-            )
-            if len(seen) > CHANGES:
+            if (ram := engine._session._persistence.ram) is not None:
+                wait_for(partial(lambda ram: not ram.busy, ram), 60, "the step is kept in memory")
+            seen[int(os.environ[contract.ENV_ROUND])] = Held.now(shared)
+            if len(seen) > CHANGES + 1:
                 break
     return seen
 
 
 @pytest.mark.full
-def test_two_hundred_changes_in_one_process_leave_no_descriptor_thread_or_memory_behind(
-    job: Callable[..., Job], tmp_path: Path
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_two_hundred_changes_in_one_process_leave_nothing_behind(
+    job: Callable[..., Job], tmp_path: Path, in_memory: bool
 ) -> None:
-    settings = {**config(3), "elastic": {"in_place": True}, "checkpoint": {"keep_last": 2}}
-    one = job(counts, str(tmp_path / "checkpoints"), settings)
+    """No descriptor, thread, memory or shared memory, with and without checkpoints in memory."""
+    checkpoint = {"keep_last": 2, **({"ram": {}} if in_memory else {})}
+    settings = {**config(3), "elastic": {"in_place": True}, "checkpoint": checkpoint}
+    shared = tmp_path / "memory"
+    shared.mkdir()
+    one = job(holds, str(tmp_path / "checkpoints"), shared, settings)
+    one.memory = shared if in_memory else None
     one.begin([], joining=2)
-    for _ in range(CHANGES):
-        one.leave_at(0)
+    step = 0
+    for _ in range(CHANGES + 1):
+        step = one.leave_at(step + 2)  # the step of which it leaves is kept on disk alone
         one.begin([0, 1])
     for _, seen in one.end():
-        assert seen[CHANGES + 1][:2] == seen[SETTLED][:2]
-        assert seen[CHANGES + 1][2] - seen[SETTLED][2] < 16 << 20
+        settled, last = seen[SETTLED], seen[CHANGES + 1]
+        assert bool(settled.shared_bytes) is in_memory
+        assert last.own == settled.own
+        assert last.shared_files <= 2 * settled.shared_files
+        assert last.shared_bytes <= 2 * settled.shared_bytes
+        assert last.resident_bytes - settled.resident_bytes < 16 << 20
