@@ -241,7 +241,7 @@ def _parked_at_once(self: NodeWorkers, reason: str) -> None:
 _RELEASE = NodeWorkers.release
 
 
-def _told(name: str, value: Callable[[WorkerGroup, int], int]) -> Mapping[str, Any]:
+def _told(what: str, name: str, value: Callable[[WorkerGroup, int], int], breaks: str) -> Bug:
     """Workers that wait get another value of a variable: from their former group, and rank."""
 
     def take_over(self: WorkerGroup, former: WorkerGroup, orders: Any) -> dict[int, Any]:
@@ -251,7 +251,8 @@ def _told(name: str, value: Callable[[WorkerGroup, int], int]) -> Mapping[str, A
             for rank, order in taken.items()
         }
 
-    return {"zero_agent.workers.group:WorkerGroup.take_over": take_over}
+    parts = {"zero_agent.workers.group:WorkerGroup.take_over": take_over}
+    return Bug(f"a worker that waits {what}", parts, CHANGES, breaks, in_place=True)
 
 
 _TAKE_OVER = WorkerGroup.take_over
@@ -425,27 +426,9 @@ BUGS: Sequence[Bug] = (
         "is in a group",
         in_place=True,
     ),
-    Bug(
-        "a worker that waits is told the wrong round",
-        _told(ENV_ROUND, lambda former, rank: former.round),
-        CHANGES,
-        "was told to join",
-        in_place=True,
-    ),
-    Bug(
-        "a worker that waits keeps its rank",
-        _told("RANK", lambda former, rank: rank),
-        CHANGES,
-        "has no place",
-        in_place=True,
-    ),
-    Bug(
-        "a worker that waits keeps its fence",
-        _told(ENV_FENCE, lambda former, rank: former.fence),
-        CHANGES,
-        "has no place",
-        in_place=True,
-    ),
+    _told("is told the wrong round", ENV_ROUND, lambda former, _: former.round, "was told to join"),
+    _told("keeps its rank", "RANK", lambda _, rank: rank, "has no place"),
+    _told("keeps its fence", ENV_FENCE, lambda former, _: former.fence, "has no place"),
     Bug(
         "a worker that waits is forgotten",
         {"zero_agent.workers.group:WorkerGroup.take_over": lambda *_: {}},

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def simulated(*arguments: str, module: str = "tests.simulation") -> str:
     """What `python -m tests.simulation` prints; it fails if an invariant is broken."""
-    done = run_forked(module, *arguments)
+    done = run_forked(module, *arguments, timeout_s=600)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout
 
