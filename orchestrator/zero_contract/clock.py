@@ -39,6 +39,16 @@ def process_age_s(proc: Path = Path("/proc/self")) -> float:
         return 0.0
 
 
+def wait_until(happened: Callable[[], bool], limit_s: float, poll_s: float = 0.05) -> bool:
+    """Return when it has happened, at the latest after the limit; whether it has."""
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
 class Repeating(Protocol):
     """An action that is being repeated."""
 

@@ -18,7 +18,7 @@ import sys
 import time
 
 from zero_agent.etcd.etcd_access import Access, Joining, joined
-from zero_agent.etcd.own_etcd import Endpoint, Seat, own_server
+from zero_agent.etcd.own_etcd import Seat, endpoints_of, own_server
 from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.node.network import ANY_PORT
 from zero_orchestrator.errors import LeaseLost, StoreError
@@ -116,7 +116,7 @@ def main(name: str, endpoints: str, address: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, frame: told.append(got))
     flags = argparse.Namespace(etcd_ca=None, etcd_cert=None, etcd_key=None)
-    where = Endpoint.all_of(endpoints)
+    where = endpoints_of(endpoints)
     seen = {"job": JOB, "node": name, "ports": ANY_PORT, "keep_s": 600.0}
     with (
         joined(flags, os.environ, given=False, wanted=True) as joining,

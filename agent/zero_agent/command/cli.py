@@ -25,7 +25,7 @@ from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_choice, local_etcd
 from zero_agent.etcd.etcd_access import Access, Joining, clock_complaint, joined
 from zero_agent.etcd.etcd_choice import Static, Way
-from zero_agent.etcd.own_etcd import Endpoint, Seat, own_server
+from zero_agent.etcd.own_etcd import Seat, endpoints_of, own_server
 from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
@@ -214,7 +214,7 @@ def _endpoint(
             yield *found, None
     elif way is Way.OWN:
         with own_server(
-            Endpoint.all_of(args.rdzv_endpoint),
+            endpoints_of(args.rdzv_endpoint),
             joining,
             job=config.job or "",
             node=config.node_id,

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import logging
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,11 +24,12 @@ from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_access import OPEN, Joining
 from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
-from zero_agent.etcd.own_etcd import Endpoint
+from zero_agent.etcd.own_etcd import endpoints_of
 from zero_agent.etcd.port_proxy import WAITING, PortProxy
 from zero_agent.node.network import address_towards
+from zero_contract.clock import wait_until
 from zero_contract.exit_codes import AgentExit
-from zero_orchestrator.addresses import family_of, host_port
+from zero_orchestrator.addresses import family_of, host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import parse_nnodes
@@ -47,7 +47,6 @@ STATIC_PORT = 29500
 STATIC_GRACE_S = 30.0
 """--etcd-grace of a fixed world: its etcd is lost with node 0, unlike that of a cluster."""
 SEE_OFF_S = 15.0
-_POLL_S = 0.05
 
 
 class Way(StrEnum):
@@ -80,7 +79,8 @@ def _at_endpoint(args: argparse.Namespace) -> Way:
     existing = args.etcd_ca or args.etcd_cert or args.etcd_user
     if args.rdzv_backend != OWN_BACKEND or existing:
         return Way.NAMED
-    return Way.OWN if Endpoint.all_of(args.rdzv_endpoint)[0].port else Way.PRIVATE
+    port = split_host_port(endpoints_of(args.rdzv_endpoint)[0])[1]  # 0: any, for a job of one node
+    return Way.OWN if port else Way.PRIVATE
 
 
 _STATIC = ("node_rank", "master_addr", "master_port")
@@ -158,16 +158,14 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortPro
         AgentFailed: Node 0 has not come in time.
     """
     if world.rank > 0:
-        deadline = time.monotonic() + world.join_timeout_s
-        while probe(world.endpoint, access.tls) is not FoundEtcd.ETCD:
-            if time.monotonic() > deadline:
-                raise AgentFailed(
-                    AgentExit.NO_NODES,
-                    f"node 0 has not appeared at {world.endpoint} within {world.join_timeout_s:g} "
-                    "s; start it with --node-rank=0 and the same --master-addr, --master-port and "
-                    f"{ENV_JOIN_TOKEN} (if any node has one, all have the same)",
-                )
-            time.sleep(_POLL_S)
+        there = lambda: probe(world.endpoint, access.tls) is FoundEtcd.ETCD  # noqa: E731
+        if not wait_until(there, world.join_timeout_s):
+            raise AgentFailed(
+                AgentExit.NO_NODES,
+                f"node 0 has not appeared at {world.endpoint} within {world.join_timeout_s:g} s; "
+                "start it with --node-rank=0 and the same --master-addr, --master-port and "
+                f"{ENV_JOIN_TOKEN} (if any node has one, all have the same)",
+            )
         yield world.endpoint, None
         return
     names = [world.address, world.listens_on, *(others := _addresses(world.address))]
@@ -249,15 +247,12 @@ def await_turn(store: KeyValueStore, job: str, world: Static) -> None:
     if world.rank == 0:
         return
     before, begun = Keys(job).node(static_id(world.rank - 1)), Keys(job).of_round(1, "members")
-    deadline = time.monotonic() + world.join_timeout_s
-    while store.get(before) is None and store.get(begun) is None:
-        if time.monotonic() > deadline:
-            raise AgentFailed(
-                AgentExit.NO_NODES,
-                f"node {world.rank - 1} of {world.nodes} has not come within "
-                f"{world.join_timeout_s:g} s; start it with --node-rank={world.rank - 1}",
-            )
-        time.sleep(_POLL_S)
+    if not wait_until(lambda: any(map(store.get, (before, begun))), world.join_timeout_s):
+        raise AgentFailed(
+            AgentExit.NO_NODES,
+            f"node {world.rank - 1} of {world.nodes} has not come within "
+            f"{world.join_timeout_s:g} s; start it with --node-rank={world.rank - 1}",
+        )
 
 
 def static_id(rank: int) -> str:
@@ -267,7 +262,5 @@ def static_id(rank: int) -> str:
 
 def see_off(store: KeyValueStore, job: str) -> None:
     """Wait, up to `SEE_OFF_S`, until the other agents have read how the job ended, and left."""
-    deadline = time.monotonic() + SEE_OFF_S
     with contextlib.suppress(StoreError):
-        while store.range(Keys(job).node("")).items and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        wait_until(lambda: not store.range(Keys(job).nodes, limit=1).items, SEE_OFF_S)

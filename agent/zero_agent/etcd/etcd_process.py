@@ -1,7 +1,8 @@
-"""One etcd server as a child process: its binary, command line, start, health and end.
+"""One etcd server as a child process: its binary, command line, certificates, start, health, end.
 
 Must always hold: the server dies with the process that started it (`dying_with_parent`); every
-wait has a deadline; a server that fails to start is reported with the last lines of its log.
+wait has a deadline; a server that fails to start is reported with the last lines of its log; its
+certificates and its log are temporary, unless it has its own place for the log (`etcd_keeper`).
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 
-from zero_agent.node.network import loopback
+from zero_agent.node.network import ANY_PORT, first_free, loopback
 from zero_agent.node.process_control import dying_with_parent
+from zero_agent.node.scratch import Scratch
 from zero_agent.node.signals import held
 from zero_orchestrator.addresses import family_of, host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
-from zero_orchestrator.store.join_token import TlsFiles
+from zero_orchestrator.store import private_etcd
+from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
 
 LOOPBACK = loopback()
 QUOTA_BYTES = 1 << 30
@@ -98,26 +101,35 @@ def _packaged_etcd() -> Path | None:
     return binary if os.access(binary, os.X_OK) else None
 
 
-def free_port() -> int:
-    """A port of the loopback interface that is free at this moment."""
-    with socket.socket(family_of(LOOPBACK)) as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])
+def free_port(ports: range = ANY_PORT, address: str = LOOPBACK) -> int:
+    """The first of these ports that is free at this moment, on an address of this machine."""
+
+    def listen(port: int) -> int:
+        with socket.create_server((address, port), family=family_of(address)) as server:
+            return int(server.getsockname()[1])
+
+    return first_free(ports, listen)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """One etcd server, on the loopback interface and perhaps on others."""
+class Place:
+    """Where a server is, which one that is started again with its data must not change."""
 
-    data: Path
     client_port: int
     name: str = "zero"
+    host: str = LOOPBACK
+    """By which clients and peers reach it."""
     addresses: tuple[str, ...] = ()
     """IP addresses on which it listens, beside the loopback."""
-    reached_at: str = LOOPBACK
-    """The host by which clients and peers reach it."""
     peer_port: int = 0
     """Port for its peers; 0 (any) for a server without peers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member(Place):
+    """One etcd server."""
+
+    data: Path
     peers: str = ""
     """The --initial-cluster, NAME=URL,...; empty for a server that has no peers yet."""
     joins: bool = False
@@ -135,12 +147,12 @@ class Member:
     @property
     def peer_url(self) -> str:
         """The URL for its peers."""
-        return f"{self.scheme}://{host_port(self.reached_at, self.peer_port)}"
+        return f"{self.scheme}://{host_port(self.host, self.peer_port)}"
 
     @property
     def reached(self) -> str:
         """`HOST:PORT` for clients on other machines."""
-        return host_port(self.reached_at, self.client_port)
+        return host_port(self.host, self.client_port)
 
     @property
     def scheme(self) -> str:
@@ -365,6 +377,40 @@ class EtcdProcess:
     def _complaint(self, what: str) -> str:
         endpoint, log = self.member.endpoint, self._log
         return f"the etcd started for {endpoint} {what}; the end of {log}:\n{log_tail(log)}"
+
+
+def start_server(
+    made: contextlib.ExitStack,
+    member: Member,
+    *,
+    token: str,
+    names: Sequence[str] = (),
+    to_thread: bool = False,
+) -> EtcdProcess:
+    """Start a server, which is to end with `made`; then call `wait_healthy`.
+
+    Args:
+        made: Ends it.
+        member: Its data may be a name alone: they end with the server.
+        token: The job's join token, without which no client is admitted; empty: all clients are.
+        names: Further names by which other machines reach it, for its certificate.
+        to_thread: As for `EtcdProcess.start`.
+
+    Raises:
+        SpecError: No etcd is installed, or the token is too easy to guess.
+    """
+    # What a killed agent leaves may be large, and in memory: etcd preallocates 64 MiB.
+    scratch = made.enter_context(contextlib.closing(Scratch(private_etcd.PREFIX))).path
+    known_as = (*LOCAL_NAMES, member.host, *member.addresses, *names)
+    tls = write_certificates(scratch, token, known_as) if token else None
+    process = EtcdProcess(
+        replace(member, data=scratch / member.data, tls=tls), scratch / "etcd.log"
+    )
+    made.callback(process.kill)
+    process.start(to_thread=to_thread)
+    if not token:  # a client with the token is told the endpoint by whoever started the server
+        private_etcd.note(scratch, member.endpoint)
+    return process
 
 
 def log_tail(log: Path, lines: int = _LOG_LINES) -> str:

@@ -25,21 +25,19 @@ from typing import BinaryIO
 from zero_agent.etcd.etcd_process import (
     LOOPBACK,
     START_TIMEOUT_S,
-    EtcdProcess,
     FoundEtcd,
     Member,
     find_etcd,
     free_port,
     log_tail,
     probe,
+    start_server,
 )
-from zero_agent.node.scratch import Scratch
 from zero_agent.node.signals import held
 from zero_contract import owned_dir
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store import private_etcd
-from zero_orchestrator.store.join_token import LOCAL_NAMES, write_certificates
 
 __all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
 
@@ -57,11 +55,7 @@ _POLL_S = 0.05
 
 @contextlib.contextmanager
 def private_server(
-    addresses: Sequence[str] = (),
-    port: int = 0,
-    *,
-    token: str = "",
-    names: Sequence[str] = (),
+    addresses: Sequence[str] = (), *, token: str = "", names: Sequence[str] = ()
 ) -> Iterator[str]:
     """A new etcd that ends with the calling process; its endpoint.
 
@@ -69,39 +63,26 @@ def private_server(
 
     Args:
         addresses: IP addresses on which other machines reach it, beside the loopback.
-        port: Its port; 0: a free one.
-        token: The job's join token, without which no client is admitted; empty: all clients are.
-        names: Names and addresses by which other machines reach it, for its certificate.
+        token: The job's join token; empty: every client is admitted.
+        names: Further names by which other machines reach it.
 
     Raises:
-        SpecError: No etcd is installed, or the token is too easy to guess.
+        SpecError: As `start_server`.
         StoreUnavailable: The server does not start; with the end of its log.
     """
-    binary = find_etcd()
     made = contextlib.ExitStack()
     try:
-        # A killed agent leaves a large directory, often in memory: etcd preallocates 64 MiB.
-        scratch = made.enter_context(contextlib.closing(Scratch(private_etcd.PREFIX)))
-        directory = scratch.path
-        known_as = (*LOCAL_NAMES, *addresses, *names)
-        tls = write_certificates(directory, token, known_as) if token else None
         # Another process may take a free port first: then another port is tried.
-        for left in reversed(range(1 if port else _PORT_TRIES)):
-            chosen = port or free_port()
-            member = Member(
-                data=directory / "data", client_port=chosen, addresses=tuple(addresses), tls=tls
-            )
-            process = EtcdProcess(member, directory / "etcd.log", binary=binary)
-            made.callback(process.kill)  # its data is not needed any more
-            process.start()
+        for left in reversed(range(_PORT_TRIES)):
+            member = Member(data=Path("data"), client_port=free_port(), addresses=tuple(addresses))
+            process = start_server(made, member, token=token, names=names)
             try:
                 process.wait_healthy()
                 break
             except StoreUnavailable:
                 if not left or process.running:
                     raise
-        if not token:  # a client with the token is told the endpoint by whoever started the server
-            private_etcd.note(directory, member.endpoint)
+                made.close()
         yield member.endpoint
     finally:
         with held():

@@ -15,11 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from zero_agent.etcd import signs
 from zero_agent.etcd.etcd_access import Access
-from zero_agent.etcd.etcd_process import is_healthy
 from zero_agent.etcd.own_etcd import Seat
+from zero_contract.clock import wait_until
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import ENDED, Head, Published, State
@@ -156,12 +157,12 @@ class Successor:
             if act is Act.END:
                 raise StoreUnavailable(f"no new store was begun: {why}")
             self.say(why)
-            if seen.heir is not None:
-                if self._serves(seen.heir.endpoint):
+            if (heir := seen.heir) is not None:
+                if wait_until(partial(self.seat.is_served, heir.endpoint), HEIR_S, _POLL_S):
                     self.seat.wipe()
-                    self.seat.follow(seen.heir.endpoint, seen.heir.store)
-                    return seen.heir.endpoint
-                lost.append(seen.heir.store)  # nobody serves it any more
+                    self.seat.follow(heir.endpoint, heir.store)
+                    return heir.endpoint
+                lost.append(heir.store)  # nobody serves it any more
             elif found := self._begin(lost, seen, why):
                 return found
         raise StoreUnavailable(
@@ -197,14 +198,6 @@ class Successor:
             lives = signs.stamp(root, store) not in (before, None)
         newest = signs.newest(root) if self.estate is not None else None
         return replace(seen, newest=newest, lives=lives, heir=signs.heir_of(root, store))
-
-    def _serves(self, endpoints: str) -> bool:
-        until_s = time.monotonic() + HEIR_S
-        while time.monotonic() < until_s:
-            if any(is_healthy(each, self.seat.joining.tls) for each in endpoints.split(",")):
-                return True
-            time.sleep(_POLL_S)
-        return False
 
     def _begin(self, lost: Sequence[str], seen: Seen, why: str) -> str:
         """Begin a store, fill it, and create the file; "" if another node was first."""

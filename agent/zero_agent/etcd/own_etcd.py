@@ -20,21 +20,30 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zero_agent.etcd import signs
 from zero_agent.etcd.etcd_access import OPEN, Joining
-from zero_agent.etcd.etcd_process import LOOPBACK, EtcdProcess, FoundEtcd, Member, is_healthy, probe
+from zero_agent.etcd.etcd_process import (
+    LOOPBACK,
+    EtcdProcess,
+    FoundEtcd,
+    Member,
+    Place,
+    free_port,
+    is_healthy,
+    probe,
+    start_server,
+)
 from zero_agent.etcd.local_etcd import SharedDirectory
-from zero_agent.node.network import first_free, is_local
+from zero_agent.node.network import is_local
 from zero_agent.node.scratch import Scratch
 from zero_contract.decoding import decode, encode
 from zero_contract.kernel import text_of
 from zero_orchestrator.addresses import family_of, host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store import private_etcd
-from zero_orchestrator.store.join_token import LOCAL_NAMES, TlsFiles, write_certificates
 
 log = logging.getLogger("zero")
 
@@ -47,50 +56,22 @@ _DATA = ("data", "member")
 """What is here of a member."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where a job serves its own etcd."""
+def endpoints_of(text: str) -> tuple[str, ...]:
+    """`HOST:PORT` for each part of `HOST[:PORT][,HOST...]`; the port is torchrun's by default.
 
-    host: str
-    port: int
-    """0: a free one of this machine, for a job of one node."""
-
-    @property
-    def text(self) -> str:
-        """`host:port`."""
-        return host_port(self.host, self.port)
-
-    @classmethod
-    def all_of(cls, text: str) -> tuple[Endpoint, ...]:
-        """Parse `HOST[:PORT][,HOST...]`; raises SpecError."""
-        return tuple(cls.of(part.strip()) for part in text.split(","))
-
-    @classmethod
-    def of(cls, text: str) -> Endpoint:
-        """Parse `HOST[:PORT]`; the port is torchrun's by default.
-
-        Raises:
-            SpecError: It is malformed.
-        """
-        has_port = text.rpartition(":")[2].isdecimal() and not text.endswith("]")
-        with contextlib.suppress(ValueError):
-            host, port = split_host_port(text if has_port else f"{text}:{DEFAULT_PORT}")
-            if host and port < 1 << 16:
-                return cls(host=host, port=port)
-        raise SpecError(f"--rdzv-endpoint={text}: write HOST or HOST:PORT, the port at most 65535")
+    Raises:
+        SpecError: It is malformed.
+    """
+    return tuple(_endpoint(part.strip()) for part in text.split(","))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a member is, which a server that is started again with its data must not change."""
-
-    name: str
-    host: str
-    """By which the others reach it."""
-    addresses: tuple[str, ...]
-    """On which it listens."""
-    client_port: int
-    peer_port: int
+def _endpoint(text: str) -> str:
+    has_port = text.rpartition(":")[2].isdecimal() and not text.endswith("]")
+    with contextlib.suppress(ValueError):
+        host, port = split_host_port(text if has_port else f"{text}:{DEFAULT_PORT}")
+        if host and port < 1 << 16:
+            return host_port(host, port)
+    raise SpecError(f"--rdzv-endpoint={text}: write HOST or HOST:PORT, the port at most 65535")
 
 
 @dataclass
@@ -115,6 +96,7 @@ class Seat:
     """What the next keeper of this seat's member has to tell."""
     process: EtcdProcess | None = None
     _made: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Ends the server."""
 
     @property
     def member(self) -> Member | None:
@@ -130,6 +112,10 @@ class Seat:
                 for each, answer in zip(self.known, answers, strict=True)
                 if answer is FoundEtcd.ETCD
             ]
+
+    def is_served(self, endpoints: str) -> bool:
+        """Whether a store serves at one of these endpoints."""
+        return any(is_healthy(each, self.joining.tls) for each in endpoints.split(","))
 
     def answering(self) -> list[str]:
         """As `found`. Raises StoreUnavailable: there is none; with who is to serve it."""
@@ -175,7 +161,7 @@ class Seat:
         if heir is None:
             return False
         self.wipe()
-        if not any(is_healthy(each, self.joining.tls) for each in heir.endpoint.split(",")):
+        if not self.is_served(heir.endpoint):
             (self.directory / "store").unlink()  # of a job that was killed, as far as one can know
             return False
         log.info("node %s has begun a new store of this job at %s", heir.node, heir.endpoint)
@@ -201,14 +187,9 @@ class Seat:
             with contextlib.suppress(FileNotFoundError):
                 (self.directory / each).rename(self._aside / each)
         try:
-            addresses = [] if address == LOOPBACK else [address]
-            port = split_host_port(self.known[-1])[1]
-            self._start(
-                self._place(name, host, addresses, port if _is_free(port, addresses) else 0)
-            )
-            assert self.process is not None
-            self.process.wait_healthy()
-            yield self.process.member
+            process = self._start(self._another_place(name, host, address))
+            process.wait_healthy()
+            yield process.member
         finally:
             if self._aside.exists():
                 self.stop()
@@ -226,20 +207,19 @@ class Seat:
                     (self._aside / each).rename(self.directory / each)
             self._aside.rmdir()
 
-    def begin(self, at: Endpoint, name: str) -> None:
+    def begin(self, at: str, name: str) -> None:
         """Begin a new store with this member.
 
         Raises:
             SpecError: No etcd is installed.
             StoreUnavailable: The server does not start; with the end of its log.
         """
-        addresses = addresses_of(at.host)
-        self._start(self._place(name, at.host, addresses, at.port))
-        assert self.process is not None
-        self.process.wait_healthy()
-        log.info("this node serves the job's etcd at %s", at.text)
+        host, port = split_host_port(at)
+        addresses = tuple(addresses_of(host))
+        self._start(self._place(name, host, addresses, port)).wait_healthy()
+        log.info("this node serves the job's etcd at %s", at)
         if not self.joining.token and addresses:
-            log.warning("%s", OPEN.format(where=at.text))
+            log.warning("%s", OPEN.format(where=at))
 
     def join(self, name: str, host: str, address: str, add: Callable[[str], str]) -> None:
         """Run another member of the store; it serves once it has all data.
@@ -254,12 +234,9 @@ class Seat:
             SpecError, StoreError: This node cannot run it, or `add` raised that.
         """
         self.wipe()
-        port = split_host_port(self.known[-1])[1]  # of --rdzv-endpoint, if that is free here
-        addresses = [] if address == LOOPBACK else [address]
-        place = self._place(name, host, addresses, port if _is_free(port, addresses) else 0)
-        member = self._member(place)
-        others = add(member.peer_url)
-        self._start(place, peers=f"{others},{name}={member.peer_url}", joins=True)
+        place = self._another_place(name, host, address)
+        own = self._member(place).peer_url
+        self._start(place, peers=f"{add(own)},{name}={own}")
 
     def resume(self, name: str = "") -> bool:
         """Start the member again whose data are here; whether there is one."""
@@ -267,9 +244,7 @@ class Seat:
         if not text or not (self.directory / "data").exists():
             return False
         place = decode(Place, text, f"{self.directory / 'member'} is damaged", SpecError)
-        if name:
-            place = Place(**{**vars(place), "name": name})
-        self._start(place)
+        self._start(replace(place, name=name or place.name))
         return True
 
     def wipe(self) -> None:
@@ -293,48 +268,37 @@ class Seat:
             for each in ("endpoints", "store"):
                 (self.directory / each).unlink(missing_ok=True)
 
-    def _place(self, name: str, host: str, addresses: Sequence[str], port: int) -> Place:
+    def _another_place(self, name: str, host: str, address: str) -> Place:
+        """For a member that is not the first, at the port of --rdzv-endpoint if that is free."""
+        addresses = () if address == LOOPBACK else (address,)
+        port = split_host_port(self.known[-1])[1]
+        return self._place(name, host, addresses, port if _is_free(port, addresses) else 0)
+
+    def _place(self, name: str, host: str, addresses: tuple[str, ...], port: int) -> Place:
+        where = (*addresses, LOOPBACK)[0]
         return Place(
             name=name,
             host=host,
-            addresses=tuple(addresses),
-            client_port=port or _free_port(self.ports, addresses),
-            peer_port=_free_port(self.ports, addresses),
+            addresses=addresses,
+            client_port=port or free_port(self.ports, where),
+            peer_port=free_port(self.ports, where),
         )
 
-    def _member(self, place: Place, tls: TlsFiles | None = None, **peers: object) -> Member:
-        return Member(
-            data=self.directory / "data",
-            name=place.name,
-            client_port=place.client_port,
-            peer_port=place.peer_port,
-            addresses=place.addresses,
-            reached_at=place.host,
-            tls=tls or self.joining.tls,
-            **peers,  # type: ignore[arg-type]
-        )
+    def _member(self, place: Place) -> Member:
+        return Member(**vars(place), data=self.directory / "data", tls=self.joining.tls)
 
-    def _start(self, place: Place, **peers: object) -> None:
-        """Start the server; it dies with this thread."""
-        made = contextlib.ExitStack()
-        scratch = made.enter_context(contextlib.closing(Scratch(private_etcd.PREFIX)))
-        names = (*LOCAL_NAMES, place.host, *place.addresses)
+    def _start(self, place: Place, peers: str = "") -> EtcdProcess:
+        """Start the server, a new one beside these peers; it dies with this thread."""
+        member = replace(self._member(place), peers=peers, joins=bool(peers))
         token = self.joining.token
-        tls = write_certificates(scratch.path, token, names) if token else None
-        member = self._member(place, tls, **peers)
-        process = EtcdProcess(member, scratch.path / "etcd.log")
-        made.callback(process.kill)
-        self._made = made
-        process.start(to_thread=True)
-        self.process = process
+        self.process = start_server(self._made, member, token=token, to_thread=True)
         _replace(self.directory / "member", encode(place))
-        if not token:  # a client with the token is told the endpoint by whoever started the job
-            private_etcd.note(scratch.path, member.endpoint)
+        return self.process
 
 
 @contextlib.contextmanager
 def own_server(
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[str],
     joining: Joining,
     *,
     job: str,
@@ -357,9 +321,10 @@ def own_server(
         StoreUnavailable: The server does not start; with the end of its log.
     """
     first = endpoints[0]
+    host, port = split_host_port(first)
     of_host = f"store-{socket.gethostname()}"
     _sweep(private_etcd.state_directory(), f"{of_host}-*")
-    name = f"{of_host}-{first.port}-{job or 'none'}"
+    name = f"{of_host}-{port}-{job or 'none'}"
     shared = SharedDirectory(private_etcd.state_directory() / name)
     with contextlib.ExitStack() as made:
         directory, alone = shared.path, made.enter_context(shared.keeping())
@@ -368,22 +333,22 @@ def own_server(
         if _age_s(directory / "data") > keep_s:
             shutil.rmtree(directory / "data", ignore_errors=True)
         noted = decode(list[str], text_of(directory / "endpoints") or "[]", "endpoints", SpecError)
-        known = dict.fromkeys((*noted, *(each.text for each in endpoints)))
+        known = dict.fromkeys((*noted, *endpoints))
         seat = Seat(
             directory=directory,
             known=tuple(known),
             joining=joining,
             ports=ports,
-            is_first=is_local(first.host),
+            is_first=is_local(host),
         )
         made.callback(seat.close)
         if seat.follow_heir():
             yield seat
             return
         if not seat.resume(node) and alone and seat.is_first and not seat.found():
-            if probe(first.text, joining.tls) is not FoundEtcd.NOTHING:
+            if probe(first, joining.tls) is not FoundEtcd.NOTHING:
                 raise SpecError(
-                    f"--rdzv-endpoint={first.text}: a program listens there that does not answer "
+                    f"--rdzv-endpoint={first}: a program listens there that does not answer "
                     "as etcd does; stop it, or choose another port, the same on all nodes"
                 )
             seat.begin(first, node)
@@ -405,16 +370,6 @@ def addresses_of(host: str) -> list[str]:
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     found = {str(info[4][0]).partition("%")[0] for info in infos}
     return sorted(address for address in found - {LOOPBACK} if is_local(address))
-
-
-def _free_port(ports: range, addresses: Sequence[str]) -> int:
-    address = (*addresses, LOOPBACK)[0]
-
-    def listen(port: int) -> int:
-        with socket.create_server((address, port), family=family_of(address)) as server:
-            return int(server.getsockname()[1])
-
-    return first_free(ports, listen)
 
 
 def _is_free(port: int, addresses: Sequence[str]) -> bool:

@@ -7,8 +7,9 @@ import pytest
 from zero_agent.command.command_line import parse
 from zero_agent.etcd.etcd_access import Access, explain, mistake
 from zero_agent.etcd.etcd_choice import Static, Way, choose
-from zero_agent.etcd.own_etcd import Endpoint
+from zero_agent.etcd.own_etcd import endpoints_of
 from zero_agent.etcd.rdzv_conf import RdzvConf
+from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
 
 
@@ -145,10 +146,11 @@ def test_only_an_etcd_that_may_come_by_itself_is_waited_for(said, remedy):
     ],
 )
 def test_the_etcd_of_a_jobs_own_has_torchruns_default_port(text, host, port):
-    assert Endpoint.of(text) == Endpoint(host=host, port=port)
+    (found,) = endpoints_of(text)
+    assert split_host_port(found) == (host, port)
 
 
 @pytest.mark.parametrize("text", [":7", "head:70000"])
 def test_a_malformed_endpoint_is_refused(text):
     with pytest.raises(SpecError, match=f"--rdzv-endpoint={text}: write HOST or HOST:PORT"):
-        Endpoint.of(text)
+        endpoints_of(text)

@@ -33,7 +33,7 @@ import zero_orchestrator
 import zero_torch
 from tests.support.packed import packed_zeros
 from tests.unit.checkpoint.support import adam_state, saved
-from zero_agent.etcd.own_etcd import Place
+from zero_agent.etcd.etcd_process import Place
 from zero_agent.workers.exits import read_error_file
 from zero_checkpoint import StoreConsensus
 from zero_checkpoint.format.parse import ManifestError
