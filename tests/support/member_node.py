@@ -18,7 +18,8 @@ import sys
 import time
 
 from zero_agent.etcd.etcd_access import Access, Joining, joined
-from zero_agent.etcd.own_etcd import Seat, endpoints_of, own_server
+from zero_agent.etcd.etcd_choice import endpoints_of
+from zero_agent.etcd.own_etcd import Seat, own_server
 from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.node.network import ANY_PORT
 from zero_orchestrator.errors import LeaseLost, StoreError

@@ -25,9 +25,6 @@ from zero_agent.errors import AgentFailed
 from zero_agent.etcd import etcd_choice, local_etcd
 from zero_agent.etcd.etcd_access import Access, Joining, clock_complaint, joined
 from zero_agent.etcd.etcd_choice import Static, Way
-from zero_agent.etcd.own_etcd import Seat, endpoints_of, own_server
-from zero_agent.etcd.own_members import MemberKeeper
-from zero_agent.etcd.port_proxy import PortProxy
 from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
 from zero_agent.loop.config import AgentConfig
@@ -51,7 +48,10 @@ from zero_orchestrator.membership.runs import command_name, current_run, standin
 from zero_orchestrator.observe.goodput import Use
 from zero_orchestrator.store.kv import KeyValueStore
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # their imports take a while, and not every job needs them
+    from zero_agent.etcd.own_etcd import Seat
+    from zero_agent.etcd.own_members import MemberKeeper
+    from zero_agent.etcd.port_proxy import PortProxy
     from zero_orchestrator.store.etcd.client import EtcdStore
 
 log = logging.getLogger("zero")
@@ -213,8 +213,10 @@ def _endpoint(
         with etcd_choice.static_server(world, joining) as found:
             yield *found, None
     elif way is Way.OWN:
+        from zero_agent.etcd.own_etcd import own_server
+
         with own_server(
-            endpoints_of(args.rdzv_endpoint),
+            etcd_choice.endpoints_of(args.rdzv_endpoint),
             joining,
             job=config.job or "",
             node=config.node_id,
@@ -278,6 +280,8 @@ def _keeper(
     if seat is None:
         yield None
         return
+    from zero_agent.etcd.own_members import MemberKeeper
+
     with contextlib.closing(MemberKeeper(seat, store.sibling(), config.node_id)) as keeper:
         yield keeper
 

@@ -19,13 +19,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd import local_etcd
 from zero_agent.etcd.etcd_access import OPEN, Joining
 from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
-from zero_agent.etcd.own_etcd import endpoints_of
-from zero_agent.etcd.port_proxy import WAITING, PortProxy
 from zero_agent.node.network import address_towards
 from zero_contract.clock import wait_until
 from zero_contract.exit_codes import AgentExit
@@ -36,17 +35,24 @@ from zero_orchestrator.membership.spec import parse_nnodes
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 from zero_orchestrator.store.kv import KeyValueStore
 
+if TYPE_CHECKING:  # its import takes a while, and few jobs need it
+    from zero_agent.etcd.port_proxy import PortProxy
+
 log = logging.getLogger("zero")
 
 SHARED_ENDPOINT = host_port(LOOPBACK, 2379)
 """etcd's default port: agents without an endpoint meet there on one machine."""
 OWN_BACKEND = "c10d"
 """The backend whose store is the job's own."""
+OWN_PORT = 29400
+"""Its default port, as torchrun's."""
 STATIC_PORT = 29500
 """The default of --master-port, as torchrun's."""
 STATIC_GRACE_S = 30.0
 """--etcd-grace of a fixed world: its etcd is lost with node 0, unlike that of a cluster."""
 SEE_OFF_S = 15.0
+_WAITING = 4096
+"""Backlog: how many workers may connect at once."""
 
 
 class Way(StrEnum):
@@ -81,6 +87,24 @@ def _at_endpoint(args: argparse.Namespace) -> Way:
         return Way.NAMED
     port = split_host_port(endpoints_of(args.rdzv_endpoint)[0])[1]  # 0: any, for a job of one node
     return Way.OWN if port else Way.PRIVATE
+
+
+def endpoints_of(text: str) -> tuple[str, ...]:
+    """`HOST:PORT` for each part of `HOST[:PORT][,HOST...]`; the port is torchrun's by default.
+
+    Raises:
+        SpecError: It is malformed.
+    """
+    return tuple(_endpoint(part.strip()) for part in text.split(","))
+
+
+def _endpoint(text: str) -> str:
+    has_port = text.rpartition(":")[2].isdecimal() and not text.endswith("]")
+    with contextlib.suppress(ValueError):
+        host, port = split_host_port(text if has_port else f"{text}:{OWN_PORT}")
+        if host and port < 1 << 16:
+            return host_port(host, port)
+    raise SpecError(f"--rdzv-endpoint={text}: write HOST or HOST:PORT, the port at most 65535")
 
 
 _STATIC = ("node_rank", "master_addr", "master_port")
@@ -174,7 +198,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortPro
     with (
         _listening(world) as listeners,
         local_etcd.private_server(token=access.token, names=names) as etcd,
-        contextlib.closing(PortProxy(world.endpoint, listeners, etcd)) as proxy,
+        _proxy(world, listeners, etcd) as proxy,
     ):
         yield host_port(world.listens_on, world.port), proxy
 
@@ -190,11 +214,16 @@ def own_port(args: argparse.Namespace) -> Iterator[PortProxy | None]:
         yield None
         return
     world = Static.of(args, join_timeout_s=0.0)
-    with (
-        _listening(world) as listeners,
-        contextlib.closing(PortProxy(world.endpoint, listeners, etcd="")) as proxy,
-    ):
+    with _listening(world) as listeners, _proxy(world, listeners, etcd="") as proxy:
         yield proxy
+
+
+def _proxy(
+    world: Static, listeners: list[socket.socket], etcd: str
+) -> contextlib.closing[PortProxy]:
+    from zero_agent.etcd.port_proxy import PortProxy
+
+    return contextlib.closing(PortProxy(world.endpoint, listeners, etcd))
 
 
 @contextlib.contextmanager
@@ -205,7 +234,7 @@ def _listening(world: Static) -> Iterator[list[socket.socket]]:
         for address in sorted({LOOPBACK, *_addresses(world.listens_on)}):
             try:
                 listener = socket.create_server(
-                    (address, world.port), family=family_of(address), backlog=WAITING
+                    (address, world.port), family=family_of(address), backlog=_WAITING
                 )
             except OSError as error:
                 remedy = "choose another port, the same on all nodes"

@@ -41,37 +41,17 @@ from zero_agent.node.network import is_local
 from zero_agent.node.scratch import Scratch
 from zero_contract.decoding import decode, encode
 from zero_contract.kernel import text_of
-from zero_orchestrator.addresses import family_of, host_port, split_host_port
+from zero_orchestrator.addresses import family_of, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store import private_etcd
 
 log = logging.getLogger("zero")
 
-DEFAULT_PORT = 29400
-"""As torchrun's."""
 STALE_S = 24 * 3600.0
 """The data of a job that was killed stay for so long."""
 _PROBES = 16
 _DATA = ("data", "member")
 """What is here of a member."""
-
-
-def endpoints_of(text: str) -> tuple[str, ...]:
-    """`HOST:PORT` for each part of `HOST[:PORT][,HOST...]`; the port is torchrun's by default.
-
-    Raises:
-        SpecError: It is malformed.
-    """
-    return tuple(_endpoint(part.strip()) for part in text.split(","))
-
-
-def _endpoint(text: str) -> str:
-    has_port = text.rpartition(":")[2].isdecimal() and not text.endswith("]")
-    with contextlib.suppress(ValueError):
-        host, port = split_host_port(text if has_port else f"{text}:{DEFAULT_PORT}")
-        if host and port < 1 << 16:
-            return host_port(host, port)
-    raise SpecError(f"--rdzv-endpoint={text}: write HOST or HOST:PORT, the port at most 65535")
 
 
 @dataclass

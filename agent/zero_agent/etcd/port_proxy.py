@@ -22,8 +22,6 @@ from zero_orchestrator.addresses import host_port, split_host_port
 
 FIRST_BYTE_S = 30.0
 CONNECT_S = 5.0
-WAITING = 4096
-"""Backlog: how many workers may connect at once."""
 _STORES = b"\0"
 """The first byte of a client of a TCPStore: `VALIDATE` of torch's `TCPStoreBackend.hpp`."""
 _CHUNK_BYTES = 1 << 16

@@ -6,8 +6,7 @@ import pytest
 
 from zero_agent.command.command_line import parse
 from zero_agent.etcd.etcd_access import Access, explain, mistake
-from zero_agent.etcd.etcd_choice import Static, Way, choose
-from zero_agent.etcd.own_etcd import endpoints_of
+from zero_agent.etcd.etcd_choice import Static, Way, choose, endpoints_of
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
