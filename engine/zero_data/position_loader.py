@@ -230,8 +230,10 @@ class PositionLoader(ABC, Generic[Ordered]):
         begin, draw, end = self.calls
         begin()
         for batch in self._batches():
+            moves = self._cursor.moves
             draw()
-            yield batch
+            if self._cursor.moves == moves:  # else the batch is of a position before
+                yield batch
         end()
 
     def _batches(self) -> Iterator[Any]:

@@ -36,6 +36,10 @@ class Elastic:
     "warn": it is logged. "off": torch chooses kernels as the script lets it. null: "warn"; where
     gradients are not summed in a fixed order "off"."""
 
+    in_place: bool = False
+    """Whether workers stay in their processes when a node joins or leaves, or a peer is lost, where
+    they can; the log says why where they cannot."""
+
     @property
     def is_native(self) -> bool:
         """Whether the backend sums gradients."""

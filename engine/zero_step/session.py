@@ -389,6 +389,9 @@ def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
         SystemExit: A peer is lost, and the process cannot go on; see `exit_on_peer_loss`.
         PeerLost: A peer is lost, and there is no agent.
     """
+    if session._link.outlives:  # within another
+        yield
+        return
     link, why_not = session._link, session._why_not_survive()
     with exit_on_peer_loss(link):
         link.interrupt.fills, link.outlives = goes_on and not why_not, not (goes_on or why_not)

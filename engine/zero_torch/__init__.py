@@ -10,7 +10,7 @@ The weights are the same bits at every world size, and under DDP and FSDP2. A sc
 """
 
 import zero_contract.needs_torch  # noqa: F401 - says what is not installed
-from zero_comm.worker.distributed import leave_failures_to_agent
+from zero_comm.worker.distributed import await_round_in_script, leave_failures_to_agent
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.protection import protect
 from zero_torch.run import Run
@@ -18,3 +18,4 @@ from zero_torch.run import Run
 __all__ = ["Checkpoints", "Run", "protect"]
 
 leave_failures_to_agent()  # the script makes its process group after this import
+await_round_in_script()

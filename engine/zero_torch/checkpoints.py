@@ -72,8 +72,12 @@ class Checkpoints(Session):
         stateful: Mapping[str, Stateful],
         chosen: settings.Settings,
         facts: Mapping[str, Any],
+        cursor: Cursor | None = None,
     ) -> None:
-        """Join the other ranks, which are given the same `facts`; `protect` calls `start`."""
+        """Join the other ranks, which are given the same `facts`; `protect` calls `start`.
+
+        `cursor`: the position, if the script's loader has it already.
+        """
         self.grad_norm: float | None = None
         self.loss = float("nan")
         self.scheduler = scheduler
@@ -82,7 +86,7 @@ class Checkpoints(Session):
         self._optimizer = optimizer
         self._chosen = chosen
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._cursor = Cursor()
+        self._cursor = cursor or Cursor()
         link = agent_link(self._rank)
         link.note_schedule(scheduler)
         link.preparing(BEFORE_FIRST_STEP)

@@ -77,6 +77,7 @@ class OrderedGradients:
             of the step.
         begins: Called at the begin of a micro-step.
         changes: Called at the begin of a step in which others are trained than in the one before.
+        starts: Called at the begin of a backward.
         settles: Called at the end of a graph task, before its exchanges are completed.
         ends: Called at the end of a backward, behind what torch does there, before the exchanges of
             that end are completed.
@@ -97,6 +98,7 @@ class OrderedGradients:
         self.block = block
         self.begins: list[Callable[[Turn], None]] = []
         self.changes: list[Callable[[], None]] = []
+        self.starts: list[Callable[[], None]] = []
         self.settles: list[Callable[[], None]] = []
         self.ends: list[Callable[[], None]] = []
         self.not_twice = ""
@@ -145,14 +147,14 @@ class OrderedGradients:
 
     def start_over(self) -> None:
         """Begin the forward of this micro-step anew, before it has a gradient."""
-        self._drop()
+        self.drop_all()
         for begin in self.begins:
             begin(self.pipeline.turn)
 
     @contextmanager
     def aside(self) -> Iterator[list[tuple[str, int]]]:
         """A backward of no step: what is given to `looks_aside` in it, by name and bits."""
-        self._drop()
+        self.drop_all()
         self._aside = []
         try:
             yield self._aside
@@ -187,7 +189,7 @@ class OrderedGradients:
         self._received.clear()
         self._of_step.clear()
         self._tasks.clear()
-        self._drop()
+        self.drop_all()
 
     def see_failure(self) -> None:
         """Behind a backward: if it has not ended, it has failed."""
@@ -210,7 +212,7 @@ class OrderedGradients:
                 "0 * parameter.sum() to the loss"
             )
         if not turn.last:
-            self._drop()
+            self.drop_all()
             self.phase.move(Move.PASS)
         elif turn.first:
             for ordered in self._sums.values():
@@ -327,6 +329,8 @@ class OrderedGradients:
         if self.now is not None and self._aside is None and task not in self._tasks:
             self._tasks.append(task)
             is_outermost = len(self._tasks) == 1
+            for start in self.starts if is_outermost else ():
+                start()
             torch.autograd.Variable._execution_engine.queue_callback(
                 partial(self._settle, is_outermost)
             )
@@ -385,7 +389,8 @@ class OrderedGradients:
             for change in self.changes:
                 change()
 
-    def _drop(self) -> None:
+    def drop_all(self) -> None:
+        """Drop what parameters have of gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -14,9 +15,11 @@ from torch.utils.data import DataLoader
 
 from zero_comm.exchange.objects import gather_objects_of_group
 from zero_comm.worker.distributed import init_distributed
+from zero_contract.clock import process_age_s
 from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters.loaders import check_loader, warn_of_seeds
 from zero_step.checks import alike
+from zero_step.staying import standing
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.loader import check_is_loader
@@ -28,6 +31,7 @@ from zero_torch.optimizers.supported import (
     unwrapped,
 )
 from zero_torch.run import Run
+from zero_torch.staying import stay
 from zero_torch.wrapped import Wrapper, check_gradients, check_savable, check_sums, recognize
 
 _log = logging.getLogger(__name__)
@@ -106,7 +110,7 @@ def protect(
     """
     _check_arguments(loader, microbatches, stateful or {})
     chosen = settings.read(config or {})
-    torch_seed = torch.initial_seed()
+    torch_seed, began, came_after_s = torch.initial_seed(), standing(), process_age_s()
     init_distributed()
     wrapped = recognize(model)
     optimizer = unwrapped(optimizer)
@@ -136,8 +140,11 @@ def protect(
         _log.warning("%s", _FUSED.format(type(optimizer).__name__))
     if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
         _warn_of_default_seed(loader, chosen.elastic.seed, torch_seed)
-    run = Run(wrapped, optimizer, loader, microbatches=microbatches, **options)
+    again = partial(Run, wrapped, optimizer, loader, microbatches=microbatches, **options)
+    run = again()
     run.start()
+    if chosen.elastic.in_place:
+        stay(run, again, began, came_after_s)
     if wrapped.wrapper is Wrapper.FSDP2:
         _compare_seeds(torch_seed)
     return run

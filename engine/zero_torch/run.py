@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from zero_checkpoint.training import Loading
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
@@ -38,7 +39,7 @@ from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
-from zero_step.session import NOTES
+from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, survive
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.checks import self_test
@@ -87,8 +88,13 @@ class Run(Checkpoints):
         stateful: Mapping[str, Stateful],
         chosen: settings.Settings,
         facts: Mapping[str, Any],
+        former: Run | None = None,
     ) -> None:
-        """Attach to the model; `protect` checks the arguments, and calls `start`."""
+        """Attach to the model; `protect` checks the arguments, and calls `start`.
+
+        The position, the loader and the calls that are held are those of a `former` run, which the
+        script has.
+        """
         super().__init__(
             wrapped,
             optimizer,
@@ -97,13 +103,19 @@ class Run(Checkpoints):
             stateful=stateful,
             chosen=chosen,
             facts=facts,
+            cursor=former._cursor if former is not None else None,
         )
         options = chosen.elastic
+        self._hooks: list[RemovableHandle] = []
+        """Those of the script's module and parameters."""
         self._sums = choose_sums(options, self._collectives)
         self._assignment = self._sums.assignment
         place = self._rank, self._assignment, options.seed
         begins = partial(self._collectives.everybodys, what=BEGINS)
         self.loader = in_order(loader, microbatches, self._cursor, *place, begins)
+        if former is not None:  # the script iterates over its loader
+            vars(former.loader.order).update(vars(self.loader.order))
+            self.loader = former.loader
         self._batch = self.loader.order.batch
         self.loader.calls = self._begin_iteration, self._draw, self._between_steps
         self._writes = self.writes = ForwardWrites(wrapped.module, self._collectives)
@@ -116,6 +128,7 @@ class Run(Checkpoints):
             guard=partial(exit_on_peer_loss, self._link),
             depth=hooks_ddp.DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
         )
+        self._gradients.starts.append(self._fill_in)
         self._gradients.changes.append(self._train_others)
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
         self._clipping: Agreement | None = None
@@ -130,14 +143,15 @@ class Run(Checkpoints):
         """Those of the step, on all ranks."""
         self._skipped = False
         """Whether the last step left the weights as they were, since gradients were not finite."""
-        steps = Steps(
+        self._steps = Steps(
             is_over=self._is_over,
             ends_now=self._ends_now,
             may_act=self._may_act,
             has_acted=self._has_acted,
             count=self._count_step,
         )
-        self._held = HeldCalls(steps, optimizer, scheduler, scaler)
+        self._held: HeldCalls
+        self._held = former._held if former else HeldCalls(optimizer, scheduler, scaler)
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._learning_rates = LearningRates(optimizer)
         self._ledger: Ledger | None = None
@@ -164,24 +178,34 @@ class Run(Checkpoints):
             self._wrapped, self._training, self._gradients, self.loader.of_loop, self._link
         )
         self.loader.is_alone = self._link.is_alone
-        self._held.hold()
+        self._held.hold(self._steps)
         if self._device.type == "cpu":
             keep_freed_memory()
 
     def _attach(self) -> None:
         called = self._wrapped.called
         if called._compiled_call_impl is None:  # else the hook would be compiled
-            called.register_forward_hook(HookOfOriginal(self._end_forward))
+            self._hooks.append(called.register_forward_hook(HookOfOriginal(self._end_forward)))
         match self._wrapped.wrapper:
             case Wrapper.FSDP2:
                 module, guard = self._wrapped.module, partial(exit_on_peer_loss, self._link)
                 hooks_fsdp2.attach(module, self._gradients, self._collectives, guard)
             case Wrapper.DDP:
                 ddp = cast(DistributedDataParallel, self._wrapped.model)
-                hooks_ddp.attach(ddp, self._parameters, self._gradients, self._collectives)
+                given = ddp, self._parameters, self._gradients, self._collectives
+                self._hooks += hooks_ddp.attach(*given)
             case Wrapper.PLAIN:
                 hooks_plain.attach(self._gradients)
         self._gradients.ends.append(self._end_backward)  # the last one: behind all gradients
+
+    def detach(self) -> None:
+        """Leave a model under DDP and what else the script has to a run in this one's place."""
+        for hook in self._hooks:
+            hook.remove()
+        self._gradients.drop_all()
+        self._held.drop()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
         """See the begin of a backward that the script calls itself, and that one has failed."""
@@ -204,6 +228,8 @@ class Run(Checkpoints):
         check_members(self._optimizer, self._gradients.trained)
         check_gradients(self._wrapped, self._world)
         self._clipping = None
+        if self.staying is not None:
+            self.staying.forbid("layers were frozen or unfrozen")
 
     def _agree_on_norm(self, gradients: Sequence[Tensor], max_norm: float) -> tuple[float, float]:
         """The norm of all gradients. Collective: the end of a step needs no other exchange."""
@@ -239,7 +265,7 @@ class Run(Checkpoints):
     def _weigh_tokens(self) -> None:
         """Give the gradients the weight of their tokens, if nobody has clipped them. Collective."""
         if self._everybodys is None:
-            with exit_on_peer_loss(self._link):
+            with outlived(self):
                 self._multiply(self._take_notes(self._agree(self._agreement, []).notes))
 
     def _agree(self, agreement: Agreement, parts: Sequence[Tensor], **more: float) -> Agreed:
@@ -286,6 +312,8 @@ class Run(Checkpoints):
         self._now()
         self._refuse_failed()
         pipeline = self._gradients.pipeline
+        if self.lost is not None:
+            return
         before, pipeline.weight = pipeline.weight, 1.0  # for the loss has it
         weight, self._count = before, NOT_GIVEN
         if tokens is not None:
@@ -298,11 +326,12 @@ class Run(Checkpoints):
         if loss.requires_grad:  # else backward() raises why not
             loss.register_hook(self._gradients.announce)
         try:
-            with exit_on_peer_loss(self._link), transport_failures("the backward", of_script=True):
+            with outlived(self), transport_failures("the backward", of_script=True):
                 loss.backward()
         finally:
             pipeline.weight, self._count = before, NOT_GIVEN
-        self._phase.check(Move.PASS)
+        if self.lost is None:
+            self._phase.check(Move.PASS)
 
     def step(self, max_norm: float | None = None) -> bool:
         """End the micro-batch; at the last one of the step, step optimizer and scheduler.
@@ -313,26 +342,38 @@ class Run(Checkpoints):
         Returns:
             Whether this was the last micro-batch of a step.
         """
-        if not self._belongs_to_this():
+        if self._ends_for_loss() or not self._belongs_to_this():
             return False
         last = self._now().last
-        if last:
-            with exit_on_peer_loss(self._link):
-                if max_norm is not None:
-                    self.clip_grad_norm_(max_norm)
-                if self.scaler is not None:
-                    self.scaler.step(self._optimizer)
-                    self.scaler.update()
-                else:
-                    self._optimizer.step()
-                if self._steps_scheduler and not self._skipped:
-                    try:
-                        self.scheduler.step()
-                    except BaseException:  # the weights have stepped, and their rates have not
-                        self._phase.move(Move.FAIL)
-                        raise
-        self._end_micro_step()
-        return last
+        with outlived(self):
+            if last:
+                self._act(max_norm)
+            self._end_micro_step()
+        return last and not self._ends_for_loss()
+
+    def _act(self, max_norm: float | None) -> None:
+        if max_norm is not None:
+            self.clip_grad_norm_(max_norm)
+        if self.scaler is not None:
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        else:
+            self._optimizer.step()
+        if self._steps_scheduler and not self._skipped:
+            try:
+                self.scheduler.step()
+            except BaseException:  # the weights have stepped, and their rates have not
+                self._phase.move(Move.FAIL)
+                raise
+
+    def _ends_for_loss(self) -> bool:
+        """Whether the step under way has lost a peer: it has no effect, and ends in another round.
+
+        Then all that this run had is that of a later one.
+        """
+        is_lost = self.lost is not None
+        survive(self)
+        return is_lost
 
     def clip_grad_norm_(self, max_norm: float) -> float | None:
         """Scale all gradients down to a norm, in the place of torch.nn.utils.clip_grad_norm_.
@@ -348,7 +389,8 @@ class Run(Checkpoints):
         gradients = [p.grad for p in trained if p.grad is not None]
         if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
-        with exit_on_peer_loss(self._link):
+        factor, self.grad_norm = 1.0, None
+        with outlived(self):
             self.grad_norm, factor = clipped(*self._agree_on_norm(gradients, max_norm), max_norm)
         self._multiply(factor)
         return self.grad_norm
@@ -405,6 +447,8 @@ class Run(Checkpoints):
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
+        if self._ends_for_loss():
+            return
         if not self._between_steps():
             raise ZeroError(
                 f"{what} in the middle of a step: its gradients cannot be saved; call it after "
@@ -455,15 +499,19 @@ class Run(Checkpoints):
 
     def _draw(self) -> None:
         """A batch was drawn: the micro-step before has ended, or the batch waits for its end."""
-        gradients, batches = self._gradients, self.loader
+        batches, moves = self.loader, self._cursor.moves
         if batches.elsewhere:
             raise ZeroError(OTHER_THREAD)
+        if self._ends_for_loss():
+            return
         if batches.draws.passed_over is not None:
             raise ZeroError(PASSED_OVER)
-        if self._phase.begun and (not gradients.pipeline.turn.last or self._has_acted()):
+        if self._phase.begun and (not self._gradients.pipeline.turn.last or self._has_acted()):
             self._owed = self._phase.state is State.RUN
             self._end_micro_step()
-        if gradients.now is None:
+            if self._cursor.moves != moves:  # in another round
+                return
+        if self._gradients.now is None:
             self._begin_micro_step()
         if batches.draws.waiting > 1 or self._phase.begun:
             self._watch()
@@ -472,6 +520,8 @@ class Run(Checkpoints):
         """From now on the next micro-step begins with its forward, if not with a draw."""
         if not self._watches:
             self._watches = True  # before FSDP2 gathers: a step may end here
+            if self.staying is not None:
+                self.staying.forbid("the loop draws batches ahead")
             self._wrapped.called.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
@@ -500,6 +550,7 @@ class Run(Checkpoints):
             self._optimizer.zero_grad()
         else:
             self._learning_rates.check()
+        begin_micro_step(self)
         self._writes.begin_micro_step(plan.first_place(self._assignment))
         self._gradients.begin(
             Turn(
@@ -514,10 +565,17 @@ class Run(Checkpoints):
             plan.weight(self._microbatch()),
         )
 
+    def _fill_in(self) -> None:
+        """See that a backward that the script calls itself outlives a peer, as `backward` does."""
+        if not self._link.outlives:
+            fill_in(self, True)
+
     def _end_backward(self) -> None:
         """The gradients of this micro-step are there: it has run the oldest batch."""
         if not self._gradients.has_received:
             raise ZeroError(NOT_REDUCED)
+        if not self._link.outlives:
+            fill_in(self, False)
         self._owed = False
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
@@ -541,6 +599,8 @@ class Run(Checkpoints):
     # ---- what held calls ask, see `Steps` ----
 
     def _is_over(self) -> bool:
+        if self.lost is not None:
+            return False
         now = self._gradients.now  # None after run.step(), which ends the micro-step
         return now.last if now is not None and self._phase.begun else not self._cursor.micro
 
@@ -548,13 +608,15 @@ class Run(Checkpoints):
         return self._phase.state is State.STEPPED and self._gradients.pipeline.turn.last
 
     def _ends_now(self) -> bool:
-        return self._belongs_to_this() and self._now().last
+        return self.lost is None and self._belongs_to_this() and self._now().last
 
     def _may_act(self) -> bool:
         if not self._ends_now():
             return False
         self._phase.check(Move.STEP)
         self._weigh_tokens()
+        if self.lost is not None:
+            return False
         self._take_back()
         self.loader.seed_step(acts=True)
         return True

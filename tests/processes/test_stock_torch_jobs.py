@@ -43,6 +43,33 @@ def test_a_killed_node_and_a_late_one_change_neither_weights_nor_samples(
     assert job.events("world size") == []
 
 
+@pytest.mark.full
+def test_a_killed_node_and_a_late_one_cost_the_other_no_process_under_ddp(
+    cluster, tmp_path: Path
+) -> None:
+    job = cluster(
+        flags=("--nnodes=1:2", "--max-restarts=1", TOGETHER),
+        script=(str(JOB), "ddp", str(tmp_path), "in-place"),
+        pause_s=1.5,
+    )
+    job.start("a", "b", PYTHONPATH=PATH)
+    job.wait_for_step(7, world=2)
+    pid = job.worker_of("a")
+    job.agents.pop("b").kill_node()
+    job.wait_for_step(8, world=1)
+    job.start("c", PYTHONPATH=PATH)
+    job.wait_for_step(12, world=2)
+    assert job.worker_of("a") == pid
+    job.pace(0)
+    job.wait_for_end()
+    report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
+    assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
+    assert final_hash(job.output) == undisturbed(tmp_path / "alone")
+    stays = [(each["round"], each["node"], each["stay"]) for each in job.events("start")]
+    assert sorted(stays) == [(1, "a", 0), (1, "b", 0), (2, "a", 1), (3, "a", 1), (3, "c", 0)]
+    assert [each["node"] for each in job.events("warm up")] == ["c", "c"]  # and is then ready
+
+
 def undisturbed(directory: Path) -> str:
     """One process, and nothing happens to it."""
     directory.mkdir()

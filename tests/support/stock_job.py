@@ -1,6 +1,7 @@
-"""A job of stock PyTorch under zero-agent: python stock_job.py WRAPPER DIRECTORY.
+"""A job of stock PyTorch under zero-agent: python stock_job.py WRAPPER DIRECTORY [in-place].
 
-It saves every 5 steps. `DIRECTORY/pause` has the seconds that each step takes more.
+It saves every 5 steps; with "in-place" it keeps each one in memory, and its processes if it can.
+`DIRECTORY/pause` has the seconds that each step takes more.
 """
 
 import sys
@@ -20,7 +21,7 @@ SAMPLES, EPOCHS = 205, 2
 
 
 def main() -> None:
-    wrapper, directory = sys.argv[1], Path(sys.argv[2])
+    wrapper, directory, in_place = sys.argv[1], Path(sys.argv[2]), "in-place" in sys.argv
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = make(wrapper)
@@ -33,7 +34,10 @@ def main() -> None:
         optimizer,
         loader,
         microbatches=5,
-        config={"elastic": {"sample_ledger": str(directory / "ledger")}},
+        config={
+            "elastic": {"sample_ledger": str(directory / "ledger"), "in_place": in_place},
+            "checkpoint": {"ram": {}} if in_place else {},
+        },
     )
     run.load(directory / "checkpoints")
     for _ in range(run.loader.epoch, EPOCHS):

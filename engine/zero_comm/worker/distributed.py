@@ -12,10 +12,13 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,18 +106,34 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def _await_round() -> None:
+def await_round_in_script() -> None:
+    """Let `init_process_group` of a script wait for a round, in a worker that has none yet.
+
+    Rank and world are then those of the round, whatever the script has read before.
+    """
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    handlers["env"] = partial(_in_round, handlers["env"])
+
+
+def _in_round(rendezvous: Callable[..., Iterator[Any]], url: str, **given: Any) -> Iterator[Any]:
+    return rendezvous("env://" if _await_round() else url, **given)
+
+
+def _await_round() -> bool:
     """In a worker that was started before it has a round: wait for one, and take its environment.
 
     It has run the script up to here meanwhile. Its agent ends the wait: with the round, or by
     closing the connection, as the agent's own end does.
+
+    Returns:
+        Whether it had none.
 
     Raises:
         SystemExit: There is no round for this process.
     """
     path = os.environ.get(ENV_SOCKET)
     if not path or os.environ.get(ENV_ROUND) != "0":
-        return
+        return False
     hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid())
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
@@ -122,7 +141,7 @@ def _await_round() -> None:
         for line in connection.makefile("rb"):
             if isinstance(message := decode(line), Join):
                 os.environ.update(message.env)
-                return
+                return True
     raise SystemExit(0)
 
 

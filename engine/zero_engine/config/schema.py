@@ -286,9 +286,6 @@ class Elastic(options.Elastic):
     draw, with seeds from the script's seed and the modules' names. "checkpoint": nothing, because
     load_checkpoint follows; anything else before it is an error. Another value: the path of a
     safetensors file, or of a directory of them, that holds the parameters under their names."""
-    in_place: bool = False
-    """Whether workers stay in their processes when a node joins or leaves, or a peer is lost, where
-    they can; the log says why where they cannot."""
     overlap_param_gather: bool = False
     """Stages 1 and 2: `step()` begins to all-gather the new weights and does not wait for them; the
     next forward waits, module by module. Until then parameters show NaN, as at stage 3. The bits

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.reduction import Turn
@@ -189,8 +190,12 @@ def attach(
     parameters: Mapping[str, nn.Parameter],
     gradients: OrderedGradients,
     collectives: Collectives,
-) -> None:
-    """Let DDP reduce the gradients of all trained parameters through `gradients`."""
+) -> list[RemovableHandle]:
+    """Let DDP reduce the gradients of all trained parameters through `gradients`.
+
+    Returns:
+        The hooks of the parameters; that of DDP's reducer stays as long as it does.
+    """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
     model.broadcast_buffers = False  # all ranks have the same ones, see `ForwardWrites`
@@ -203,5 +208,5 @@ def attach(
             gradients.hold(error)
         gradients.poll()
 
-    for parameter in gradients.trained.values():
-        parameter.register_post_accumulate_grad_hook(arrive)
+    trained = gradients.trained.values()
+    return [parameter.register_post_accumulate_grad_hook(arrive) for parameter in trained]

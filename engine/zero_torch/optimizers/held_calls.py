@@ -46,19 +46,21 @@ class HeldCalls:
 
     def __init__(
         self,
-        steps: Steps,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.unscaled = False
-        self._steps = steps
+        self._steps: Steps | None = None
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._scaler = scaler
 
-    def hold(self) -> None:
-        """From now on."""
+    def hold(self, steps: Steps) -> None:
+        """From now on; or, if they are held already, for another run."""
+        before, self._steps = self._steps, steps
+        if before is not None:
+            return
         replace(self._optimizer, "step", self._step)
         if self._scheduler is not None:
             derive(self._scheduler, "step", self._if_over)
@@ -75,11 +77,16 @@ class HeldCalls:
             self._update_scaler()
             self._scaler.load_state_dict(state)
 
+    @property
+    def _run(self) -> Steps:
+        assert self._steps is not None  # else no call is held
+        return self._steps
+
     def _if_over(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs) if self._steps.is_over() else None
+        return call(*args, **kwargs) if self._run.is_over() else None
 
     def _unscale(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._steps.ends_now():
+        if self._run.ends_now():
             self.unscaled = True
             call(*args, **kwargs)
 
@@ -88,19 +95,19 @@ class HeldCalls:
             return call(*args, **kwargs)
         if any(each is not None for each in (*args, *kwargs.values())):
             raise ZeroError(NO_CLOSURE)
-        if not self._steps.may_act():
+        if not self._run.may_act():
             return None
         with local_tensors(self._optimizer):
             result = call()
-        self._steps.count(False)
+        self._run.count(False)
         return result
 
     def _scaler_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._steps.may_act():
+        if not self._run.may_act():
             return None
         result = call(*args, **kwargs)
-        if not self._steps.has_acted():  # the gradients were not finite
-            self._steps.count(True)
+        if not self._run.has_acted():  # the gradients were not finite
+            self._run.count(True)
         return result
 
 

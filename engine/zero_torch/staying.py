@@ -1,0 +1,157 @@
+"""How a protected run goes on in its process when the ranks change: see `zero_step.staying`.
+
+Must always hold: who stays does what a newcomer does, exchange by exchange. A newcomer wraps its
+model in DDP and calls `protect`; so the group of DDP is met anew, with a reducer of its own, and
+the run is made again with what `protect` was given. What the script holds stays the same objects:
+the model, the loader, in whose iteration it is, and the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_comm.worker.agent_link import agent_link
+from zero_contract.worker import Ability
+from zero_step.lane_states import lanes_of
+from zero_step.session import Session
+from zero_step.staying import Standing, Staying
+from zero_torch.run import Run
+from zero_torch.wrapped import Wrapped, Wrapper
+
+_NEVER = {
+    Wrapper.FSDP2: "FSDP2 decides the sizes of its shards when the model is sharded",
+    Wrapper.PLAIN: "the model is that of one process",
+}
+_SEES_NO_PEER = timedelta(seconds=60)
+_OTHERS = "the script exchanges something of its own before protect()"
+
+
+def stay(run: Run, again: Callable[..., Run], began: Standing, came_after_s: float) -> None:
+    """Let a run stay in its process, if it can; the log of its end says why it cannot.
+
+    Args:
+        run: It has just been made.
+        again: Makes one of what `protect` was given, in the place of a former one.
+        began: What the process had exchanged when `protect` was called.
+        came_after_s: The age of this process then.
+    """
+    why_not = _why_not(run, began)
+    wrapping = (1, 0, 0) if not why_not else began
+    staying = Staying(partial(_make_again, ref(run), again), wrapping, came_after_s, why_not)
+    run.staying = staying
+    if not staying.why_not:  # else no newcomer warms up for the sake of the others
+        link = agent_link(dist.get_rank())
+        link.announce(Ability.BOUNDARY, Ability.REJOIN)
+        staying.when_forbidden = partial(link.announce, Ability.BOUNDARY)
+
+
+def _why_not(run: Run, began: Standing) -> str:
+    """Why a newcomer could not meet this run; empty: it can."""
+    wrapped = run._wrapped
+    if why_not := _NEVER.get(wrapped.wrapper):
+        return why_not
+    device = next(iter(wrapped.trained().values())).device
+    if device.type != "cpu":
+        return f"it trains on {device.type}, and only CPUs are tested"
+    if lanes_of(run.loader) is not None:
+        return "its data are read in lanes"
+    return _why_not_wrap_again(wrapped) or _why_exchanged(wrapped, began)
+
+
+def _why_not_wrap_again(wrapped: Wrapped) -> str:
+    ddp = _ddp_of(wrapped)
+    if wrapped.called is not ddp:
+        return "torch.compile has DistributedDataParallel in its graph"
+    if type(ddp) is not DistributedDataParallel:
+        return f"{type(ddp).__name__} is derived from DistributedDataParallel"
+    if ddp.process_group is not dist.group.WORLD:
+        return "DistributedDataParallel has a process group of the script's own"
+    if ddp.mixed_precision is not None or ddp._use_python_reducer or ddp._delay_all_reduce_params:
+        return "DistributedDataParallel is made with options that are not tested"
+    return ""
+
+
+def _why_exchanged(wrapped: Wrapped, began: Standing) -> str:
+    """Why it is not known what the process has exchanged so far: DDP's constructor alone."""
+    groups, exchanged, own = began
+    if groups != 1 or own:
+        return _OTHERS
+    ddp = _ddp_of(wrapped)
+    if exchanged != _exchanges_of_one(ddp):
+        return f"{_OTHERS}, or DistributedDataParallel has not met when it was made"
+    return ""
+
+
+def _ddp_of(wrapped: Wrapped) -> DistributedDataParallel:
+    return cast(DistributedDataParallel, wrapped.model)
+
+
+def _exchanges_of_one(ddp: DistributedDataParallel) -> int:
+    """The number of exchanges with which DDP meets, counted in a group of this process alone."""
+    store, gloo = dist.HashStore(), dist.ProcessGroup.BackendType.GLOO
+    group: Any = dist.ProcessGroup(store, 0, 1)  # torch's stubs lack calls of it
+    group._set_default_backend(gloo)
+    backend = dist.ProcessGroupGloo(store, 0, 1, _SEES_NO_PEER)
+    group._register_backend(torch.device("cpu"), gloo, backend)
+    _meet(ddp, group)
+    count: int = group._get_sequence_number_for_group()
+    return count
+
+
+def _meet(ddp: DistributedDataParallel, group: Any) -> None:
+    """Exchange what the constructor does: shapes are compared, the state of rank 0 is sent."""
+    parameters, _ = ddp._build_params_for_reducer()
+    _verify_param_shape_across_processes(group, parameters)
+    _sync_module_states(
+        module=ddp.module,
+        process_group=group,
+        broadcast_bucket_size=ddp.broadcast_bucket_size,
+        src=0,
+        params_and_buffers_to_ignore=ddp.parameters_to_ignore,
+        broadcast_buffers=True,
+    )
+
+
+def _wrap_again(ddp: DistributedDataParallel) -> None:
+    """Meet in the group that there is now, and make a reducer, as the constructor. Collective."""
+    ddp._remove_autograd_hooks()
+    group: Any = dist.group.WORLD
+    ddp.process_group = group
+    _meet(ddp, group)
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    is_static, ddp.static_graph = ddp.static_graph, False
+    ddp._ddp_init_helper(parameters, sparse, names, is_static)
+    ddp._comm_hooks, ddp._has_rebuilt_buckets, ddp._lazy_init_ran = [], False, False
+    ddp.require_backward_grad_sync = True
+    if is_static:
+        ddp._set_static_graph()
+
+
+def _make_again(run_of: Callable[[], Run | None], again: Callable[..., Run]) -> Session:
+    """Make a run anew over the group that there is now, as the same object. Collective.
+
+    Its weights and the state of its optimizer are undefined until a checkpoint is loaded.
+    """
+    run = run_of()
+    assert run is not None  # it is in a call of the script, or of its loader
+    run.detach()
+    _wrap_again(_ddp_of(run._wrapped))
+    fresh = again(former=run)
+    fresh.start()
+    fresh.loss, fresh.grad_norm = run.loss, run.grad_norm
+    agent_link(dist.get_rank()).announce(Ability.BOUNDARY, Ability.REJOIN)
+    of_others = {name: each for name, each in vars(run).items() if name not in vars(fresh)}
+    vars(fresh).update(of_others)
+    # Both are one from now on: the script has this one, and hooks know the other.
+    object.__setattr__(run, "__dict__", vars(fresh))
+    return fresh

@@ -1,0 +1,278 @@
+"""A protected run of DDP goes on in its process when the ranks of the job change."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_torch
+from tests.support.staying import Job
+from tests.support.stock import LENGTH, VOCABULARY, make
+from tests.support.world import forkserver
+from zero_contract import worker as contract
+from zero_contract.worker import ExitCode
+from zero_torch.ordered_gradients import OrderedGradients
+
+SAMPLES, MICROBATCHES, STEPS = 30, 5, 9
+"""Three steps in each of three epochs."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make_job(script: Callable[..., Any], *given: Any) -> Job:
+        made.append(Job(tmp_path, script, *given))
+        return made[-1]
+
+    yield make_job
+    for each in made:
+        each.close()
+
+
+def protected(options: dict[str, Any], **config: Any) -> tuple[Any, Any, Any]:
+    """The model, the optimizer and the run of a script."""
+    dist.init_process_group("gloo")
+    model = make("ddp", **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, protect(model, optimizer, **config)
+
+
+def protect(model: Any, optimizer: Any, **config: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    loader = DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
+    in_place = {"elastic": {"in_place": True}, **config}
+    return zero_torch.protect(model, optimizer, loader, microbatches=MICROBATCHES, config=in_place)
+
+
+def by_run(model: Any, optimizer: Any, run: Any, batch: Any) -> None:
+    run.backward(model(batch))
+    run.step(max_norm=1.0)
+
+
+def by_script(model: Any, optimizer: Any, run: Any, batch: Any) -> None:
+    """As a loop of stock PyTorch; a step ends when the next batch is drawn, or a save is due."""
+    run.backward(model(batch))
+    run.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def plainly(model: Any, optimizer: Any, run: Any, batch: Any) -> None:
+    model(batch).backward()
+    optimizer.step()
+
+
+def trained(directory: str, turn: Any, options: dict[str, Any]) -> Any:
+    """What a script does: its weights, its samples, its world."""
+    model, optimizer, run = protected(options)
+    run.load(directory)
+    while run.global_step < STEPS:
+        for (batch,) in run.loader:
+            turn(model, optimizer, run, batch)
+            run.save_if_due(directory, every_steps=100)
+            if run.global_step == STEPS:
+                break
+    result = run.weight_hash(), run.samples, of_rounds_before(), dist.get_world_size()
+    run.close()
+    return result
+
+
+def of_rounds_before() -> int:
+    """What this process keeps of rounds that are over."""
+    gc.collect()
+    return sum(isinstance(each, OrderedGradients) for each in gc.get_objects()) - 1
+
+
+def refused(log: Path, directory: str, why: str) -> None:
+    """A script that cannot stay, and says why."""
+    logging.basicConfig(filename=log, level=logging.INFO)
+    options: dict[str, Any] = {"init_sync": False} if "has not met" in why else {}
+    if "compile" in why:  # it divides its graph by buckets, and refuses tiny ones
+        options = {"bucket_cap_mb": 25}
+    if "unfrozen" in why:
+        options = {"find_unused_parameters": True}
+    dist.init_process_group("gloo")
+    wrapper = "fsdp2" if "FSDP2" in why else "ddp"
+    model = make(wrapper, **options)
+    if "compile" in why:
+        model = torch.compile(model, backend="eager")
+    if "of its own" in why:
+        dist.barrier()
+    run = protect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.load(directory)
+    while True:
+        for (batch,) in one_ahead(run.loader) if "ahead" in why else run.loader:
+            run.backward(model(batch))
+            ended = run.step()
+            run.save_if_due(directory, every_steps=100)
+            if "unfrozen" in why and ended:
+                model.module.embed.weight.requires_grad_(False)
+
+
+def one_ahead(loader: Any) -> Iterator[Any]:
+    """Each batch after the following one is drawn, as prefetchers do."""
+    for drawn, following in itertools.pairwise(itertools.chain(loader, [None])):
+        del following
+        yield drawn
+
+
+@pytest.mark.corners(why=["the loop draws batches ahead"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "FSDP2 decides the sizes of its shards",
+        "the script exchanges something of its own before protect()",
+        "DistributedDataParallel has not met when it was made",
+        "torch.compile has DistributedDataParallel in its graph",
+        "the loop draws batches ahead",
+        "layers were frozen or unfrozen",
+    ],
+)
+def test_a_run_that_a_newcomer_could_not_meet_is_started_anew_and_says_why(
+    job: Callable[..., Job], tmp_path: Path, why: str
+) -> None:
+    log = tmp_path / "log"
+    one = job(refused, log, str(tmp_path / "checkpoints"), why)
+    one.begin([], joining=1)
+    one.leave_at(2, stay=False)
+    (process,) = one.members
+    process.join(60)
+    assert process.exitcode == ExitCode.LEFT
+    assert "this process is started anew: " in log.read_text()
+    assert why in log.read_text()
+
+
+def put(results: Any, script: Callable[..., Any], *given: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    results.put(script(*given))
+
+
+def alone(script: Callable[..., Any], *given: Any) -> Any:
+    """The result in a process of its own that nothing disturbs."""
+    context = forkserver()
+    results = context.Queue()
+    context.Process(target=put, args=(results, script, *given), daemon=True).start()
+    return results.get(timeout=60)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "views": {"gradient_as_bucket_view": True},
+    "activations computed again": {"reentrant": False},
+}
+
+
+@pytest.mark.corners(name=["ddp"], turn=[by_script])
+@pytest.mark.parametrize("turn", [by_run, by_script])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path, name: str, turn: Any
+) -> None:
+    one = job(trained, str(tmp_path / "checkpoints"), turn, OPTIONS[name])
+    one.begin([], joining=2)
+    first = {process.pid for process in one.members}
+    one.leave_at(1)
+    one.begin([0, 1], joining=1)
+    one.leave_at(4)
+    one.begin([2, 0])  # the second leaves; the newcomer has rank 0
+    ended = one.end()
+    assert len(first & {pid for pid, _ in ended}) == 1
+    *same, _ = alone(trained, str(tmp_path / "alone"), turn, OPTIONS[name])
+    assert [result for _, result in ended] == [(*same, 2)] * 2
+
+
+def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It waits where its script makes the process group, with whatever rank it had before."""
+    one = job(trained, str(tmp_path / "checkpoints"), by_run, {})
+    one.begin([], joining=1)
+    one.leave_at(1)
+    one.warm_up(1)
+    pids = {process.pid for process in one.members}
+    one.begin([1, 0])
+    ended = one.end()
+    assert {pid for pid, _ in ended} == pids
+    *same, _ = alone(trained, str(tmp_path / "alone"), by_run, {})
+    assert [result for _, result in ended] == [(*same, 2)] * 2
+
+
+MOMENTS = ["a forward", "a backward", "the end of a step", "a step that has just ended"]
+
+
+def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, victim: int) -> Any:
+    """A script one of whose ranks dies in step 5, once."""
+    model, optimizer, run = protected(options, checkpoint={"ram": {}})
+    run.load(directory)
+    dies = os.environ.get(contract.ENV_ROUND) == "1" and dist.get_rank() == victim
+
+    def reach(now: str) -> None:
+        if now == moment and dies and run.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    middle = model.module.blocks[-1]
+    middle.register_forward_pre_hook(lambda *_: reach("a forward"))
+    middle.register_full_backward_hook(lambda *_: reach("a backward"))
+    acts = optimizer.step
+
+    def act() -> None:
+        reach("the end of a step")
+        acts()
+
+    optimizer.step = act
+    steps = set()
+    while run.global_step < STEPS:
+        for (batch,) in run.loader:
+            turn(model, optimizer, run, batch)
+            run.save_if_due(directory, every_steps=100)
+            steps.add(run.global_step)
+            reach("a step that has just ended")
+            if run.global_step == STEPS:
+                break
+    assert dist.get_rank() == int(os.environ["RANK"])
+    result = run.weight_hash(), run.samples
+    run.close()
+    return result, len(steps - {0})
+
+
+@pytest.mark.corners(name=["ddp"], moment=["a backward"], victim=[1], turn=[by_run])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [
+        *itertools.product(["ddp", "static graph"], [by_run, by_script, plainly]),
+        *itertools.product(["unused"], [by_run, by_script]),
+    ],
+)
+def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
+    job: Callable[..., Job], tmp_path: Path, name: str, turn: Any, moment: str, victim: int
+) -> None:
+    given = turn, OPTIONS[name], moment
+    one = job(killed, str(tmp_path / "checkpoints"), *given, victim)
+    one.memory = tmp_path / "memory"
+    one.memory.mkdir()
+    one.begin([], joining=3)
+    first = {process.pid for process in one.members}
+    one.wait_for_loss(victim)
+    one.begin([rank for rank in range(3) if rank != victim], joining=1)
+    ended = dict(one.end())
+    assert len(first & ended.keys()) == 2
+    same, _ = alone(killed, str(tmp_path / "alone"), *given, -1)
+    assert [result for result, _ in ended.values()] == [same] * 3
+    assert all((seen == STEPS) is (pid in first) for pid, (_, seen) in ended.items())
