@@ -254,7 +254,7 @@ class Invariants(Watcher):
             worker, agent = peer.worker, peer.worker.server.agent
             if not (worker.alive and agent.alive and peer.is_open) or worker.frozen:
                 del self._asked[peer, number]
-            elif agent.frozen or agent.lag_s:
+            elif agent.frozen or agent.lag_s or agent.is_held(kernel.now):
                 self._asked[peer, number] = (kernel.now + SLACK_S, step)
             elif kernel.now > until_s + SLACK_S:
                 self.broken(f"rank {peer.rank} has no answer about step {step}")

@@ -68,6 +68,10 @@ class Process:
     deferred: list[tuple[Task | Work, int]] = field(default_factory=list)
     """What was due while it was frozen."""
 
+    def is_held(self, now_s: float) -> bool:
+        """Whether its main task stands still for a while, and answers nobody."""
+        return not self.stuck and any(each.held_s > now_s for each in self.tasks[:1])
+
 
 class Task:
     """A simulated thread."""
