@@ -66,10 +66,10 @@ def test_a_recovery_is_one_file_whose_phases_are_together_as_long_as_the_report_
         ]
         assert (inside[0][1], inside[-1][2]) == (from_us, to_us)
         assert [one[1] for one in inside[1:]] == [one[2] for one in inside[:-1]]
-    assert [name for name, _, _ in file["job", "recoveries"]][:6] == [
-        wholes[0][0],
-        *("detection", "meeting", "starting", "loading", "first step"),
-    ]
+    names = [name for name, _, _ in file["job", "recoveries"]]
+    assert names[:4] == [wholes[0][0], "detection", "meeting", "starting"]
+    if page[0]["rounds"] == [1]:  # a worker that has warmed up may join before the first step
+        assert names[4:6] == ["loading", "first step"]
 
     formed_us = next(to_us for name, _, to_us in file["job", "recoveries"] if name == "meeting")
     for node in others:
