@@ -57,6 +57,8 @@ class Invariants(Watcher):
     """Checkpoints on disk that some rank knows to be published."""
     _resumed: dict[int, str] = field(default_factory=dict)
     """By fence: from which checkpoint the workers resume."""
+    _lost: list[Worker] = field(default_factory=list)
+    """Those that ran in a round of which etcd knows nothing any more, as it went back in time."""
 
     def __post_init__(self) -> None:
         cluster = self.cluster
@@ -77,6 +79,10 @@ class Invariants(Watcher):
         """Etcd has gone back in time."""
         self.restores += 1
         self.history.restored(database)
+        # The copy may hold that their node has stopped, from before they began: who reads it cannot
+        # know of them, and their own agent may not reach etcd. Their fence is
+        # another one, so they publish nothing.
+        self._lost += [each for each in self.cluster.workers if each.fence > database.revision]
         # Fences of the lost time come again, and may publish again.
         lost = {who for who in self._published if who[1] > database.revision}
         self._published -= lost
@@ -100,7 +106,9 @@ class Invariants(Watcher):
             self._places[n, job.fence, node.id] = ranks
         for worker in self.cluster.workers:
             machine, left = worker.machine, worker.waits or not worker.told
-            if machine.name in names and worker.server.agent is machine.agent and not left:
+            known = all(worker is not lost for lost in self._lost)
+            here = machine.name in names and worker.server.agent is machine.agent
+            if here and known and not left:
                 self.broken(f"round {n} begins, and rank {worker.rank} still runs")
 
     def joins(self, worker: Worker) -> None:

@@ -52,6 +52,12 @@ FOUND = {
         "--fault 1.09 slow-disk for 3.81 s --fault 4.52 sigterm c for 1.7 s --fault 6.4 "
         "slow-disk for 1.47 s --fault 6.41 no-leader for 4.94 s"
     ),
+    "etcd is restored twice from before a round, whose only node does not reach it": (
+        "--seed 1795905505 --fault 0 start a --fault 0 start b --fault 0.01 start b for 0.28 s "
+        "--fault 0.7 restore-etcd for 8.86 s --fault 3.73 kill-worker a for 13.37 s --fault 3.96 "
+        "freeze b for 1.05 s --fault 4.09 restore-etcd-elsewhere for 1.06 s --fault 4.57 cut b "
+        "etcd for 0.89 s --fault 8.49 alone b for 25 s --fault 33.5 heal"
+    ),
 }
 """What happens, and the arguments that make it happen."""
 
