@@ -7,8 +7,9 @@
 
 Two nodes with one worker each run `recovery_worker.py`, a plain script: what is measured is the
 launcher alone, no engine and no checkpoint. "in-place" and "restart" run
-`recovery_engine_worker.py`, with each step in memory, and `elastic.in_place` on or off. Launchers
-take turns within each trial; medians and ranges are printed, in seconds:
+`recovery_engine_worker.py`, with each step in memory, and `elastic.in_place` on or off;
+"ddp-in-place" and "ddp-restart" the same with DDP, by `recovery_ddp_worker.py`. Launchers take
+turns within each trial; medians and ranges are printed, in seconds:
 
     worker   a worker is killed with -9: from then to the next step finished in a new group
     node     agent and worker at once, the same
@@ -17,7 +18,7 @@ take turns within each trial; medians and ranges are printed, in seconds:
     join     a second node comes to a first: how much longer than a step the first stands still
     drain    the agent of one gets a SIGTERM: how much longer than a step the other stands still
 
-For zero-agent the node that dies is rank 0's, but for "in-place" and "restart" the last one's.
+For zero-agent the node that dies is rank 0's, but with an engine or DDP the last one's.
 torchrun's job cannot outlive the node that hosts its store, so there the other one is the victim.
 "tuned" is the shortest setting of torchrun that was found to be stable: a last call of 1 s,
 keep-alives of 1 s, and 5 s until gloo gives up on a peer. zero-agent takes a worker for hung after
@@ -66,8 +67,10 @@ class Launcher:
     """The node that can be killed; 0 hosts torchrun's store."""
     members: int = 1
     """Of etcd."""
-    engine: str = ""
-    """How the script's engine goes on in the next round; empty: the script has none."""
+    trained_by: str = ""
+    """Which script keeps its steps in memory: "engine" or "ddp"; empty: a plain one, with none."""
+    goes_on: str = ""
+    """How such a script goes on in the next round."""
 
 
 def zero_agent(node: int, etcd: str, job: str, port: int) -> Sequence[str]:
@@ -90,11 +93,17 @@ def torchrun(conf: str) -> Callable[[int, str, str, int], Sequence[str]]:
     return command
 
 
+def trained(name: str, by: str, goes_on: str) -> Launcher:
+    return Launcher(name, zero_agent, 600, victim=1, trained_by=by, goes_on=goes_on)
+
+
 LAUNCHERS = {
     "zero-agent": Launcher("zero-agent", zero_agent, 600, victim=0),
     "zero-agent-3": Launcher("zero-agent, 3 members", zero_agent, 600, victim=0, members=3),
-    "in-place": Launcher("zero-agent, in place", zero_agent, 600, victim=1, engine="in-place"),
-    "restart": Launcher("zero-agent, restarted", zero_agent, 600, victim=1, engine="restart"),
+    "in-place": trained("zero-agent, in place", "engine", "in-place"),
+    "restart": trained("zero-agent, restarted", "engine", "restart"),
+    "ddp-in-place": trained("DDP, in place", "ddp", "in-place"),
+    "ddp-restart": trained("DDP, restarted", "ddp", "restart"),
     "torchrun-tuned": Launcher("torchrun, tuned", torchrun(f",{TUNED}"), 5, victim=1),
     "torchrun": Launcher("torchrun, defaults", torchrun(""), 1800, victim=1),
 }
@@ -115,10 +124,11 @@ class Job:
         """Start the agent of one more node."""
         job = self._directory.name
         flags = self._launcher.flags(len(self.agents), self._etcd, job, self._port)
-        kind = "_engine" if self._launcher.engine else ""
+        by = self._launcher.trained_by
+        kind = f"_{by}" if by else ""
         script = [str(HERE / f"recovery{kind}_worker.py"), str(self._directory / "steps")]
         facts = (
-            (self._launcher.engine, self._start_up_s) if kind else (self._launcher.peer_timeout_s,)
+            (self._launcher.goes_on, self._start_up_s) if by else (self._launcher.peer_timeout_s,)
         )
         numbers = (*facts, STEPS, PACE_S)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -134,7 +144,7 @@ class Job:
     @property
     def victim(self) -> int:
         """The pid of the agent whose node can be lost; with an engine, not that of rank 0."""
-        if not self._launcher.engine:
+        if not self._launcher.trained_by:
             return self.agents[self._launcher.victim].pid
         last = max(path.name.split("-")[2] for path in self.notes())
         pids = {int(path.name.split("-")[1]) for path in self.notes() if path.name.endswith(last)}

@@ -110,7 +110,8 @@ def protect(
     """
     _check_arguments(loader, microbatches, stateful or {})
     chosen = settings.read(config or {})
-    torch_seed, began, came_after_s = torch.initial_seed(), standing(), process_age_s()
+    torch_seed, came_after_s = torch.initial_seed(), process_age_s()
+    began = standing() if chosen.elastic.in_place else None
     init_distributed()
     wrapped = recognize(model)
     optimizer = unwrapped(optimizer)
@@ -143,7 +144,7 @@ def protect(
     again = partial(Run, wrapped, optimizer, loader, microbatches=microbatches, **options)
     run = again()
     run.start()
-    if chosen.elastic.in_place:
+    if began is not None:
         stay(run, again, began, came_after_s)
     if wrapped.wrapper is Wrapper.FSDP2:
         _compare_seeds(torch_seed)

@@ -1,0 +1,46 @@
+"""The script of `recovery_engine_worker.py` in stock PyTorch: DDP, protected.
+
+recovery_ddp_worker.py DIRECTORY IN_PLACE START_UP_S STEPS PACE_S
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_torch
+
+directory, in_place = Path(sys.argv[1]), sys.argv[2] == "in-place"
+time.sleep(float(sys.argv[3]))
+steps, pace_s = int(sys.argv[4]), float(sys.argv[5])
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))))
+run = zero_torch.protect(
+    model,
+    torch.optim.AdamW(model.parameters()),
+    DataLoader(TensorDataset(torch.randn(4096, 128)), batch_size=2),
+    microbatches=2,
+    config={"checkpoint": {"ram": {}}, "elastic": {"in_place": in_place}},
+)
+run.load(directory.with_name("checkpoints"))
+notes, of_round, before = None, "", -1
+while run.global_step < steps:
+    for (batch,) in run.loader:
+        if run.global_step != before:
+            time.sleep(pace_s)
+        before = run.global_step
+        run.backward(model(batch).square().mean())
+        run.step()
+        if run.global_step <= before:
+            continue
+        if of_round != os.environ["ZERO_ROUND"]:
+            of_round = os.environ["ZERO_ROUND"]
+            name = f"{time.time_ns()}-{os.getpid()}-{os.environ['RANK']}"
+            notes = (directory / name).open("a", buffering=1)
+        notes.write(f"{time.time()} {run.global_step} {dist.get_world_size()}\n")
