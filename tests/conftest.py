@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -81,6 +82,15 @@ def _loggers_as_before() -> Iterator[None]:
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.propagate, logger.handlers = propagate, handlers
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """A process group that a test makes in this process ends with it; the next has none."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
