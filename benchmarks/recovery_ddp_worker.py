@@ -3,13 +3,13 @@
 recovery_ddp_worker.py DIRECTORY IN_PLACE START_UP_S STEPS PACE_S
 """
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from recovery_notes import Notes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +29,7 @@ run = zero_torch.protect(
     config={"checkpoint": {"ram": {}}, "elastic": {"in_place": in_place}},
 )
 run.load(directory.with_name("checkpoints"))
-notes, of_round, before = None, "", -1
+notes, before = Notes(directory), -1
 while run.global_step < steps:
     for (batch,) in run.loader:
         if run.global_step != before:
@@ -37,10 +37,5 @@ while run.global_step < steps:
         before = run.global_step
         run.backward(model(batch).square().mean())
         run.step()
-        if run.global_step <= before:
-            continue
-        if of_round != os.environ["ZERO_ROUND"]:
-            of_round = os.environ["ZERO_ROUND"]
-            name = f"{time.time_ns()}-{os.getpid()}-{os.environ['RANK']}"
-            notes = (directory / name).open("a", buffering=1)
-        notes.write(f"{time.time()} {run.global_step} {dist.get_world_size()}\n")
+        if run.global_step > before:
+            notes.finish(run.global_step, dist.get_world_size())

@@ -2,17 +2,17 @@
 
     recovery_engine_worker.py DIRECTORY IN_PLACE START_UP_S STEPS PACE_S
 
-It begins with a pause of `START_UP_S`, as one that imports and compiles much. It notes each
-finished step as `time step world`, in a new file for each round, whose name ends in the rank.
+It begins with a pause of `START_UP_S`, as one that imports and compiles much. It
+keeps `Notes`.
 """
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from recovery_notes import Notes
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -49,7 +49,7 @@ engine, *_ = zero_deepspeed.initialize(
     },
 )
 engine.load_checkpoint(directory.with_name("checkpoints"))
-notes, of_round, before = None, "", -1
+notes, before = Notes(directory), -1
 while engine.global_steps < steps:
     for batch in engine.training_dataloader:
         if engine.global_steps != before:
@@ -57,10 +57,5 @@ while engine.global_steps < steps:
         before = engine.global_steps
         engine.backward(engine([each.to(engine.device) for each in batch]))
         engine.step()
-        if engine.global_steps <= before:
-            continue
-        if of_round != os.environ["ZERO_ROUND"]:
-            of_round = os.environ["ZERO_ROUND"]
-            name = f"{time.time_ns()}-{os.getpid()}-{os.environ['RANK']}"
-            notes = (directory / name).open("a", buffering=1)
-        notes.write(f"{time.time()} {engine.global_steps} {engine.world_size}\n")
+        if engine.global_steps > before:
+            notes.finish(engine.global_steps, engine.world_size)
