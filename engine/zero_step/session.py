@@ -271,7 +271,7 @@ class Session:
         with exit_on_peer_loss(self._link):
             self._end_round()
             environ = self._link.stay(step)
-        self._go_on(environ, step)
+        self._go_on(environ)
 
     def _why_not_stay(self, *, in_step: bool = False) -> str:
         """Why this process cannot go on in the next round; empty: it can, even within a step."""
@@ -292,10 +292,11 @@ class Session:
         kept = self._persistence.is_in_memory
         return "" if kept else "no checkpoint is in memory yet; see checkpoint.ram"
 
-    def _go_on(self, environ: Mapping[str, str], step: int | None) -> None:
+    def _go_on(self, environ: Mapping[str, str]) -> None:
         """Found the next round's group, and go on with a session in this one's place.
 
-        After `step`; None: after the newest checkpoint in memory.
+        It goes on after the newest whole checkpoint, which may be older than what the script has
+        seen: the one with which it left may be damaged since.
 
         Raises:
             SystemExit: That does not go as planned; the process is started anew.
@@ -308,12 +309,8 @@ class Session:
             found_again(environ, staying.meets_within_s)
             session: Session = staying.make_again()
             session._persistence.script = self._persistence.script
-            session.load(staying.directory)
-            found = session._training.cursor.step
-            if step is None and not session._persistence.is_in_memory:
-                raise CheckpointError(f"no checkpoint in memory is whole, and step {found} is old")
-            if step not in (None, found):
-                raise CheckpointError(f"step {found} is the newest, and the script is at {step}")
+            if session.load(staying.directory) is None:
+                raise CheckpointError(f"there is no checkpoint in {staying.directory} any more")
             session.staying = staying
             staying.in_step = False
             staying.loaded(resumed=True)
@@ -411,8 +408,10 @@ def fill_in(session: Session, runs: bool) -> None:
     """Have a backward that the script runs go on with zeros if it loses a peer, as a forward does.
 
     Autograd passes on what its hooks raise, and the script would see it. `runs`: whether one does;
-    one that fails leaves this on until the next `outlived`.
+    one that fails leaves this on until the next `outlived`. Within `outlived` this does nothing.
     """
+    if session._link.outlives:
+        return
     link, why_not = session._link, session._why_not_survive() if runs else ""
     link.interrupt.fills = runs and not why_not
     told = runs and session.staying is not None
@@ -420,7 +419,7 @@ def fill_in(session: Session, runs: bool) -> None:
 
 
 def survive(session: Session) -> None:
-    """After the loss of a peer go on in the next round, after its newest checkpoint in memory."""
+    """After the loss of a peer go on in the next round, after its newest checkpoint."""
     link, lost = session._link, session.lost
     if lost is None:
         return
@@ -428,7 +427,7 @@ def survive(session: Session) -> None:
     link.group_lost.set()
     with suppress(CheckpointError, CommitRefused, PeerLost):  # what was in flight has no effect
         session._persistence.close()
-    session._go_on(link.stay(session._training.cursor.step, str(lost)), None)
+    session._go_on(link.stay(session._training.cursor.step, str(lost)))
 
 
 # ---- for who owns the state: the end of a step ----

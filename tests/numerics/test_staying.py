@@ -9,8 +9,9 @@ import contextlib
 import logging
 import os
 import resource
+import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,25 +26,13 @@ from tests.support.training import DIVIDED, config, fingerprint, make_engine, ru
 from tests.support.waiting import wait_for
 from tests.support.world import forkserver
 from zero_checkpoint import find
+from zero_checkpoint.format.manifest import MANIFEST
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode
 from zero_step import staying
 
 STEPS = 9
 """In three epochs of three steps."""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
-
-    def make(script: Callable[..., Any], *given: Any) -> Job:
-        made.append(Job(tmp_path, script, *given))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def trained(directory: str, settings: dict[str, Any]) -> Any:
@@ -160,6 +149,37 @@ def test_a_script_that_saves_after_each_step_is_joined_by_one_that_saves_less(
     assert ended.pop(first) == (expected, losses, 2, 2)
     ((weights, others, *worlds),) = ended.values()
     assert (weights[0], others, worlds) == (expected[0], losses[step:], [2, 2])
+
+
+@pytest.mark.full
+def test_who_stays_goes_on_from_the_checkpoint_before_a_damaged_one(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    settings = {**config(2), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    checkpoints = tmp_path / "checkpoints"
+    one = job(trained_and_saved, str(checkpoints), settings)
+    one.begin([], joining=1)
+    one.leave_at(3)
+    (find(checkpoints).candidates[0].path / MANIFEST).write_text("damaged")
+    first = one.members[0].pid
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    _, (expected, _) = alone.get(timeout=60)
+    assert first in ended
+    assert [weights[0] for weights, *_ in ended.values()] == [expected[0]] * 2
+
+
+def test_who_stays_and_finds_no_checkpoint_any_more_is_started_anew(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Its weights would be undefined."""
+    one = that_waits(job, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    one.begin([0])
+    (process,) = one.members
+    process.join(60)
+    assert process.exitcode == ExitCode.PEER_LOST
 
 
 def exported(directory: str, other: str, settings: dict[str, Any]) -> Any:

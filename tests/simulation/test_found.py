@@ -52,6 +52,11 @@ FOUND = {
         "--fault 1.09 slow-disk for 3.81 s --fault 4.52 sigterm c for 1.7 s --fault 6.4 "
         "slow-disk for 1.47 s --fault 6.41 no-leader for 4.94 s"
     ),
+    "the checkpoint with which workers left is damaged before those that stay have loaded it": (
+        "--setting nodes=3 min_nodes=2 steps=40 save_every=4 memory_every=1 in_place=True "
+        "--fault 0 start a --fault 0 start b --fault 0 start c --fault 9 drain c for 10 s "
+        "--fault 10.2 corrupt for 14 s"
+    ),
     "etcd is restored twice from before a round, whose only node does not reach it": (
         "--seed 1795905505 --fault 0 start a --fault 0 start b --fault 0.01 start b for 0.28 s "
         "--fault 0.7 restore-etcd for 8.86 s --fault 3.73 kill-worker a for 13.37 s --fault 3.96 "
