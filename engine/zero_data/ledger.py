@@ -111,6 +111,21 @@ class Ledger:
         self._file.close()
 
 
+def begin_ledger(
+    directory: str | None,
+    round: int,
+    everybodys: Callable[[Tensor, str], Tensor],
+    *,
+    rank: int,
+    world: int,
+) -> Ledger | None:
+    """The ledger of a rank for a start in a round; None without a directory. Collective."""
+    if not directory:
+        return None
+    start = round_of_start(directory, round, everybodys)
+    return Ledger(directory, round=start, rank=rank, world=world)
+
+
 def round_of_start(
     directory: str | Path, round: int, everybodys: Callable[[Tensor, str], Tensor]
 ) -> int:

@@ -13,12 +13,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +31,7 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ZeroError
 from zero_data.generators import generators_of_module
 from zero_data.global_batch import MicroBatch, StepPlan, plan_step
-from zero_data.ledger import Ledger, round_of_start
+from zero_data.ledger import Ledger, begin_ledger
 from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
 from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.checks import same_options
@@ -40,13 +39,12 @@ from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import BEGINS, lanes_of
 from zero_step.phase import Move, State
 from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, survive
-from zero_torch import settings
+from zero_torch import hooks, settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.checks import self_test
 from zero_torch.checks.as_given import AsGiven
-from zero_torch.hooks import ddp as hooks_ddp
-from zero_torch.hooks import fsdp2 as hooks_fsdp2
-from zero_torch.hooks import plain as hooks_plain
+from zero_torch.gradient_norm import GradientNorm
+from zero_torch.hooks.ddp import DEPTH
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.optimizers.held_calls import HeldCalls, Steps
 from zero_torch.optimizers.supported import LearningRates, check_members, takes_no_metric
@@ -58,10 +56,8 @@ from zero_torch.wrapped import (
     Wrapper,
     check_gradients,
     choose_sums,
-    division_of,
     local,
     make_reduction,
-    normed_part,
 )
 
 _log = logging.getLogger(__name__)
@@ -92,8 +88,7 @@ class Run(Checkpoints):
     ) -> None:
         """Attach to the model; `protect` checks the arguments, and calls `start`.
 
-        The position, the loader and the calls that are held are those of a `former` run, which the
-        script has.
+        The script keeps the position, the loader and the held calls that it has of a `former` run.
         """
         super().__init__(
             wrapped,
@@ -119,20 +114,19 @@ class Run(Checkpoints):
         self._batch = self.loader.order.batch
         self.loader.calls = self._begin_iteration, self._draw, self._between_steps
         self._writes = self.writes = ForwardWrites(wrapped.module, self._collectives)
-        self._parameters = wrapped.parameters()
         self._gradients = OrderedGradients(
             self._phase,
             make_reduction(wrapped, self._collectives, self._link.interrupt, self._sums),
-            self._parameters,
+            wrapped.parameters(),
             self._sums.block,
             guard=partial(exit_on_peer_loss, self._link),
-            depth=hooks_ddp.DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
+            depth=DEPTH if wrapped.wrapper is Wrapper.DDP else 1,
         )
-        self._gradients.starts.append(self._fill_in)
+        self._gradients.starts.append(partial(fill_in, self, True))
         self._gradients.changes.append(self._train_others)
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
-        self._clipping: Agreement | None = None
-        """That on a norm; a script need not clip."""
+        self._clipping: GradientNorm | None = None
+        """Made when the script first clips."""
         self._watches = False
         """Whether forwards are watched."""
         self._owed = False
@@ -150,14 +144,12 @@ class Run(Checkpoints):
             has_acted=self._has_acted,
             count=self._count_step,
         )
-        self._held: HeldCalls
-        self._held = former._held if former else HeldCalls(optimizer, scheduler, scaler)
+        held = former._held if former else HeldCalls(optimizer, scheduler, scaler)
+        self._held: HeldCalls = held
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._learning_rates = LearningRates(optimizer)
-        self._ledger: Ledger | None = None
-        if directory := options.sample_ledger:
-            start = round_of_start(directory, self._link.round, self._collectives.everybodys)
-            self._ledger = Ledger(directory, round=start, rank=self._rank, world=self._world)
+        given = options.sample_ledger, self._link.round, self._collectives.everybodys
+        self._ledger = begin_ledger(*given, rank=self._rank, world=self._world)
 
     def start(self) -> None:
         """See `Checkpoints.start`."""
@@ -172,7 +164,11 @@ class Run(Checkpoints):
         )
         if options.is_native and self._rank == 0:
             _log.warning("%s", NATIVE_RUN)
-        self._attach()
+        called, guard = self._wrapped.called, partial(exit_on_peer_loss, self._link)
+        if called._compiled_call_impl is None:  # else the hook would be compiled
+            self._hooks.append(called.register_forward_hook(HookOfOriginal(self._end_forward)))
+        self._hooks += hooks.attach(self._wrapped, self._gradients, self._collectives, guard)
+        self._gradients.ends.append(self._end_backward)  # the last one: behind all gradients
         self.loader.of_loop = generators_of_module(self._wrapped.module, lanes_of(self.loader))
         self_test.attach(
             self._wrapped, self._training, self._gradients, self.loader.of_loop, self._link
@@ -181,22 +177,6 @@ class Run(Checkpoints):
         self._held.hold(self._steps)
         if self._device.type == "cpu":
             keep_freed_memory()
-
-    def _attach(self) -> None:
-        called = self._wrapped.called
-        if called._compiled_call_impl is None:  # else the hook would be compiled
-            self._hooks.append(called.register_forward_hook(HookOfOriginal(self._end_forward)))
-        match self._wrapped.wrapper:
-            case Wrapper.FSDP2:
-                module, guard = self._wrapped.module, partial(exit_on_peer_loss, self._link)
-                hooks_fsdp2.attach(module, self._gradients, self._collectives, guard)
-            case Wrapper.DDP:
-                ddp = cast(DistributedDataParallel, self._wrapped.model)
-                given = ddp, self._parameters, self._gradients, self._collectives
-                self._hooks += hooks_ddp.attach(*given)
-            case Wrapper.PLAIN:
-                hooks_plain.attach(self._gradients)
-        self._gradients.ends.append(self._end_backward)  # the last one: behind all gradients
 
     def detach(self) -> None:
         """Leave a model under DDP and what else the script has to a run in this one's place."""
@@ -233,19 +213,12 @@ class Run(Checkpoints):
 
     def _agree_on_norm(self, gradients: Sequence[Tensor], max_norm: float) -> tuple[float, float]:
         """The norm of all gradients. Collective: the end of a step needs no other exchange."""
-        group = self._collectives
-        if self._clipping is None:
-            trained = self._gradients.trained.values()
-            divisions = [division_of(p, self._world) for p in trained]
-            self._clipping = Agreement(group, divisions, self._device)
-        parts = [
-            normed_part(gradient, division, group.shards[self._rank])
-            for gradient, division in zip(gradients, self._clipping.divisions, strict=True)
-        ]
-        agreed = self._agree(self._clipping, parts, max_norm=float(max_norm))
+        given = self._gradients.trained, self._collectives, self._device
+        clipping = self._clipping = self._clipping or GradientNorm(*given)
+        parts = clipping.parts(gradients)
+        agreed = self._agree(clipping.agreement, parts, max_norm=float(max_norm))
         if not math.isfinite(agreed.norm):
-            number, _ = self._clipping.first_not_finite()
-            name, step = list(self._gradients.trained)[number], self._cursor.step + 1
+            name, step = clipping.first_not_finite(), self._cursor.step + 1
             if self._rank == 0:
                 _log.warning("step %d: gradient norm %s, first in %s", step, agreed.norm, name)
         return agreed.norm, self._take_notes(agreed.notes)
@@ -276,8 +249,8 @@ class Run(Checkpoints):
         return agreed
 
     def _multiply(self, factor: float) -> None:
-        gradients = (p.grad for p in self._gradients.trained.values())
         if factor != 1:
+            gradients = (p.grad for p in self._gradients.trained.values())
             torch._foreach_mul_([local(each) for each in gradients if each is not None], factor)
 
     # ---- a step ----
@@ -342,14 +315,14 @@ class Run(Checkpoints):
         Returns:
             Whether this was the last micro-batch of a step.
         """
-        if self._ends_for_loss() or not self._belongs_to_this():
+        if self._survives() or not self._belongs_to_this():
             return False
         last = self._now().last
         with outlived(self):
             if last:
                 self._act(max_norm)
             self._end_micro_step()
-        return last and not self._ends_for_loss()
+        return last and not self._survives()
 
     def _act(self, max_norm: float | None) -> None:
         if max_norm is not None:
@@ -366,11 +339,8 @@ class Run(Checkpoints):
                 self._phase.move(Move.FAIL)
                 raise
 
-    def _ends_for_loss(self) -> bool:
-        """Whether the step under way has lost a peer: it has no effect, and ends in another round.
-
-        Then all that this run had is that of a later one.
-        """
+    def _survives(self) -> bool:
+        """Whether the step under way has lost a peer; it ends here, in another round."""
         is_lost = self.lost is not None
         survive(self)
         return is_lost
@@ -447,9 +417,7 @@ class Run(Checkpoints):
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
-        if self._ends_for_loss():
-            return
-        if not self._between_steps():
+        if not (self._survives() or self._between_steps()):
             raise ZeroError(
                 f"{what} in the middle of a step: its gradients cannot be saved; call it after "
                 "the step() of the last micro-batch, which returns True"
@@ -502,7 +470,7 @@ class Run(Checkpoints):
         batches, moves = self.loader, self._cursor.moves
         if batches.elsewhere:
             raise ZeroError(OTHER_THREAD)
-        if self._ends_for_loss():
+        if self._survives():
             return
         if batches.draws.passed_over is not None:
             raise ZeroError(PASSED_OVER)
@@ -565,17 +533,11 @@ class Run(Checkpoints):
             plan.weight(self._microbatch()),
         )
 
-    def _fill_in(self) -> None:
-        """See that a backward that the script calls itself outlives a peer, as `backward` does."""
-        if not self._link.outlives:
-            fill_in(self, True)
-
     def _end_backward(self) -> None:
         """The gradients of this micro-step are there: it has run the oldest batch."""
         if not self._gradients.has_received:
             raise ZeroError(NOT_REDUCED)
-        if not self._link.outlives:
-            fill_in(self, False)
+        fill_in(self, False)
         self._owed = False
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))

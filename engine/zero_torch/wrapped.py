@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
@@ -29,10 +29,8 @@ from zero_comm.topology import alone
 from zero_comm.waiting import Interrupt
 from zero_contract.errors import ConfigError
 from zero_step.gradients.accumulation import BY_BACKEND, SHARDED, Accumulation, why_owners
-from zero_step.gradients.division import Division, chunks, shares
 from zero_step.gradients.pipeline import Reduction, reduction_over
 from zero_step.options import Elastic
-from zero_torch.ordered_gradients import as_real
 
 _log = logging.getLogger(__name__)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -282,29 +280,6 @@ def shard_problem(parameter: Tensor, world: int) -> str | None:
             "model in DistributedDataParallel, or shard it over more ranks"
         )
     return None
-
-
-def division_of(parameter: Tensor, world: int) -> Division:
-    """Which rank norms which elements of the gradient of a parameter, as real numbers.
-
-    Of replicas under FSDP2, the first ones have all of them.
-    """
-    reals = 2 if parameter.is_complex() else 1  # in one element
-    if not isinstance(parameter, DTensor):
-        return shares(parameter.numel() * reals, world)
-    sharding, shards = parameter.placements[-1], parameter.device_mesh.size(-1)
-    assert isinstance(sharding, Shard)
-    division = chunks(parameter.shape, sharding.dim, shards, reals=reals)
-    others = (division.stride,) * (world - shards)
-    return replace(division, bounds=division.bounds + others)
-
-
-def normed_part(gradient: Tensor, division: Division, shard: int) -> Tensor:
-    """The part of a gradient that a rank has and norms, flat, as real numbers."""
-    flat = as_real(local(gradient).resolve_conj().reshape(-1))
-    if not isinstance(gradient, DTensor):
-        flat = flat[division.bounds[shard] :]
-    return flat[: division.length(shard)]
 
 
 def check_sums(wrapped: Wrapped, options: Elastic) -> None:

@@ -39,7 +39,7 @@ from zero_contract.clock import process_age_s
 from zero_contract.errors import ConfigError
 from zero_contract.worker import Ability
 from zero_data.global_batch import Cursor, resolve_batch
-from zero_data.ledger import Ledger, round_of_start
+from zero_data.ledger import begin_ledger
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.config.schema import CPU, NVME, OffloadOptimizer, OffloadParam
 from zero_engine.core import activations
@@ -514,8 +514,6 @@ def _make_run(
         run.loader = training_loader(
             config, run, core.collectives, given.dataset, given.collate_fn, given.num_workers
         )
-    if config.elastic.sample_ledger is not None:
-        directory = Path(config.elastic.sample_ledger)
-        start = round_of_start(directory, link.round, core.collectives.everybodys)
-        run.ledger = Ledger(directory, round=start, rank=rank, world=world)
+    directory, everybodys = config.elastic.sample_ledger, core.collectives.everybodys
+    run.ledger = begin_ledger(directory, link.round, everybodys, rank=rank, world=world)
     return run

@@ -191,11 +191,7 @@ def attach(
     gradients: OrderedGradients,
     collectives: Collectives,
 ) -> list[RemovableHandle]:
-    """Let DDP reduce the gradients of all trained parameters through `gradients`.
-
-    Returns:
-        The hooks of the parameters; that of DDP's reducer stays as long as it does.
-    """
+    """Let DDP reduce the gradients of all trained parameters through `gradients`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
     model.broadcast_buffers = False  # all ranks have the same ones, see `ForwardWrites`
