@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
 from tests.support.staying import Job
-from tests.support.stock import LENGTH, VOCABULARY, make
+from tests.support.stock import GPT, LENGTH, VOCABULARY, make, wrap
 from tests.support.world import forkserver
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode
@@ -28,33 +29,53 @@ SAMPLES, MICROBATCHES, STEPS = 30, 5, 9
 """Three steps in each of three epochs."""
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
+class Normed(nn.Module):
+    """A model with buffers that its forwards write."""
 
-    def make_job(script: Callable[..., Any], *given: Any) -> Job:
-        made.append(Job(tmp_path, script, *given))
-        return made[-1]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = GPT(), nn.BatchNorm1d(LENGTH)
 
-    yield make_job
-    for each in made:
-        each.close()
+    @property
+    def blocks(self) -> Any:
+        return self.inner.blocks
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(tokens) + self.norm(tokens.float()).sigmoid().mean()
+        return loss
 
 
 def protected(options: dict[str, Any], **config: Any) -> tuple[Any, Any, Any]:
-    """The model, the optimizer and the run of a script."""
+    """The model, the optimizer and the run of a script; options are those of DDP, and `OF_RUN`."""
     dist.init_process_group("gloo")
-    model = make("ddp", **options)
+    ddp = {key: value for key, value in options.items() if key not in OF_RUN}
+    if "buffers" in options:
+        torch.manual_seed(0)
+        model = wrap(Normed(), "ddp", **ddp)
+    else:
+        model = make("ddp", **ddp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return model, optimizer, protect(model, optimizer, **config)
+    more: dict[str, Any] = {}
+    if "schedule" in options:
+        more["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
+    if "scaler" in options:
+        more["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    elastic = {"accumulate": options.get("accumulate", "owner")}
+    return model, optimizer, protect(model, optimizer, elastic, more, **config)
 
 
-def protect(model: Any, optimizer: Any, **config: Any) -> Any:
+OF_RUN = ("buffers", "schedule", "scaler", "accumulate")
+
+
+def protect(
+    model: Any, optimizer: Any, elastic: dict[str, Any], more: dict[str, Any], **config: Any
+) -> Any:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     loader = DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
-    in_place = {"elastic": {"in_place": True}, **config}
-    return zero_torch.protect(model, optimizer, loader, microbatches=MICROBATCHES, config=in_place)
+    chosen = {"elastic": {"in_place": True, **elastic}, **config}
+    given: dict[str, Any] = {"microbatches": MICROBATCHES, "config": chosen, **more}
+    return zero_torch.protect(model, optimizer, loader, **given)
 
 
 def by_run(model: Any, optimizer: Any, run: Any, batch: Any) -> None:
@@ -110,7 +131,7 @@ def refused(log: Path, directory: str, why: str) -> None:
         model = torch.compile(model, backend="eager")
     if "of its own" in why:
         dist.barrier()
-    run = protect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run = protect(model, torch.optim.SGD(model.parameters(), lr=0.1), {}, {})
     run.load(directory)
     while True:
         for (batch,) in one_ahead(run.loader) if "ahead" in why else run.loader:
@@ -174,12 +195,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "views": {"gradient_as_bucket_view": True},
     "activations computed again": {"reentrant": False},
+    "buffers": {"buffers": True},
+    "schedule and scaler": {"schedule": True, "scaler": True},
+    "accumulate": {"accumulate": "local"},
 }
+OF_SCRIPT = [name for name, options in OPTIONS.items() if not {"schedule"} & options.keys()]
+"""Those of which a script steps nothing but the optimizer."""
 
 
 @pytest.mark.corners(name=["ddp"], turn=[by_script])
-@pytest.mark.parametrize("turn", [by_run, by_script])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [*itertools.product(OPTIONS, [by_run]), *itertools.product(OF_SCRIPT, [by_script])],
+)
 def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path, name: str, turn: Any
 ) -> None:
@@ -238,16 +266,17 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
     steps = set()
     while run.global_step < STEPS:
         for (batch,) in run.loader:
+            before = run.global_step
             turn(model, optimizer, run, batch)
             run.save_if_due(directory, every_steps=100)
-            steps.add(run.global_step)
+            steps |= {run.global_step} if run.global_step > before else set()
             reach("a step that has just ended")
             if run.global_step == STEPS:
                 break
     assert dist.get_rank() == int(os.environ["RANK"])
     result = run.weight_hash(), run.samples
     run.close()
-    return result, len(steps - {0})
+    return result, len(steps)
 
 
 @pytest.mark.corners(name=["ddp"], moment=["a backward"], victim=[1], turn=[by_run])
@@ -258,6 +287,7 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
     [
         *itertools.product(["ddp", "static graph"], [by_run, by_script, plainly]),
         *itertools.product(["unused"], [by_run, by_script]),
+        *itertools.product(["buffers", "schedule and scaler", "accumulate"], [by_run]),
     ],
 )
 def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(

@@ -28,7 +28,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    loader = DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(tokens), batch_size=2, shuffle=True, num_workers=int(in_place)
+    )
     run = zero_torch.protect(
         model,
         optimizer,
