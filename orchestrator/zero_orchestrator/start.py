@@ -57,6 +57,7 @@ def run(module: str) -> NoReturn:
             os.dup2(descriptor, number)
             if descriptor > number:
                 os.close(descriptor)
+            os.set_inheritable(number, True)  # a program that is started has streams as well
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     # What a terminal cannot show (the name of a file that is not UTF-8, a table in a locale of 8
     # bits) is shown as Python writes it: one such character in a job would end every look at it.

@@ -73,6 +73,8 @@ def status_of(worker: int, news: queue.SimpleQueue) -> int:
         ("import sys; sys.exit(3)", 3),
         ("raise SystemExit('in words')", 1),
         ("raise ValueError('no')", 1),
+        ("import sys; sys.stdout = sys.stderr = None", 0),
+        ("import sys; sys.stdout = object()", 0),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("import sys, os; assert sys.argv[1:] == ['one', 'two words']", 0),
         ("import os; assert os.environ['RANK'] == '7'", 0),

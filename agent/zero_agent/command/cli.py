@@ -29,7 +29,7 @@ from zero_agent.etcd.rdzv_conf import RdzvConf, check_backend, parse_rdzv_conf
 from zero_agent.loop.agent import Agent
 from zero_agent.loop.config import AgentConfig
 from zero_agent.node import signals
-from zero_agent.node.health_checks import await_fit
+from zero_agent.node.health_checks import allow_files, await_fit
 from zero_agent.node.health_endpoint import Health, served
 from zero_agent.node.network import address_towards
 from zero_agent.workers import oom
@@ -129,6 +129,7 @@ def _meet(
     access = Access.of(args, conf, args.rdzv_endpoint)
     config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
     world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
+    allow_files(config.slots)
     backend = backend if way is Way.NAMED else ""
     threads = ""
     if config.slots > 1 and "OMP_NUM_THREADS" not in os.environ:  # as torchrun, in one line

@@ -139,9 +139,22 @@ def _memory(node: Surroundings) -> str:
     return f"{_mib(free)} available"
 
 
+def allow_files(slots: int) -> None:
+    """Let this process and those that it starts open as many files as they need, if they may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = _files(slots)
+    if soft < need and soft != resource.RLIM_INFINITY:
+        with contextlib.suppress(ValueError, OSError):  # the hard limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
+
+def _files(slots: int) -> int:
+    return max(_FILES, _FILES_PER_WORKER * slots)
+
+
 def _open_files(node: Surroundings) -> str:
-    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_PER_WORKER * node.slots
-    need = max(_FILES, need)
+    """Check the hard limit: up to that `allow_files` raises the other."""
+    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[1], _files(node.slots)
     if limit != resource.RLIM_INFINITY and limit < need:
         raise HealthCheckFailed(
             f"a process may open {limit} files, {need} needed", f"ulimit -n {need}"

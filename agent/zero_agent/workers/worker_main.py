@@ -145,7 +145,7 @@ def end_process(code: int) -> NoReturn:
                 with contextlib.suppress(Exception):  # as in a destructor
                     finish(file)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # the script may have put anything in its place
             stream.flush()
     os._exit(code)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -49,6 +51,21 @@ def test_more_workers_than_there_is_memory_or_shared_memory_for_are_too_many():
     assert "needed" in node["shared memory"].found
     assert "ulimit -n 64000000" in node["open files"].remedy
     assert node["clock"].passed
+
+
+@pytest.mark.parametrize("hard", [1 << 14, 512])
+def test_an_agent_may_open_as_many_files_as_it_needs_where_the_hard_limit_allows_it(hard):
+    program = f"""
+        import resource
+        from zero_agent.node import health_checks
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))
+        health_checks.allow_files(20)
+        print(resource.getrlimit(resource.RLIMIT_NOFILE))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == {1 << 14: "(1280, 16384)\n", 512: "(256, 512)\n"}[hard]
 
 
 def test_the_page_cache_of_a_container_is_memory_that_workers_can_have(tmp_path, monkeypatch):

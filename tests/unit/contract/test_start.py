@@ -45,8 +45,11 @@ def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
 
 def test_what_is_closed_leads_nowhere_and_is_no_file_that_is_opened_next(tmp_path):
     program = """
-        import os, sys
+        import os, subprocess, sys
         def main():
+            child = "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"
+            if subprocess.run([sys.executable, "-c", child]).returncode:
+                return 1
             opened = os.open("opened", os.O_CREAT | os.O_WRONLY)
             print("to nobody")
             os.write(1, b"nor this")
