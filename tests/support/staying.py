@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,7 @@ def run(
 ) -> None:
     """Be a worker: run a script, which waits after each step for leave to go on."""
     torch.set_num_threads(1)
+    socket.setdefaulttimeout(0.05)  # as a script may: no socket of ours has it
     os.environ.update(environ)
     report = AgentLink.progress
 

@@ -4,6 +4,7 @@ It saves every 5 steps; with "in-place" it keeps each one in memory, and its pro
 `DIRECTORY/pause` has the seconds that each step takes more.
 """
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ SAMPLES, EPOCHS = 205, 2
 def main() -> None:
     wrapper, directory, in_place = sys.argv[1], Path(sys.argv[2]), "in-place" in sys.argv
     torch.set_num_threads(1)
+    socket.setdefaulttimeout(0.05)  # as a script may: no socket of ours has it
     dist.init_process_group("gloo")
     model = make(wrapper)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -76,7 +76,8 @@ class Forkserver:
         self._pids: dict[int, int] = {}
         self._ids: dict[int, int] = {}
         self._parent = os.getppid()
-        self._listener: socket.socket | None = None
+        self._listener: int | None = None
+        """Of the agent's ring. A descriptor: what is preloaded may have given sockets a timeout."""
         self._word: tuple[Key, str] | None = None
 
     def serve(self) -> worker_main.Program | None:
@@ -105,7 +106,8 @@ class Forkserver:
                 if not data:  # the agent is gone, however it ended
                     self._kill_children()
                     if self._listener is not None and self._word is not None:
-                        last_word(self._listener, self._parent, *self._word)
+                        listener = socket.socket(fileno=self._listener)
+                        last_word(listener, self._parent, *self._word)
                     # One generation after the other: the orphans of a killed generation are
                     # adopted, and killed next.
                     deadline = time.monotonic() + KILL_TIMEOUT_S
@@ -134,9 +136,9 @@ class Forkserver:
             return None
         if order["op"] in {"word", "stop"}:
             if self._listener is not None:
-                self._listener.close()
+                os.close(self._listener)
             self._word = (order["key"], order["node"]) if fds else None
-            self._listener = socket.socket(fileno=fds[0]) if fds else None
+            self._listener = fds[0] if fds else None
             return None
         forkserver = os.getpid()
         pid = os.fork()
@@ -154,7 +156,7 @@ class Forkserver:
         """In the forked worker: give up everything that belongs to the forkserver."""
         self._word = None
         if self._listener is not None:
-            self._listener.close()
+            os.close(self._listener)
         signal.set_wakeup_fd(-1)
         numbers = [signal.SIGCHLD, signal.SIGHUP]
         if order["op"] == "start":  # the hosts of stores and timers go on ignoring SIGTERM

@@ -119,18 +119,7 @@ class AgentLink:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         path = path or os.environ.get(contract.ENV_SOCKET)
-        self._socket: socket.socket | None = None
-        if path:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            # A timeout for sending only: the reader thread waits however long the agent sends
-            # nothing.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-            try:
-                connection.connect(path)
-                self._socket = connection
-            except OSError as error:
-                connection.close()
-                _log.warning("no agent at %s (%s); training continues without it", path, error)
+        self._socket = _connected(path) if path else None
         self.present = bool(path)
         """Whether this worker runs under an agent, reachable or not."""
         self.group_lost = threading.Event()
@@ -518,6 +507,21 @@ class AgentLink:
             connection.close()
             if reason:
                 _log.warning("%s; training continues", reason)
+
+
+def _connected(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # A timeout for sending only: the reader thread waits however long the agent sends nothing. A
+    # script may have given all sockets one (`socket.setdefaulttimeout`).
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        _log.warning("no agent at %s (%s); training continues without it", path, error)
+        return None
+    return connection
 
 
 def _wait_reply(request: int) -> WaitReply:

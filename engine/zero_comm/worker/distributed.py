@@ -7,10 +7,12 @@ waits for no peer, and the process can join another group afterwards.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -49,6 +51,10 @@ ABORT_TIMEOUT_S = 5.0
 """How long an abort may take; then the process ends, or continues, without its end."""
 MPI_PORT = 29500
 """The port of rank 0's store under mpirun and srun; DeepSpeed's default as well."""
+_LIBRARY = ctypes.CDLL(None)
+_ADDRESS_BYTES = 128
+_ADDRESSES: Mapping[int, slice] = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
+"""Where the kernel puts the host in an address of each family."""
 
 
 def group_timeout_s() -> float:
@@ -136,6 +142,7 @@ def _await_round() -> bool:
         return False
     hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid())
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(None)  # a script may have given all sockets one
         connection.connect(path)
         connection.sendall(encode(hello) + encode(Left(round=0, step=0, stays=True)))
         for line in connection.makefile("rb"):
@@ -195,21 +202,24 @@ def hang_up_on_store() -> None:
     with suppress(OSError):
         known = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         for number in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # no socket, or not connected
-                connection = socket.socket(fileno=number)
-                try:
-                    if _is_at(connection, known, port):
-                        connection.shutdown(socket.SHUT_RDWR)
-                finally:
-                    connection.detach()  # it is torch's
+            if _is_at(number, known, port):
+                _LIBRARY.shutdown(number, socket.SHUT_RDWR)
 
 
-def _is_at(connection: socket.socket, hosts: Collection[object], port: int) -> bool:
-    """Whether the other end is there; torch connects to IPv4 addresses by mapped IPv6 ones."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+def _is_at(number: int, hosts: Collection[object], port: int) -> bool:
+    """Whether the other end is there; torch connects to IPv4 addresses by mapped IPv6 ones.
+
+    Python's own socket of a descriptor would change how it blocks, for whoever it belongs to, if
+    the script has given all sockets a timeout (`socket.setdefaulttimeout`).
+    """
+    peer, size = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_int(_ADDRESS_BYTES)
+    if _LIBRARY.getpeername(number, peer, ctypes.byref(size)):
+        return False  # no socket, or not connected
+    family = int.from_bytes(peer.raw[:2], sys.byteorder)
+    if family not in _ADDRESSES or int.from_bytes(peer.raw[2:4], "big") != port:
         return False
-    peer = connection.getpeername()
-    return peer[1] == port and peer[0].removeprefix("::ffff:") in hosts
+    host = socket.inet_ntop(family, peer.raw[_ADDRESSES[family]])
+    return host.removeprefix("::ffff:") in hosts
 
 
 def found_again(environ: Mapping[str, str], within_s: float = GROUP_TIMEOUT_S) -> None:
