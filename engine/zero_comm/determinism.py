@@ -56,6 +56,39 @@ its name for a user. Where a device computes, the processor decides nothing."""
 _OF_RUN = {"torch": "the version of torch", "threads": "torch's number of threads"}
 """Causes that the record of a run has under keys of its own."""
 
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+"""Torch's newer words for them: its older ones, which `set_float32_matmul_precision` has."""
+_VARIABLES = (
+    "MKL_CBWR",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables of the environment that decide how the libraries of torch compute."""
+_UNUSUAL: Mapping[str, Callable[[], bool]] = {
+    "autocast": lambda: torch.is_autocast_enabled("cpu"),
+    "einsum by opt_einsum": lambda: torch.backends.opt_einsum.enabled,
+    "no denormals": lambda: (
+        not torch.tensor(1e-40, dtype=torch.float32, device="cpu").mul(1).item()
+    ),
+    "no oneDNN": lambda: not torch.backends.mkldnn.enabled,
+}
+"""Switches of torch that are not as it sets them, where a CPU computes."""
+_UNUSUAL_ON_DEVICE: Mapping[str, Callable[[], bool]] = {
+    "autocast": lambda: torch.is_autocast_enabled("cuda"),
+    "einsum by opt_einsum": _UNUSUAL["einsum by opt_einsum"],
+    "no cuDNN": lambda: not torch.backends.cudnn.enabled,
+    "sums of bf16 in fp32": lambda: (
+        not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "sums of fp16 in fp16": lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+    "sums of fp16 in fp32": lambda: (
+        not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+}
+
 
 class Deterministic(StrEnum):
     """The values of elastic.deterministic."""
@@ -152,11 +185,12 @@ def _libraries() -> str:
 
 
 def _kernels(*, on_device: bool) -> str:
+    cuda = torch.backends.cuda
+    library = torch.backends.cudnn if on_device else torch.backends.mkldnn
+    matmul = cuda.matmul if on_device else library.matmul
     repeat = torch.are_deterministic_algorithms_enabled()
-    chosen = ["deterministic" if repeat else "any"]
-    chosen.append(f"matmul precision {torch.get_float32_matmul_precision()}")
+    chosen = ["deterministic" if repeat else "any", f"matmul precision {_precision(matmul)}"]
     if on_device:
-        cuda = torch.backends.cuda
         enabled = {
             "cudnn": cuda.cudnn_sdp_enabled(),
             "flash": cuda.flash_sdp_enabled(),
@@ -164,7 +198,18 @@ def _kernels(*, on_device: bool) -> str:
             "memory-efficient": cuda.mem_efficient_sdp_enabled(),
         }
         chosen.append(f"attention {' '.join(name for name, on in enabled.items() if on)}")
+    for name, of in {"convolution": library.conv, "recurrence": library.rnn}.items():
+        if _precision(of) != ("high" if on_device else "highest"):
+            chosen.append(f"{name} precision {_precision(of)}")
+    switches = _UNUSUAL_ON_DEVICE if on_device else _UNUSUAL
+    chosen += [name for name, is_set in switches.items() if is_set()]
+    chosen += [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     return ", ".join(chosen)
+
+
+def _precision(of: Any) -> str:
+    """That of products of fp32. `get_float32_matmul_precision` raises once this has been set."""
+    return _PRECISIONS.get(of.fp32_precision, of.fp32_precision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from tests.numerics.test_stock_torch import batches, protected
 from tests.support.models import TinyGPT
 from tests.support.training import config, make_engine, train
-from tests.support.world import WorldError, WorldPool, one_result
+from tests.support.world import WorldError, WorldPool, forkserver, one_result
+from zero_comm import determinism
 
 STAGES = (0, 1, 2, 3)
 
@@ -206,15 +208,15 @@ def test_a_mix_of_hardware_is_named_or_refused(worlds: WorldPool) -> None:
         worlds.run(2, mix, "error")
 
 
-def mix(mode: str, stock: bool = False) -> list[str]:
-    """The warnings of a rank, each of which has another number of threads."""
+def mix(mode: str, stock: bool = False, threads: int = 0) -> list[str]:
+    """The warnings of a rank, each of which has another number of threads, or this one."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("zero_comm.determinism")
     logger.addHandler(handler)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 + int(torch.distributed.get_rank()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or 1 + int(torch.distributed.get_rank()))
     try:
         with strict(mode) as settings:
             if stock:
@@ -222,9 +224,81 @@ def mix(mode: str, stock: bool = False) -> list[str]:
             else:
                 make_engine(config(0, **settings))
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
         logger.removeHandler(handler)
     return lines
+
+
+_BACKENDS = torch.backends
+SWITCHES: dict[str, tuple[Callable[[], object], str, str]] = {
+    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), "autocast", ""),
+    "autocast on a device": (lambda: torch.set_autocast_enabled("cuda", True), "", "autocast"),
+    "oneDNN": (lambda: setattr(_BACKENDS.mkldnn, "enabled", False), "no oneDNN", ""),
+    "cuDNN": (lambda: setattr(_BACKENDS.cudnn, "enabled", False), "", "no cuDNN"),
+    "denormals": (lambda: torch.set_flush_denormal(True), "no denormals", ""),
+    "a variable": (lambda: os.environ.update(MKL_CBWR="AVX2"), "MKL_CBWR=AVX2", "MKL_CBWR=AVX2"),
+    "the older way": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        "matmul precision high",
+        "matmul precision high",
+    ),
+    "the newer way": (
+        lambda: setattr(_BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+        "",
+        "matmul precision high",
+    ),
+    "the newer way on a CPU": (
+        lambda: setattr(_BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"),
+        "matmul precision medium",
+        "",
+    ),
+    "convolutions": (
+        lambda: setattr(_BACKENDS.cudnn.conv, "fp32_precision", "ieee"),
+        "",
+        "convolution precision highest",
+    ),
+    "convolutions on a CPU": (
+        lambda: setattr(_BACKENDS.mkldnn.conv, "fp32_precision", "tf32"),
+        "convolution precision high",
+        "",
+    ),
+    "all": (
+        lambda: setattr(_BACKENDS, "fp32_precision", "tf32"),
+        "matmul precision high, convolution precision high, recurrence precision high",
+        "matmul precision high",
+    ),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_what_a_script_switches_in_torch_is_in_the_record_of_what_computes(switch: str) -> None:
+    with forkserver().Pool(1) as pool:  # a process of its own: not all can be taken back
+        assert pool.apply(switched, (switch,)) == SWITCHES[switch][1:]
+
+
+def switched(switch: str) -> tuple[str, ...]:
+    """What the record of a CPU and that of a device have with a switch alone."""
+    before, _, after = records(), SWITCHES[switch][0](), records()
+    pairs = zip(before, after, strict=True)
+    return tuple(", ".join(each for each in now if each not in then) for then, now in pairs)
+
+
+def records() -> list[list[str]]:
+    return [determinism._kernels(on_device=where).split(", ") for where in (False, True)]
+
+
+def test_ranks_that_compute_in_other_ways_are_named(worlds: WorldPool) -> None:
+    (lines, none) = worlds.run(2, mix_of_kernels)
+    assert none == []
+    assert [line.partition(";")[0] for line in lines] == [
+        "the ranks do not compute on the same: the choice of kernels is deterministic, matmul "
+        "precision highest on rank 0, deterministic, matmul precision highest, no oneDNN on rank 1"
+    ]
+
+
+def mix_of_kernels() -> list[str]:
+    with torch.backends.mkldnn.flags(enabled=torch.distributed.get_rank() == 0):
+        return mix("warn", threads=1)
 
 
 def test_a_resume_on_other_hardware_is_refused_and_the_manifest_says_what_it_was(
