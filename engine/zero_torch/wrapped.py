@@ -148,7 +148,7 @@ def is_first_replica(tensor: DTensor) -> bool:
 
 
 class HookOfOriginal:
-    """A hook of a module, which copies of the module do not have."""
+    """A hook of a module, which copies of the module do not have, and no file has."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
@@ -157,8 +157,9 @@ class HookOfOriginal:
         """Call the hook, on the module itself."""
         self._hook(*args)
 
-    def __deepcopy__(self, _: object) -> HookOfOriginal:
-        return HookOfOriginal(_nothing)
+    def __reduce__(self) -> Any:
+        """Of a copy, or in a file: a hook that does nothing."""
+        return HookOfOriginal, (_nothing,)
 
 
 def _nothing(*_: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,38 @@ def test_the_options_of_a_wrapper_change_no_bit(
     found = worlds.run(5, trained_with, wrapper, options)  # a step is one micro-step
     found += worlds.run(2, trained_with, wrapper, options)
     assert found == [expected[0]] * 7
+
+
+def copied(wrapper: str, as_file: bool) -> tuple[str, ...]:
+    """The weights of a run whose model is copied, and the sums of two copies: one trains."""
+    model, _, run = protected(wrapper)
+    copies: list[Any] = []
+    for tokens in batches(run):
+        run.backward(model(tokens))
+        if run.step() and not copies:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+            other = torch.optim.SGD(copies[as_file].parameters(), lr=0.1)
+        if copies:
+            copies[as_file](tokens).backward()
+            other.step()
+            other.zero_grad()
+    sums = [sum(p.double().abs().sum().item() for p in each.parameters()) for each in copies]
+    return run.weight_hash(), *map(str, sums)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp"])
+def test_a_copy_of_a_model_trains_by_itself_and_changes_nothing(
+    worlds: WorldPool, wrapper: str, as_file: bool
+) -> None:
+    (expected, *_) = worlds.run(1, trained, "plain")
+    for world in (1, 2) if wrapper == "ddp" else (1,):
+        found = worlds.run(world, copied, wrapper, as_file)
+        assert {weights for weights, *_ in found} == {expected[0]}
+        assert all(len(set(each)) == 3 for each in found)  # the trained one is another
 
 
 def losses_where_one_is_not_seen(wrapper: str) -> list[str]:

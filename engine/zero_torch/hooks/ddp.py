@@ -72,6 +72,10 @@ class _Buckets:
         gradients.settles.append(self._reduce_rests)
         gradients.ends.append(self._end_backward)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy of the model, or a file with it, has the reducer of DDP and nothing of this."""
+        return type(None), ()
+
     def reduce(self, bucket: dist.GradBucket) -> None:
         """Begin to reduce the gradients of a bucket in place."""
         now, before = self.gradients.now, self._now
