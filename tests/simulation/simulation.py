@@ -13,6 +13,8 @@ from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
 from zero_orchestrator.membership.moves import Move
 
+MANY = 0.03
+"""The part of the seeds whose jobs live through tens of rounds."""
 AGAIN_S = 3.0
 """Whoever runs an agent that has ended with an error starts it again after this time."""
 LIVE_S = 300.0
@@ -77,6 +79,9 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
     if own.random() < 0.5:
         start_up_s, forbidden = own.choice([0.5, 3.0, 10.0]), own.choice([0.0, 0.0, 0.3])
         setting = replace(setting, in_place=True, start_up_s=start_up_s, forbidden=forbidden)
+    many = not free and random.Random(f"{seed} many rounds").random() < MANY
+    if many:
+        setting = replace(setting, steps=200, step_s=1.0, max_restarts=1000)
     names = [chr(ord("a") + number) for number in range(nodes)]
     left_out = {"stop", "stuck-loop", HEAL, *([] if setting.in_place else OF_WAITING)}
     kinds = list(FREE) if free else [kind for kind in APPLY if kind not in left_out]
@@ -85,7 +90,7 @@ def plan(seed: int, *, free: bool | None = None) -> Plan:
     until_s = 0.8 * setting.steps * setting.step_s + 5.0
     late = source.random() < 0.3
     begin = [Fault(round(late * source.uniform(0, until_s), 2), "start", name) for name in names]
-    count = min(round(source.expovariate(1 / 9)), 40)
+    count = 60 if many else min(round(source.expovariate(1 / 9)), 40)
     faults = draw(source, names, count=count, until_s=until_s, kinds=kinds)
     if source.random() < 0.1:
         faults.append(Fault(round(source.uniform(0, 1.5 * until_s), 2), "stop"))
