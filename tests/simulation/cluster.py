@@ -38,6 +38,7 @@ from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
+from zero_orchestrator.observe.goodput import Use
 
 JOB = "sim"
 KEYS = Keys(JOB)
@@ -178,8 +179,16 @@ class Cluster:
             for _ in range(2)
         )
         try:
+            # It may have stood still before its first instruction.
+            before_ns = {Use.STARTING: round(1e9 * (self.kernel.now - run.began_s))}
             run.agent = Agent(
-                self._config(name, run), JOB, store, SystemClock(), {}, telemetry=telemetry
+                self._config(name, run),
+                JOB,
+                store,
+                SystemClock(),
+                {},
+                telemetry=telemetry,
+                before_ns=before_ns,
             )
             run.code = run.agent.run()
         except ZeroError as error:
