@@ -62,6 +62,7 @@ class Agent:
         self._memory = memory
         self._leave_after = leave_after
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.settimeout(None)
         self._listener.bind(str(path))
         self._listener.listen(1)
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -69,6 +70,7 @@ class Agent:
 
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
+        connection.settimeout(None)
         with connection, connection.makefile("rb") as lines:
             for line in lines:
                 message = contract.decode(line)

@@ -36,6 +36,7 @@ class Agent:
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.settimeout(None)
         self._listener.bind(str(path))
         self._listener.listen(1)
         self._connection: socket.socket | None = None
@@ -44,6 +45,7 @@ class Agent:
         """Take the worker's connection that is open, and write to it: it has begun with another."""
         while self._connection is None:
             connection, _ = self._listener.accept()
+            connection.settimeout(None)
             try:
                 connection.sendall(contract.encode(message))
                 self._connection = connection

@@ -172,7 +172,7 @@ class QueuedGroup(dist.ProcessGroup):
             while not self._store.check([f"port/{peer}"]):
                 self._check_aborted()
             port = int(self._store.get(f"port/{peer}"))
-            connection = socket.create_connection(("127.0.0.1", port))
+            connection = socket.create_connection(("127.0.0.1", port), timeout=30)
             connection.sendall(_HEADER.pack(self._rank_here))
             self._connections[peer] = connection
         while len(self._connections) < self._world_here - 1:
