@@ -418,16 +418,21 @@ def fill_in(session: Session, runs: bool) -> None:
     link.why_anew = (why_not or "it cannot go on") if told else ""
 
 
-def survive(session: Session) -> None:
-    """After the loss of a peer go on in the next round, after its newest checkpoint."""
+def survive(session: Session) -> bool:
+    """After the loss of a peer go on in the next round, after its newest checkpoint.
+
+    Returns:
+        Whether the step under way has lost one; then it has ended here.
+    """
     link, lost = session._link, session.lost
     if lost is None:
-        return
+        return False
     _log.warning("this process waits for the next round: %s", lost)
     link.group_lost.set()
     with suppress(CheckpointError, CommitRefused, PeerLost):  # what was in flight has no effect
         session._persistence.close()
     session._go_on(link.stay(session._training.cursor.step, str(lost)))
+    return True
 
 
 # ---- for who owns the state: the end of a step ----

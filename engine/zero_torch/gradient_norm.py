@@ -1,18 +1,29 @@
-"""The norm of all gradients under stock PyTorch: which rank norms which elements of each."""
+"""The norm of gradients under stock PyTorch: which rank norms which elements of each.
+
+Must always hold: also where the script asks torch for it (`clip_grad_norm_`), the norm does not
+depend on the number of ranks. Torch adds the squares of shards in the order of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import utils
+from torch.nn.utils import clip_grad
 
 from zero_comm.exchange.collectives import Collectives
+from zero_contract.errors import ZeroError
 from zero_step.agree import Agreement
 from zero_step.gradients.division import Division, chunks, shares
-from zero_torch.ordered_gradients import as_real
+from zero_torch.ordered_gradients import OrderedGradients, as_real
 from zero_torch.wrapped import local
 
 
@@ -39,6 +50,95 @@ class GradientNorm:
         """The first parameter whose gradient is not finite. Collective."""
         number, _ = self.agreement.first_not_finite()
         return self._names[number]
+
+
+_torchs = clip_grad._get_total_norm
+_runs: WeakSet[Norms] = WeakSet()
+
+
+class Norms:
+    """Those of a run, which keeps this: torch, too, asks here for the norm of its gradients."""
+
+    def __init__(
+        self,
+        gradients: OrderedGradients,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        begin: Callable[[], bool],
+        guard: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Answer from now on.
+
+        Args:
+            gradients: Those of the run.
+            collectives: Those of the run.
+            device: Where the gradients are.
+            begin: Says whether the step ends now; then its gradients have the weights of their
+                tokens. Collective.
+            guard: A context around an exchange, which ends it early if a peer is lost.
+        """
+        self._gradients, self._begin, self._guard = gradients, begin, guard
+        self._where = collectives, device
+        self._last: tuple[list[str], GradientNorm] | None = None
+        clip_grad._get_total_norm = utils.get_total_norm = _total_norm
+        _runs.add(self)
+
+    def end(self) -> None:
+        """Answer torch no more."""
+        _runs.discard(self)
+
+    def of(self, trained: Mapping[str, nn.Parameter]) -> GradientNorm:
+        """That of the gradients of some parameters."""
+        if self._last is None or self._last[0] != list(trained):
+            self._last = list(trained), GradientNorm(trained, *self._where)
+        return self._last[1]
+
+    def asked(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
+        """What torch is asked, []; None if it has to answer by itself. Collective.
+
+        Raises:
+            ZeroError: It would depend on the number of ranks.
+        """
+        trained = self._gradients.trained
+        owners = {id(each.grad): name for name, each in trained.items() if each.grad is not None}
+        names = [owners[id(each)] for each in gradients if id(each) in owners]
+        if not names or order == math.inf or not self._begin():
+            return None
+        if order != 2 or len(names) < len(gradients):
+            raise ZeroError(
+                f"a norm of order {order:g} of {len(gradients)} gradients, of which this run has "
+                f"{len(names)}, would depend on the number of ranks; clip by one of order 2 or "
+                "infinity, and the gradients of each run by themselves"
+            )
+        norm = self.of({name: trained[name] for name in names})
+        total = torch.zeros((), device=gradients[0].device)
+        with self._guard():
+            total += norm.agreement.reach(norm.parts(gradients), torch.zeros(0)).norm
+        return total
+
+
+def scale(trained: Mapping[str, nn.Parameter], factor: float) -> None:
+    """Multiply all gradients that there are."""
+    if factor != 1:
+        gradients = (each.grad for each in trained.values())
+        torch._foreach_mul_([local(each) for each in gradients if each is not None], factor)
+
+
+def _total_norm(
+    tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None
+) -> Tensor:
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    answers = (each.asked(given, float(norm_type)) for each in _runs)
+    total = next((each for each in answers if each is not None), None)
+    if total is None:
+        return _torchs(given, norm_type, error_if_nonfinite, foreach)
+    if error_if_nonfinite:
+        _torchs([total], error_if_nonfinite=True)  # raises what it would
+    if not isinstance(given[0], DTensor):
+        return total
+    mesh = given[0].device_mesh
+    return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _division_of(parameter: Tensor, world: int) -> Division:

@@ -43,7 +43,7 @@ from zero_torch import hooks, settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.checks import self_test
 from zero_torch.checks.as_given import AsGiven
-from zero_torch.gradient_norm import GradientNorm
+from zero_torch.gradient_norm import Norms, scale
 from zero_torch.hooks.ddp import DEPTH
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.optimizers.held_calls import HeldCalls, Steps
@@ -56,7 +56,6 @@ from zero_torch.wrapped import (
     Wrapper,
     check_gradients,
     choose_sums,
-    local,
     make_reduction,
 )
 
@@ -125,8 +124,13 @@ class Run(Checkpoints):
         self._gradients.starts.append(partial(fill_in, self, True))
         self._gradients.changes.append(self._train_others)
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
-        self._clipping: GradientNorm | None = None
-        """Made when the script first clips."""
+        self._norms = Norms(
+            self._gradients,
+            self._collectives,
+            self._device,
+            begin=lambda: self._phase.state in (State.RUN, State.SHARED) and self._weigh(),
+            guard=partial(outlived, self),
+        )
         self._watches = False
         """Whether forwards are watched."""
         self._owed = False
@@ -144,8 +148,7 @@ class Run(Checkpoints):
             has_acted=self._has_acted,
             count=self._count_step,
         )
-        held = former._held if former else HeldCalls(optimizer, scheduler, scaler)
-        self._held: HeldCalls = held
+        self._held: HeldCalls = former._held if former else HeldCalls(optimizer, scheduler, scaler)
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._learning_rates = LearningRates(optimizer)
         given = options.sample_ledger, self._link.round, self._collectives.everybodys
@@ -183,6 +186,7 @@ class Run(Checkpoints):
         for hook in self._hooks:
             hook.remove()
         self._gradients.drop_all()
+        self._norms.end()
         self._held.drop()
         if self._ledger is not None:
             self._ledger.close()
@@ -207,18 +211,15 @@ class Run(Checkpoints):
         """Layers were frozen or unfrozen since the last step."""
         check_members(self._optimizer, self._gradients.trained)
         check_gradients(self._wrapped, self._world)
-        self._clipping = None
         if self.staying is not None:
             self.staying.forbid("layers were frozen or unfrozen")
 
     def _agree_on_norm(self, gradients: Sequence[Tensor], max_norm: float) -> tuple[float, float]:
         """The norm of all gradients. Collective: the end of a step needs no other exchange."""
-        given = self._gradients.trained, self._collectives, self._device
-        clipping = self._clipping = self._clipping or GradientNorm(*given)
-        parts = clipping.parts(gradients)
-        agreed = self._agree(clipping.agreement, parts, max_norm=float(max_norm))
+        norm = self._norms.of(self._gradients.trained)
+        agreed = self._agree(norm.agreement, norm.parts(gradients), max_norm=float(max_norm))
         if not math.isfinite(agreed.norm):
-            name, step = clipping.first_not_finite(), self._cursor.step + 1
+            name, step = norm.first_not_finite(), self._cursor.step + 1
             if self._rank == 0:
                 _log.warning("step %d: gradient norm %s, first in %s", step, agreed.norm, name)
         return agreed.norm, self._take_notes(agreed.notes)
@@ -239,7 +240,8 @@ class Run(Checkpoints):
         """Give the gradients the weight of their tokens, if nobody has clipped them. Collective."""
         if self._everybodys is None:
             with outlived(self):
-                self._multiply(self._take_notes(self._agree(self._agreement, []).notes))
+                notes = self._agree(self._agreement, []).notes
+                scale(self._gradients.trained, self._take_notes(notes))
 
     def _agree(self, agreement: Agreement, parts: Sequence[Tensor], **more: float) -> Agreed:
         group, notes = self._collectives, self._notes().tolist()
@@ -247,11 +249,6 @@ class Run(Checkpoints):
         agreed = agreement.reach(parts, group.numbers(notes, agreement.device), options)
         same_options.check(agreed, self._optimizer, group, **more)
         return agreed
-
-    def _multiply(self, factor: float) -> None:
-        if factor != 1:
-            gradients = (p.grad for p in self._gradients.trained.values())
-            torch._foreach_mul_([local(each) for each in gradients if each is not None], factor)
 
     # ---- a step ----
 
@@ -315,14 +312,14 @@ class Run(Checkpoints):
         Returns:
             Whether this was the last micro-batch of a step.
         """
-        if self._survives() or not self._belongs_to_this():
+        if survive(self) or not self._belongs_to_this():
             return False
         last = self._now().last
         with outlived(self):
             if last:
                 self._act(max_norm)
             self._end_micro_step()
-        return last and not self._survives()
+        return last and not survive(self)
 
     def _act(self, max_norm: float | None) -> None:
         if max_norm is not None:
@@ -339,12 +336,6 @@ class Run(Checkpoints):
                 self._phase.move(Move.FAIL)
                 raise
 
-    def _survives(self) -> bool:
-        """Whether the step under way has lost a peer; it ends here, in another round."""
-        is_lost = self.lost is not None
-        survive(self)
-        return is_lost
-
     def clip_grad_norm_(self, max_norm: float) -> float | None:
         """Scale all gradients down to a norm, in the place of torch.nn.utils.clip_grad_norm_.
 
@@ -359,10 +350,10 @@ class Run(Checkpoints):
         gradients = [p.grad for p in trained if p.grad is not None]
         if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
-        factor, self.grad_norm = 1.0, None
+        self.grad_norm = None
         with outlived(self):
             self.grad_norm, factor = clipped(*self._agree_on_norm(gradients, max_norm), max_norm)
-        self._multiply(factor)
+            scale(self._gradients.trained, factor)
         return self.grad_norm
 
     def ledger(self) -> Ledger | None:
@@ -417,7 +408,7 @@ class Run(Checkpoints):
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
-        if not (self._survives() or self._between_steps()):
+        if not (survive(self) or self._between_steps()):
             raise ZeroError(
                 f"{what} in the middle of a step: its gradients cannot be saved; call it after "
                 "the step() of the last micro-batch, which returns True"
@@ -470,7 +461,7 @@ class Run(Checkpoints):
         batches, moves = self.loader, self._cursor.moves
         if batches.elsewhere:
             raise ZeroError(OTHER_THREAD)
-        if self._survives():
+        if survive(self):
             return
         if batches.draws.passed_over is not None:
             raise ZeroError(PASSED_OVER)
@@ -572,12 +563,16 @@ class Run(Checkpoints):
     def _ends_now(self) -> bool:
         return self.lost is None and self._belongs_to_this() and self._now().last
 
-    def _may_act(self) -> bool:
+    def _weigh(self) -> bool:
+        """Whether the step ends now; then its tokens are weighed. Collective."""
         if not self._ends_now():
             return False
         self._phase.check(Move.STEP)
         self._weigh_tokens()
-        if self.lost is not None:
+        return self.lost is None
+
+    def _may_act(self) -> bool:
+        if not self._weigh():
             return False
         self._take_back()
         self.loader.seed_step(acts=True)
