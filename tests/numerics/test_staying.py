@@ -112,6 +112,35 @@ def test_a_worker_that_is_joined_goes_on_in_its_process_with_the_same_bits(
     assert list(ended.values()) == [(expected, losses[step:], 2, 2)]
 
 
+def by_epochs(directory: str, settings: dict[str, Any]) -> Any:
+    """What a script does that counts epochs."""
+    engine = make_engine(settings)
+    engine.load_checkpoint(directory)
+    loader: Any = engine.training_dataloader
+    for _ in range(loader.epoch, STEPS // 3):
+        for batch in loader:
+            engine.backward(engine(batch))
+            engine.step()
+    return fingerprint(engine)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.corners(step=[2])
+def test_who_stays_at_the_end_of_an_epoch_begins_the_next_one_once(
+    job: Callable[..., Job], tmp_path: Path, step: int
+) -> None:
+    """It leaves one step later."""
+    settings = {**config(2), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    one = job(by_epochs, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    one.leave_at(step)
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    _, (expected, _) = alone.get(timeout=60)
+    assert [*ended.values()] == [expected] * 2
+
+
 def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

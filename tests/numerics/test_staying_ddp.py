@@ -224,6 +224,33 @@ def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bi
     assert [result for _, result in ended] == [(*same, 2)] * 2
 
 
+def by_epochs(directory: str) -> Any:
+    """What a script does that counts epochs."""
+    model, optimizer, run = protected({})
+    run.load(directory)
+    for _ in range(run.loader.epoch, 3):
+        for (batch,) in run.loader:
+            by_run(model, optimizer, run, batch)
+            run.save_if_due(directory, every_steps=100)
+    result = run.weight_hash(), run.samples, run.global_step
+    run.close()
+    return result
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.corners(step=[2])
+def test_who_stays_at_the_end_of_an_epoch_begins_the_next_one_once(
+    job: Callable[..., Job], tmp_path: Path, step: int
+) -> None:
+    """It leaves one step later."""
+    one = job(by_epochs, str(tmp_path / "checkpoints"))
+    one.begin([], joining=1)
+    one.leave_at(step)
+    one.begin([0], joining=1)
+    results = [result for _, result in one.end()]
+    assert results == [alone(by_epochs, str(tmp_path / "alone"))] * 2
+
+
 def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:
