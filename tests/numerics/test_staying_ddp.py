@@ -25,8 +25,8 @@ from zero_contract import worker as contract
 from zero_contract.worker import ExitCode
 from zero_torch.ordered_gradients import OrderedGradients
 
-SAMPLES, MICROBATCHES, STEPS = 30, 5, 9
-"""Three steps in each of three epochs."""
+SAMPLES, MICROBATCHES, EPOCHS = 30, 5, 3
+"""Three steps in each."""
 
 
 class Normed(nn.Module):
@@ -99,12 +99,10 @@ def trained(directory: str, turn: Any, options: dict[str, Any]) -> Any:
     """What a script does: its weights, its samples, its world."""
     model, optimizer, run = protected(options)
     run.load(directory)
-    while run.global_step < STEPS:
+    for _ in range(run.loader.epoch, EPOCHS):
         for (batch,) in run.loader:
             turn(model, optimizer, run, batch)
             run.save_if_due(directory, every_steps=100)
-            if run.global_step == STEPS:
-                break
     result = run.weight_hash(), run.samples, of_rounds_before(), dist.get_world_size()
     run.close()
     return result
@@ -224,31 +222,18 @@ def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bi
     assert [result for _, result in ended] == [(*same, 2)] * 2
 
 
-def by_epochs(directory: str) -> Any:
-    """What a script does that counts epochs."""
-    model, optimizer, run = protected({})
-    run.load(directory)
-    for _ in range(run.loader.epoch, 3):
-        for (batch,) in run.loader:
-            by_run(model, optimizer, run, batch)
-            run.save_if_due(directory, every_steps=100)
-    result = run.weight_hash(), run.samples, run.global_step
-    run.close()
-    return result
-
-
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.corners(step=[2])
 def test_who_stays_at_the_end_of_an_epoch_begins_the_next_one_once(
     job: Callable[..., Job], tmp_path: Path, step: int
 ) -> None:
     """It leaves one step later."""
-    one = job(by_epochs, str(tmp_path / "checkpoints"))
+    one = job(trained, str(tmp_path / "checkpoints"), by_run, {})
     one.begin([], joining=1)
     one.leave_at(step)
     one.begin([0], joining=1)
-    results = [result for _, result in one.end()]
-    assert results == [alone(by_epochs, str(tmp_path / "alone"))] * 2
+    *same, _ = alone(trained, str(tmp_path / "alone"), by_run, {})
+    assert [result for _, result in one.end()] == [(*same, 2)] * 2
 
 
 def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
@@ -291,15 +276,13 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
 
     optimizer.step = act
     steps = set()
-    while run.global_step < STEPS:
+    for _ in range(run.loader.epoch, EPOCHS):
         for (batch,) in run.loader:
             before = run.global_step
             turn(model, optimizer, run, batch)
             run.save_if_due(directory, every_steps=100)
             steps |= {run.global_step} if run.global_step > before else set()
             reach("a step that has just ended")
-            if run.global_step == STEPS:
-                break
     assert dist.get_rank() == int(os.environ["RANK"])
     result = run.weight_hash(), run.samples
     run.close()
@@ -332,4 +315,4 @@ def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     assert len(first & ended.keys()) == 2
     same, _ = alone(killed, str(tmp_path / "alone"), *given, -1)
     assert [result for result, _ in ended.values()] == [same] * 3
-    assert all((seen == STEPS) is (pid in first) for pid, (_, seen) in ended.items())
+    assert all((seen == 3 * EPOCHS) is (pid in first) for pid, (_, seen) in ended.items())
