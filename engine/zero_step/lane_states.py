@@ -18,14 +18,22 @@ from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import OTHER, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable
+from zero_comm.exchange.collectives import Collectives
 from zero_contract.errors import ConfigError
 from zero_data.lanes.order import LaneOrder
 from zero_data.position_loader import Feed
+from zero_step.staying import known
 
 _ROWS = TensorId(OTHER, "lanes")
 """[lanes, bytes], see `LaneOrder.rows`."""
-BEGINS = "the begin of an iteration"
+_BEGINS = "the begin of an iteration"
 _log = logging.getLogger(__name__)
+
+
+def meet(collectives: Collectives, own: Tensor) -> Tensor:
+    """What ranks tell each other at the begin of an iteration, see `LaneOrder.meet`. Collective."""
+    with known():
+        return collectives.everybodys(own, _BEGINS)
 
 
 class LaneStates:

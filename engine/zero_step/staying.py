@@ -13,8 +13,10 @@ that ends there waits for itself. A script that has exchanged anything else ther
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -35,6 +37,19 @@ def standing() -> Standing:
     except RuntimeError:  # a group written in Python
         exchanged = -1
     return len(dist.distributed_c10d._world.pg_map), exchanged, WAITS.begun
+
+
+_all: WeakSet[Staying] = WeakSet()
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """What is exchanged within is the training's own, though the script decides when."""
+    before = standing()
+    yield
+    after = standing()
+    for each in _all:
+        each.pass_over(before, after)
 
 
 MEETS_WITHIN_S = 60.0
@@ -67,6 +82,7 @@ class Staying:
         """Called once, when the script first does what forbids it to stay."""
         self.meets_within_s = max(MEETS_WITHIN_S, AS_LONG_AS * came_after_s)
         self._at = standing()
+        _all.add(self)
         if self._at[1] < 0:
             self.forbid("its process group does not tell how many exchanges there were")
         if began not in ((0, 0, 0), (1, 0, 0)):
@@ -86,6 +102,17 @@ class Staying:
         if not self.why_not:
             self.why_not = why
             self.when_forbidden()
+
+    def pass_over(self, before: Standing, after: Standing) -> None:
+        """Do not count what has been exchanged between these two."""
+        groups, exchanged, begun = (now - then for now, then in zip(after, before, strict=True))
+
+        def later(at: Standing) -> Standing:
+            return at[0] + groups, at[1] + exchanged, at[2] + begun
+
+        self._at = later(self._at)
+        if self._since_step is not None:
+            self._since_step = later(self._since_step)
 
     def _compare(self, before: str) -> None:
         if standing() != self._at:

@@ -36,7 +36,7 @@ from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nom
 from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
-from zero_step.lane_states import BEGINS, lanes_of
+from zero_step.lane_states import lanes_of, meet
 from zero_step.phase import Move, State
 from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, survive
 from zero_torch import hooks, settings
@@ -105,7 +105,7 @@ class Run(Checkpoints):
         self._sums = choose_sums(options, self._collectives)
         self._assignment = self._sums.assignment
         place = self._rank, self._assignment, options.seed
-        begins = partial(self._collectives.everybodys, what=BEGINS)
+        begins = partial(meet, self._collectives)
         self.loader = in_order(loader, microbatches, self._cursor, *place, begins)
         if former is not None:  # the script iterates over its loader
             vars(former.loader.order).update(vars(self.loader.order))

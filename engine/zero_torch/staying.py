@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_comm.worker.agent_link import agent_link
 from zero_contract.worker import Ability
-from zero_step.lane_states import lanes_of
 from zero_step.session import Session
 from zero_step.staying import Standing, Staying
 from zero_torch.run import Run
@@ -62,8 +61,6 @@ def _why_not(run: Run, began: Standing) -> str:
     device = next(iter(wrapped.trained().values())).device
     if device.type != "cpu":
         return f"it trains on {device.type}, and only CPUs are tested"
-    if lanes_of(run.loader) is not None:
-        return "its data are read in lanes"
     return _why_not_wrap_again(wrapped) or _why_exchanged(wrapped, began)
 
 

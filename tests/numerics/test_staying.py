@@ -21,23 +21,43 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.lane_data import Rows, StatefulRows
+from tests.support.models import Tokens
 from tests.support.staying import Job
-from tests.support.training import DIVIDED, config, fingerprint, make_engine, run_micro_step, train
+from tests.support.training import (
+    DATASET_SIZE,
+    DIVIDED,
+    config,
+    fingerprint,
+    make_engine,
+    run_micro_step,
+    train,
+)
 from tests.support.waiting import wait_for
 from tests.support.world import forkserver
 from zero_checkpoint import find
 from zero_checkpoint.format.manifest import MANIFEST
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode
+from zero_engine.core.engine import Engine
 from zero_step import staying
 
 STEPS = 9
 """In three epochs of three steps."""
 
 
+def made(settings: dict[str, Any]) -> Engine:
+    """The engine of a script, whose data may be a "stream"."""
+    settings = dict(settings)
+    if (stream := settings.pop("stream", None)) is None:
+        return make_engine(settings)
+    samples = [Tokens(DATASET_SIZE)[index] for index in range(DATASET_SIZE)]
+    return make_engine(settings, training_data=stream(samples))
+
+
 def trained(directory: str, settings: dict[str, Any]) -> Any:
     """What a script does: make, load, train; the losses that this process has seen."""
-    engine = make_engine(settings)
+    engine = made(settings)
     engine.load_checkpoint(directory)
     losses = train(engine, STEPS)
     return fingerprint(engine), losses, engine.world_size, dist.get_world_size()
@@ -56,7 +76,7 @@ def trained_and_saved(directory: str, settings: dict[str, Any]) -> Any:
 
 
 def undisturbed(settings: dict[str, Any]) -> Any:
-    engine = make_engine(settings)
+    engine = made(settings)
     losses = train(engine, STEPS)
     return fingerprint(engine), losses
 
@@ -78,6 +98,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **config(2),
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6}},
     },
+    "stage 3, a stream": {**config(3), "stream": Rows},
+    "stage 1, a stream with a state": {**config(1), "stream": StatefulRows},
     "stage 1, Muon": {**config(1), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
 }
 
@@ -375,7 +397,7 @@ PLAIN = "the script's own "
 
 def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -> Any:
     """A script one of whose ranks dies in step 5, once."""
-    engine = make_engine({**settings, "checkpoint": {"ram": {}}})
+    engine = made({**settings, "checkpoint": {"ram": {}}})
     engine.load_checkpoint(directory)
     dies = os.environ.get(contract.ENV_ROUND) == "1" and dist.get_rank() == victim
     plain = moment.startswith(PLAIN)
@@ -411,7 +433,9 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
 @pytest.mark.corners(name=["stage 3"], moment=["a forward"], victim=[1])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("moment", [*MOMENTS, *(PLAIN + each for each in MOMENTS)])
-@pytest.mark.parametrize("name", ["stage 0", "stage 2, fp16", "stage 3", "stage 3, offloaded"])
+@pytest.mark.parametrize(
+    "name", ["stage 0", "stage 2, fp16", "stage 3", "stage 3, offloaded", "stage 3, a stream"]
+)
 def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path, name: str, moment: str, victim: int
 ) -> None:

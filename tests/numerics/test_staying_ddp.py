@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
+from tests.support.lane_data import Rows, StatefulRows
 from tests.support.staying import Job
 from tests.support.stock import GPT, LENGTH, VOCABULARY, make, wrap
 from tests.support.world import forkserver
@@ -61,18 +62,25 @@ def protected(options: dict[str, Any], **config: Any) -> tuple[Any, Any, Any]:
     if "scaler" in options:
         more["scaler"] = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     elastic = {"accumulate": options.get("accumulate", "owner")}
-    return model, optimizer, protect(model, optimizer, elastic, more, **config)
+    stream = options.get("stream")
+    return model, optimizer, protect(model, optimizer, elastic, more, stream, **config)
 
 
-OF_RUN = ("buffers", "schedule", "scaler", "accumulate")
+OF_RUN = ("buffers", "schedule", "scaler", "accumulate", "stream")
 
 
 def protect(
-    model: Any, optimizer: Any, elastic: dict[str, Any], more: dict[str, Any], **config: Any
+    model: Any,
+    optimizer: Any,
+    elastic: dict[str, Any],
+    more: dict[str, Any],
+    stream: type[Rows] | None = None,
+    **config: Any,
 ) -> Any:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    loader = DataLoader(TensorDataset(tokens), batch_size=2, shuffle=True)
+    data = TensorDataset(tokens) if stream is None else stream([*TensorDataset(tokens)])
+    loader: Any = DataLoader(data, batch_size=2, shuffle=True if stream is None else None)
     chosen = {"elastic": {"in_place": True, **elastic}, **config}
     given: dict[str, Any] = {"microbatches": MICROBATCHES, "config": chosen, **more}
     return zero_torch.protect(model, optimizer, loader, **given)
@@ -196,6 +204,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "buffers": {"buffers": True},
     "schedule and scaler": {"schedule": True, "scaler": True},
     "accumulate": {"accumulate": "local"},
+    "a stream": {"stream": Rows},
+    "a stream with a state": {"stream": StatefulRows},
 }
 OF_SCRIPT = [name for name, options in OPTIONS.items() if not {"schedule"} & options.keys()]
 """Those of which a script steps nothing but the optimizer."""
@@ -297,7 +307,9 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
     [
         *itertools.product(["ddp", "static graph"], [by_run, by_script, plainly]),
         *itertools.product(["unused"], [by_run, by_script]),
-        *itertools.product(["buffers", "schedule and scaler", "accumulate"], [by_run]),
+        *itertools.product(
+            ["buffers", "schedule and scaler", "accumulate", "a stream with a state"], [by_run]
+        ),
     ],
 )
 def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,32 @@ class Stateful(Files):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         Stateful.loaded += 1
         self.number = state["number"]
+
+
+class Rows(IterableDataset[Any]):
+    """Some samples, of which each lane has every so many."""
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self._samples, self._at = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        rows = self._samples[info.id :: info.num_workers]
+        while self._at < len(rows):
+            self._at += 1
+            yield rows[self._at - 1]
+        self._at = 0
+
+
+class StatefulRows(Rows):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._at = state["at"]
 
 
 class BeginsLate(Stateful):

@@ -75,7 +75,6 @@ from zero_engine.tiers.scratch import ScratchFile
 from zero_step.checks import alike
 from zero_step.forward_writes import ForwardWrites
 from zero_step.gradients.pipeline import reduction_over
-from zero_step.lane_states import lanes_of
 from zero_step.session import Session
 from zero_step.staying import Standing, Staying, standing
 
@@ -234,8 +233,6 @@ def _staying(engine: Engine, given: _Given, began: Standing, came_after_s: float
     why_not = ""
     if given.dataset is None:
         why_not = "its batches do not come from initialize(training_data=...)"
-    elif lanes_of(engine._run.loader) is not None:
-        why_not = "its data are read in lanes"
     elif engine.device.type != "cpu":
         why_not = f"it trains on {engine.device.type}, and only CPUs are tested"
     return Staying(partial(_make_again, ref(engine), given), began, came_after_s, why_not)
