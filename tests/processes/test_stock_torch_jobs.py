@@ -44,12 +44,13 @@ def test_a_killed_node_and_a_late_one_change_neither_weights_nor_samples(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("data", [(), ("stream",)], ids=["map-style", "stream"])
 def test_a_killed_node_and_a_late_one_cost_the_other_no_process_under_ddp(
-    cluster, tmp_path: Path
+    cluster, tmp_path: Path, data: tuple[str, ...]
 ) -> None:
     job = cluster(
         flags=("--nnodes=1:2", "--max-restarts=1", TOGETHER),
-        script=(str(JOB), "ddp", str(tmp_path), "in-place"),
+        script=(str(JOB), "ddp", str(tmp_path), "in-place", *data),
         pause_s=1.5,
     )
     job.start("a", "b", PYTHONPATH=PATH)
@@ -62,20 +63,20 @@ def test_a_killed_node_and_a_late_one_cost_the_other_no_process_under_ddp(
     assert job.worker_of("a") == pid
     job.pace(0)
     job.wait_for_end()
-    report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
-    assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
-    assert final_hash(job.output) == undisturbed(tmp_path / "alone")
+    if not data:
+        report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
+        assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
+    assert final_hash(job.output) == undisturbed(tmp_path / "alone", *data)
     stays = [(each["round"], each["node"], each["stay"]) for each in job.events("start")]
     assert sorted(stays) == [(1, "a", 0), (1, "b", 0), (2, "a", 1), (3, "a", 1), (3, "c", 0)]
     assert [each["node"] for each in job.events("warm up")] == ["c", "c"]  # and is then ready
 
 
-def undisturbed(directory: Path) -> str:
+def undisturbed(directory: Path, *data: str) -> str:
     """One process, and nothing happens to it."""
     directory.mkdir()
     (directory / "pause").write_text("0")
-    done = agent(
-        "--standalone", str(JOB), "plain", str(directory), env={**environment(), "PYTHONPATH": PATH}
-    )
+    given = ("--standalone", str(JOB), "plain", str(directory), *data)
+    done = agent(*given, env={**environment(), "PYTHONPATH": PATH})
     assert done.returncode == 0, done.stderr
     return final_hash(done.stdout)

@@ -1,6 +1,7 @@
-"""A job of stock PyTorch under zero-agent: python stock_job.py WRAPPER DIRECTORY [in-place].
+"""A job of stock PyTorch under zero-agent: stock_job.py WRAPPER DIRECTORY [in-place] [stream].
 
 It saves every 5 steps; with "in-place" it keeps each one in memory, and its processes if it can.
+With "stream" its data can only be iterated.
 `DIRECTORY/pause` has the seconds that each step takes more.
 """
 
@@ -8,12 +9,14 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
+from tests.support.lane_data import StatefulRows
 from tests.support.run_report import report
 from tests.support.stock import LENGTH, VOCABULARY, make
 
@@ -30,8 +33,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    loader = DataLoader(
-        TensorDataset(tokens), batch_size=2, shuffle=True, num_workers=int(in_place)
+    samples, streams = TensorDataset(tokens), "stream" in sys.argv
+    loader: DataLoader[Any] = DataLoader(
+        StatefulRows([*samples]) if streams else samples,
+        batch_size=2,
+        shuffle=None if streams else True,
+        num_workers=int(in_place),
     )
     run = zero_torch.protect(
         model,
