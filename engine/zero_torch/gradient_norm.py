@@ -23,6 +23,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_contract.errors import ZeroError
 from zero_step.agree import Agreement
 from zero_step.gradients.division import Division, chunks, shares
+from zero_step.gradients.norm import block_norms, merged, sum_of_squares
 from zero_torch.ordered_gradients import OrderedGradients, as_real
 from zero_torch.wrapped import local
 
@@ -65,7 +66,7 @@ class Norms:
         collectives: Collectives,
         device: torch.device,
         *,
-        begin: Callable[[], bool],
+        begin: Callable[[bool], bool],
         guard: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Answer from now on.
@@ -74,8 +75,8 @@ class Norms:
             gradients: Those of the run.
             collectives: Those of the run.
             device: Where the gradients are.
-            begin: Says whether the step ends now; then its gradients have the weights of their
-                tokens. Collective.
+            begin: Says whether the gradients of a step are there, with the weights of their
+                tokens. Given whether they are sharded; then it is collective.
             guard: A context around an exchange, which ends it early if a peer is lost.
         """
         self._gradients, self._begin, self._guard = gradients, begin, guard
@@ -95,7 +96,10 @@ class Norms:
         return self._last[1]
 
     def asked(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
-        """What torch is asked, []; None if it has to answer by itself. Collective.
+        """What torch is asked, []; None if it has to answer by itself.
+
+        Collective if the gradients are sharded, as it is in torch: of whole ones, one rank alone
+        may ask, as for its log.
 
         Raises:
             ZeroError: It would depend on the number of ranks.
@@ -103,16 +107,22 @@ class Norms:
         trained = self._gradients.trained
         owners = {id(each.grad): name for name, each in trained.items() if each.grad is not None}
         names = [owners[id(each)] for each in gradients if id(each) in owners]
-        if not names or order == math.inf or not self._begin():
+        sharded = any(isinstance(each, DTensor) for each in gradients)
+        is_ours = order == 2 and len(names) == len(gradients)
+        if not names or order == math.inf or not (is_ours or sharded) or not self._begin(sharded):
             return None
-        if order != 2 or len(names) < len(gradients):
+        if not is_ours:
             raise ZeroError(
                 f"a norm of order {order:g} of {len(gradients)} gradients, of which this run has "
                 f"{len(names)}, would depend on the number of ranks; clip by one of order 2 or "
                 "infinity, and the gradients of each run by themselves"
             )
+        double = any(each.dtype in (torch.float64, torch.complex128) for each in gradients)
+        kind = torch.float64 if double else torch.float32
+        total = torch.zeros((), dtype=kind, device=gradients[0].device)
+        if not sharded:
+            return total + _of_whole(gradients, kind)
         norm = self.of({name: trained[name] for name in names})
-        total = torch.zeros((), device=gradients[0].device)
         with self._guard():
             total += norm.agreement.reach(norm.parts(gradients), torch.zeros(0)).norm
         return total
@@ -141,6 +151,12 @@ def _total_norm(
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def _of_whole(gradients: Sequence[Tensor], kind: torch.dtype) -> float:
+    """The norm of gradients that this rank has whole: that which shards of them would have."""
+    norms = [block_norms(_flat(each).to(kind)) for each in gradients]
+    return merged([sum_of_squares(torch.cat(norms)).tolist()])
+
+
 def _division_of(parameter: Tensor, world: int) -> Division:
     """Of replicas under FSDP2, the first ones have all of them."""
     reals = 2 if parameter.is_complex() else 1  # in one element
@@ -154,7 +170,12 @@ def _division_of(parameter: Tensor, world: int) -> Division:
 
 
 def _part(gradient: Tensor, division: Division, shard: int) -> Tensor:
-    flat = as_real(local(gradient).resolve_conj().reshape(-1))
+    flat = _flat(gradient)
     if not isinstance(gradient, DTensor):
         flat = flat[division.bounds[shard] :]
     return flat[: division.length(shard)]
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """What this rank has of a gradient, as real numbers."""
+    return as_real(local(gradient).resolve_conj().reshape(-1))

@@ -124,13 +124,8 @@ class Run(Checkpoints):
         self._gradients.starts.append(partial(fill_in, self, True))
         self._gradients.changes.append(self._train_others)
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
-        self._norms = Norms(
-            self._gradients,
-            self._collectives,
-            self._device,
-            begin=lambda: self._phase.state in (State.RUN, State.SHARED) and self._weigh(),
-            guard=partial(outlived, self),
-        )
+        normed = self._gradients, self._collectives, self._device
+        self._norms = Norms(*normed, begin=self._begin_norm, guard=partial(outlived, self))
         self._watches = False
         """Whether forwards are watched."""
         self._owed = False
@@ -562,6 +557,12 @@ class Run(Checkpoints):
 
     def _ends_now(self) -> bool:
         return self.lost is None and self._belongs_to_this() and self._now().last
+
+    def _begin_norm(self, sharded: bool) -> bool:
+        if self._phase.state not in (State.RUN, State.SHARED):
+            return False
+        weighs = none_of(self._tokens[-1]) == 0  # tokens are given in all micro-batches, or in none
+        return self._weigh() if sharded or weighs else True
 
     def _weigh(self) -> bool:
         """Whether the step ends now; then its tokens are weighed. Collective."""

@@ -107,6 +107,23 @@ def test_torch_tells_the_norm_that_a_step_had(worlds: WorldPool) -> None:
         assert worlds.run(2, norms, wrapper) == [expected] * 2
 
 
+def logged(wrapper: str) -> float:
+    """The norm that the first rank alone looks at."""
+    model, _, run = protected(wrapper)
+    norm = 0.0
+    for tokens in batches(run, 1):
+        run.backward(model(tokens))
+        if run.last and torch.distributed.get_rank() == 0:
+            norm = float(utils.get_total_norm([p.grad for p in model.parameters()]))
+        run.step()
+    return norm
+
+
+def test_one_rank_alone_may_look_at_gradients_that_it_has_whole(worlds: WorldPool) -> None:
+    (expected,) = worlds.run(1, logged, "plain")
+    assert worlds.run(3, logged, "ddp") == [expected, 0.0, 0.0]
+
+
 def refused(wrapper: str) -> list[str]:
     model, _, run = protected(wrapper)
     other = nn.Linear(2, 2)
@@ -138,4 +155,5 @@ def test_a_norm_that_would_depend_on_the_number_of_ranks_is_refused(worlds: Worl
         f"a norm of order 2 of {count + 2} gradients, of which this run has {count}, {beyond}",
         f"a norm of order 1 of {count} gradients, of which this run has {count}, {beyond}",
     ]
-    assert worlds.run(2, refused, "ddp") == [texts, texts]
+    assert worlds.run(2, refused, "fsdp2") == [texts, texts]
+    assert worlds.run(2, refused, "ddp") == [[], []]  # each rank has them whole
