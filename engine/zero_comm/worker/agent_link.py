@@ -39,7 +39,7 @@ from msgspec.structs import replace
 
 from zero_comm.errors import LeavingNow
 from zero_comm.waiting import Interrupt
-from zero_comm.worker.distributed import hang_up_on_store, leave_group
+from zero_comm.worker.distributed import connect_to_agent, hang_up_on_store, leave_group
 from zero_comm.worker.flight_recorder import recorded
 from zero_comm.worker.rank_times import WAITS, EveryonesTimes, StepTimer
 from zero_contract import worker as contract
@@ -510,17 +510,13 @@ class AgentLink:
 
 
 def _connected(path: str) -> socket.socket | None:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # A timeout for sending only: the reader thread waits however long the agent sends nothing. A
-    # script may have given all sockets one (`socket.setdefaulttimeout`).
-    connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     try:
-        connection.connect(path)
+        connection = connect_to_agent(path)
     except OSError as error:
-        connection.close()
         _log.warning("no agent at %s (%s); training continues without it", path, error)
         return None
+    # For sending only: the reader thread waits however long the agent sends nothing.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
     return connection
 
 

@@ -141,9 +141,7 @@ def _await_round() -> bool:
     if not path or os.environ.get(ENV_ROUND) != "0":
         return False
     hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid())
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(None)  # a script may have given all sockets one
-        connection.connect(path)
+    with suppress(OSError), connect_to_agent(path) as connection:
         connection.sendall(encode(hello) + encode(Left(round=0, step=0, stays=True)))
         for line in connection.makefile("rb"):
             if isinstance(message := decode(line), Join):
@@ -159,10 +157,26 @@ def _tell_agent(what: str) -> None:
         return
     n = int(os.environ.get(ENV_ROUND, "0"))
     hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid(), round=n)
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(TELL_TIMEOUT_S)
-        connection.connect(path)
+    with suppress(OSError), connect_to_agent(path, TELL_TIMEOUT_S) as connection:
         connection.sendall(encode(hello) + encode(Preparing(what=what)))
+
+
+def connect_to_agent(path: str, timeout_s: float | None = None) -> socket.socket:
+    """A connection to the agent of this node, whose calls have this timeout.
+
+    None is none: a script may have given all sockets one (`socket.setdefaulttimeout`).
+
+    Raises:
+        OSError: The agent does not listen there.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:
