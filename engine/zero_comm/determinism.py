@@ -75,7 +75,7 @@ _UNUSUAL: Mapping[str, Callable[[], bool]] = {
     ),
     "no oneDNN": lambda: not torch.backends.mkldnn.enabled,
 }
-"""Switches of torch that are not as it sets them, where a CPU computes."""
+"""What is not as torch sets it by itself, where a CPU computes."""
 _UNUSUAL_ON_DEVICE: Mapping[str, Callable[[], bool]] = {
     "autocast": lambda: torch.is_autocast_enabled("cuda"),
     "einsum by opt_einsum": _UNUSUAL["einsum by opt_einsum"],
@@ -186,10 +186,10 @@ def _libraries() -> str:
 
 def _kernels(*, on_device: bool) -> str:
     cuda = torch.backends.cuda
-    library = torch.backends.cudnn if on_device else torch.backends.mkldnn
-    matmul = cuda.matmul if on_device else library.matmul
+    library: Any = torch.backends.cudnn if on_device else torch.backends.mkldnn
+    matmul = _precision(cuda if on_device else library, "matmul")
     repeat = torch.are_deterministic_algorithms_enabled()
-    chosen = ["deterministic" if repeat else "any", f"matmul precision {_precision(matmul)}"]
+    chosen = ["deterministic" if repeat else "any", f"matmul precision {matmul}"]
     if on_device:
         enabled = {
             "cudnn": cuda.cudnn_sdp_enabled(),
@@ -198,18 +198,25 @@ def _kernels(*, on_device: bool) -> str:
             "memory-efficient": cuda.mem_efficient_sdp_enabled(),
         }
         chosen.append(f"attention {' '.join(name for name, on in enabled.items() if on)}")
-    for name, of in {"convolution": library.conv, "recurrence": library.rnn}.items():
-        if _precision(of) != ("high" if on_device else "highest"):
-            chosen.append(f"{name} precision {_precision(of)}")
+    for name, key in {"convolution": "conv", "recurrence": "rnn"}.items():
+        found = _precision(library, key)
+        if found not in ("", "high" if on_device else "highest"):
+            chosen.append(f"{name} precision {found}")
     switches = _UNUSUAL_ON_DEVICE if on_device else _UNUSUAL
     chosen += [name for name, is_set in switches.items() if is_set()]
     chosen += [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     return ", ".join(chosen)
 
 
-def _precision(of: Any) -> str:
-    """That of products of fp32. `get_float32_matmul_precision` raises once this has been set."""
-    return _PRECISIONS.get(of.fp32_precision, of.fp32_precision)
+def _precision(library: Any, operation: str) -> str:
+    """That of products of fp32; empty: torch < 2.9 does not tell, but for matrix products.
+
+    `get_float32_matmul_precision` raises once a script has set it by the newer names.
+    """
+    word: str | None = getattr(getattr(library, operation, None), "fp32_precision", None)
+    if word is None:
+        return torch.get_float32_matmul_precision() if operation == "matmul" else ""
+    return _PRECISIONS.get(word, word)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -287,6 +287,16 @@ def records() -> list[list[str]]:
     return [determinism._kernels(on_device=where).split(", ") for where in (False, True)]
 
 
+def test_a_torch_without_the_newer_words_tells_the_precision_of_its_matrix_products() -> None:
+    class Older:
+        """As `torch.backends.cuda` and `.cudnn` before torch 2.9."""
+
+        matmul = object()
+
+    assert determinism._precision(Older, "matmul") == torch.get_float32_matmul_precision()
+    assert determinism._precision(Older, "conv") == ""
+
+
 def test_ranks_that_compute_in_other_ways_are_named(worlds: WorldPool) -> None:
     (lines, none) = worlds.run(2, mix_of_kernels)
     assert none == []
