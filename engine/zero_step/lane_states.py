@@ -19,10 +19,11 @@ from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import OTHER, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable
 from zero_comm.exchange.collectives import Collectives
+from zero_comm.worker.agent_link import agent_link, exit_on_peer_loss
 from zero_contract.errors import ConfigError
 from zero_data.lanes.order import LaneOrder
 from zero_data.position_loader import Feed
-from zero_step.staying import known
+from zero_step.staying import uncounted
 
 _ROWS = TensorId(OTHER, "lanes")
 """[lanes, bytes], see `LaneOrder.rows`."""
@@ -30,9 +31,13 @@ _BEGINS = "the begin of an iteration"
 _log = logging.getLogger(__name__)
 
 
-def meet(collectives: Collectives, own: Tensor) -> Tensor:
-    """What ranks tell each other at the begin of an iteration, see `LaneOrder.meet`. Collective."""
-    with known():
+def exchange_sizes(collectives: Collectives, own: Tensor) -> Tensor:
+    """What ranks tell each other at the begin of an iteration, see `LaneOrder.meet`. Collective.
+
+    Raises:
+        SystemExit, PeerLost: See `exit_on_peer_loss`.
+    """
+    with exit_on_peer_loss(agent_link(collectives.rank)), uncounted():
         return collectives.everybodys(own, _BEGINS)
 
 

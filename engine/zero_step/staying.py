@@ -43,7 +43,7 @@ _all: WeakSet[Staying] = WeakSet()
 
 
 @contextmanager
-def known() -> Iterator[None]:
+def uncounted() -> Iterator[None]:
     """What is exchanged within is the training's own, though the script decides when."""
     before = standing()
     yield

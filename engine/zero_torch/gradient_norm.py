@@ -66,7 +66,7 @@ class Norms:
         collectives: Collectives,
         device: torch.device,
         *,
-        begin: Callable[[bool], bool],
+        is_ready: Callable[[bool], bool],
         guard: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Answer from now on.
@@ -75,13 +75,14 @@ class Norms:
             gradients: Those of the run.
             collectives: Those of the run.
             device: Where the gradients are.
-            begin: Says whether the gradients of a step are there, with the weights of their
+            is_ready: Says whether the gradients of a step are there, with the weights of their
                 tokens. Given whether they are sharded; then it is collective.
             guard: A context around an exchange, which ends it early if a peer is lost.
         """
-        self._gradients, self._begin, self._guard = gradients, begin, guard
+        self._gradients, self._is_ready, self._guard = gradients, is_ready, guard
         self._where = collectives, device
-        self._last: tuple[list[str], GradientNorm] | None = None
+        self._made: dict[tuple[str, ...], GradientNorm] = {}
+        """By the names of the parameters."""
         clip_grad._get_total_norm = utils.get_total_norm = _total_norm
         _runs.add(self)
 
@@ -91,9 +92,9 @@ class Norms:
 
     def of(self, trained: Mapping[str, nn.Parameter]) -> GradientNorm:
         """That of the gradients of some parameters."""
-        if self._last is None or self._last[0] != list(trained):
-            self._last = list(trained), GradientNorm(trained, *self._where)
-        return self._last[1]
+        if (names := tuple(trained)) not in self._made:
+            self._made[names] = GradientNorm(trained, *self._where)
+        return self._made[names]
 
     def asked(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
         """What torch is asked, []; None if it has to answer by itself.
@@ -109,7 +110,12 @@ class Norms:
         names = [owners[id(each)] for each in gradients if id(each) in owners]
         sharded = any(isinstance(each, DTensor) for each in gradients)
         is_ours = order == 2 and len(names) == len(gradients)
-        if not names or order == math.inf or not (is_ours or sharded) or not self._begin(sharded):
+        if (
+            not names
+            or order == math.inf
+            or not (is_ours or sharded)
+            or not self._is_ready(sharded)
+        ):
             return None
         if not is_ours:
             raise ZeroError(

@@ -36,7 +36,7 @@ from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nom
 from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
-from zero_step.lane_states import lanes_of, meet
+from zero_step.lane_states import exchange_sizes, lanes_of
 from zero_step.phase import Move, State
 from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, survive
 from zero_torch import hooks, settings
@@ -105,7 +105,7 @@ class Run(Checkpoints):
         self._sums = choose_sums(options, self._collectives)
         self._assignment = self._sums.assignment
         place = self._rank, self._assignment, options.seed
-        begins = partial(meet, self._collectives)
+        begins = partial(exchange_sizes, self._collectives)
         self.loader = in_order(loader, microbatches, self._cursor, *place, begins)
         if former is not None:  # the script iterates over its loader
             vars(former.loader.order).update(vars(self.loader.order))
@@ -125,7 +125,7 @@ class Run(Checkpoints):
         self._gradients.changes.append(self._train_others)
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
         normed = self._gradients, self._collectives, self._device
-        self._norms = Norms(*normed, begin=self._begin_norm, guard=partial(outlived, self))
+        self._norms = Norms(*normed, is_ready=self._norm_is_ready, guard=partial(outlived, self))
         self._watches = False
         """Whether forwards are watched."""
         self._owed = False
@@ -558,7 +558,8 @@ class Run(Checkpoints):
     def _ends_now(self) -> bool:
         return self.lost is None and self._belongs_to_this() and self._now().last
 
-    def _begin_norm(self, sharded: bool) -> bool:
+    def _norm_is_ready(self, sharded: bool) -> bool:
+        """See `Norms`."""
         if self._phase.state not in (State.RUN, State.SHARED):
             return False
         weighs = none_of(self._tokens[-1]) == 0  # tokens are given in all micro-batches, or in none

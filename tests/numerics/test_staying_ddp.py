@@ -246,6 +246,28 @@ def test_who_stays_at_the_end_of_an_epoch_begins_the_next_one_once(
     assert [result for _, result in one.end()] == [(*same, 2)] * 2
 
 
+def dies_between_epochs(directory: str) -> None:
+    model, optimizer, run = protected({"stream": Rows})
+    run.load(directory)
+    for epoch in range(EPOCHS):
+        if epoch and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for (batch,) in run.loader:
+            by_run(model, optimizer, run, batch)
+
+
+def test_who_loses_a_peer_at_the_begin_of_an_iteration_of_a_stream_says_so(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It is no error of the script."""
+    one = job(dies_between_epochs, str(tmp_path / "checkpoints"))
+    one.begin([], joining=2)
+    one.run_on()
+    for process in one.members:
+        process.join(60)
+    assert [process.exitcode for process in one.members] == [ExitCode.PEER_LOST, -signal.SIGKILL]
+
+
 def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path
 ) -> None:

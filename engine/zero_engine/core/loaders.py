@@ -18,7 +18,7 @@ from zero_data.lanes.loader import LaneLoader
 from zero_data.lanes.order import LaneOrder
 from zero_engine.config import Config
 from zero_engine.parts import Run
-from zero_step.lane_states import meet
+from zero_step.lane_states import exchange_sizes
 
 Collate = Callable[[list[Any]], Any]
 
@@ -38,7 +38,7 @@ def training_loader(
     Raises:
         ConfigError: See `given_by`; or the dataset is too small.
     """
-    exchange = partial(meet, collectives)
+    exchange = partial(exchange_sizes, collectives)
     given = given_by(dataset, config.seed, exchange)
     given.batch_size(run.batch.micro_batch, "train_micro_batch_size_per_gpu")
     if run.rank == 0:
