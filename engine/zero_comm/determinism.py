@@ -2,8 +2,8 @@
 
 Owns `elastic.deterministic`: torch's switches, and the record of what computes. Must always hold:
 what a script has switched on by itself stays on; ranks whose bits may differ are named before they
-train together, or refused; a record has everything of the hardware, and only what decides the bits
-is compared.
+train together, or refused, and after the step by which a script has made them differ; a record has
+everything of the hardware, and only what decides the bits is compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import islice
@@ -219,13 +218,63 @@ def _precision(library: Any, operation: str) -> str:
     return _PRECISIONS.get(word, word)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The hardware of this round."""
+    """The hardware of this round, as this rank knows it."""
 
-    mode: Deterministic
-    records: tuple[Record, ...]
-    """Of all ranks, each one once, in the order of ranks."""
+    def __init__(self, mode: Deterministic, device: torch.device) -> None:
+        """Note what this rank computes on; `compare` tells it to the others."""
+        self.mode = mode
+        self._device = device
+        self._own: Record = hardware(device)
+        self._between_steps = self._as_between_steps()
+        self.records: tuple[Record, ...] = (self._own,)
+        """Of all ranks, each one once, in the order of ranks."""
+
+    def _as_between_steps(self) -> Record:
+        """Autocast lasts for a block: one rank may end its step within that, and another after."""
+        with torch.autocast(self._device.type, enabled=False):
+            return hardware(self._device)
+
+    def note(self) -> int:
+        """A checksum of 24 bits, which fp32 holds, of what a script has changed since; else 0."""
+        if (
+            self.mode is Deterministic.OFF
+            or (now := self._as_between_steps()) == self._between_steps
+        ):
+            return 0
+        return _checksum(now) & ((1 << 24) - 1)
+
+    def compare_again(self, everybodys: Callable[[Tensor, str], Tensor], rank: int) -> None:
+        """Compare what the notes of a step say to be different. Collective. See `compare`."""
+        self._own = self._between_steps = self._as_between_steps()
+        self.compare(everybodys, rank)
+
+    def compare(self, everybodys: Callable[[Tensor, str], Tensor], rank: int) -> None:
+        """Compare what the ranks compute on; rank 0 logs what differs. Collective.
+
+        Raises:
+            ConfigError: It is not the same on all ranks, and elastic.deterministic is "error".
+        """
+        what, self.records = "the hardware of the ranks", (self._own,)
+        seen = everybodys(torch.tensor([_checksum(self._own)], device="cpu"), what)
+        if bool((seen == seen[0]).all()):
+            return
+        by_rank = gather_objects(self._own, what, everybodys)
+        problem = f"the ranks do not compute on the same: {mixture(by_rank)}"
+        if self.mode is Deterministic.ERROR:
+            raise ConfigError(
+                f'elastic.deterministic is "error", and {problem}. Results would depend on which '
+                "rank runs which micro-batch: use equal nodes, or set elastic.deterministic to "
+                '"warn"'
+            )
+        if rank == 0:
+            _log.warning(
+                "%s; results differ by rounding from those of equal ranks, and depend on which "
+                "rank runs which micro-batch",
+                problem,
+            )
+        once = {json.dumps(each, sort_keys=True): each for each in by_rank}
+        self.records = tuple(once.values())
 
     def resume(self, saved: Mapping[str, Any]) -> list[str]:
         """How a checkpoint was made on something else: the beginning of a sentence for each.
@@ -256,39 +305,21 @@ def meet(
     everybodys: Callable[[Tensor, str], Tensor],
     rank: int,
 ) -> Hardware:
-    """Choose kernels, and compare what the ranks compute on; rank 0 logs what differs.
-
-    Collective, unless "off".
+    """Choose kernels, and compare what the ranks compute on. Collective, unless "off".
 
     Raises:
-        ConfigError: It is not the same on all ranks, and elastic.deterministic is "error".
+        ConfigError: See `Hardware.compare`.
     """
     choose_kernels(mode)
-    own = hardware(device)
-    if mode is Deterministic.OFF:
-        return Hardware(mode=mode, records=(own,))
-    what = "the hardware of the ranks"
-    decisive = {key: own[key] for key in (*_names(own), *_OF_RUN)}
-    checksum = zlib.crc32(json.dumps(decisive, sort_keys=True).encode())
-    digest = torch.tensor([checksum], device="cpu")
-    seen = everybodys(digest, what)
-    if bool((seen == seen[0]).all()):
-        return Hardware(mode=mode, records=(own,))
-    by_rank = gather_objects(own, what, everybodys)
-    problem = f"the ranks do not compute on the same: {mixture(by_rank)}"
-    if mode is Deterministic.ERROR:
-        raise ConfigError(
-            f'elastic.deterministic is "error", and {problem}. Results would depend on which rank '
-            'runs which micro-batch: use equal nodes, or set elastic.deterministic to "warn"'
-        )
-    if rank == 0:
-        _log.warning(
-            "%s; results differ by rounding from those of equal ranks, and depend on which rank "
-            "runs which micro-batch",
-            problem,
-        )
-    once = {json.dumps(each, sort_keys=True): each for each in by_rank}
-    return Hardware(mode=mode, records=tuple(once.values()))
+    found = Hardware(mode, device)
+    if mode is not Deterministic.OFF:
+        found.compare(everybodys, rank)
+    return found
+
+
+def _checksum(record: Record) -> int:
+    decisive = {key: record[key] for key in (*_names(record), *_OF_RUN)}
+    return zlib.crc32(json.dumps(decisive, sort_keys=True).encode())
 
 
 def _names(record: Record) -> Mapping[str, str]:

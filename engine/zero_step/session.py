@@ -23,6 +23,7 @@ from zero_checkpoint.persistence import NOTES as OF_PERSISTENCE
 from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.saving.departure import ClientSource, Departure, choose_departure
 from zero_checkpoint.training import Loading, Training
+from zero_comm.determinism import Hardware
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import found_again, leave_group
@@ -33,7 +34,7 @@ from zero_step.staying import Staying
 
 _log = logging.getLogger(__name__)
 
-NOTES = OF_PERSISTENCE + 1
+NOTES = OF_PERSISTENCE + 2
 """Numbers that a session tells all ranks at the end of a step."""
 Directory = str | os.PathLike[str]
 
@@ -43,6 +44,7 @@ class Session:
 
     Attributes:
         client_state: The script's own state in the checkpoint that was loaded.
+        hardware: What the ranks compute on; None: nobody has compared it.
         writes: Those of forwards; None: the script trains as it likes.
         staying: How it goes on in this process when the ranks change; None: it does not.
     """
@@ -55,6 +57,7 @@ class Session:
         link: AgentLink,
     ) -> None:
         self.client_state: dict[str, Any] = {}
+        self.hardware: Hardware | None = None
         self.writes: ForwardWrites | None = None
         self.staying: Staying | None = None
         self._mode = config.tag_validation.lower()
@@ -439,13 +442,17 @@ def survive(session: Session) -> bool:
 
 
 def notes_of(session: Session) -> list[float]:
-    """[NOTES] for all ranks: those of `Persistence.notes`, and of the forwards' writes."""
-    writes = session.writes
-    return [*session._persistence.notes(), writes.note() if writes is not None else 0]
+    """[NOTES] for all ranks: of the persistence, the hardware and the forwards' writes."""
+    others = (session.hardware, session.writes)
+    own = [each.note() if each is not None else 0 for each in others]
+    return [*session._persistence.notes(), *own]
 
 
 def begin_micro_step(session: Session) -> None:
     """A micro-step begins."""
+    # In a block that a script opens around its loop, the casts of a forward before are those of
+    # older weights, and FSDP2 gets no gradients through them.
+    torch.clear_autocast_cache()
     if session.staying is not None:
         session.staying.begin()
 
@@ -454,10 +461,16 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
     """Act on the notes of all ranks; the process may exit here with a fresh checkpoint.
 
     They are [world][NOTES]; the agent is told `progress`.
+
+    Raises:
+        ConfigError: See `Hardware.compare`.
     """
     persistence, link = session._persistence, session._link
     with exit_on_peer_loss(link):
-        persistence.take_notes([row[:-1] for row in notes])
+        persistence.take_notes([row[:OF_PERSISTENCE] for row in notes])
+        if session.hardware is not None and len({row[OF_PERSISTENCE] for row in notes}) > 1:
+            group = session._collectives
+            session.hardware.compare_again(group.everybodys, group.rank)
         link.progress(persistence.number, progress)
         persistence.keep_in_memory()
         if session.staying is not None:

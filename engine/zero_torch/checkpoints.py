@@ -108,6 +108,7 @@ class Checkpoints(Session):
             lend=self._lend,
         )
         super().__init__(chosen.checkpoint, self._training, collectives, link)
+        self.hardware = self._training.hardware
         self._phase = Phase(CALLS)
         self._unsaved = False
         """Whether a step has ended since the last save."""

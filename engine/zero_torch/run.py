@@ -189,6 +189,8 @@ class Run(Checkpoints):
     def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
         """See the begin of a backward that the script calls itself, and that one has failed."""
         self._writes.check_parameters()
+        if not torch.is_grad_enabled():
+            torch.clear_autocast_cache()
         # In a backward this is the forward of a recomputation, and that backward has not failed.
         if torch._C._current_graph_task_id() == -1:
             self._refuse_failed()

@@ -210,23 +210,88 @@ def test_a_mix_of_hardware_is_named_or_refused(worlds: WorldPool) -> None:
 
 def mix(mode: str, stock: bool = False, threads: int = 0) -> list[str]:
     """The warnings of a rank, each of which has another number of threads, or this one."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero_comm.determinism")
-    logger.addHandler(handler)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or 1 + int(torch.distributed.get_rank()))
     try:
-        with strict(mode) as settings:
+        with warned() as lines, strict(mode) as settings:
             if stock:
                 protected("ddp", config=settings)
             else:
                 make_engine(config(0, **settings))
     finally:
         torch.set_num_threads(before)
-        logger.removeHandler(handler)
     return lines
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is logged about what the ranks compute on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zero_comm.determinism")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+LATER = "the ranks do not compute on the same: torch's number of threads is 2 on rank 0, 1 on "
+
+
+@pytest.mark.parametrize("kind", ["engine", "plain", "ddp", "fsdp2"])
+@pytest.mark.corners(kind=["engine", "ddp"])
+def test_a_rank_that_a_script_switches_while_it_trains_is_named_after_that_step(
+    worlds: WorldPool, kind: str
+) -> None:
+    for world in (2, 3) if kind != "plain" else (1,):
+        found, *others = worlds.run(world, switch_later, kind, "warn")
+        others_of = {1: "", 2: "rank 1", 3: "ranks 1, 2"}[world]
+        after = [] if world == 1 else [LATER + others_of]
+        assert [(step, line.partition(";")[0]) for step, line in found] == [
+            (2, line) for line in after
+        ]
+        assert others == [[]] * (world - 1)
+        assert worlds.run(world, switch_later, kind, "off") == [[]] * world
+    if kind != "plain":
+        with pytest.raises(WorldError, match=rf'deterministic is "error", and {LATER}rank 1\.'):
+            worlds.run(2, switch_later, kind, "error")
+
+
+def switch_later(kind: str, mode: str) -> list[tuple[int, str]]:
+    """The warnings of a rank, with the steps done; rank 0 gets a second thread in the second.
+
+    A rank that ends its steps within autocast's block is none that is switched.
+    """
+    rank, before = torch.distributed.get_rank(), torch.get_num_threads()
+    found: list[tuple[int, str]] = []
+
+    def note(steps: int) -> None:
+        if steps == 1:
+            torch.set_num_threads(2 if rank == 0 else 1)
+        found.extend((steps, line) for line in lines)
+        lines.clear()
+
+    torch.set_num_threads(1)
+    try:
+        with warned() as lines, strict(mode) as settings:
+            if kind == "engine":
+                engine = make_engine(config(3, **settings))
+                for steps in range(1, 5):
+                    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1 and steps == 3):
+                        train(engine, steps)
+                    note(steps)
+                return found
+            model, _, run = protected(kind, config=settings)
+            for tokens in batches(run, 4):
+                with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+                    run.backward(model(tokens))
+                    run.step()
+                note(run.global_step)
+    finally:
+        torch.set_num_threads(before)
+    return found
 
 
 _BACKENDS = torch.backends

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_deepspeed
+from tests.numerics.test_stock_torch import batches, protected
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldError, WorldPool, one_result
 
@@ -160,3 +163,43 @@ def backward_without_scale(_: None) -> None:
 def test_a_loss_without_its_scale_is_refused_under_autocast_in_fp16(worlds: WorldPool) -> None:
     with pytest.raises(WorldError, match=r"engine\.scale\(loss\)\.backward\(\)"):
         worlds.run(1, backward_without_scale, None)
+
+
+# ---- torch's autocast, which a script opens itself ----
+
+BLOCKS = ("of the loop", "of an evaluation, too", "of each forward")
+"""What one block of autocast is around: torch keeps casts of weights until its end."""
+
+
+@pytest.mark.parametrize("mode", ["error", "off"])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp2"])
+@pytest.mark.corners(mode=["error"])
+def test_weights_in_autocast_are_those_of_the_step_before_however_long_its_block_is(
+    worlds: WorldPool, wrapper: str, mode: str
+) -> None:
+    sizes = (1,) if wrapper == "plain" else (1, 2, 3)
+    (expected,) = worlds.run(1, train_in_blocks, "plain", "of each forward", "off", False)
+    for block in BLOCKS:
+        found = one_result(worlds, train_in_blocks, wrapper, block, mode, True, sizes=sizes)
+        assert found == expected, block
+
+
+def train_in_blocks(wrapper: str, block: str, mode: str, keeps: bool) -> str:
+    """The weights; torch `keeps` casts for later forwards, or casts in each one anew."""
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=keeps)
+    model, _, run = protected(wrapper, config={"elastic": {"deterministic": mode}})
+    try:
+        with autocast() if block == "of the loop" else nullcontext():
+            for tokens in batches(run):
+                with autocast():
+                    if block == "of an evaluation, too":
+                        model.eval()
+                        with torch.no_grad():
+                            model(tokens)
+                        model.train()
+                    loss = model(tokens)
+                run.backward(loss)
+                run.step()
+        return run.weight_hash()
+    finally:
+        torch.use_deterministic_algorithms(False)

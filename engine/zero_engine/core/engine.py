@@ -128,7 +128,7 @@ class Engine(WholeWeights):
         self._state = EngineState(core, scheduler)
         self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
-        self._session.writes = core.writes
+        self._session.hardware, self._session.writes = core.hardware, core.writes
         self._micro_steps.on_plain = if_alive(self._fill_in)
         self._of_module = generators_of_module(self.module, lanes_of(run.loader))
         """Random numbers that modules draw from generators of their own."""

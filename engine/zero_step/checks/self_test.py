@@ -101,6 +101,7 @@ class SelfTest:
         for _ in range(2):
             with _buffers_kept(self.module):
                 replays.append(self.replay(forward))
+            torch.clear_autocast_cache()  # as at the begin of a micro-step
         self._judge(forward, *replays)
 
     def _judge(self, forward: Callable[[], Any], first: Replay, second: Replay) -> None:
