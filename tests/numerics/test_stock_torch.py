@@ -104,6 +104,18 @@ def test_the_options_of_a_wrapper_change_no_bit(
     assert found == [expected[0]] * 7
 
 
+def train_by_hand(keeps_graph: bool) -> str:
+    model, optimizer, run = protected("plain")
+    for tokens in batches(run):
+        model(tokens).backward(create_graph=keeps_graph)
+        optimizer.step()
+    return run.weight_hash()
+
+
+def test_a_backward_that_keeps_its_graph_changes_no_bit(worlds: WorldPool) -> None:
+    assert worlds.run(1, train_by_hand, True) == worlds.run(1, train_by_hand, False)
+
+
 def copied(wrapper: str, as_file: bool) -> tuple[str, ...]:
     """The weights of a run whose model is copied, and the sums of two copies: one trains."""
     model, _, run = protected(wrapper)

@@ -27,6 +27,8 @@ def attach(gradients: OrderedGradients) -> None:
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
+            if gradient.requires_grad:  # create_graph=True; what is summed has no graph
+                gradient = parameter.grad = gradient.detach()
             if gradient.is_sparse:  # of a function; `check_gradients` knows embeddings
                 raise ConfigError(f"the gradient of {name} is sparse; give it sparse=False")
             # A copy, if the gradient is not contiguous, or lazily conjugated.
