@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,30 @@ def test_a_killed_node_and_a_late_one_cost_the_other_no_process_under_ddp(
     stays = [(each["round"], each["node"], each["stay"]) for each in job.events("start")]
     assert sorted(stays) == [(1, "a", 0), (1, "b", 0), (2, "a", 1), (3, "a", 1), (3, "c", 0)]
     assert [each["node"] for each in job.events("warm up")] == ["c", "c"]  # and is then ready
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_killed_worker_costs_no_process_of_another_node_with_two_under_ddp(
+    cluster, tmp_path: Path, victim: int
+) -> None:
+    job = cluster(
+        flags=("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", TOGETHER),
+        script=(str(JOB), "ddp", str(tmp_path), "in-place"),
+        pause_s=1.5,
+    )
+    job.start("a", "b", PYTHONPATH=PATH)
+    job.wait_for_step(7, world=4)
+    pids = {each["rank"]: each["pid"] for each in job.events("worker")}
+    os.kill(pids[victim], signal.SIGKILL)
+    job.wait_for_step(12, world=4)
+    job.wait_for_end()
+    report = verify(read_ledger(tmp_path / "ledger"), SAMPLES)
+    assert (report.problems, report.samples) == ((), EPOCHS * SAMPLES)
+    assert final_hash(job.output) == undisturbed(tmp_path / "alone")
+    anew = [each["rank"] for each in job.events("worker") if each["pid"] not in pids.values()]
+    assert sorted(anew) == sorted([victim, victim ^ 1])  # those of its node
+    assert sorted(each["stay"] for each in job.events("start")) == [0, 0, 0, 2]
 
 
 def undisturbed(directory: Path, *data: str) -> str:

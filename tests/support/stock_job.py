@@ -27,7 +27,8 @@ SAMPLES, EPOCHS = 205, 2
 def main() -> None:
     wrapper, directory, in_place = sys.argv[1], Path(sys.argv[2]), "in-place" in sys.argv
     torch.set_num_threads(1)
-    socket.setdefaulttimeout(0.05)  # as a script may: no socket of ours has it
+    # As a script may: no socket of ours has it, but those of torch's loading processes have.
+    socket.setdefaulttimeout(5 if in_place else 0.05)
     dist.init_process_group("gloo")
     model = make(wrapper)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
