@@ -46,6 +46,11 @@ _log = logging.getLogger(__name__)
 _SCRIPT_ALONE = (
     "client_state is known to the script alone; register it with engine.keep_client_state()"
 )
+_OF_ANOTHER = (
+    "engine {} of this process saves to {}, and so would engine {}: each would load and delete the "
+    "checkpoints of the other; give each a directory of its own, such as {}/NAME. One that "
+    "continues the other loads its checkpoint from there before it saves, or the other is closed"
+)
 NOTES = 10
 """The number of values that `Persistence.notes` adds to the consensus of a step."""
 
@@ -81,6 +86,8 @@ class Persistence:
         self._memory_root: Place | None = None
         """The directory that this run resumes from: the first that it was loaded from or saved to.
         In-memory checkpoints belong to it, and not to others, such as one for the best so far."""
+        self._saved_to: set[str] = set()
+        """The directories whose newest checkpoints are this one's, as far as this process knows."""
         self._has_stepped = False
         self._moment: Moment | None = None
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
@@ -114,6 +121,7 @@ class Persistence:
         """Save at this boundary. See `Engine.save_checkpoint`."""
         began, step, script = Beginning(), self.training.cursor.step, self.script
         leaving = self._link.leaving
+        self._take(directory)
         client = client or script.client_state()
         script.directory, self._memory_root = directory, self._memory_root or directory
         script.has_state |= bool(client)
@@ -156,6 +164,24 @@ class Persistence:
         if not leaving:
             self.last.check_refusals(directory)
         return saved
+
+    def _take(self, directory: Place) -> None:
+        """Take a directory for the checkpoints of this training.
+
+        Raises:
+            CheckpointError: It is another's.
+        """
+        key = str(directory.resolve())
+        if self._owners(key):
+            gc.collect()  # one that the script has dropped is gone, on all ranks
+        for other in self._owners(key):
+            raise CheckpointError(
+                _OF_ANOTHER.format(other.number, directory, self.number, directory)
+            )
+        self._saved_to.add(key)
+
+    def _owners(self, key: str) -> list[Persistence]:
+        return [each for each in self.engines() if each is not self and key in each._saved_to]
 
     def _save(self, request: Request, *, waits: bool) -> bool:
         """Begin a save; return when nothing reads the state any more, or the state is copied."""
@@ -286,6 +312,8 @@ class Persistence:
             self.ram.loaded(self._memory_root, chosen, step)
         if loaded is None:
             return None, {}
+        for other in self._owners(str(directory.resolve())):  # this one continues that one
+            other._saved_to.discard(str(directory.resolve()))
         return str(loaded.path), self._resume_from(loaded, loading, begin_s)
 
     def _resume_from(self, loaded: Loaded, loading: Loading, begin_s: float) -> dict[str, Any]:

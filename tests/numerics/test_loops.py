@@ -168,7 +168,7 @@ def refusals(kind: str, root: str) -> list[str]:
         told.append(str(raised.value))
 
     def save_and_begin(depth: int) -> tuple[Any, Any]:
-        trainer = KINDS[kind](root)
+        trainer = KINDS[kind](f"{root}/{len(told)}")  # those before still live
         trainer.save()
         batches = ahead(trainer.loader, depth)
         train(trainer, next(batches))

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import zero_torch
 from tests.numerics.test_leaving import ROUND, await_leave, under_agent
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
+from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.persistence import Moment, inconsistent
 from zero_contract.worker import CommitRequest, ExitCode, Hello, Left, Progress
 from zero_engine.core.engine import Engine
+from zero_torch.checkpoints import Checkpoints
 
 NAMES = ("actor", "critic", "judge")
 
@@ -129,6 +134,57 @@ def drained_beside_others(root: str) -> tuple[int, int]:
         with pytest.raises(SystemExit) as ending:
             train(engine, 5)
         return int(ending.value.code or 0), engine.global_steps
+
+
+# ---- one directory ----
+
+
+def makes_run(seed: int) -> tuple[Checkpoints, Callable[[str], object]]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 3)
+    run = zero_torch.protect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return run, run.save
+
+
+def makes_engine(seed: int) -> tuple[Engine, Callable[[str], object]]:
+    engine = make_engine(config(1), seed=seed)
+    return engine, engine.save_checkpoint
+
+
+def save_to_one(root: str, kinds: tuple[str, str]) -> list[str]:
+    """What the second of two trainings is told that saves where the first one has saved."""
+    makers = {"engine": makes_engine, "run": makes_run}
+    (first, save_first), (second, save_second) = (
+        makers[kind](seed) for seed, kind in enumerate(kinds)
+    )
+    save_first(root)
+    told = []
+    for until in ("both live", "the second continues the first", "the first saves again", "closed"):
+        if until == "the second continues the first":
+            second.load(root) if isinstance(second, Checkpoints) else second.load_checkpoint(root)
+        if until == "closed":
+            second.close() if isinstance(second, Checkpoints) else second.destroy()
+        try:
+            (save_first if until in {"the first saves again", "closed"} else save_second)(root)
+            told.append("")
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("kinds", [("engine", "engine"), ("run", "run")])
+def test_where_one_saves_no_other_of_the_process_does_unless_it_continues_it(
+    worlds: WorldPool, tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    """Their checkpoints would take the place of each other, and a load would find either."""
+    for told in worlds.run(2, save_to_one, str(tmp_path), kinds):
+        assert [each.split(":")[0] for each in told] == [
+            f"engine 0 of this process saves to {tmp_path}, and so would engine 1",
+            "",
+            f"engine 1 of this process saves to {tmp_path}, and so would engine 0",
+            "",
+        ]
+    assert len(find(tmp_path).candidates) >= 2
 
 
 # ---- loading ----
