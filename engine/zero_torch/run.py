@@ -47,7 +47,7 @@ from zero_torch.gradient_norm import Norms, scale
 from zero_torch.hooks.ddp import DEPTH
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.optimizers.held_calls import HeldCalls, Steps
-from zero_torch.optimizers.supported import LearningRates, check_members, takes_no_metric
+from zero_torch.optimizers.supported import check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
@@ -60,6 +60,10 @@ from zero_torch.wrapped import (
 )
 
 _log = logging.getLogger(__name__)
+_HELD = (
+    "give a scheduler to zero_torch.protect(scheduler=...), which holds it until the last micro-"
+    "batch of a step, and change options where run.step() has returned True"
+)
 
 
 class Run(Checkpoints):
@@ -145,7 +149,7 @@ class Run(Checkpoints):
         )
         self._held: HeldCalls = former._held if former else HeldCalls(optimizer, scheduler, scaler)
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
-        self._learning_rates = LearningRates(optimizer)
+        self._options = same_options.OptionsOfStep(optimizer)
         given = options.sample_ledger, self._link.round, self._collectives.everybodys
         self._ledger = begin_ledger(*given, rank=self._rank, world=self._world)
 
@@ -504,8 +508,8 @@ class Run(Checkpoints):
         plan, micro, world = self._plan(), self._cursor.micro, self._world
         if micro == 0:
             self._optimizer.zero_grad()
-        else:
-            self._learning_rates.check()
+        elif change := self._options.change():
+            raise ZeroError(change + _HELD)
         begin_micro_step(self)
         self._writes.begin_micro_step(plan.first_place(self._assignment))
         self._gradients.begin(
@@ -534,7 +538,7 @@ class Run(Checkpoints):
             raise ZeroError(NOT_ITS_TURN)
         self._writes.end_micro_step()
         if self._cursor.micro == 0:
-            self._learning_rates.begin()
+            self._options.begin()
         if self._ledger is not None and not microbatch.padding:
             self._ledger.consume(microbatch.index, ticket.ids, ticket.documents)
 

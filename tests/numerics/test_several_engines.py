@@ -154,7 +154,7 @@ def makes_engine(seed: int) -> tuple[Engine, Callable[[str], object]]:
 def save_to_one(root: str, kinds: tuple[str, str]) -> list[str]:
     """What the second of two trainings is told that saves where the first one has saved."""
     makers = {"engine": makes_engine, "run": makes_run}
-    (first, save_first), (second, save_second) = (
+    (_first, save_first), (second, save_second) = (
         makers[kind](seed) for seed, kind in enumerate(kinds)
     )
     save_first(root)

@@ -262,8 +262,8 @@ def test_a_loop_that_cannot_be_held_is_an_error_that_says_why(
         "optimizer.step(closure) computes the loss again, which cannot be held until the last "
         "micro-batch of a step; call backward() first, and optimizer.step() without a closure",
         "save() in the middle of a step",
-        "the learning rate has changed in the middle of a step, as a scheduler does that is "
-        "stepped for every batch",
+        "lr of param group 0 has changed from 0.01 to 1.0 in the middle of a step, as by a "
+        "schedule that is stepped for every batch",
     ]
     assert "got a second gradient" in told[1]
 

@@ -40,9 +40,15 @@ from zero_data.token_weights import (
 from zero_engine.memory_check import check_memory
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.grad_reducer import CALLS
+from zero_step.checks.same_options import OptionsOfStep
 from zero_step.phase import Move, Phase, State
 
 _log = logging.getLogger(__name__)
+_OPTIONS = "changed options"
+_BY_STEP = (
+    "give a scheduler to initialize(lr_scheduler=...), which steps it once in a step, and change "
+    "options where engine.global_steps has grown"
+)
 
 Loss = Tensor | tuple[Tensor, int | Tensor]
 """A mean, or a sum and the number of its tokens."""
@@ -94,6 +100,7 @@ class MicroSteps:
         self._tokens: list[Count] = []
         self._drawn: Ticket | None = None
         """The last batch that was drawn when the current micro-step began."""
+        self._options = OptionsOfStep(core.zero.optimizer) if core.zero is not None else None
         self._checked: tuple[BatchShape, int] | None = None
         self._told: set[str] = set()
         """What need not be told again."""
@@ -289,6 +296,7 @@ class MicroSteps:
         if live < 1:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
         self._check_memory()
+        self._warn_of_options()
         self.applied = False
         core.coordinator.begin_backward()
         turn = Turn(
@@ -302,6 +310,16 @@ class MicroSteps:
         )
         phase.move(draw)
         core.reducer.begin(turn, weight=weight)
+
+    def _warn_of_options(self) -> None:
+        """Warn once of options of the optimizer that change for every micro-batch."""
+        assert self._options is not None
+        if not self._run.managed or _OPTIONS in self._told:  # the script decides what a step is
+            return
+        if self._run.cursor.micro == 0:
+            self._options.begin()
+        elif (change := self._options.change()) and self._tells(_OPTIONS) and self._run.rank == 0:
+            _log.warning("%s%s", change, _BY_STEP)
 
     def _check_memory(self) -> None:
         """Check that the sums of a step fit, if it is the first of its kind. Collective."""

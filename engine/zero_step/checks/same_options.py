@@ -1,11 +1,12 @@
-"""The options of an optimizer's param groups, which have to be the same on all ranks.
+"""The options of an optimizer's param groups: the same on all ranks, and throughout a step.
 
-Must always hold: where they differ, all ranks know before weights change. Otherwise each would
-train weights of its own, or its shard at another rate: a rate that follows from the loss of one
-rank's samples, as by ReduceLROnPlateau, is enough.
+Must always hold: where they differ among the ranks, all know before weights change. Otherwise each
+would train weights of its own, or its shard at another rate: a rate that follows from the loss of
+one rank's samples, as by ReduceLROnPlateau, is enough. And what changes them for every micro-batch
+is named: there are more of these in a step of fewer ranks.
 
-Compared are numbers, text, and tuples of them. A tensor on a device is not read: the host would
-wait for it.
+Compared are numbers, text, and tuples of them. A tensor on a device is not read, unless it has
+changed: the host would wait for it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ _DIFFERS = (
     "param group {}: {} is {} on rank 0 and {} on rank {}, so the ranks would train different "
     "weights; give all ranks the same: a schedule that follows a metric needs that of all ranks, "
     "such as the mean loss of the step"
+)
+
+_IN_STEP = (
+    "{} of param group {} has changed from {} to {} in the middle of a step, as by a schedule that "
+    "is stepped for every batch: how often depends on the number of ranks; "
 )
 
 
@@ -85,3 +91,48 @@ def check(
             for key in sorted(ours.keys() | theirs.keys()):
                 if (mine := ours.get(key)) != (other := theirs.get(key)):
                     raise ZeroError(_DIFFERS.format(number, key, mine, other, rank))
+
+
+class OptionsOfStep:
+    """The options of an optimizer in a step, which are asked for often and change seldom."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._read: dict[int, tuple[Tensor, int, float]] = {}
+        """By `id`, of those that are tensors: the tensor, its version, its value."""
+        self._begun: list[dict[str, Any]] = []
+        """Those with which the step has begun."""
+
+    def begin(self) -> None:
+        """Begin a step with what they are now."""
+        self._begun = self._now()
+
+    def change(self) -> str:
+        """What has changed since the begin of the step; "" if nothing has."""
+        if (now := self._now()) == self._begun:
+            return ""
+        for number, (before, after) in enumerate(zip(self._begun, now, strict=False)):
+            for key in sorted(before.keys() & after.keys()):
+                if before[key] != after[key]:
+                    return _IN_STEP.format(key, number, before[key], after[key])
+        return ""  # a further group, which `AsGiven` looks at
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [
+            {
+                key: self._value(value) if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params" and (isinstance(value, Tensor) or _plain(value))
+            }
+            for group in self._optimizer.param_groups
+        ]
+
+    def _value(self, option: Tensor) -> float | None:
+        """A tensor is read when it has changed: the host waits for its device."""
+        if option.numel() != 1:
+            return None
+        _, version, known = self._read.get(id(option), (option, -1, 0.0))
+        if version != option._version:
+            known = float(option)
+            self._read[id(option)] = option, option._version, known
+        return known

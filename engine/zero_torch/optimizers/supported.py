@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_contract.errors import ConfigError, ZeroError
+from zero_contract.errors import ConfigError
 
 _BY_ELEMENT = (
     torch.optim.ASGD,
@@ -165,41 +165,3 @@ def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:
     if fused:  # GradScaler asks for it: a fused kernel unscales by itself
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return bool(fused)
-
-
-class LearningRates:
-    """The learning rates of an optimizer, which are asked for often and change seldom."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._read: dict[int, tuple[Tensor, int | None, float]] = {}
-        """By `id`, of those that are tensors: the tensor, its version, its value."""
-        self._begun: list[float] = []
-        """Those with which the step has begun."""
-
-    def begin(self) -> None:
-        """Begin a step with what they are now."""
-        self._begun = self._now()
-
-    def check(self) -> None:
-        """Check that they are those with which the step has begun; raises ZeroError."""
-        if self._now() != self._begun:
-            raise ZeroError(
-                "the learning rate has changed in the middle of a step, as a scheduler does that "
-                "is stepped for every batch: give it to zero_torch.protect(scheduler=...), which "
-                "holds it until the last micro-batch of a step"
-            )
-
-    def _now(self) -> list[float]:
-        groups = self._optimizer.param_groups
-        return [self._rate(group["lr"]) for group in groups if "lr" in group]
-
-    def _rate(self, rate: float | Tensor) -> float:
-        """A tensor is read when it has changed: the host waits for its device."""
-        if not isinstance(rate, Tensor):
-            return float(rate)
-        _, version, known = self._read.get(id(rate), (rate, None, 0.0))
-        if version != rate._version:
-            known = float(rate)
-            self._read[id(rate)] = rate, rate._version, known
-        return known

@@ -110,6 +110,41 @@ def test_what_a_script_does_beside_training_has_the_same_bits_everywhere(
     assert found == dict.fromkeys(places, first)
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "lr": lambda rate: rate * 0.9,
+    "weight_decay": lambda decay: decay + 0.1,
+    "betas": lambda betas: (betas[0] * 0.9, betas[1]),
+    "amsgrad": lambda is_on: not is_on,
+}
+
+
+def change(option: str, _: object, optimizer: Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    group[option] = CHANGES[option](group[option])
+
+
+def told_of_changes(option: str, back_end: str) -> list[str]:
+    """What a script is told that changes an option after each backward: the error comes last."""
+    own = training(Recipe(between=partial(change, option)), back_end)
+    with heard(logging.WARNING) as lines:
+        try:
+            own.train(1)
+        except ZeroError as error:
+            lines.append(str(error))
+    return [line for line in lines if "in the middle of a step" in line]
+
+
+@pytest.mark.parametrize("option", CHANGES)
+@pytest.mark.corners(option=["lr", "betas"])
+def test_an_option_that_changes_for_every_micro_batch_is_named(
+    worlds: WorldPool, option: str
+) -> None:
+    """A step has fewer micro-batches of a rank where there are more ranks."""
+    for back_end in ("plain", "ddp", "fsdp2", "stage0", "stage3"):
+        ((told,),) = worlds.run(1, told_of_changes, option, back_end)
+        assert told.startswith(f"{option} of param group 0 has changed from "), back_end
+
+
 def at_a_rate_of_its_own(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01 * (1 + dist.get_rank()))
 
