@@ -23,6 +23,7 @@ from zero_step.staying import standing
 from zero_torch import settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.loader import check_is_loader
+from zero_torch.optimizers.held_calls import check_not_taken
 from zero_torch.optimizers.supported import (
     check_members,
     check_scheduler,
@@ -32,7 +33,15 @@ from zero_torch.optimizers.supported import (
 )
 from zero_torch.run import Run
 from zero_torch.staying import stay
-from zero_torch.wrapped import Wrapper, check_gradients, check_savable, check_sums, recognize
+from zero_torch.wrapped import (
+    Wrapped,
+    Wrapper,
+    check_gradients,
+    check_no_hook,
+    check_savable,
+    check_sums,
+    recognize,
+)
 
 _log = logging.getLogger(__name__)
 _FUSED = (
@@ -134,6 +143,9 @@ def protect(
         checkpoints = Checkpoints(wrapped, optimizer, **options)
         checkpoints.start()
         return checkpoints
+    _check_no_second_optimizer(wrapped, stateful or {})
+    check_not_taken(model=wrapped.model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    check_no_hook(wrapped)
     check_gradients(wrapped, dist.get_world_size())
     check_sums(wrapped, chosen.elastic)
     check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
@@ -171,6 +183,18 @@ def _check_arguments(
             f"stateful[{name!r}] is the loader, whose position is in every checkpoint of a run "
             "already: leave it out"
         )
+
+
+def _check_no_second_optimizer(wrapped: Wrapped, stateful: Mapping[str, object]) -> None:
+    trained = set(wrapped.trained().values())
+    for name, each in stateful.items():
+        groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else ()
+        if any(parameter in trained for group in groups for parameter in group["params"]):
+            raise ConfigError(
+                f"stateful[{name!r}] is an optimizer of parameters of the model, and its step does "
+                "not wait for the last micro-batch of a step: give these parameters to the "
+                "optimizer of protect(), in a param group of their own"
+            )
 
 
 def _warn_of_default_seed(loader: DataLoader[Any], seed: int, torch_seed: int) -> None:

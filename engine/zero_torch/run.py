@@ -46,7 +46,7 @@ from zero_torch.checks.as_given import AsGiven
 from zero_torch.gradient_norm import Norms, scale
 from zero_torch.hooks.ddp import DEPTH
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
-from zero_torch.optimizers.held_calls import HeldCalls, Steps
+from zero_torch.optimizers.held_calls import HeldCalls, Steps, take
 from zero_torch.optimizers.supported import check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
@@ -177,6 +177,7 @@ class Run(Checkpoints):
         )
         self.loader.is_alone = self._link.is_alone
         self._held.hold(self._steps)
+        take(self._wrapped.model)
         if self._device.type == "cpu":
             keep_freed_memory()
 

@@ -214,6 +214,19 @@ def check_savable(wrapped: Wrapped) -> None:
             )
 
 
+def check_no_hook(wrapped: Wrapped) -> None:
+    """Check that nobody else reduces the gradients of a model.
+
+    Raises:
+        ConfigError: A communication hook of DDP does; names it.
+    """
+    for hook, _ in getattr(wrapped.model, "_comm_hooks", ()):
+        raise ConfigError(
+            f"DistributedDataParallel has the communication hook {hook.__qualname__}, and it can "
+            "have one alone: protect's own, which sums gradients in order; leave the other out"
+        )
+
+
 def check_gradients(wrapped: Wrapped, world: int) -> None:
     """Check that the gradients of a model can be summed in order.
 

@@ -12,13 +12,42 @@ from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-from zero_contract.errors import ZeroError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_torch.optimizers.local_step import local_tensors
 from zero_torch.optimizers.supported import NO_CLOSURE
+
+_TAKEN = "the {} is that of another run of this process: {}"
+_REMEDIES = {
+    "model": "a run keeps its hooks; give protect a model of its own (of one in "
+    "DistributedDataParallel: wrap its .module anew) and a new optimizer, or load the checkpoint "
+    "of the other run in a new process",
+    "optimizer": "make another one from the parameters of this run's model",
+    "scheduler": "make another one from the optimizer of this run",
+    "scaler": "give each run a torch.amp.GradScaler of its own",
+}
+_taken: WeakValueDictionary[int, object] = WeakValueDictionary()
+"""What runs have, by `id`."""
+
+
+def check_not_taken(**given: object) -> None:
+    """Check that no other run has the model, optimizer, scheduler or scaler of one.
+
+    Raises:
+        ConfigError: One has; names it.
+    """
+    for what, each in given.items():
+        if id(each) in _taken:
+            raise ConfigError(_TAKEN.format(what, _REMEDIES[what]))
+
+
+def take(*given: object) -> None:
+    """See `check_not_taken`."""
+    _taken.update({id(each): each for each in given if each is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +90,7 @@ class HeldCalls:
         before, self._steps = self._steps, steps
         if before is not None:
             return
+        take(self._optimizer, self._scheduler, self._scaler)
         replace(self._optimizer, "step", self._step)
         if self._scheduler is not None:
             derive(self._scheduler, "step", self._if_over)
