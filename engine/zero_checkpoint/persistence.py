@@ -88,6 +88,10 @@ class Persistence:
         In-memory checkpoints belong to it, and not to others, such as one for the best so far."""
         self._saved_to: set[str] = set()
         """The directories whose newest checkpoints are this one's, as far as this process knows."""
+        self._begun_beside: dict[int, int] = {}
+        """The step of each engine when the step under way has begun."""
+        self.has_told_of_step = False
+        """Whether the script knows what `stepped_within` finds."""
         self._has_stepped = False
         self._moment: Moment | None = None
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
@@ -105,6 +109,25 @@ class Persistence:
     def engines(self) -> list[Persistence]:
         """Those that train in this process, in the order in which the script made them."""
         return [each for each in self._link.clients.values() if each.training.trains]
+
+    # ---- a step, beside those of other engines ----
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._begun_beside = {each.number: each.training.cursor.step for each in self.engines()}
+
+    def stepped_within(self) -> int | None:
+        """The number of an engine in the middle of a step since whose begin this one has stepped.
+
+        What that one computes with the weights of this one depends on where in its step it is.
+        None as well if the script has been told of one.
+        """
+        engines = self.engines()
+        for each in () if any(one.has_told_of_step for one in engines) else engines:
+            begun = each._begun_beside.get(self.number)
+            if each is not self and begun not in (None, self.training.cursor.step):
+                return each.number
+        return None
 
     # ---- saving ----
 
@@ -291,6 +314,7 @@ class Persistence:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         begin_s = time.monotonic()
+        self._begun_beside = {}
         self.last.take(self.saver.wait_for_room())
         self.saver.staging.settle()  # a save may have failed before its copy ended
         if self.ram is not None:
@@ -358,6 +382,7 @@ class Persistence:
 
     def take_notes(self, notes: Sequence[Sequence[float]]) -> None:
         """Use the notes of all ranks, [world][NOTES], and report a save that has ended."""
+        self._begun_beside = {}
         leaves_with, saves, in_memory = (
             max(column) for column in list(zip(*notes, strict=True))[:3]
         )

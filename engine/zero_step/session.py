@@ -34,6 +34,12 @@ from zero_step.staying import Staying
 
 _log = logging.getLogger(__name__)
 
+_STEPPED = (
+    "engine {0} of this process has stepped within a step of engine {1}, and computes with its new "
+    "weights there: if engine {1} is trained through it, as the generator of a GAN is, only the "
+    "last micro-batches of a step have these, and how many depends on the number of ranks; call "
+    "step() of both after the last backward() of the loop"
+)
 NOTES = OF_PERSISTENCE + 2
 """Numbers that a session tells all ranks at the end of a step."""
 Directory = str | os.PathLike[str]
@@ -450,11 +456,24 @@ def notes_of(session: Session) -> list[float]:
 
 def begin_micro_step(session: Session) -> None:
     """A micro-step begins."""
+    if session._training.cursor.micro == 0:
+        session._persistence.begin_step()
     # In a block that a script opens around its loop, the casts of a forward before are those of
     # older weights, and FSDP2 gets no gradients through them.
     torch.clear_autocast_cache()
     if session.staying is not None:
         session.staying.begin()
+
+
+def see_forward(session: Session) -> None:
+    """A forward in training: warn once if it has weights that change within a step of another."""
+    if len(session._link.clients) < 2:
+        return
+    persistence = session._persistence
+    if (other := persistence.stepped_within()) is not None:
+        persistence.has_told_of_step = True
+        if session._training.rank == 0:
+            _log.warning("%s", _STEPPED.format(persistence.number, other))
 
 
 def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progress) -> None:

@@ -38,7 +38,14 @@ from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import exchange_sizes, lanes_of
 from zero_step.phase import Move, State
-from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, survive
+from zero_step.session import (
+    NOTES,
+    begin_micro_step,
+    fill_in,
+    outlived,
+    see_forward,
+    survive,
+)
 from zero_torch import hooks, settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.checks import self_test
@@ -191,8 +198,10 @@ class Run(Checkpoints):
         if self._ledger is not None:
             self._ledger.close()
 
-    def _end_forward(self, _: nn.Module, __: object, output: object) -> None:
+    def _end_forward(self, module: nn.Module, _: object, output: object) -> None:
         """See the begin of a backward that the script calls itself, and that one has failed."""
+        if module.training:
+            see_forward(self)
         self._writes.check_parameters()
         if not torch.is_grad_enabled():
             torch.clear_autocast_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
+import zero_engine
 import zero_torch
+from tests.support.saving import heard
 from tests.support.stock import wrap
+from tests.support.training import config
 from tests.support.world import WorldPool
 from zero_contract.errors import ConfigError
 from zero_torch.run import Run
@@ -89,6 +93,51 @@ def test_a_gan_of_two_runs_has_the_same_bits_wherever_each_half_of_it_runs(
             strict=False,
         )
         assert [first + second for first, second in halves] == [whole] * 2
+
+
+def told_of_steps(back_end: str, late: bool) -> list[str]:
+    """What is said of a judge that steps before the generator's backward, or `late`, after it."""
+    settings = config(
+        1, train_batch_size=10, gradient_clipping=0, optimizer={"type": "Adam", "params": {}}
+    )
+
+    def made(model: nn.Module) -> tuple[Any, Any, Any]:
+        if back_end == "engine":
+            engine = zero_engine.initialize(model, training_data=loader().dataset, config=settings)
+            return engine, engine, engine.training_dataloader
+        wrapped = wrap(model, back_end)
+        run = run_of(wrapped)
+        return wrapped, run, run.loader
+
+    with heard(logging.WARNING) as lines:
+        generator, trained, noise = made(mlp(4, 6, 1))
+        judge, judging, samples = made(mlp(6, 1, 2))
+        for (real,), _ in zip(samples, noise, strict=True):
+            fake = generator(torch.randn(len(real), 4))
+            judging.backward(judged(judge(real), True) + judged(judge(fake.detach()), False))
+            if not late:
+                judging.step()
+            module = judge.module if back_end == "engine" else judge
+            module.requires_grad_(False)
+            trained.backward(judged(judge(fake) if not late else module(fake), True))
+            module.requires_grad_(True)
+            if late:
+                judging.step()
+            trained.step()
+    return [line.split(":")[0] for line in lines if "has stepped within" in line]
+
+
+@pytest.mark.parametrize("back_end", ["ddp", "engine"])
+@pytest.mark.corners(back_end=["ddp"])
+def test_a_judge_that_steps_before_the_backward_through_it_is_named_at_every_world_size(
+    worlds: WorldPool, back_end: str
+) -> None:
+    """Only the last micro-batches of the generator's step would have its new weights."""
+    named = "engine 1 of this process has stepped within a step of engine 0, and computes with its"
+    for world in (1, 2):
+        (lines, *_) = worlds.run(world, told_of_steps, back_end, False)
+        assert [line[: len(named)] for line in lines] == [named]
+    assert worlds.run(1, told_of_steps, back_end, True) == [[]]
 
 
 # ---- what belongs to one run alone ----

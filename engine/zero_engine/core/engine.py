@@ -66,6 +66,7 @@ from zero_step.session import (
     fill_in,
     notes_of,
     outlived,
+    see_forward,
     survive,
 )
 
@@ -151,6 +152,7 @@ class Engine(WholeWeights):
         call = partial(self._precision.call, self.module)
         with exit_on_peer_loss(self._link), self._core.hardware.mode.refusals():
             if training:
+                see_forward(self._session)
                 begin_micro_step(self._session)
                 microbatch = self._run.microbatch()
                 if self._core.zero is not None:
