@@ -11,6 +11,7 @@ decides where a step ends.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Container, Iterator, Mapping
@@ -71,6 +72,18 @@ from zero_step.session import (
 )
 
 _log = logging.getLogger(__name__)
+
+
+def _check_arguments(scheduler: Any, given: Mapping[str, Any]) -> None:
+    """Check that a scheduler can be stepped, before weights have."""
+    try:
+        if scheduler is not None:
+            inspect.signature(scheduler.step).bind(**given)
+    except TypeError as error:
+        raise ZeroError(
+            f"{type(scheduler).__name__}.step(): {error}: give it to engine.step(lr_kwargs={{}}), "
+            "or step the scheduler in the script, and do not give it to initialize()"
+        ) from error
 
 
 class Engine(WholeWeights):
@@ -253,6 +266,7 @@ class Engine(WholeWeights):
             self._core.as_given.check(self._core.zero.units)
             assert self._core.reducer is not None
             self._core.reducer.check_hooks()
+        _check_arguments(self.lr_scheduler, lr_kwargs)
         with outlived(self._session):
             self._end_step(lr_kwargs)
 

@@ -88,6 +88,16 @@ def test_its_bits_are_those_of_torch_alone(
     assert everywhere(worlds, recipe, tmp_path, places) == dict.fromkeys(places, expected)
 
 
+@pytest.mark.full
+def test_a_metric_that_is_not_given_to_the_engine_is_an_error_before_weights_change(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    recipe = Recipe(optimizer=adam, scheduler=MADE["ReduceLROnPlateau"])
+    (found,) = everywhere(worlds, recipe, tmp_path, [("stage1", 2)]).values()
+    assert len(found) == 1
+    assert "ReduceLROnPlateau.step(): missing a required argument: 'metrics'" in found[0]
+
+
 def state_asked_for(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     """Torch makes state by a step of its own, with zeros for gradients."""
     if step == 0:
