@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from zero_comm.determinism import Deterministic, Hardware, changes, mixture, mode_of
 from zero_contract.errors import ConfigError
@@ -79,9 +80,12 @@ def test_what_differs_from_a_checkpoint_is_named(
 
 def test_a_resume_on_another_version_of_torch_is_refused_if_the_setting_says_so() -> None:
     saved = {"hardware": [CPU], "torch": "2.12.0", "threads": 1}
-    assert Hardware(mode=Deterministic.WARN, records=(CPU,)).resume(saved) == []
+    found = Hardware(Deterministic.WARN, torch.device("cpu"))
+    found.records = (CPU,)
+    assert found.resume(saved) == []
+    found.mode = Deterministic.ERROR
     with pytest.raises(ConfigError, match=r"the version of torch is 2\.13\.0 and was 2\.12\.0\. "):
-        Hardware(mode=Deterministic.ERROR, records=(CPU,)).resume(saved)
+        found.resume(saved)
 
 
 def test_the_module_whose_output_differs_first_is_that_of_the_first_turn_of_any_rank() -> None:
