@@ -57,6 +57,13 @@ FOUND = {
         "--fault 0 start a --fault 0 start b --fault 0 start c --fault 9 drain c for 10 s "
         "--fault 10.2 corrupt for 14 s"
     ),
+    "etcd is restored from before the job while an agent registers": (
+        "--seed 53520 --setting nodes=3 min_nodes=2 slots=2 steps=40 save_every=2 memory_every=1 "
+        "step_s=0.5 max_restarts=100 in_place=True start_up_s=0.5 --fault 1 restore-etcd for "
+        "7.62 s --fault 1.57 start c --fault 1.01 restore-etcd for 0.3 s --fault 1.33 slow-node c "
+        "for 1.89 s --fault 8.03 slow-node c for 14.08 s --fault 9.01 restore-etcd for 2.92 s "
+        "--fault 13.58 start a --fault 14.25 start b"
+    ),
     "etcd is restored twice from before a round, whose only node does not reach it": (
         "--seed 1795905505 --fault 0 start a --fault 0 start b --fault 0.01 start b for 0.28 s "
         "--fault 0.7 restore-etcd for 8.86 s --fault 3.73 kill-worker a for 13.37 s --fault 3.96 "

@@ -160,6 +160,9 @@ class Rendezvous:
         self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
         self.secret = Secret(self._agree(self.keys.secret, secrets.token_hex(32)))
         self._registration.change(starting=starting)
+        held = self._store.get(self.keys.secret)
+        if held is None or held.value != self.secret:  # others agree on another one
+            raise StoreUnavailable("etcd has gone back in time while this agent registered")
         # Leases may have lapsed in an outage that has just ended: this agent has not seen it.
         self._durations.heard("this agent has joined")
         self._job_view = JobView(
