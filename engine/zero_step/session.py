@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
@@ -465,9 +466,14 @@ def begin_micro_step(session: Session) -> None:
         session.staying.begin()
 
 
-def see_forward(session: Session) -> None:
-    """A forward in training: warn once if it has weights that change within a step of another."""
-    if len(session._link.clients) < 2:
+def see_forward(session: Session, module: nn.Module) -> None:
+    """A forward of the script: warn once if its weights change within a step of another training.
+
+    One without gradients leaves no casts of weights, see `begin_micro_step`.
+    """
+    if not torch.is_grad_enabled():
+        torch.clear_autocast_cache()
+    if not module.training or len(session._link.clients) < 2:
         return
     persistence = session._persistence
     if (other := persistence.stepped_within()) is not None:

@@ -38,14 +38,7 @@ from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import exchange_sizes, lanes_of
 from zero_step.phase import Move, State
-from zero_step.session import (
-    NOTES,
-    begin_micro_step,
-    fill_in,
-    outlived,
-    see_forward,
-    survive,
-)
+from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, see_forward, survive
 from zero_torch import hooks, settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.checks import self_test
@@ -53,7 +46,7 @@ from zero_torch.checks.as_given import AsGiven
 from zero_torch.gradient_norm import Norms, scale
 from zero_torch.hooks.ddp import DEPTH
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
-from zero_torch.optimizers.held_calls import HeldCalls, Steps, take
+from zero_torch.optimizers.held_calls import HELD, HeldCalls, Steps, take
 from zero_torch.optimizers.supported import check_members, takes_no_metric
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
@@ -67,10 +60,6 @@ from zero_torch.wrapped import (
 )
 
 _log = logging.getLogger(__name__)
-_HELD = (
-    "give a scheduler to zero_torch.protect(scheduler=...), which holds it until the last micro-"
-    "batch of a step, and change options where run.step() has returned True"
-)
 
 
 class Run(Checkpoints):
@@ -200,11 +189,8 @@ class Run(Checkpoints):
 
     def _end_forward(self, module: nn.Module, _: object, output: object) -> None:
         """See the begin of a backward that the script calls itself, and that one has failed."""
-        if module.training:
-            see_forward(self)
+        see_forward(self, module)
         self._writes.check_parameters()
-        if not torch.is_grad_enabled():
-            torch.clear_autocast_cache()
         # In a backward this is the forward of a recomputation, and that backward has not failed.
         if torch._C._current_graph_task_id() == -1:
             self._refuse_failed()
@@ -519,7 +505,7 @@ class Run(Checkpoints):
         if micro == 0:
             self._optimizer.zero_grad()
         elif change := self._options.change():
-            raise ZeroError(change + _HELD)
+            raise ZeroError(change + HELD)
         begin_micro_step(self)
         self._writes.begin_micro_step(plan.first_place(self._assignment))
         self._gradients.begin(

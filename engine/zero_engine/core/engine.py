@@ -74,7 +74,7 @@ from zero_step.session import (
 _log = logging.getLogger(__name__)
 
 
-def _check_arguments(scheduler: Any, given: Mapping[str, Any]) -> None:
+def _check_scheduler(scheduler: Any, given: Mapping[str, Any]) -> None:
     """Check that a scheduler can be stepped, before weights have."""
     try:
         if scheduler is not None:
@@ -165,7 +165,7 @@ class Engine(WholeWeights):
         call = partial(self._precision.call, self.module)
         with exit_on_peer_loss(self._link), self._core.hardware.mode.refusals():
             if training:
-                see_forward(self._session)
+                see_forward(self._session, self.module)
                 begin_micro_step(self._session)
                 microbatch = self._run.microbatch()
                 if self._core.zero is not None:
@@ -266,7 +266,7 @@ class Engine(WholeWeights):
             self._core.as_given.check(self._core.zero.units)
             assert self._core.reducer is not None
             self._core.reducer.check_hooks()
-        _check_arguments(self.lr_scheduler, lr_kwargs)
+        _check_scheduler(self.lr_scheduler, lr_kwargs)
         with outlived(self._session):
             self._end_step(lr_kwargs)
 

@@ -21,6 +21,10 @@ from zero_contract.errors import ConfigError, ZeroError
 from zero_torch.optimizers.local_step import local_tensors
 from zero_torch.optimizers.supported import NO_CLOSURE
 
+HELD = (
+    "give a scheduler to zero_torch.protect(scheduler=...), which holds it until the last micro-"
+    "batch of a step, and change options where run.step() has returned True"
+)
 _TAKEN = "the {} is that of another run of this process: {}"
 _REMEDIES = {
     "model": "a run keeps its hooks; give protect a model of its own (of one in "
