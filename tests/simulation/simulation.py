@@ -37,7 +37,7 @@ class Plan:
         A node that has to go while etcd is away cannot say so, and counts as lost.
         """
         kinds = {fault.kind for fault in self.faults}
-        unheard = "outage" in kinds and kinds & {"drain", "sigterm"}
+        unheard = kinds & {"outage", "no-leader"} and kinds & {"drain", "sigterm"}
         return kinds <= {*FREE, HEAL} and not unheard
 
 
