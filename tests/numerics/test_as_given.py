@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,30 @@ def train_on(name: str) -> None:
         train(engine, 2)
     finally:
         assert (engine.global_steps, engine.weight_hash()) == (1, before)
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint"])
+@pytest.mark.parametrize("name", ["group", "members"])
+def test_other_param_groups_are_neither_saved_nor_loaded(
+    worlds: WorldPool, tmp_path: Path, name: str, call: str
+) -> None:
+    with pytest.raises(WorldError, match=CHANGES[name][1]):
+        worlds.run(1, checkpoint_of, name, call, tmp_path)
+    assert len([*tmp_path.glob("step-*")]) == 1
+
+
+def checkpoint_of(name: str, call: str, directory: Path) -> None:
+    settings = config(1, zero_optimization={"stage": 1})
+    model = frozen_norms()
+    engine = make_engine(settings, model=model, model_parameters=list(model.parameters()))
+    train(engine, 1)
+    engine.save_checkpoint(directory)
+    before = engine.weight_hash()
+    CHANGES[name][0](engine)
+    try:
+        getattr(engine, call)(directory)
+    finally:
+        assert engine.weight_hash() == before
 
 
 def of_one_memory() -> None:

@@ -55,21 +55,7 @@ class AsGiven:
             ZeroError: There is a further param group, a parameter of a group is to be trained since
                 then, a module has another one, or a trained one has other memory.
         """
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        if len(groups) != self._groups:
-            raise ZeroError(
-                f"the optimizer has {len(groups)} param groups, and had {self._groups} at "
-                "initialize(): what is added later is not trained; let all groups be there at "
-                f"initialize(), with lr=0 until they are to be trained, {_ONCE_MORE}"
-            )
-        members = [each for group in groups for each in group["params"]]
-        self._members = self._members or members
-        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
-            raise ZeroError(
-                "the param groups of the optimizer have other parameters than at the step before: "
-                "the engine steps those of initialize(), each in its group; change lr and other "
-                f"options of the groups instead, {_ONCE_MORE}"
-            )
+        self.check_groups()
         if self._parts.changed():
             if (name := self._parts.exchanged()) is not None:
                 raise ZeroError(
@@ -96,6 +82,28 @@ class AsGiven:
                 )
             if not self._has_warned:
                 self._warn_of_frozen(unit)
+
+    def check_groups(self) -> None:
+        """Refuse other param groups, or other members of one; a checkpoint has them by place too.
+
+        Raises:
+            ZeroError: The optimizer has other ones than at `initialize`.
+        """
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        if len(groups) != self._groups:
+            raise ZeroError(
+                f"the optimizer has {len(groups)} param groups, and had {self._groups} at "
+                "initialize(): what is added later is not trained; let all groups be there at "
+                f"initialize(), with lr=0 until they are to be trained, {_ONCE_MORE}"
+            )
+        members = [each for group in groups for each in group["params"]]
+        self._members = self._members or members
+        if len(members) != len(self._members) or not all(map(is_, members, self._members)):
+            raise ZeroError(
+                "the param groups of the optimizer have other parameters than at the step before: "
+                "the engine steps those of initialize(), each in its group; change lr and other "
+                f"options of the groups instead, {_ONCE_MORE}"
+            )
 
     def _warn_of_frozen(self, unit: FlatUnit) -> None:
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):

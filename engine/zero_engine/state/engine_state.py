@@ -198,6 +198,7 @@ class EngineState:
     def _groups(self) -> list[tuple[list[str], Sequence[str]]]:
         """Of each param group the names of its trained and of its frozen parameters."""
         assert self.core.zero is not None
+        self.core.as_given.check_groups()
         return [
             *zip(self.core.zero.names_by_group(), self.core.as_given.frozen_by_group, strict=True)
         ]
