@@ -71,7 +71,11 @@ def refuse(line: Line, environ: Mapping[str, str]) -> None:
                 look.find(Typed(args=line.args, environ=environ))
             except SpecError as error:
                 found.append(str(error))
-                wrong.update(look.at)
+            except OSError as error:  # what is named lies where this user may not look
+                found.append(f"{error.filename}: cannot be read: {error.strerror}")
+            else:
+                continue
+            wrong.update(look.at)
     if found:
         raise SpecError("\n".join(found))
 

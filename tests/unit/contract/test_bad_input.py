@@ -181,6 +181,16 @@ def test_what_only_follows_from_another_mistake_is_not_told(line, told, refusal)
     ]
 
 
+def test_a_script_that_cannot_be_looked_at_is_named_beside_the_other_mistakes():
+    script = "a" * 300  # longer than a name may be; the error of a directory of others is alike
+    with pytest.raises(SpecError) as refused:
+        cli._run(["--max-restarts=-1", script])
+    assert str(refused.value).splitlines() == [
+        "--max-restarts=-1: must not be negative; write 0",
+        f"{script}: cannot be read: File name too long",
+    ]
+
+
 def test_no_flag_is_forgotten():
     takes_a_value = {name for name, flag in FLAGS.items() if flag.kind is not None}
     assert set(WRONG) | ANYTHING_GOES == takes_a_value
