@@ -64,6 +64,13 @@ FOUND = {
         "for 1.89 s --fault 8.03 slow-node c for 14.08 s --fault 9.01 restore-etcd for 2.92 s "
         "--fault 13.58 start a --fault 14.25 start b"
     ),
+    "etcd is restored after an agent has agreed on the job, and before it has on a secret": (
+        "--seed 65167 --setting nodes=5 min_nodes=3 slots=1 steps=10 step_s=0.2 max_restarts=100 "
+        "in_place=True start_up_s=10 --fault 2.67 start a --fault 3.62 start b --fault 4.86 "
+        "start d --fault 4.88 start e --fault 0.73 sigterm b for 7.48 s --fault 0.87 "
+        "restore-etcd-elsewhere for 3.8 s --fault 1.77 drain b for 1.22 s --fault 2.32 slow-etcd "
+        "for 2.87 s --fault 2.6 full-disk for 3.31 s"
+    ),
     "etcd is restored twice from before a round, whose only node does not reach it": (
         "--seed 1795905505 --fault 0 start a --fault 0 start b --fault 0.01 start b for 0.28 s "
         "--fault 0.7 restore-etcd for 8.86 s --fault 3.73 kill-worker a for 13.37 s --fault 3.96 "

@@ -133,6 +133,9 @@ class JobHistory:
         return parse(self.keys, Range(database.revision, items), spec)
 
     def _transition(self, database: Database, keys: Iterable[str]) -> None:
+        if self.keys.spec not in database.items:
+            self.broken("I1: the job moves on in an etcd that has no specification of it")
+            return
         before, job = self.job, self._snapshot(database)
         self.job = job
         move = _move(before, job)

@@ -156,13 +156,14 @@ class Rendezvous:
             SpecError: The job runs with another specification.
             StoreUnavailable: The store did not answer.
         """
-        agreed = self._agree(self.keys.spec, self._spec.to_json())
-        self._spec.check_same(JobSpec.from_json(agreed), self.keys.job)
+        spec = self._agree(self.keys.spec, self._spec.to_json())
+        self._spec.check_same(JobSpec.from_json(spec), self.keys.job)
         self.secret = Secret(self._agree(self.keys.secret, secrets.token_hex(32)))
         self._registration.change(starting=starting)
-        held = self._store.get(self.keys.secret)
-        if held is None or held.value != self.secret:  # others agree on another one
-            raise StoreUnavailable("etcd has gone back in time while this agent registered")
+        # Others may have agreed on something else, in a store that knows nothing of this.
+        for key, agreed in ((self.keys.spec, spec), (self.keys.secret, self.secret)):
+            if (held := self._store.get(key)) is None or held.value != agreed:
+                raise StoreUnavailable("etcd has gone back in time while this agent registered")
         # Leases may have lapsed in an outage that has just ended: this agent has not seen it.
         self._durations.heard("this agent has joined")
         self._job_view = JobView(
