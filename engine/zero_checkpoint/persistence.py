@@ -43,12 +43,10 @@ from zero_contract.worker import Restored
 
 _log = logging.getLogger(__name__)
 
-_SCRIPT_ALONE = (
-    "client_state is known to the script alone; register it with engine.keep_client_state()"
-)
+_SCRIPT_ALONE = "client_state is known to the script alone; register it with keep_client_state()"
 _OF_ANOTHER = (
-    "engine {} of this process saves to {}, and so would engine {}: each would load and delete the "
-    "checkpoints of the other; give each a directory of its own, such as {}/NAME. One that "
+    "training {} of this process saves to {}, and so would training {}: each would load and delete "
+    "the checkpoints of the other; give each a directory of its own, such as {}/NAME. One that "
     "continues the other loads its checkpoint from there before it saves, or the other is closed"
 )
 NOTES = 10
@@ -440,11 +438,11 @@ def inconsistent(mine: Moment, others: list[Moment]) -> str:
         unknown = seen is None and was_seen is None
         if not unknown and seen != other.step and was_seen != mine.step:
             return (
-                f"engine {other.number} of this process resumes from step {other.step} and engine "
-                f"{mine.number} from step {mine.step}, but engine {other.number} was at step "
-                f"{seen if seen is not None else 'unknown'} when the latter was saved: if one is "
-                "trained on the output of the other, the results are from here on not those of "
-                "the uninterrupted run; to resume from a common point, load checkpoints of one "
+                f"training {other.number} of this process resumes from step {other.step} and "
+                f"training {mine.number} from step {mine.step}, but training {other.number} was at "
+                f"step {seen if seen is not None else 'unknown'} when the latter was saved: if "
+                "one is trained on the output of the other, the results are from here on not those "
+                "of the uninterrupted run; to resume from a common point, load checkpoints of one "
                 "point of your loop by their tags, and leave out checkpoint.ram"
             )
     return ""

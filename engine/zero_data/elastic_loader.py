@@ -46,7 +46,7 @@ from zero_data.position_loader import PositionLoader, kept, seed_everything
 _log = logging.getLogger(__name__)
 
 PAST_THE_EPOCH = (
-    "the epoch has ended, and its last micro-steps await a step(); call engine.step() at the end "
+    "the epoch has ended, and its last micro-steps await a step(); call step() at the end "
     "of each epoch: a step does not straddle two"
 )
 _AUGMENTATION = 1

@@ -36,8 +36,8 @@ from zero_step.staying import Staying
 _log = logging.getLogger(__name__)
 
 _STEPPED = (
-    "engine {0} of this process has stepped within a step of engine {1}, and computes with its new "
-    "weights there: if engine {1} is trained through it, as the generator of a GAN is, only the "
+    "training {0} of this process has stepped within a step of training {1}, and computes with "
+    "its new weights there: if {1} is trained through it, as the generator of a GAN is, only the "
     "last micro-batches of a step have these, and how many depends on the number of ranks; call "
     "step() of both after the last backward() of the loop"
 )
@@ -340,7 +340,7 @@ class Session:
         left = sum(each.script.saved_step != each.training.cursor.step for each in known)
         if left:
             if self._training.rank == 0:
-                _log.info("leaving when %d more engines of this process are saved", left)
+                _log.info("leaving when %d more trainings of this process are saved", left)
         elif self._training.in_library_loop or len(known) < len(engines):
             # At the next step: first its loop writes its state, or other engines save at all.
             self._link.may_leave = True

@@ -179,9 +179,9 @@ def test_where_one_saves_no_other_of_the_process_does_unless_it_continues_it(
     """Their checkpoints would take the place of each other, and a load would find either."""
     for told in worlds.run(2, save_to_one, str(tmp_path), kinds):
         assert [each.split(":")[0] for each in told] == [
-            f"engine 0 of this process saves to {tmp_path}, and so would engine 1",
+            f"training 0 of this process saves to {tmp_path}, and so would training 1",
             "",
-            f"engine 1 of this process saves to {tmp_path}, and so would engine 0",
+            f"training 1 of this process saves to {tmp_path}, and so would training 0",
             "",
         ]
     assert len(find(tmp_path).candidates) >= 2
@@ -195,8 +195,8 @@ def test_where_one_saves_no_other_of_the_process_does_unless_it_continues_it(
     [
         ((2, 9, {"0": 9, "1": 9}), [(0, 9, {"1": 8, "2": 8}), (1, 9, {"0": 9, "2": 8})], None),
         ((2, 9, {"0": 9, "1": 9}), [(0, 10, {"1": 9, "2": 9})], None),
-        ((2, 8, {"0": 8, "1": 8}), [(0, 9, {"1": 9, "2": 9})], "engine 0 of this process resumes"),
-        ((0, 9, {"2": 9}), [(2, 8, {"0": 8})], "engine 2 of this process resumes from step 8"),
+        ((2, 8, {"0": 8, "1": 8}), [(0, 9, {"1": 9, "2": 9})], "training 0 of this"),
+        ((0, 9, {"2": 9}), [(2, 8, {"0": 8})], "training 2 of this process resumes from step 8"),
         ((0, 9, {}), [(1, 3, {})], None),
     ],
     ids=["one after the other", "one step ahead", "older", "newer", "from several runs"],
@@ -216,10 +216,10 @@ def test_checkpoints_that_never_were_together_are_named(worlds: WorldPool, tmp_p
     assert worlds.run(1, warned, str(tmp_path), [None] * 3) == [[]]
     (lines,) = worlds.run(1, warned, str(tmp_path), ["global_step2", "global_step1", None])
     assert [line.split(" if one")[0] for line in lines] == [
-        "engine 0 of this process resumes from step 2 and engine 1 from step 1, but engine 0 was "
-        "at step 1 when the latter was saved:",
-        "engine 1 of this process resumes from step 1 and engine 2 from step 2, but engine 1 was "
-        "at step 2 when the latter was saved:",
+        "training 0 of this process resumes from step 2 and training 1 from step 1, but training 0 "
+        "was at step 1 when the latter was saved:",
+        "training 1 of this process resumes from step 1 and training 2 from step 2, but training 1 "
+        "was at step 2 when the latter was saved:",
     ]
 
 

@@ -133,7 +133,7 @@ def test_a_judge_that_steps_before_the_backward_through_it_is_named_at_every_wor
     worlds: WorldPool, back_end: str
 ) -> None:
     """Only the last micro-batches of the generator's step would have its new weights."""
-    named = "engine 1 of this process has stepped within a step of engine 0, and computes with its"
+    named = "training 1 of this process has stepped within a step of training 0, and computes with"
     for world in (1, 2):
         (lines, *_) = worlds.run(world, told_of_steps, back_end, False)
         assert [line[: len(named)] for line in lines] == [named]

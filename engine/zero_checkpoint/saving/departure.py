@@ -68,15 +68,15 @@ def choose_departure(
     """
     if script_has_state:
         return Departure.AWAIT_SAVE, (
-            "its client_state is known to the script alone; engine.keep_client_state() lets the "
-            "engine save at once"
+            "its client_state is known to the script alone; registered with keep_client_state(), "
+            "it is saved at once"
         )
     if script_asks and not script_has_saved:
         return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
     if directory_known and engines > 1:
         return Departure.AWAIT_SAVE, (
-            f"{engines} engines train in this process, and only the script can save them at the "
-            "same point of its loop"
+            f"there are {engines} trainings in this process, and only the script can save them at "
+            "the same point of its loop"
         )
     if directory_known:
         return Departure.SAVE_AND_LEAVE, "the checkpoint directory is known"

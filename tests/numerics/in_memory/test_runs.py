@@ -116,7 +116,7 @@ def test_a_script_with_state_of_its_own_says_where_it_is_or_gets_none(
     worlds: WorldPool, root: str
 ) -> None:
     lines, _ = worlds.run(2, train_with_state, root, False)
-    assert [line for line in lines if "register it with engine.keep_client_state()" in line]
+    assert [line for line in lines if "register it with keep_client_state()" in line]
     assert worlds.run(2, loaded_state, root) == [(2, {"best": 2})] * 2
     worlds.run(2, train_with_state, root, True)
     assert worlds.run(2, loaded_state, root) == [(4, {"best": 4})] * 2
