@@ -127,7 +127,9 @@ class Norms:
         kind = torch.float64 if double else torch.float32
         total = torch.zeros((), dtype=kind, device=gradients[0].device)
         if not sharded:
-            return total + _of_whole(gradients, kind)
+            # The norm that shards of them would have, added up in the same blocks.
+            norms = [block_norms(_flat(each).to(kind)) for each in gradients]
+            return total + merged([sum_of_squares(torch.cat(norms)).tolist()])
         norm = self.of({name: trained[name] for name in names})
         with self._guard():
             total += norm.agreement.reach(norm.parts(gradients), torch.zeros(0)).norm
@@ -155,12 +157,6 @@ def _total_norm(
         return total
     mesh = given[0].device_mesh
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _of_whole(gradients: Sequence[Tensor], kind: torch.dtype) -> float:
-    """The norm of gradients that this rank has whole: that which shards of them would have."""
-    norms = [block_norms(_flat(each).to(kind)) for each in gradients]
-    return merged([sum_of_squares(torch.cat(norms)).tolist()])
 
 
 def _division_of(parameter: Tensor, world: int) -> Division:

@@ -12,7 +12,7 @@ complete; what belongs to the end of the whole backward comes after that of the 
 Exchanges go on while the backward runs, and have ended when backward() returns. On a device with
 streams the stream waits, so each ends at once.
 
-`hooks_fsdp2`, `hooks_ddp` and `hooks_plain` bring torch's gradients here.
+`hooks` bring torch's gradients here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,16 @@ class OrderedGradients:
         Raises:
             ZeroError: Other parameters are trained than in the micro-steps before.
         """
-        self._look_at_trained(now)
+        trained = self._require_gradients()
+        if changed := sorted(trained.keys() ^ self.trained.keys()):
+            if not now.first:
+                raise ZeroError(
+                    f"requires_grad of {changed[0]} has changed in the middle of a step, at micro-"
+                    f"step {now.micro_step}: freeze and unfreeze layers between two steps"
+                )
+            self.trained = trained
+            for change in self.changes:
+                change()
         if now.first:
             for gone in self._sums.keys() - self._of_step:  # DDP has other buckets now
                 del self._sums[gone]
@@ -376,18 +385,6 @@ class OrderedGradients:
 
     def _require_gradients(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self._parameters.items() if each.requires_grad}
-
-    def _look_at_trained(self, now: Turn) -> None:
-        trained = self._require_gradients()
-        if changed := sorted(trained.keys() ^ self.trained.keys()):
-            if not now.first:
-                raise ZeroError(
-                    f"requires_grad of {changed[0]} has changed in the middle of a step, at micro-"
-                    f"step {now.micro_step}: freeze and unfreeze layers between two steps"
-                )
-            self.trained = trained
-            for change in self.changes:
-                change()
 
     def drop_all(self) -> None:
         """Drop what parameters have of gradients."""

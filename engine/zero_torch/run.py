@@ -128,6 +128,7 @@ class Run(Checkpoints):
         self._norms = Norms(*normed, is_ready=self._norm_is_ready, guard=partial(outlived, self))
         self._watches = False
         """Whether forwards are watched."""
+        self._tells_unseen_loss = True
         self._owed = False
         """Whether the script may still call the step() of the micro-step before."""
         self._count = NOT_GIVEN
@@ -211,16 +212,6 @@ class Run(Checkpoints):
         if self.staying is not None:
             self.staying.forbid("layers were frozen or unfrozen")
 
-    def _agree_on_norm(self, gradients: Sequence[Tensor], max_norm: float) -> tuple[float, float]:
-        """The norm of all gradients. Collective: the end of a step needs no other exchange."""
-        norm = self._norms.of(self._gradients.trained)
-        agreed = self._agree(norm.agreement, norm.parts(gradients), max_norm=float(max_norm))
-        if not math.isfinite(agreed.norm):
-            name, step = norm.first_not_finite(), self._cursor.step + 1
-            if self._rank == 0:
-                _log.warning("step %d: gradient norm %s, first in %s", step, agreed.norm, name)
-        return agreed.norm, self._take_notes(agreed.notes)
-
     def _take_notes(self, everybodys: Tensor) -> float:
         """Take the notes of all ranks; returns the factor that they give the gradients."""
         factor = 1.0
@@ -232,13 +223,6 @@ class Run(Checkpoints):
             self._counted = counted(counts, plan, self._assignment)
         self._everybodys = everybodys
         return factor
-
-    def _weigh_tokens(self) -> None:
-        """Give the gradients the weight of their tokens, if nobody has clipped them. Collective."""
-        if self._everybodys is None:
-            with outlived(self):
-                notes = self._agree(self._agreement, []).notes
-                scale(self._gradients.trained, self._take_notes(notes))
 
     def _agree(self, agreement: Agreement, parts: Sequence[Tensor], **more: float) -> Agreed:
         group, notes = self._collectives, self._notes().tolist()
@@ -349,7 +333,15 @@ class Run(Checkpoints):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
         self.grad_norm = None
         with outlived(self):
-            self.grad_norm, factor = clipped(*self._agree_on_norm(gradients, max_norm), max_norm)
+            norm = self._norms.of(self._gradients.trained)
+            # It carries the notes as well: the end of the step needs no other exchange.
+            agreed = self._agree(norm.agreement, norm.parts(gradients), max_norm=float(max_norm))
+            if not math.isfinite(agreed.norm):
+                name, step = norm.first_not_finite(), self._cursor.step + 1
+                if self._rank == 0:
+                    _log.warning("step %d: gradient norm %s, first in %s", step, agreed.norm, name)
+            factor = self._take_notes(agreed.notes)
+            self.grad_norm, factor = clipped(agreed.norm, factor, max_norm)
             scale(self._gradients.trained, factor)
         return self.grad_norm
 
@@ -529,7 +521,15 @@ class Run(Checkpoints):
         self._owed = False
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
-        self._note_loss(microbatch)
+        loss = self._losses.setdefault(self._cursor.micro, None)
+        if microbatch.padding:
+            del self._losses[self._cursor.micro]
+        elif loss is None and self._tells_unseen_loss and self._rank == 0:
+            self._tells_unseen_loss = False
+            _log.info(
+                "loss.backward(): this loss is not seen, so run.loss and its curve are nan; call "
+                "run.backward(loss) to have them"
+            )
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
             raise ZeroError(NOT_ITS_TURN)
         self._writes.end_micro_step()
@@ -572,7 +572,10 @@ class Run(Checkpoints):
         if not self._ends_now():
             return False
         self._phase.check(Move.STEP)
-        self._weigh_tokens()
+        if self._everybodys is None:  # else a clip has weighed them
+            with outlived(self):
+                notes = self._agree(self._agreement, []).notes
+                scale(self._gradients.trained, self._take_notes(notes))
         return self.lost is None
 
     def _may_act(self) -> bool:

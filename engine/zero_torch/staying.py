@@ -61,7 +61,15 @@ def _why_not(run: Run, began: Standing) -> str:
     device = next(iter(wrapped.trained().values())).device
     if device.type != "cpu":
         return f"it trains on {device.type}, and only CPUs are tested"
-    return _why_not_wrap_again(wrapped) or _why_exchanged(wrapped, began)
+    if why_not := _why_not_wrap_again(wrapped):
+        return why_not
+    groups, exchanged, own = began
+    if groups != 1 or own:
+        return _OTHERS
+    # So far DDP's constructor alone may have exchanged anything.
+    if exchanged != _exchanges_of_one(_ddp_of(wrapped)):
+        return f"{_OTHERS}, or DistributedDataParallel has not met when it was made"
+    return ""
 
 
 def _why_not_wrap_again(wrapped: Wrapped) -> str:
@@ -74,17 +82,6 @@ def _why_not_wrap_again(wrapped: Wrapped) -> str:
         return "DistributedDataParallel has a process group of the script's own"
     if ddp.mixed_precision is not None or ddp._use_python_reducer or ddp._delay_all_reduce_params:
         return "DistributedDataParallel is made with options that are not tested"
-    return ""
-
-
-def _why_exchanged(wrapped: Wrapped, began: Standing) -> str:
-    """Why it is not known what the process has exchanged so far: DDP's constructor alone."""
-    groups, exchanged, own = began
-    if groups != 1 or own:
-        return _OTHERS
-    ddp = _ddp_of(wrapped)
-    if exchanged != _exchanges_of_one(ddp):
-        return f"{_OTHERS}, or DistributedDataParallel has not met when it was made"
     return ""
 
 

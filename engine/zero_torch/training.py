@@ -183,12 +183,18 @@ class Training:
                 hardware of the checkpoint.
         """
         ordered = self.ordered
+        mode: str | None = NATIVE
+        if ordered is not None:
+            mode = ordered.chosen.reduction
+            # A loader alone brings order to what had none.
+            if mode is None and (run.get("reduction") or {}).get("dtype") == _OF_SCRIPT:
+                mode = ORDERED
         adopted = record.adopt(
             run,
             self._describe(),
             self.hardware,
             _TERMS,
-            mode=NATIVE if ordered is None else ordered.chosen.reduction or _unasked(run),
+            mode=mode,
             block=ordered.chosen.reduction_block if ordered is not None else None,
             feed=ordered.feed if ordered is not None else None,
         )
@@ -211,11 +217,6 @@ class Training:
         self.lanes.adopt(run, self.order)
         if ordered is not None:
             ordered.feed.seed_step()
-
-
-def _unasked(run: Mapping[str, Any]) -> str | None:
-    """The mode where the script names none: a loader alone brings order to what had none."""
-    return ORDERED if (run.get("reduction") or {}).get("dtype") == _OF_SCRIPT else None
 
 
 class Loading:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
 from zero_torch.optimizers.supported import is_elementwise
-from zero_torch.wrapped import like
+from zero_torch.wrapped import like, local
 
 
 @contextmanager
@@ -33,11 +33,11 @@ def local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     state, groups = optimizer.state, optimizer.param_groups
     whole = [group["params"] for group in groups]
     with torch.no_grad():  # then `to_local` is a view
-        locals_ = {p: _local(p) for parameters in whole for p in parameters}
-        before = {p: {k: _local(v) for k, v in state[p].items()} for p in locals_ if p in state}
-        for parameter, local in locals_.items():
-            if local is not parameter:
-                local.grad = _local(parameter.grad)
+        locals_ = {p: local(p) for parameters in whole for p in parameters}
+        before = {p: {k: local(v) for k, v in state[p].items()} for p in locals_ if p in state}
+        for parameter, mine in locals_.items():
+            if mine is not parameter:
+                mine.grad = local(parameter.grad)
     of_local = {locals_[p]: dict(values) for p, values in before.items()}
     try:
         optimizer.state = ours = defaultdict(dict, of_local)
@@ -48,11 +48,11 @@ def local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state = state
         for group, parameters in zip(groups, whole, strict=True):
             group["params"] = parameters
-        for parameter, local in locals_.items():
-            if local is not parameter:
-                local.grad = None
-            if local in ours:
-                _take_back(parameter, state[parameter], before.get(parameter, {}), ours[local])
+        for parameter, mine in locals_.items():
+            if mine is not parameter:
+                mine.grad = None
+            if mine in ours:
+                _take_back(parameter, state[parameter], before.get(parameter, {}), ours[mine])
 
 
 def _take_back(
@@ -77,7 +77,3 @@ def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
     )
     of_dtensors = any(isinstance(each, DTensor) for each in every)
     return of_dtensors and is_elementwise(optimizer) and not any(hooks)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value

@@ -90,19 +90,22 @@ class Statefuls:
                 present[named.of(path)] = value
             return value
 
-        for name, each in self._objects.items():
-            mapped(each.state_dict(), name, note)
-            if name not in saved:
-                continue
-            self._coming[name] = skeleton = unpack(saved[name])
-            for path in _stored_in(skeleton, name):
-                info = manifest.tensors[stored[path]]
-                like = present.get(path)
+        def allocate(value: Any, _: str) -> Any:
+            if type(value) is Stored:
+                which = stored[str(value)]
+                info, like = manifest.tensors[which], present.get(str(value))
                 if isinstance(like, DTensor) and like.shape == info.shape:
                     made: Tensor = torch.empty_like(like, dtype=info.dtype)
                 else:
                     made = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-                self._tensors[stored[path]] = made
+                self._tensors[which] = made
+            return value
+
+        for name, each in self._objects.items():
+            mapped(each.state_dict(), name, note)
+            if name in saved:
+                self._coming[name] = unpack(saved[name])
+                mapped(self._coming[name], name, allocate)
 
     def restore(self) -> list[str]:
         """Give the objects what was loaded; returns the names of those that were not saved."""
@@ -132,15 +135,3 @@ class _Names:
             name = f"{path}#{number}"
         self._taken.add(name)
         return name
-
-
-def _stored_in(skeleton: Any, name: str) -> list[str]:
-    found: list[str] = []
-
-    def note(value: Any, _: str) -> Any:
-        if type(value) is Stored:
-            found.append(str(value))
-        return value
-
-    mapped(skeleton, name, note)
-    return found

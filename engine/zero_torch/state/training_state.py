@@ -82,8 +82,21 @@ class TrainingState:
         )
 
     def owned(self) -> tuple[Piece, ...]:
-        """This rank's part of each tensor."""
-        return tuple(piece for each, tensor in self._live() for piece in self._owned(each, tensor))
+        """This rank's part of each tensor: of replicas on all ranks, an interval."""
+        found: list[Piece] = []
+        for each, tensor in self._live():
+            box = self._box(each, tensor)
+            if isinstance(tensor, DTensor):
+                if is_first_replica(tensor):
+                    found += box.pieces()
+                continue
+            # Buffers and others are rank 0's: ranks may differ, and a mixture is nobody's.
+            if each.kind in (BUFFER, OTHER):
+                bounds = (0, *[tensor.numel()] * self._world)
+            else:
+                bounds = chunks((tensor.numel(),), 0, self._world).bounds
+            found += clip(box.pieces(), bounds[self._rank], bounds[self._rank + 1])
+        return tuple(found)
 
     def groups(self) -> list[dict[str, Any]]:
         """The record of each param group: its parameters, options and numbers, as JSON.
@@ -226,19 +239,6 @@ class TrainingState:
         for name, buffer in persistent_buffers(self._wrapped.module):
             yield TensorId(BUFFER, own_name(name)), buffer
         yield from self.statefuls.live()
-
-    def _owned(self, each: TensorId, tensor: Tensor) -> Iterator[Piece]:
-        """The part of a tensor that this rank saves: of replicas on all ranks, an interval."""
-        box = self._box(each, tensor)
-        if isinstance(tensor, DTensor):
-            if is_first_replica(tensor):
-                yield from box.pieces()
-            return
-        if each.kind in (BUFFER, OTHER):  # rank 0's: ranks may differ, and a mixture is nobody's
-            bounds = (0, *[tensor.numel()] * self._world)
-        else:
-            bounds = chunks((tensor.numel(),), 0, self._world).bounds
-        yield from clip(box.pieces(), bounds[self._rank], bounds[self._rank + 1])
 
     def _box(self, each: TensorId, tensor: Tensor) -> Box:
         """The part of a tensor that this rank has."""
