@@ -340,12 +340,12 @@ def mixture(by_rank: Sequence[Record]) -> str:
     return "; ".join(found)
 
 
-def _listed(ranks: Sequence[str], most: int = 4) -> str:
-    """Some ranks by number; of many the first ones."""
+def _listed(ranks: Sequence[str]) -> str:
+    """Some ranks by number; of many the first four."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    rest = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"ranks {', '.join(ranks[:most])}{rest}"
+    rest = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"ranks {', '.join(ranks[:4])}{rest}"
 
 
 def changes(ours: Sequence[Record], saved: Sequence[Record]) -> list[str]:

@@ -172,11 +172,11 @@ def relay(topology: Topology, owners: Sequence[int], rank: int) -> Relay:
             if node != own_node
         ),
         wanted=tuple((owners[shard], shard) for shard in held[rank] if owners[shard] != rank),
-        passes_on=tuple((each, tuple(_runs(numbers))) for each, numbers in held.items()),
+        passes_on=tuple((each, tuple(runs(numbers))) for each, numbers in held.items()),
     )
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The runs of consecutive numbers, [start, stop), of an ascending sequence."""
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]

@@ -203,7 +203,7 @@ def check_kept(plan: Plan, dtype: str, rank: int, elements: int, kept: Sequence[
     In a node whose size does not divide a gradient, slices may differ by an element. The plan
     counts single gradients as sums; in 16 bits they have half the bytes.
     """
-    node, _ = plan.place(rank)
+    node, _ = plan.slices.topology.place(rank)
     assert len(kept) == len(plan.micro_steps)
     for number, (step, real) in enumerate(zip(plan.micro_steps, kept, strict=True)):
         most = plan.kept_bytes(number, rank, elements)

@@ -224,7 +224,7 @@ def test_senders_hold_and_pass_on_what_the_plan_says_with_the_same_bits(
                             used.fill_(torch.nan)
                 arrived = []
                 for node, (held, formed) in enumerate(zip(of_nodes, step.nodes, strict=True)):
-                    inside = [p for r in plan._slices.topology.ranks(node) for p in passed[r]]
+                    inside = [p for r in plan.slices.topology.ranks(node) for p in passed[r]]
                     taken = [each for _, each in sorted(inside, key=lambda pair: pair[0])]
                     arrived += held.add(taken, formed, pool)
                     assert len(list(held)) == len(formed.keeps)

@@ -46,7 +46,7 @@ def _parts_to_owners(plan: Plan, ranks: range) -> tuple[int, int]:
     """Of one piece of a node, the parts that go to owners inside of it and outside."""
     near = far = 0
     for rank in ranks:
-        for target, start, stop in plan.routes(rank):
+        for target, start, stop in plan.slices.routes(rank):
             if target not in ranks:
                 far += stop - start
             elif target != rank:

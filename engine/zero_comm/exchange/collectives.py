@@ -244,23 +244,22 @@ class Collectives:
 
     def finish(self, pending: Pending) -> None:
         """See `wait`."""
+        interrupt = self._waiter.interrupt
         try:
-            self._finish(pending)
-        except PeerLost as error:
-            if not self._waiter.interrupt.covers(error):
-                raise
-
-    def _finish(self, pending: Pending) -> None:
-        if self._waiter.interrupt.reason:
-            self._leave(pending)
-        if pending.transport is not None:
-            with transport_failures(pending.what):
-                ended = pending.transport.finish(
-                    pending.works, self._waiter, lambda: self._look(pending)
-                )
-            if not ended:
+            if interrupt.reason:
                 self._leave(pending)
-        self.detector.end_wait()  # a wait that was given up stays posted: the rank never begins it
+            if pending.transport is not None:
+                with transport_failures(pending.what):
+                    ended = pending.transport.finish(
+                        pending.works, self._waiter, lambda: self._look(pending)
+                    )
+                if not ended:
+                    self._leave(pending)
+            # A wait that was given up stays posted: the rank never begins what others wait for.
+            self.detector.end_wait()
+        except PeerLost as error:
+            if not interrupt.covers(error):
+                raise
 
     def _look(self, pending: Pending) -> None:
         if circle := self.detector.look(pending.what, pending.turn):
@@ -363,7 +362,9 @@ class Collectives:
         """
         rows = {rank: row for rank, row in rows.items() if row.numel()}
         own = rows.get(self.rank)
-        if not rows or not self._passes_on(next(iter(rows.values()))):
+        some = next(iter(rows.values()), None)
+        divides = self.topology.divides
+        if some is None or not divides or not self.transports.of(some.device).passes_on:
             held = {} if own is None else dict.fromkeys(range(self.world), own)
             return self.exchange_pieces(held, rows, what)
         inside = {}
@@ -372,10 +373,6 @@ class Collectives:
             inside[rank] = [rows[source] for source in sources if source in rows]
         wanted = {source: rows[source] for source, _ in self._route.wanted if source in rows}
         return self._relay(own, wanted, inside, what)
-
-    def _passes_on(self, tensor: Tensor) -> bool:
-        """Whether what all ranks get is sent to each other node once, and then inside of it."""
-        return self.topology.divides and self.transports.of(tensor.device).passes_on
 
     def _relay(
         self,

@@ -94,8 +94,12 @@ class Fold:
                     kernel(*{places[name]: tensor for name, tensor in named.items()}.values())
                 return
             except Exception as error:
-                if not _is_of_compiler(error):
-                    raise  # the kernel may have written: nothing is added a second time
+                from torch._dynamo.exc import TorchDynamoException  # slow, and imported by now
+
+                # Not compiled again, for another length, it has not run. Else it may have written:
+                # nothing is added a second time.
+                if not isinstance(error, TorchDynamoException):
+                    raise
                 self._give_up(f"they cannot be compiled: {shorten(str(error), 300)}")
         run_one_by_one(additions, memory, dtype, pool)
 
@@ -130,13 +134,6 @@ class Fold:
 
 
 ON_GPU = Fold()
-
-
-def _is_of_compiler(error: Exception) -> bool:
-    """Whether a kernel could not be compiled again, for another length, and so has not run."""
-    from torch._dynamo.exc import TorchDynamoException  # slow to import, and imported by now
-
-    return isinstance(error, TorchDynamoException)
 
 
 def _places(memory: Mapping[Memory, Tensor]) -> dict[Memory, int]:

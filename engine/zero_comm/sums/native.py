@@ -24,8 +24,6 @@ from zero_comm.sums.reduction import Reducing, Turn
 class NativeReduction:
     """A reduce-scatter, or an all-reduce, by the backend; see `OrderedReduction`."""
 
-    steps = 1
-
     def __init__(
         self, collectives: Collectives, pool: BufferPool, dtype: torch.dtype = torch.float32
     ) -> None:

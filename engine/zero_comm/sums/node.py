@@ -144,8 +144,6 @@ class _Held:
 class NodeReduction:
     """A reduce-scatter whose sums begin inside of nodes; see `OrderedReduction`."""
 
-    steps = 2
-
     def __init__(self, inside: Collectives, between: Collectives, pool: BufferPool) -> None:
         """Reduce over two groups of the same ranks, laid out by nodes: one for each exchange.
 
@@ -339,8 +337,16 @@ class _Divided(Reducing):
             }
             for piece, whole in formed
         ]
-        # Before the sums travel: the next gradient takes this memory while they are on their way.
-        self._give_back([part for parts in sent for part in parts.values()])
+        # Free what nothing that is sent lies in, before the sums travel: the next gradient takes
+        # this memory while they are on their way.
+        used = {part.untyped_storage().data_ptr() for parts in sent for part in parts.values()}
+        taken, self._taken, self._of_node = self._taken, [], []
+        for each in taken:
+            if each.untyped_storage().data_ptr() in used:
+                self._taken.append(each)
+            else:
+                pool.give(each)
+        self.holds_gradient = self._gradient in used
         return sent
 
     def _as_sent(self, piece: Piece, part: Tensor) -> Tensor:
@@ -349,17 +355,6 @@ class _Divided(Reducing):
         packed = self._take(packed_size(part.numel()), torch.uint8)
         pack(part.view(1, -1), packed.view(1, -1))
         return packed
-
-    def _give_back(self, sent: Sequence[Tensor]) -> None:
-        """Free what nothing that is sent lies in, before it travels."""
-        used = {each.untyped_storage().data_ptr() for each in sent}
-        taken, self._taken, self._of_node = self._taken, [], []
-        for each in taken:
-            if each.untyped_storage().data_ptr() in used:
-                self._taken.append(each)
-            else:
-                self._via.pool.give(each)
-        self.holds_gradient = self._gradient in used
 
     def _exchange_between(self) -> None:
         group, by_node = self._via.collectives, self._schedule.by_node

@@ -30,7 +30,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import lcm
 
-from zero_comm.topology import Slices, Topology, rail_order
+from zero_comm.topology import Slices, Topology, rail_order, runs
 
 SUM_BYTES = 4
 """Of an element of a sum: fp32."""
@@ -132,37 +132,21 @@ class Expression:
     def pieces(self, held: Iterable[int]) -> tuple[Piece, ...]:
         """The fewest pieces that some micro-batches can be added up to, in order."""
         found: list[Piece] = []
-        for start, stop in _intervals(held):
+        for start, stop in runs(sorted(held)):
+            ends = stop == self.micro_batches  # what is absent is held by everybody
             at = start
             while at < stop:
-                found.append(self._largest(at, stop))
-                at += 1 << found[-1].level
+                level = 0
+                # The largest piece that begins here: its siblings are all held.
+                while (
+                    level < self.levels
+                    and not at >> level & 1
+                    and (ends or at + (2 << level) <= stop)
+                ):
+                    level += 1
+                found.append(Piece(at, level))
+                at += 1 << level
         return tuple(found)
-
-    def _largest(self, start: int, stop: int) -> Piece:
-        """The largest piece that begins at `start` and holds nothing beyond [start, stop)."""
-        ends = stop == self.micro_batches  # what is absent is held by everybody
-        level = 0
-        while (
-            level < self.levels
-            and not start >> level & 1
-            and (ends or start + (2 << level) <= stop)
-        ):
-            level += 1
-        return Piece(start, level)
-
-
-def _intervals(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The runs of consecutive numbers, [start, stop)."""
-    start = stop = -1
-    for number in sorted(numbers):
-        if number != stop:
-            if stop > start:
-                yield start, stop
-            start = number
-        stop = number + 1
-    if stop > start:
-        yield start, stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,40 +178,20 @@ class Plan:
         return tuple(run[number] for number in range(len(run)))
 
     @cached_property
-    def _slices(self) -> Slices:
+    def slices(self) -> Slices:
+        """The parts of a gradient that each rank forms for its node, and those that it owns."""
         return Slices(topology=Topology(nodes=self.nodes), owners=self.owners, elements=self.parts)
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """The node of a rank, and its number there."""
-        return self._slices.topology.place(rank)
-
-    def slice_of(self, rank: int) -> range:
-        """The parts of the gradient that a rank forms the pieces of its node for."""
-        return self._slices.slice_of(rank)
-
-    def shard_of(self, rank: int) -> range:
-        """The parts that a rank owns."""
-        return self._slices.shard_of(rank)
-
-    def routes(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """To whom a rank's slice goes: (owner, start, stop), in parts; itself included."""
-        return self._slices.routes(rank)
-
-    def early(self, micro_step: int) -> tuple[Piece, ...]:
-        """Whole blocks that an owner keeps, because an earlier one is not there yet."""
-        keeps = self.micro_steps[micro_step].owner.keeps
-        return tuple(piece for piece in keeps if self.expression.is_block(piece))
 
     def kept_bytes(self, micro_step: int, rank: int, elements: int) -> int:
         """Pieces that a rank keeps after a micro-step, in three tiers, beside its own sum.
 
         A piece that begins at 0 costs an owner nothing: it is kept where the sum is going to be.
         """
-        step, (node, _) = self.micro_steps[micro_step], self.place(rank)
+        step, (node, _) = self.micro_steps[micro_step], self.slices.topology.place(rank)
         beside = sum(piece.start > 0 for piece in step.owner.keeps)
         parts = (
             len(step.ranks[rank].keeps) * self.parts
-            + len(step.nodes[node].keeps) * len(self.slice_of(rank))
+            + len(step.nodes[node].keeps) * len(self.slices.slice_of(rank))
             + beside * (self.parts // self.world)
         )
         return parts * elements * SUM_BYTES // self.parts
@@ -314,10 +278,7 @@ def plan_reduction(
     expression = Expression(
         micro_batches=sum(number is not None for row in rows for number in row), block=block
     )
-    if where is Where.LOCAL:
-        by_rank = list(_at_the_end(rows, expression))
-    else:
-        by_rank = [tuple(_passed_on(number) for number in row) for row in rows]
+    by_rank = list(_rank_tier(rows, expression, where))
     by_node = list(zip(*_node_tier(by_rank, rows, nodes, expression, where), strict=True))
     owned = _owner_tier(by_node, expression)
     return Plan(
@@ -342,12 +303,6 @@ def _check(rows: Rows, nodes: Sequence[int]) -> None:
         raise ValueError("every micro-batch from 0 on must be run, and each once")
 
 
-def _passed_on(number: int | None) -> Formed:
-    """A rank that keeps nothing: its gradient travels as it is."""
-    pieces = () if number is None else (Piece(number, 0),)
-    return Formed(takes=pieces, merges=(), gives=pieces, keeps=())
-
-
 def _formed(
     held: Mapping[int, Piece], takes: Iterable[Piece], expression: Expression
 ) -> tuple[dict[int, Piece], list[Merge]]:
@@ -368,13 +323,16 @@ def _formed(
     return now, merges
 
 
-def _at_the_end(rows: Rows, expression: Expression) -> Iterator[tuple[Formed, ...]]:
-    """Ranks that add up what they run, and pass it on in the last micro-step."""
+def _rank_tier(rows: Rows, expression: Expression, where: Where) -> Iterator[tuple[Formed, ...]]:
+    """All ranks in each micro-step."""
     held: list[dict[int, Piece]] = [{} for _ in rows[0]]
     for micro_step, row in enumerate(rows, start=1):
         formed = []
         for rank, number in enumerate(row):
             takes = () if number is None else (Piece(number, 0),)
+            if where is not Where.LOCAL:  # nothing is kept: a gradient travels as it is
+                formed.append(Formed(takes=takes, merges=(), gives=takes, keeps=()))
+                continue
             held[rank], merges = _formed(held[rank], takes, expression)
             pieces = tuple(sorted(held[rank].values()))
             last = micro_step == len(rows)

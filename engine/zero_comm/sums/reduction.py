@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zero_comm.exchange.collectives import Collectives, Pending, has_ended, wait
+from zero_comm.exchange.collectives import Collectives, Pending, wait
 from zero_comm.sums.buffer_pool import BufferPool
 from zero_comm.sums.ordered_sum import OrderedSum
 from zero_comm.sums.plan import Plan
@@ -57,10 +57,6 @@ class Reducing(ABC):
     holds_gradient = True
     """Whether the gradient that was given is still needed; its memory can be used again if not."""
 
-    def has_arrived(self) -> bool:
-        """Whether `advance` would not wait."""
-        return all(map(has_ended, self.pending))
-
     @abstractmethod
     def advance(self) -> bool:
         """Wait for the exchanges under way, then begin the next ones, or add what has come.
@@ -86,9 +82,6 @@ class OrderedReduction:
     At micro-step s, rank r of W runs micro-batch s * W + r. Its intervals are sent to their owners,
     who add what has come.
     """
-
-    steps = 1
-    """Calls of `advance` until a sum is made."""
 
     def __init__(self, collectives: Collectives, pool: BufferPool) -> None:
         """Reduce over a group, whose shards are in the order of ranks."""

@@ -337,7 +337,6 @@ class AgentLink:
         tag: str,
         digest: str,
         samples: int,
-        timeout_s: float = COMMIT_TIMEOUT_S,
         *,
         in_memory: bool = False,
         patience_s: float = 0.0,
@@ -358,20 +357,18 @@ class AgentLink:
             written=written,
             root=root,
         )
-        answer = self._ask(request, patience_s + timeout_s)
+        answer = self._ask(request, patience_s + COMMIT_TIMEOUT_S)
         if isinstance(answer, CommitReply):
             return answer
         return CommitReply(request=number, granted=False, reason=str(answer))
 
-    def request_peer_memory(
-        self, budget_bytes: int | None, timeout_s: float = PEER_MEMORY_TIMEOUT_S
-    ) -> PeerMemoryReply:
+    def request_peer_memory(self, budget_bytes: int | None) -> PeerMemoryReply:
         """Ask where this node keeps in-memory checkpoints; no reply in time is a refusal."""
         number = next(self._numbers)
         if not self.present:
             return PeerMemoryReply(request=number, reason="there is no zero-agent to keep them")
         request = contract.PeerMemoryRequest(request=number, budget_bytes=budget_bytes)
-        answer = self._ask(request, timeout_s)
+        answer = self._ask(request, PEER_MEMORY_TIMEOUT_S)
         if isinstance(answer, PeerMemoryReply):
             return answer
         return PeerMemoryReply(request=number, reason=str(answer))

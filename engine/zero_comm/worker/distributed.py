@@ -186,7 +186,7 @@ def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:
     return f"cpu:gloo,cuda:{'nccl' if has_nccl else 'gloo'}"
 
 
-def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
+def leave_group() -> bool:
     """Leave all process groups, also if exchanges are under way that never end.
 
     `destroy_process_group` would wait for them.
@@ -199,9 +199,9 @@ def leave_group(timeout_s: float = ABORT_TIMEOUT_S) -> bool:
     # In a thread of its own: an abort that waits for a device must not keep the process.
     thread = threading.Thread(target=_abort, daemon=True, name="zero-abort")
     thread.start()
-    thread.join(timeout_s)
+    thread.join(ABORT_TIMEOUT_S)
     if thread.is_alive():
-        _log.warning("the process group has not been aborted within %g s", timeout_s)
+        _log.warning("the process group has not been aborted within %g s", ABORT_TIMEOUT_S)
     return not thread.is_alive()
 
 

@@ -43,8 +43,7 @@ class Wait:
 class WaitClock:
     """The waits of one process for other ranks; several threads may wait at the same time."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waits: dict[int, Wait] = {}
         self.begun = 0
@@ -63,7 +62,7 @@ class WaitClock:
     def waiting(self, what: str, turn: int, device: torch.device | None = None) -> Iterator[None]:
         """Measure the wait for one exchange of tensors on a device; None: nothing travels."""
         thread, begin = threading.get_ident(), _mark(device)
-        wait = Wait(what=what, turn=turn, began_s=self._now())
+        wait = Wait(what=what, turn=turn, began_s=time.perf_counter())
         with self._lock:
             if not self._waits:
                 self._since_s = wait.began_s
@@ -75,7 +74,7 @@ class WaitClock:
             with self._lock:
                 self._waits.pop(thread, None)
                 if not self._waits:
-                    self._spent_s += self._now() - self._since_s
+                    self._spent_s += time.perf_counter() - self._since_s
                 if begin is not None and end is not None:
                     self._on_streams.append((begin, end))
 
@@ -91,7 +90,7 @@ class WaitClock:
         """The wait under way that began first, and its length in seconds."""
         with self._lock:
             waits = sorted(self._waits.values(), key=lambda wait: wait.began_s)
-        return (waits[0], self._now() - waits[0].began_s) if waits else None
+        return (waits[0], time.perf_counter() - waits[0].began_s) if waits else None
 
 
 def _mark(device: torch.device | None) -> torch.cuda.Event | None:

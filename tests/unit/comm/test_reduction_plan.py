@@ -42,19 +42,19 @@ class Message:
 
 def messages_inside(plan: Plan, micro_step: int, rank: int) -> Iterator[Message]:
     """What a rank sends to the others of its node: to each its slice of what the rank has."""
-    node, local = plan.place(rank)
+    node, local = plan.slices.topology.place(rank)
     pieces = plan.micro_steps[micro_step].ranks[rank].gives
     first = rank - local
     for target in range(first, first + plan.nodes[node]):
         if pieces and target != rank:
-            own = plan.slice_of(target)
+            own = plan.slices.slice_of(target)
             yield Message(source=rank, target=target, pieces=pieces, start=own.start, stop=own.stop)
 
 
 def messages_to_owners(plan: Plan, micro_step: int, rank: int) -> Iterator[Message]:
     """What a rank sends to owners: their parts of its slice of each piece of its node."""
-    pieces = plan.micro_steps[micro_step].nodes[plan.place(rank)[0]].gives
-    for target, start, stop in plan.routes(rank):
+    pieces = plan.micro_steps[micro_step].nodes[plan.slices.topology.place(rank)[0]].gives
+    for target, start, stop in plan.slices.routes(rank):
         if pieces and target != rank:
             yield Message(source=rank, target=target, pieces=pieces, start=start, stop=stop)
 
@@ -132,11 +132,11 @@ def executed(
             given,
             [list(messages_inside(plan, number, r)) for r in range(world)],
             plan,
-            plan.slice_of,
+            plan.slices.slice_of,
         )
         given = []
         for rank in range(world):
-            formed = step.nodes[plan.place(rank)[0]]
+            formed = step.nodes[plan.slices.topology.place(rank)[0]]
             slices[rank].run(formed, arrived[rank], expression)
             given.append(slices[rank].give(formed, expression))
             for piece in filter(expression.is_block, given[rank]):
@@ -145,7 +145,7 @@ def executed(
             given,
             [list(messages_to_owners(plan, number, r)) for r in range(world)],
             plan,
-            plan.shard_of,
+            plan.slices.shard_of,
         )
         for rank in range(world):
             shards[rank].run(step.owner, arrived[rank], expression)
@@ -162,12 +162,12 @@ def delivered(
     given: list[dict[Piece, Tree]], messages: list[list[Message]], plan: Plan, wanted: Any
 ) -> list[dict[Piece, Tree]]:
     """What has come to each rank, once all parts of it that the rank wants are there."""
-    inside = wanted == plan.slice_of
+    inside = wanted == plan.slices.slice_of
     parts: list[dict[Piece, dict[int, tuple[int, Tree]]]] = [{} for _ in given]
     for source, (values, sent) in enumerate(zip(given, messages, strict=True)):
         routes = [(m.target, m.start, m.stop, m.pieces) for m in sent]
         own = wanted(source)
-        kept = [own] if inside else [_meet(own, plan.slice_of(source))]
+        kept = [own] if inside else [_meet(own, plan.slices.slice_of(source))]
         routes += [(source, part.start, part.stop, tuple(values)) for part in kept if part]
         for target, start, stop, pieces in routes:
             for piece in pieces:
@@ -284,6 +284,11 @@ def peak(plan: Plan, tier: str) -> int:
     return max(len(formed.keeps) for formed in places)
 
 
+def early(plan: Plan, micro_step: int) -> int:
+    """The whole blocks that an owner keeps, because an earlier one is not there yet."""
+    return sum(map(plan.expression.is_block, plan.micro_steps[micro_step].owner.keeps))
+
+
 def test_what_owners_and_senders_keep_is_bounded_by_the_logarithm_of_the_block() -> None:
     """Strided: log2(B / W) at owners, none where B divides W; nothing elsewhere, and none early."""
     for nodes, block, count in itertools.product(LAYOUTS, BLOCKS, [7, 16, 31, 32]):
@@ -291,7 +296,7 @@ def test_what_owners_and_senders_keep_is_bounded_by_the_logarithm_of_the_block()
         plan = plan_reduction(rows, block=block, nodes=nodes)
         assert peak(plan, "owner") <= int(math.log2(block // math.gcd(block, sum(nodes))))
         assert peak(plan, "nodes") == peak(plan, "ranks") == 0
-        assert not any(plan.early(step) for step in range(len(rows)))
+        assert not any(early(plan, step) for step in range(len(rows)))
 
 
 def test_the_most_that_an_owner_keeps_is_that_of_the_plan() -> None:
@@ -311,8 +316,7 @@ def test_a_node_keeps_the_logarithm_of_its_micro_steps_and_an_owner_a_block_of_e
     count = 3 * len(nodes) * block
     plan = check(count, block, nodes, Where.NODE)
     assert peak(plan, "nodes") <= math.log2(block // nodes[0])
-    early = [len(plan.early(step)) for step in range(len(plan.micro_steps))]
-    assert max(early) <= len(nodes) - 1
+    assert max(early(plan, step) for step in range(len(plan.micro_steps))) <= len(nodes) - 1
     assert peak(plan, "owner") == 0
 
 
@@ -358,7 +362,7 @@ def counted(plan: Plan, elements: int, gradient_bytes: int) -> tuple[int, int]:
         for message in messages:
             sizes = [gradient_bytes if plan.expression.is_single(p) else 4 for p in message.pieces]
             sent = sum(sizes) * (message.stop - message.start) * elements // plan.parts
-            if plan.place(rank)[0] == plan.place(message.target)[0]:
+            if plan.slices.topology.place(rank)[0] == plan.slices.topology.place(message.target)[0]:
                 inside += sent
             else:
                 between += sent
