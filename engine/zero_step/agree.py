@@ -50,6 +50,7 @@ class BlockNorms:
         Raises:
             PeerLost: A peer is lost.
         """
+        # All ranks have shards of the same tensors, and so they take the same kind.
         double = any(each.dtype == torch.float64 for each in shards)
         kind = torch.float64 if double else torch.float32
         found = []
@@ -152,6 +153,7 @@ class Agreement:
         own = [
             sum_of_squares(torch.cat(norms)),
             torch.zeros(1, dtype=torch.int64, device=device) if digest is None else digest.view(1),
+            # The bits of fp64, which holds fp32 exactly: one exchange has one dtype.
             torch.cat([order, notes]).double().view(torch.int64),
         ]
         # The host waits here, once in a step, and for a few numbers.

@@ -107,7 +107,15 @@ class ForwardWrites:
             ConfigError: A module is known to write to its parameters.
         """
         if not self._begun:
-            self._begin_step(first)
+            self._begun, self._first, self._micro = True, first, 0
+            compares = self._find()
+            names = self._owners if compares else self._written
+            self._own = {name: self._buffer(name) for name in names}
+            # Compared where there is room: nearly all of them are of no use after this step.
+            self._before = {
+                name: each.detach().to(each.device if name in self._written else _CPU, copy=True)
+                for name, each in self._own.items()
+            }
         self._versions = [each._version for each in self._parameters.values()]
 
     def check_parameters(self) -> None:
@@ -116,26 +124,21 @@ class ForwardWrites:
         Raises:
             ZeroError: It has.
         """
-        if not self._begun:
+        if not self._begun:  # a forward of no micro-step, as of an evaluation
             return
         for (name, each), version in zip(self._parameters.items(), self._versions, strict=True):
             if each._version != version:
                 raise ZeroError(_PARAMETER.format(name))
 
-    def _begin_step(self, first: tuple[int, int]) -> None:
-        self._begun, self._first, self._micro = True, first, 0
-        compares = self._find()
-        names = self._owners if compares else self._written
-        self._own = {name: self._buffer(name) for name in names}
-        self._before = {
-            # Compared where there is room: nearly all of them are of no use after this step.
-            name: each.detach().to(each.device if name in self._written else _CPU, copy=True)
-            for name, each in self._own.items()
-        }
-
     def end_micro_step(self) -> None:
         """Let the next forward begin as the one of this micro-step has."""
-        self._compare_attributes()
+        # Once in a run: numbers are noted before its first forward.
+        before, self._numbers = self._numbers, {}
+        now = self._attributes() if before else {}
+        for name, numbers in now.items():
+            for key, each in before.get(name, numbers).items():
+                if numbers.get(key) != each:
+                    self._warn(_ATTRIBUTE, f"{name}.{key}" if name else key)
         written = [name for name in self._own if self._is_written(name)]
         self._found.update(set(written).difference(self._written))
         if (self._micro, self._collectives.rank) == self._first:
@@ -166,7 +169,10 @@ class ForwardWrites:
             )
             if absent := [name for name in self._written if name not in self._owners]:
                 raise ZeroError(_ABSENT.format(absent[0]))
-            self._warn_of_transient()
+            for name in self._written:
+                module, key = self._owners[name]
+                if key in module._non_persistent_buffers_set:
+                    self._warn(_NOT_PERSISTENT, name)
         if self._written:
             held = {name: self._buffer(name) for name in self._written}
             # After the first micro-batch; else as before it; else, for what no forward of this rank
@@ -174,12 +180,6 @@ class ForwardWrites:
             left = {**held, **self._before, **self._after}
             self._put(self._shared([left[name] for name in self._written]), self._written)
         self._close()
-
-    def _warn_of_transient(self) -> None:
-        for name in self._written:
-            module, key = self._owners[name]
-            if key in module._non_persistent_buffers_set:
-                self._warn(_NOT_PERSISTENT, name)
 
     def _warn(self, what: str, name: str) -> None:
         if name not in self._told and self._collectives.rank == 0:
@@ -191,14 +191,6 @@ class ForwardWrites:
             name: {key: each for key, each in vars(module).items() if type(each) in (int, float)}
             for name, module in self._module.named_modules()
         }
-
-    def _compare_attributes(self) -> None:
-        before, self._numbers = self._numbers, {}
-        now = self._attributes() if before else {}
-        for name, numbers in now.items():
-            for key, each in before.get(name, numbers).items():
-                if numbers.get(key) != each:
-                    self._warn(_ATTRIBUTE, f"{name}.{key}" if name else key)
 
     def drop(self, micro: int) -> None:
         """Drop what was written since the begin of a micro-step; of the first one: of the step."""
@@ -225,7 +217,9 @@ class ForwardWrites:
             if buffer is not None
         }
         for name, module in self._module.named_modules():
-            _refuse_renormalising(name, module)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+                most, kind = module.max_norm, module.norm_type
+                raise ConfigError(_RENORMALISES.format(name or "the model", most, kind, most))
             if self._modes is None and isinstance(module, nn.SyncBatchNorm):
                 self._warn(_SYNC, name)
         self._parameters = dict(self._module.named_parameters())
@@ -247,7 +241,7 @@ class ForwardWrites:
         module, key = self._owners[name]
         now, before = module._buffers.get(key), self._before[name]
         if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
-            return False
+            return False  # gone, or a cache
         return name in self._written or not torch.equal(now.to(before.device), before)
 
     @torch.no_grad()
@@ -275,9 +269,3 @@ class ForwardWrites:
         for at, part in zip(order, packed.split([part.numel() for part in parts]), strict=True):
             shared[self._written[at]] = part.view(own[at].dtype).view(own[at].shape)
         return shared
-
-
-def _refuse_renormalising(name: str, module: nn.Module) -> None:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        most, kind = module.max_norm, module.norm_type
-        raise ConfigError(_RENORMALISES.format(name or "the model", most, kind, most))

@@ -168,10 +168,8 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms)
 def _other_data(
     feed: Feed, ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms
 ) -> list[str]:
-    """A sentence if rank 0 finds other data than a checkpoint's, where a job begins with it.
-
-    A later round has the script of the first one, and must not wait for what it has trained on.
-    """
+    """A sentence if rank 0 finds other data than a checkpoint's, where a job begins with it."""
+    # A later round has the script of the first one, and must not wait for a look at its data.
     if feed.order.rank or ours["step"] or current_round() > 1 or feed.known_as is None:
         return []
     if any(ours.get(key) != saved.get(key) for key in _SAME_BATCH):  # said already

@@ -123,6 +123,7 @@ class Session:
         with exit_on_peer_loss(self._link):
             name, where = text_of(tag), place(directory)
             if self.staying is not None:
+                # A newcomer is not in this call, and what it would save is there already.
                 if self.staying.resumed and str(where) == self.staying.directory:
                     text = "nothing is written: this round began with step %d, which is saved in %s"
                     _log.warning(text, self._training.cursor.step, directory)
@@ -318,13 +319,14 @@ class Session:
             assert staying.directory is not None
             found_again(environ, staying.meets_within_s)
             session: Session = staying.make_again()
+            # What the script has told this session alone: its client state, where it saves.
             session._persistence.script = self._persistence.script
             if session.load(staying.directory) is None:
                 raise CheckpointError(f"there is no checkpoint in {staying.directory} any more")
             session.staying = staying
             staying.in_step = False
             staying.loaded(resumed=True)
-        except Exception as error:
+        except Exception as error:  # whatever it is, a new process can join the round
             _log.error(
                 "this process cannot stay, and is started anew: %s: %s", type(error).__name__, error
             )
@@ -411,7 +413,7 @@ def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
             link.interrupt.lost = error
         finally:
             link.interrupt.fills = link.outlives = False
-        link.why_anew = ""
+        link.why_anew = ""  # not in `finally`: the exit because of a loss logs it
 
 
 def fill_in(session: Session, runs: bool) -> None:
@@ -499,7 +501,7 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
         link.progress(persistence.number, progress)
         persistence.keep_in_memory()
         if session.staying is not None:
-            session.staying.in_step = False
+            session.staying.in_step = False  # first: whether it may stay is asked when it departs
         session._depart_if_asked()
         if session.staying is not None:
             session.staying.end_step()

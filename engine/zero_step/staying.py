@@ -85,7 +85,7 @@ class Staying:
         _all.add(self)
         if self._at[1] < 0:
             self.forbid("its process group does not tell how many exchanges there were")
-        if began not in ((0, 0, 0), (1, 0, 0)):
+        if began not in ((0, 0, 0), (1, 0, 0)):  # without a group, or with nothing exchanged in it
             self.forbid("the script exchanges something of its own before it makes the training")
         self.directory: str | None = None
         """The place, an absolute path or a URL, from which the script has loaded."""

@@ -117,6 +117,7 @@ def plan_norm(divisions: Sequence[Division], owners: Sequence[int], rank: int) -
     for number, division in enumerate(divisions):
         whole = division.whole_blocks(shard)
         plan.whole.append(whole)
+        # What lies in no whole blocks goes to the rank that has the first element of its block.
         others = (0, whole.start), (whole.stop, division.length(shard))
         positions = torch.cat([torch.arange(*each, device="cpu") for each in others])
         elements = division.elements_of(shard, positions)
@@ -124,6 +125,8 @@ def plan_norm(divisions: Sequence[Division], owners: Sequence[int], rank: int) -
         for target in targets.unique().tolist():
             given = plan.kept if target == rank else plan.given[target]
             given.append((number, positions[targets == target]))
+        # This rank assembles the blocks that begin here, from whoever has their elements; behind
+        # the end of the tensor a block stays zero.
         begins = elements[elements % BLOCK == 0]
         wanted = (begins[:, None] + torch.arange(BLOCK, device="cpu")).flatten()
         places = torch.arange(wanted.numel(), device="cpu") + plan.assembled * BLOCK

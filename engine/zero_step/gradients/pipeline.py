@@ -155,7 +155,7 @@ class Pipeline:
 
     def poll(self) -> bool:
         """Do the next step of each reduction whose exchanges have ended; whether there was one."""
-        moved, ahead = False, inf
+        moved, ahead = False, inf  # `ahead`: the exchange that the reduction before has come to
         for each in tuple(self.under_way):
             if each.number < ahead and self._has_room(each.number + 1) and each.has_arrived():
                 self._step(each)
@@ -201,6 +201,7 @@ class Pipeline:
         goes_on = True
         while goes_on:
             goes_on = reducing.advance()
+            # Given back as soon as nothing under way reads it: the next gradient may be there.
             if lent and not (goes_on and reducing.holds_gradient):
                 self.pool.give(gradient)
                 lent = False
