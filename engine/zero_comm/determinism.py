@@ -169,6 +169,7 @@ def hardware(device: torch.device) -> dict[str, str | int | None]:
 def _processor() -> str:
     try:
         with Path("/proc/cpuinfo").open() as lines:
+            # Those of the first processor are enough, of hundreds perhaps.
             fields = (line.partition(":") for line in islice(lines, 32))
             names = [value.strip() for key, _, value in fields if key.strip() == "model name"]
     except OSError:
@@ -207,11 +208,9 @@ def _kernels(*, on_device: bool) -> str:
 
 
 def _precision(library: Any, operation: str) -> str:
-    """That of products of fp32; empty: torch < 2.9 does not tell, but for matrix products.
-
-    `get_float32_matmul_precision` raises once a script has set it by the newer names.
-    """
+    """That of products of fp32; empty: torch < 2.9 does not tell, but for matrix products."""
     word: str | None = getattr(getattr(library, operation, None), "fp32_precision", None)
+    # The older call last: it raises once a script has set the precision by the newer names.
     if word is None:
         return torch.get_float32_matmul_precision() if operation == "matmul" else ""
     return _PRECISIONS.get(word, word)

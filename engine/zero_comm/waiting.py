@@ -255,14 +255,16 @@ class Waiter:
         self._group = group
         self._waits, self._chains = _Line(), _Line()
 
-    def watch(self, works: Sequence[Work]) -> list[Work]:
+    def watch(self, works: Sequence[Work]) -> list[Watched]:
         """Exchanges whose end is known without a wait: the thread waits for them, in this order.
 
         gloo does not say of a send or a receive whether it has ended until somebody waits for it.
         """
-        watched: list[Work] = [work for work in works if isinstance(work, Watched)]
-        if len(watched) < len(works):
-            watched.append(self._give([work for work in works if not isinstance(work, Watched)]))
+        watched = [work for work in works if isinstance(work, Watched)]
+        if others := [work for work in works if not isinstance(work, Watched)]:
+            job = _Job(others, self.interrupt.changed)
+            self._waits.put(job)
+            watched.append(job)
         return watched
 
     def chain(
@@ -287,12 +289,6 @@ class Waiter:
             threading.Thread(target=job.run, daemon=True).start()
         return job
 
-    def _give(self, works: Sequence[Work]) -> Watched:
-        """Let the thread wait for these."""
-        job = _Job(works, self.interrupt.changed)
-        self._waits.put(job)
-        return job
-
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
         """Block until exchanges on the CPU have ended, or an interrupt.
 
@@ -301,14 +297,11 @@ class Waiter:
         Returns:
             False if the wait was interrupted. Raises what the transport raises.
         """
-        watched = [work for work in works if isinstance(work, Watched)]
-        others = [work for work in works if not isinstance(work, Watched)]
-        if all(work.is_completed() for work in works):
-            for work in works:  # an exchange that failed has also ended
+        if all(work.is_completed() for work in works):  # also those that have failed
+            for work in works:
                 work.wait()
             return not self.interrupt.reason
-        if others:  # the thread waits for these
-            watched.append(self._give(others))
+        watched = self.watch(works)
         try:
             self._wait_until_settled(watched, look)
         finally:
@@ -316,9 +309,9 @@ class Waiter:
                 # Not even the end of the interpreter may destroy these.
                 for kept in (watched, self._group):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-        for work in watched:
-            if work.is_completed():
-                work.wait()
+        for each in watched:
+            if each.is_completed():
+                each.wait()
         return _ended(watched)
 
     def poll(self, reached: Callable[[], bool], look: Callable[[], None]) -> bool:

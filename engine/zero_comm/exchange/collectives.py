@@ -224,7 +224,7 @@ class Collectives:
             Diverged: They are not the same. Every rank raises it.
         """
         names = self.order.names()
-        self.order.clear()
+        self.order.clear()  # first: to gather the names is an exchange itself
         if all(each == checksums[0] for each in checksums):
             return
         by_rank = gather_objects(names, "what was exchanged", self.everybodys)
@@ -281,6 +281,7 @@ class Collectives:
         `start`: from the transport, and how many of this name came before, to what is under way.
         """
         interrupt = self._waiter.interrupt
+        # The step will have no effect: nothing travels any more, and zeros come.
         if interrupt.fills and interrupt.lost is not None:
             for buffer in buffers:
                 buffer.zero_()
@@ -463,6 +464,7 @@ class Collectives:
 
     def all_reduce(self, full: Tensor, what: str) -> Pending:
         """Sum `full` over all ranks in place; like `reduce_scatter`, but every rank gets it all."""
+        # As a ring sends: a reduce-scatter, then an all-gather.
         sent_bytes = self._count("reduce", full) + self._count("reduce", full)
 
         def start(transport: Transport, _turn: int) -> list[Work]:
@@ -484,6 +486,7 @@ class Collectives:
 
     def barrier(self, what: str) -> None:
         """Return when every rank has called this."""
+        # An exchange as any other: it can be interrupted, and a deadlock in it is found.
         wait(self.all_gather(torch.zeros(self.world, device="cpu"), what))
 
     def _count(self, kind: str, full: Tensor) -> int:

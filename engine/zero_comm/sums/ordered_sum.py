@@ -227,7 +227,8 @@ class OrderedSum:
         while (found := come.pop(at, None) or self._take_early(at, pool)) is not None:
             ready.append(found)
             at += 1 << found[0].level
-        for piece, each in come.values():  # early ones; their memory is somebody else's
+        # What is left is early, and in memory that somebody else uses again.
+        for piece, each in come.values():
             self._keep_early(piece, each.to(self.total.dtype, copy=True), pool)
         self.spill.balance(self._early.values(), pool)
         if ready:
@@ -338,6 +339,7 @@ class OrderedSum:
 
         Without pieces that wait for their predecessors.
         """
+        # From the right, as `_Stack.end_block`: the bits are those of a step that ends here.
         value: Tensor | None = None
         for _, memory in reversed(self._progress.pending):
             piece = self.total if memory == TOTAL else self._kept[memory].tensor

@@ -560,10 +560,8 @@ def note_total_steps(total_steps: int) -> None:
 
 
 def _on_sigterm(number: int, _frame: object) -> None:
-    """Leave SIGTERM to the agent while there is one.
-
-    A handler, not SIG_IGN: programs that the script executes begin with the default.
-    """
+    """Leave SIGTERM to the agent while there is one."""
+    # A handler, not SIG_IGN: programs that the script executes begin with the default.
     if _link is None or not _link.handles_sigterm():
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)

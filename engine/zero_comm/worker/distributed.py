@@ -221,11 +221,9 @@ def hang_up_on_store() -> None:
 
 
 def _is_at(number: int, hosts: Collection[object], port: int) -> bool:
-    """Whether the other end is there; torch connects to IPv4 addresses by mapped IPv6 ones.
-
-    Python's own socket of a descriptor would change how it blocks, for whoever it belongs to, if
-    the script has given all sockets a timeout (`socket.setdefaulttimeout`).
-    """
+    """Whether the other end of a descriptor is there."""
+    # Not by `socket.socket(fileno=number)`: it would change how the descriptor blocks, for whoever
+    # has it, if the script has given all sockets a timeout (`socket.setdefaulttimeout`).
     peer, size = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_int(_ADDRESS_BYTES)
     if _LIBRARY.getpeername(number, peer, ctypes.byref(size)):
         return False  # no socket, or not connected
@@ -233,6 +231,7 @@ def _is_at(number: int, hosts: Collection[object], port: int) -> bool:
     if family not in _ADDRESSES or int.from_bytes(peer.raw[2:4], "big") != port:
         return False
     host = socket.inet_ntop(family, peer.raw[_ADDRESSES[family]])
+    # torch connects to IPv4 addresses by mapped IPv6 ones.
     return host.removeprefix("::ffff:") in hosts
 
 
@@ -254,6 +253,7 @@ def found_again(environ: Mapping[str, str], within_s: float = GROUP_TIMEOUT_S) -
     os.environ.update(environ)
     usual_s = group_timeout_s()
     init_distributed(timeout_s=min(within_s, usual_s))
+    # The shorter timeout was that of the meeting; torch gives it to the group and the store.
     usual = timedelta(seconds=usual_s)
     dist.distributed_c10d._set_pg_timeout(usual)
     dist.distributed_c10d._get_default_store().set_timeout(usual)

@@ -31,6 +31,7 @@ def recorded() -> list[dict[str, Any]]:
     for name in _DUMPS:
         dump: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
         try:
+            # Bytes that torch has just made in this process: no stranger's pickle.
             entries += pickle.loads(dump())["entries"] if dump is not None else []
         except Exception as error:  # another version of torch: the verdict has less to go by
             _log.debug("the flight recorder cannot be read: %r", error)

@@ -162,6 +162,7 @@ class _Exchanges:
     # ---- the caller ----
 
     def open(self, key: bytes, reading: Reading) -> None:
+        # Open before it is offered: a peer may have read it before `_send` returns.
         with self._lock:
             self._open[key] = reading
             come = key in self._early
@@ -186,6 +187,7 @@ class _Exchanges:
         try:
             self._members[rank].line.send(word)
         except BlockingIOError:
+            # Later words may overtake it: each names its exchange.
             self._unsent[rank].append(word)
             self._ring()
         except OSError:  # the thread will see the end of the connection
@@ -200,6 +202,7 @@ class _Exchanges:
                 selector.register(member.line, selectors.EVENT_READ, rank)
             while not self._closed:
                 self._turn(selector)
+        # Here, and not in `close`: until now this thread has selected on them.
         os.close(self._bell)
         for member in self._members.values():
             member.line.close()

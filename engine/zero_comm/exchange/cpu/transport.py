@@ -88,7 +88,7 @@ class CpuTransport(HostTransport):
 
     def watch(self, works: list[Work], waiter: Waiter) -> list[Work]:
         """See `Transport`; a thread waits for those over sockets."""
-        return waiter.watch(works)
+        return list(waiter.watch(works))
 
     def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
         """See `Transport.gather`, in pairs.
@@ -106,7 +106,9 @@ class CpuTransport(HostTransport):
         """See `Transport`."""
         near_held = {rank: tensor for rank, tensor in held.items() if rank in self.near}
         near_wanted = {rank: tensor for rank, tensor in wanted.items() if rank in self.near}
-        works = self._read(near_held, near_wanted, what, turn) if near_held or near_wanted else []
+        works: list[Work] = []
+        if self._same_host is not None and (near_held or near_wanted):
+            works.append(self._same_host.exchange(key_of(what, turn), near_held, near_wanted))
         return works + super().exchange(held, wanted, what, turn)
 
     def exchange_inside(
@@ -119,11 +121,3 @@ class CpuTransport(HostTransport):
     def _others(self) -> list[int]:
         """By distance: not all ranks send to the same one first."""
         return [*range(self._rank + 1, self._world), *range(self._rank)]
-
-    def _read(
-        self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str, turn: int
-    ) -> list[Work]:
-        """The exchange by memory; empty if no rank is near."""
-        if self._same_host is None:
-            return []
-        return [self._same_host.exchange(key_of(what, turn), held, wanted)]
