@@ -121,6 +121,7 @@ class _Protected:
             )
             self.run.keep_client_state(self.state)
             if self.run.load(self._directory) is not None:
+                # Lightning restores loops and callbacks from it; the run has restored the rest.
                 trainer._checkpoint_connector._loaded_checkpoint = {
                     **self.run.client_state,
                     "state_dict": {},

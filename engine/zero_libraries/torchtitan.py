@@ -83,6 +83,7 @@ def protect(given: Trainer.Config, *, config: Mapping[str, Any] | None = None) -
         pass
 
     body = {"Config": Config, "_zero": dict(config or {}), "__module__": base.__module__}
+    # torchtitan notes the class as the owner of its Config, which builds one of it.
     type(base.__name__, (_Protected, base), body)
     made: Trainer.Config = Config(**{each.name: getattr(given, each.name) for each in fields(kind)})
     return made

@@ -87,6 +87,7 @@ def protect(
     its.__class__ = type(kind.__name__, (_Protected, kind), {})
     its._zero = _Given(microbatches, {**(config or {}), "elastic": elastic})
     its._zero_steps = _Steps(its)
+    # First: the others read the loss and the epoch that it notes.
     its.callback_handler.callbacks.insert(0, its._zero_steps)
 
 

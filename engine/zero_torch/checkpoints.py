@@ -91,7 +91,8 @@ class Checkpoints(Session):
         link.note_schedule(scheduler)
         link.preparing(BEFORE_FIRST_STEP)
         collectives = Collectives(interrupt=link.interrupt, name="zero_torch")
-        collectives.meet(self._device)
+        collectives.meet(wrapped.device)
+        # Before any exchange that depends on what the ranks are given.
         alike.check({**alike.of_module(wrapped.module), **facts}, collectives.everybodys)
         self._agreement = Agreement(collectives)
         ordered = self._in_order and not chosen.elastic.is_native
@@ -100,7 +101,7 @@ class Checkpoints(Session):
             state=TrainingState(wrapped, optimizer, self._rank, self._world, Statefuls(stateful)),
             cursor=self._cursor,
             collectives=collectives,
-            hardware=meet(mode, self._device, collectives.everybodys, self._rank),
+            hardware=meet(mode, wrapped.device, collectives.everybodys, self._rank),
             optimizer=optimizer,
             scheduler=scheduler,
             scaler=scaler,
@@ -128,10 +129,6 @@ class Checkpoints(Session):
         if self._rank == 0:
             _log.warning("%s", _NOT_PROMISED)
         replace(self._optimizer, "step", self._optimizer_step)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._wrapped.trained().values())).device
 
     # ---- what there is ----
 

@@ -83,6 +83,7 @@ class Norms:
         self._where = collectives, device
         self._made: dict[tuple[str, ...], GradientNorm] = {}
         """By the names of the parameters."""
+        # torch's clip_grad_norm_ calls the first; scripts and torchtitan call the second.
         clip_grad._get_total_norm = utils.get_total_norm = _total_norm
         _runs.add(self)
 
@@ -110,6 +111,7 @@ class Norms:
         names = [owners[id(each)] for each in gradients if id(each) in owners]
         sharded = any(isinstance(each, DTensor) for each in gradients)
         is_ours = order == 2 and len(names) == len(gradients)
+        # Of others' gradients torch may answer; a maximum is the same in any order.
         if (
             not names
             or order == math.inf
@@ -155,6 +157,7 @@ def _total_norm(
         _torchs([total], error_if_nonfinite=True)  # raises what it would
     if not isinstance(given[0], DTensor):
         return total
+    # As torch answers for sharded gradients: a script may call full_tensor().
     mesh = given[0].device_mesh
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
 

@@ -252,6 +252,7 @@ class OrderedGradients:
 
         def share() -> Pending | None:
             ordered.settle()
+            # Where a step has one micro-step, the sum was made there.
             if ordered.total.data_ptr() != out.data_ptr():
                 out.copy_(ordered.total)
             return None if then is None else then()

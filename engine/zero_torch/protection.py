@@ -119,6 +119,7 @@ def protect(
     """
     _check_arguments(loader, microbatches, stateful or {})
     chosen = settings.read(config or {})
+    # As the script leaves them: what follows waits for other ranks, and seeds.
     torch_seed, came_after_s = torch.initial_seed(), process_age_s()
     began = standing() if chosen.elastic.in_place else None
     init_distributed()

@@ -124,7 +124,7 @@ class Run(Checkpoints):
         self._gradients.starts.append(partial(fill_in, self, True))
         self._gradients.changes.append(self._train_others)
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
-        normed = self._gradients, self._collectives, self._device
+        normed = self._gradients, self._collectives, wrapped.device
         self._norms = Norms(*normed, is_ready=self._norm_is_ready, guard=partial(outlived, self))
         self._watches = False
         """Whether forwards are watched."""
@@ -175,7 +175,7 @@ class Run(Checkpoints):
         self.loader.is_alone = self._link.is_alone
         self._held.hold(self._steps)
         take(self._wrapped.model)
-        if self._device.type == "cpu":
+        if self._wrapped.device.type == "cpu":
             keep_freed_memory()
 
     def detach(self) -> None:

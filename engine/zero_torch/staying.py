@@ -58,9 +58,8 @@ def _why_not(run: Run, began: Standing) -> str:
     wrapped = run._wrapped
     if why_not := _NEVER.get(wrapped.wrapper):
         return why_not
-    device = next(iter(wrapped.trained().values())).device
-    if device.type != "cpu":
-        return f"it trains on {device.type}, and only CPUs are tested"
+    if (kind := wrapped.device.type) != "cpu":
+        return f"it trains on {kind}, and only CPUs are tested"
     if why_not := _why_not_wrap_again(wrapped):
         return why_not
     groups, exchanged, own = began

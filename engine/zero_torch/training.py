@@ -151,10 +151,8 @@ class Training:
         return lanes_of(self.ordered.feed) if self.ordered is not None else None
 
     def _kept(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-        """The pieces of the last capture, if these are the same: their layout is known.
-
-        Copies of the script's objects must not outlive their save.
-        """
+        """The pieces of the last capture, if these are the same: their layout is known."""
+        # Copies of the script's objects must not outlive their save.
         if any(piece.id.kind == OTHER for piece in pieces):
             return pieces
         if [*map(_memory_of, pieces)] != [*map(_memory_of, self.captured)]:

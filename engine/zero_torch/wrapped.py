@@ -77,6 +77,11 @@ class Wrapped:
         """The parameters that are trained."""
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
+    @property
+    def device(self) -> torch.device:
+        """The device of what is trained."""
+        return next(iter(self.trained().values())).device
+
 
 def own_name(name: str) -> str:
     """A parameter's name without what wrappers have put into it."""
@@ -335,7 +340,7 @@ def make_reduction(
 ) -> Reduction:
     """By the backend, or in order, which begins inside of nodes if it can. Collective."""
     parameters = wrapped.parameters().values()
-    device = next(iter(wrapped.trained().values())).device
+    device = wrapped.device
     is_native, any_order = sums.native_bytes is not None, collectives.any_order(device)
     is_fsdp = wrapped.wrapper is Wrapper.FSDP2
     # Nodes give their partial sums on in fp32.

@@ -39,7 +39,7 @@ def attach(
     """Let the first forward be tested, if elastic.deterministic asks for it."""
     is_ddp = wrapped.wrapper is Wrapper.DDP
     tested: Any = wrapped.model.module if is_ddp else wrapped.called
-    device = next(iter(wrapped.trained().values())).device
+    device = wrapped.device
     mode = training.hardware.mode
     compiles_hooks = tested._compiled_call_impl is not None
     if not mode.replays(device) or compiles_hooks or (is_ddp and wrapped.called != wrapped.model):

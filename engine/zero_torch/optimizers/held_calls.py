@@ -99,7 +99,7 @@ class HeldCalls:
         if self._scheduler is not None:
             derive(self._scheduler, "step", self._if_over)
         if self._scaler is not None:
-            self._update_scaler = self._scaler.update
+            self._update_scaler = self._scaler.update  # before it is held: `drop` calls it
             replace(self._scaler, "unscale_", self._unscale)
             replace(self._scaler, "step", self._scaler_step)
             replace(self._scaler, "update", self._if_over)
