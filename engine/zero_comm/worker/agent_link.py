@@ -452,47 +452,44 @@ class AgentLink:
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:
-                    message = contract.decode(line)
-                    match message:
-                        case Leave(round=self.round):
-                            lost, now = message.when is When.LOST, message.when is When.NOW
-                            when = "at the end of a step" if not (lost or now) else "at once"
-                            _log.info(
-                                "asked to leave round %d %s: %s",
-                                message.round,
-                                when,
-                                message.reason,
-                            )
-                            if lost:
-                                self.interrupt.request(message.reason)
-                                self.group_lost.set()
-                                hang_up_on_store()  # a save in flight may wait for it
-                                continue
-                            self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
-                            self._leave.set()
-                            if now:
-                                self._must_end = True
-                                self.interrupt.request(message.reason)
-                                self.group_lost.set()
-                                with self._changed:
-                                    self._changed.notify_all()
-                                if self._sigterm_came:  # before the request, so it was ignored
-                                    os.kill(os.getpid(), signal.SIGTERM)
-                        case Join():
-                            with self._changed:
-                                self._join = message
-                                self._changed.notify_all()
-                        case CommitReply() | PeerMemoryReply():
-                            with self._changed:
-                                self._answers[message.request] = message
-                                self._changed.notify_all()
-                        case WaitRequest():
-                            self._send(_wait_reply(message.request))
-                        case _:
-                            _log.debug("not for this worker: %s", message)
+                    self._heed(contract.decode(line))
         except (OSError, ValueError, contract.ContractError) as error:
             reason = f"the connection to the agent failed: {error}"
         self._disconnect(reason)
+
+    def _heed(self, message: Message) -> None:
+        match message:
+            case Leave(round=self.round):
+                lost, now = message.when is When.LOST, message.when is When.NOW
+                when = "at the end of a step" if not (lost or now) else "at once"
+                _log.info("asked to leave round %d %s: %s", message.round, when, message.reason)
+                if lost:
+                    self.interrupt.request(message.reason)
+                    self.group_lost.set()
+                    hang_up_on_store()  # a save in flight may wait for it
+                    return
+                self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
+                self._leave.set()
+                if now:
+                    self._must_end = True
+                    self.interrupt.request(message.reason)
+                    self.group_lost.set()
+                    with self._changed:
+                        self._changed.notify_all()
+                    if self._sigterm_came:  # before the request, so it was ignored
+                        os.kill(os.getpid(), signal.SIGTERM)
+            case Join():
+                with self._changed:
+                    self._join = message
+                    self._changed.notify_all()
+            case CommitReply() | PeerMemoryReply():
+                with self._changed:
+                    self._answers[message.request] = message
+                    self._changed.notify_all()
+            case WaitRequest():
+                self._send(_wait_reply(message.request))
+            case _:
+                _log.debug("not for this worker: %s", message)
 
     def _disconnect(self, reason: str | None) -> None:
         with self._changed:

@@ -43,7 +43,7 @@ from zero_torch.ordered_gradients import NOT_REDUCED, OrderedGradients, as_real
 
 
 class TwoLevels:
-    """HSDP: takes the place of `OrderedGradients` for the modules of a mesh [replicas, shards].
+    """HSDP: the reduction of the modules of a mesh [replicas, shards].
 
     Every rank of a mesh has a gradient of its own, so every one of them counts in the order of the
     sum. A rank owns a part of the shard that it shares with its replicas: it sums that part over
@@ -62,19 +62,6 @@ class TwoLevels:
         self._replicas = mesh.mesh[:, mesh.get_local_rank(1)].tolist()
         """The ranks that have this rank's shard."""
         self._alone = dist.new_group([collectives.rank], use_local_synchronization=True)
-
-    @property
-    def now(self) -> Turn | None:
-        """The micro-step."""
-        return self._gradients.now
-
-    def arrive(self, name: str) -> None:
-        """See `OrderedGradients.arrive`."""
-        self._gradients.arrive(name)
-
-    def looks_aside(self, name: str, gradient: Tensor) -> bool:
-        """See `OrderedGradients.looks_aside`."""
-        return self._gradients.looks_aside(name, gradient)
 
     def replace_all_reduce(self, module: Any) -> None:
         """Let FSDP2's all-reduce of a module's gradients be one of this rank alone.
@@ -116,7 +103,8 @@ class TwoLevels:
         return self._collectives.exchange_pieces(held, parts, f"sums of {name}")
 
 
-_Gradients = OrderedGradients | TwoLevels
+_Reduce = Callable[..., None]
+"""As `OrderedGradients.reduce`."""
 _Guard = Callable[[], AbstractContextManager[None]]
 
 _HOOKS = (
@@ -172,7 +160,8 @@ def attach(
         # Some scripts shard every layer, an activation without parameters, too.
         if any(True for _ in module.parameters()) and isinstance(module, FSDPModule):
             name = path or "the root module"
-            unit = _ReduceScatter(name, levels or gradients, module, guard)
+            reduce = gradients.reduce if levels is None else levels.reduce
+            unit = _ReduceScatter(name, gradients, reduce, module, guard)
             _attach(module, unit, world)
             gradients.begins.append(unit.begin)
             gradients.ends.append(unit.end_backward)
@@ -301,9 +290,17 @@ class _AllGather(_Memory):
 class _ReduceScatter(_Memory):
     """The gradients of one FSDP2 module: `torch.distributed.fsdp`'s ReduceScatter."""
 
-    def __init__(self, name: str, gradients: _Gradients, module: Any, guard: _Guard) -> None:
+    def __init__(
+        self,
+        name: str,
+        gradients: OrderedGradients,
+        reduce: _Reduce,
+        module: Any,
+        guard: _Guard,
+    ) -> None:
         self._name = name
         self._gradients = gradients
+        self._sum = reduce
         self._module = module
         self._example: Tensor = next(module.parameters())
         self._guard = guard
@@ -349,7 +346,7 @@ class _ReduceScatter(_Memory):
             )
         if self._kept is not None:
             kept, self._kept = self._kept, None
-            self._gradients.reduce(self._name, *kept)
+            self._sum(self._name, *kept)
 
     def __call__(
         self,
@@ -377,7 +374,7 @@ class _ReduceScatter(_Memory):
         example = self._example
         copied = (out.dtype, out.device) != (example.dtype.to_real(), example.device)
         if self._calls <= 1:
-            self._gradients.reduce(self._name, gradient, out, now=copied)
+            self._sum(self._name, gradient, out, now=copied)
         elif copied:
             raise ZeroError(
                 f"{self._name} is called {self._calls} times in a micro-batch, and FSDP2 copies "
