@@ -106,7 +106,6 @@ class Checkpoints(Session):
             scheduler=scheduler,
             scaler=scaler,
             weight_hash=self.weight_hash,
-            lend=self._lend,
         )
         super().__init__(chosen.checkpoint, self._training, collectives, link)
         self.hardware = self._training.hardware
@@ -121,8 +120,6 @@ class Checkpoints(Session):
         """The factor by which these change the sums of the step."""
         self._everybodys: Tensor | None = None
         """The notes of all ranks, if they have come already."""
-        self._lent: Callable[[], object] | None = None
-        """To be called before the state changes."""
 
     def start(self) -> None:
         """Begin: from now on the script may load, and train."""
@@ -239,17 +236,8 @@ class Checkpoints(Session):
         if makes_state(self._optimizer):
             return call(*args, **kwargs)
         self._between_steps()
-        self._take_back()
+        self._training.take_back()
         result = call(*args, **kwargs)
         self._cursor.step += 1
         self._phase.move(Move.ACT)
         return result
-
-    def _lend(self, until: Callable[[], object]) -> None:
-        self._lent = until
-
-    def _take_back(self) -> None:
-        """Wait until nobody reads the state: it is about to change."""
-        if self._lent is not None:
-            until, self._lent = self._lent, None
-            until()

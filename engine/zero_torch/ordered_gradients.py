@@ -18,7 +18,7 @@ streams the stream waits, so each ends at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -89,9 +89,9 @@ class OrderedGradients:
         reduction: Reduction,
         parameters: Mapping[str, nn.Parameter],
         block: int,
-        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        guard: Callable[[], AbstractContextManager[None]],
         *,
-        depth: int = 1,
+        depth: int,
     ) -> None:
         """Sum over the group of a reduction those gradients that parameters require."""
         self.phase = phase

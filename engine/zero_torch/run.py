@@ -581,7 +581,7 @@ class Run(Checkpoints):
     def _may_act(self) -> bool:
         if not self._weigh():
             return False
-        self._take_back()
+        self._training.take_back()
         self.loader.seed_step(acts=True)
         return True
 

@@ -101,7 +101,6 @@ class Training:
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     weight_hash: Callable[[], str]
-    lend: Callable[[Callable[[], object]], None]
     ordered: Ordered | None = None
     """None: data and gradients are the script's own."""
     trains: bool = True
@@ -110,6 +109,8 @@ class Training:
     """A script may write to its parameters at any time."""
     captured: tuple[Piece, ...] = ()
     """The pieces of the last capture."""
+    lent: Callable[[], object] | None = None
+    """Waits for whoever reads the state."""
     lanes: LaneStates = field(default_factory=LaneStates)
 
     @property
@@ -169,6 +170,16 @@ class Training:
     def loading(self) -> Loading:
         """A load of everything."""
         return Loading(self)
+
+    def lend(self, until: Callable[[], object]) -> None:
+        """A thread reads the state in place; `take_back` calls `until` before the next change."""
+        self.lent = until
+
+    def take_back(self) -> None:
+        """Wait until nobody reads the state: it is about to change."""
+        if self.lent is not None:
+            until, self.lent = self.lent, None
+            until()
 
     def settle(self) -> None:
         """Nothing is left under way: a step of torch waits for all of its exchanges."""

@@ -107,9 +107,16 @@ class Transports:
             kind, reason = way(device.type, backends)
             if kind is StagedTransport and self._rank == 0 and self._world > 1:
                 _log.warning("%s", reason)
-            # What is not gloo's own goes over the group itself.
+            group = self._group
+            # gloo's own needs a group whose CPUs gloo connects; others go over the group itself.
             over_gloo = issubclass(kind, CpuTransport | StagedTransport)
-            group = self._control(backends) if over_gloo else self._group
+            if over_gloo and backends.get("cpu") != "gloo":
+                whole = group or dist.group.WORLD
+                assert whole is not None
+                if whole not in _CONTROL:
+                    division = self._division or [dist.get_process_group_ranks(whole)]
+                    _CONTROL[whole] = own_group(division, timeout_of(whole), "gloo")
+                group = _CONTROL[whole]
             self._by_kind[device.type] = kind(group, self._rank, self._world, device)
         return self._by_kind[device.type]
 
@@ -137,17 +144,6 @@ class Transports:
                 between=found(list(zip(*nodes, strict=True))) if equal else None,
             )
         )
-
-    def _control(self, backends: Mapping[str, str]) -> dist.ProcessGroup | None:
-        """The group itself if gloo connects its CPUs, else one of the same ranks where it does."""
-        if backends.get("cpu") == "gloo":
-            return self._group
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        if group not in _CONTROL:
-            division = self._division or [dist.get_process_group_ranks(group)]
-            _CONTROL[group] = own_group(division, timeout_of(group), "gloo")
-        return _CONTROL[group]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

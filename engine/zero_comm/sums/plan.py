@@ -242,12 +242,9 @@ class Plan:
         return total
 
 
-def most_pending(block: int, world: int, micro_batches: int | None = None) -> int:
-    """The most pieces that an owner keeps beside its sum, between strided micro-steps.
-
-    `micro_batches` of a step, None: any number.
-    """
-    micro_steps = -(-micro_batches // world) if micro_batches is not None else 2 * block
+def most_pending(block: int, world: int, micro_batches: int) -> int:
+    """The most pieces that an owner keeps beside its sum, between strided micro-steps of a step."""
+    micro_steps = -(-micro_batches // world)
     kept = 0
     for done in range(world, min(micro_steps, 2 * block) * world, world):  # it repeats after that
         kept = max(kept, (done % block).bit_count() - (done < block))

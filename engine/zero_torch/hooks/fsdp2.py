@@ -23,7 +23,7 @@ is asked to leave need not wait for a lost peer, and the loss is no error of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,7 @@ def attach(
     model: nn.Module,
     gradients: OrderedGradients,
     collectives: Collectives,
-    guard: _Guard = nullcontext,
+    guard: _Guard,
 ) -> None:
     """Let every FSDP2 module of a model reduce its gradients through `gradients`.
 
@@ -338,7 +338,17 @@ class _ReduceScatter(_Memory):
         Raises:
             ZeroError: FSDP2 has lost one.
         """
-        if self._recomputed and self._calls > 1 and _left_over(self._module):
+        if (
+            self._recomputed
+            and self._calls > 1
+            # It has gradients of gathered parameters, which it did not reduce.
+            and any(
+                each._unsharded_param.grad is not None
+                for group in self._module._get_fsdp_state()._fsdp_param_groups
+                for each in group.fsdp_params
+                if hasattr(each, "_unsharded_param")
+            )
+        ):
             raise ZeroError(
                 f"FSDP2 has not reduced all gradients of {self._name}: it loses those of a module "
                 "that is called several times in activation checkpointing with use_reentrant=True; "
@@ -387,13 +397,3 @@ class _ReduceScatter(_Memory):
         else:  # FSDP2 adds `out` to the first one
             self._kept[0].add_(gradient)
             out.zero_()
-
-
-def _left_over(module: Any) -> bool:
-    """Whether an FSDP2 module has gradients of gathered parameters, which it did not reduce."""
-    return any(
-        each._unsharded_param.grad is not None
-        for group in module._get_fsdp_state()._fsdp_param_groups
-        for each in group.fsdp_params
-        if hasattr(each, "_unsharded_param")
-    )

@@ -305,7 +305,7 @@ def test_the_most_that_an_owner_keeps_is_that_of_the_plan() -> None:
         last = len(plan.micro_steps) - 1
         kept = [sum(p.start > 0 for p in s.owner.keeps) for s in plan.micro_steps[:last]]
         assert most_pending(block, world, count) == max(kept, default=0)
-    assert [most_pending(8, world) for world in (1, 2, 4, 8)] == [3, 2, 1, 0]
+    assert [most_pending(8, world, 1 << 20) for world in (1, 2, 4, 8)] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("nodes", [(1,) * 4, (2, 2), (4, 4), (2, 2, 2), (1, 1, 1, 1, 1), (8, 8)])
