@@ -73,7 +73,7 @@ _UNUSUAL: Mapping[str, Callable[[], bool]] = {
     "no denormals": lambda: sys.float_info.min / 2 == 0,  # the host waits for no tensor
     "no oneDNN": lambda: not torch.backends.mkldnn.enabled,
 }
-"""What is not as torch sets it by itself, where a CPU computes."""
+"""Settings that are not as torch makes them by itself, where a CPU computes."""
 _UNUSUAL_ON_DEVICE: Mapping[str, Callable[[], bool]] = {
     "autocast": lambda: torch.is_autocast_enabled("cuda"),
     "einsum by opt_einsum": _UNUSUAL["einsum by opt_einsum"],
@@ -208,7 +208,7 @@ def _kernels(*, on_device: bool) -> str:
 
 
 def _precision(library: Any, operation: str) -> str:
-    """That of products of fp32; empty: torch < 2.9 does not tell, but for matrix products."""
+    """The precision of products of fp32; empty: torch < 2.9 tells it of matrix products alone."""
     word: str | None = getattr(getattr(library, operation, None), "fp32_precision", None)
     # The older call last: it raises once a script has set the precision by the newer names.
     if word is None:

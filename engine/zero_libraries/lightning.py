@@ -38,7 +38,7 @@ _REPLACED = ("restore_checkpoint_after_setup", "lightning_restore_optimizer", "s
 
 
 class _Protected:
-    """What a strategy does otherwise; comes before the strategy that wraps the model.
+    """The methods of a strategy that a run takes over; before the strategy that wraps the model.
 
     Attributes:
         run: The run, from the begin of `fit` on.

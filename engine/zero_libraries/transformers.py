@@ -93,7 +93,7 @@ def protect(
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What the script gave to `protect`."""
+    """The arguments of `protect`."""
 
     microbatches: int
     config: dict[str, Any]
@@ -152,7 +152,7 @@ class _Repeat:
 
 
 class _Steps(TrainerCallback):
-    """What the Trainer does not know of a step: its loss, and its epoch after a resume."""
+    """Tells the Trainer the loss of each step, and its epoch after a resume."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -306,7 +306,7 @@ class _Protected(Trainer):
         return torch.zeros((), device=self.args.device)  # `_Steps` adds the loss
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Those of all micro-batches of this rank."""
+        """The operations of all micro-batches of this rank."""
         return sum(super(_Protected, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:

@@ -183,10 +183,12 @@ class Agreement:
 
 
 def clipped(norm: float, factor: float, most: float | None) -> tuple[float, float]:
-    """How gradients are unscaled and clipped: they are multiplied once.
+    """The norm of unscaled gradients, and the one factor that unscales and clips them.
 
-    From the norm of the gradients as they are, and their factor (the share of their micro-batches,
-    without the loss scale): the norm behind it, before clipping, and the one factor for both.
+    Args:
+        norm: That of the gradients as they are.
+        factor: Unscales them: the share of their micro-batches, without the loss scale.
+        most: The largest norm; None: any.
     """
     norm *= factor
     clip = math.inf if most is None else most / (norm + _NORM_EPSILON)

@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 
 class ForwardWrites:
-    """Those to one module, on one rank."""
+    """The writes of forwards to one module, on one rank."""
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         self._module = module
@@ -147,7 +147,7 @@ class ForwardWrites:
         self._micro += 1
 
     def note(self) -> int:
-        """What this rank tells at the end of a step: how many buffers it knows to be written to."""
+        """A note for the end of a step: how many buffers this rank knows to be written to."""
         return len(self._written) + len(self._found)
 
     def end_step(self, notes: Iterable[float]) -> None:
@@ -256,7 +256,7 @@ class ForwardWrites:
             module._buffers[key] = own
 
     def _shared(self, own: Sequence[Tensor]) -> dict[str, Tensor]:
-        """What to hold in the buffers that are written to: the other rank's, in one broadcast."""
+        """The contents of the buffers that are written to: one rank's, in one broadcast."""
         if self._collectives.world == 1:
             return dict(zip(self._written, own, strict=True))
         # The wide ones first, so that each begins where its dtype may.

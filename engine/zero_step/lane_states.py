@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def exchange_sizes(collectives: Collectives, own: Tensor) -> Tensor:
-    """What ranks tell each other at the begin of an iteration, see `LaneOrder.meet`. Collective.
+    """The exchange at the begin of an iteration, see `LaneOrder.meet`. Collective.
 
     Raises:
         SystemExit, PeerLost: See `exit_on_peer_loss`.

@@ -28,7 +28,7 @@ has begun, also where there is one rank and nothing travels."""
 
 
 def standing() -> Standing:
-    """What this process has of groups and exchanges now."""
+    """The groups and exchanges of this process up to now."""
     if not dist.is_initialized():
         return 0, 0, WAITS.begun
     world: Any = dist.group.WORLD  # torch's stubs lack the call
@@ -44,7 +44,7 @@ _all: WeakSet[Staying] = WeakSet()
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """What is exchanged within is the training's own, though the script decides when."""
+    """Within it exchanges are the training's own, though the script decides when."""
     before = standing()
     yield
     after = standing()
@@ -59,7 +59,7 @@ AS_LONG_AS = 3.0
 
 
 class Staying:
-    """What a script has exchanged so far, and how its training is made again."""
+    """The exchanges of a script so far, and how its training is made again."""
 
     def __init__(
         self,

@@ -229,7 +229,7 @@ class Checkpoints(Session):
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
 
     def _of_loader(self) -> list[int]:
-        """What the loader tells to those of the other ranks; equally many numbers on all."""
+        """The notes of the loader for those of the other ranks; equally many numbers on all."""
         return []
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

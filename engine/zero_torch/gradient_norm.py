@@ -43,7 +43,7 @@ class GradientNorm:
         self.agreement = Agreement(collectives, self._divisions, device)
 
     def parts(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """What this rank norms of them, flat, as real numbers."""
+        """The part of each gradient that this rank norms, flat, as real numbers."""
         pairs = zip(gradients, self._divisions, strict=True)
         return [_part(gradient, division, self._shard) for gradient, division in pairs]
 
@@ -58,7 +58,7 @@ _runs: WeakSet[Norms] = WeakSet()
 
 
 class Norms:
-    """Those of a run, which keeps this: torch, too, asks here for the norm of its gradients."""
+    """The norms of a run, which keeps this: torch asks here, too, for those of its gradients."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class Norms:
         _runs.discard(self)
 
     def of(self, trained: Mapping[str, nn.Parameter]) -> GradientNorm:
-        """That of the gradients of some parameters."""
+        """The agreement on the norm of the gradients of some parameters."""
         if (names := tuple(trained)) not in self._made:
             self._made[names] = GradientNorm(trained, *self._where)
         return self._made[names]
 
     def asked(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
-        """What torch is asked, []; None if it has to answer by itself.
+        """The norm that torch is asked for, []; None if it has to answer by itself.
 
         Collective if the gradients are sharded, as it is in torch: of whole ones, one rank alone
         may ask, as for its log.
@@ -182,5 +182,5 @@ def _part(gradient: Tensor, division: Division, shard: int) -> Tensor:
 
 
 def _flat(gradient: Tensor) -> Tensor:
-    """What this rank has of a gradient, as real numbers."""
+    """The elements of a gradient that this rank has, as real numbers."""
     return as_real(local(gradient).resolve_conj().reshape(-1))

@@ -101,7 +101,7 @@ class Run(Checkpoints):
         )
         options = chosen.elastic
         self._hooks: list[RemovableHandle] = []
-        """Those of the script's module and parameters."""
+        """The hooks of the script's module and parameters."""
         self._sums = choose_sums(options, self._collectives)
         self._assignment = self._sums.assignment
         place = self._rank, self._assignment, options.seed
@@ -134,7 +134,7 @@ class Run(Checkpoints):
         self._count = NOT_GIVEN
         """The tokens of the backward under way."""
         self._counted = 0
-        """Those of the step, on all ranks."""
+        """The tokens of the step, on all ranks."""
         self._skipped = False
         """Whether the last step left the weights as they were, since gradients were not finite."""
         self._steps = Steps(

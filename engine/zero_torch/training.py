@@ -148,7 +148,7 @@ class Training:
 
     @property
     def order(self) -> LaneOrder | None:
-        """That of the lanes; None without lanes."""
+        """The order of the lanes; None without lanes."""
         return lanes_of(self.ordered.feed) if self.ordered is not None else None
 
     def _kept(self, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

@@ -57,7 +57,7 @@ class Wrapped:
     called: nn.Module
     """The module that the script calls."""
     model: nn.Module
-    """The same without torch.compile around it."""
+    """This module without torch.compile around it."""
     wrapper: Wrapper
     module: nn.Module
     """The user's module: without DDP and torch.compile around it."""
@@ -99,7 +99,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def elements_of(tensor: Tensor) -> Tensor:
-    """The same without gradients: a view of the memory, made without the dispatch of DTensor."""
+    """A view of these elements without gradients, made without the dispatch of DTensor."""
     with torch.no_grad():
         return local(tensor).detach()
 

@@ -101,7 +101,7 @@ class Transports:
         self._by_kind: dict[str, Transport] = {}
 
     def of(self, device: torch.device) -> Transport:
-        """That of tensors on `device`. Collective of the job when asked for the first time."""
+        """The transport of tensors on `device`. Collective of the job the first time."""
         if device.type not in self._by_kind:
             backends = backends_of(self._group)
             kind, reason = way(device.type, backends)

@@ -169,7 +169,7 @@ class NodeReduction:
         return _Divided(self, gradient, what, into, turn, held)
 
     def schedule(self, turn: Turn, into: OrderedSum) -> _Schedule:
-        """That of a micro-step: the same object for all gradients."""
+        """The schedule of a micro-step: the same object for all gradients."""
         begin, known = 0 if turn.first else into.count, self._schedule
         if known is None or known[0] is not turn or known[1:3] != (begin, into.block):
             found = _Schedule.of(turn, begin, into.block, self.nodes)
@@ -191,7 +191,7 @@ class _Schedule:
 
     @classmethod
     def of(cls, turn: Turn, begin: int, block: int, nodes: Sequence[range]) -> _Schedule:
-        """That of a micro-step; without a plan, from its first micro-batch and B."""
+        """The schedule of a micro-step; without a plan, from its first micro-batch and B."""
         if turn.plan is not None:
             step = turn.plan.micro_steps[turn.micro_step]
             return cls(
@@ -270,7 +270,7 @@ class _Divided(Reducing):
         return self._taken[-1]
 
     def _dtype_of(self, piece: Piece) -> torch.dtype:
-        """That of a piece; a single gradient is as narrow as it was computed."""
+        """The dtype of a piece; a single gradient is as narrow as it was computed."""
         return self._dtype if self._schedule.expression.is_single(piece) else torch.float32
 
     def _is_rounded(self, piece: Piece) -> bool:

@@ -97,7 +97,7 @@ class MicroStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expression:
-    """How the sum over so many micro-batches is written."""
+    """The way in which the sum over some micro-batches is written."""
 
     micro_batches: int
     block: int
@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Every slice and every shard is so many parts of this number."""
+        """The parts of a gradient: every slice and every shard is some of them."""
         return lcm(self.world, *self.nodes)
 
     @cached_property

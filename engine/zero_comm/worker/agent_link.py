@@ -177,7 +177,7 @@ class AgentLink:
 
     @property
     def _notice(self) -> Notice | None:
-        """What this process has heard itself; under an agent, the agent hears."""
+        """The notice that this process has heard itself; under an agent, the agent hears."""
         return heard() if self.launched or not self.present else None
 
     @property
@@ -235,12 +235,12 @@ class AgentLink:
             self._saving_s = self._compute_s = self._wait_s = 0.0
 
     def saved(self, stall_s: float) -> None:
-        """A save has blocked training for so long; the next progress reports it."""
+        """Note for how long a save has blocked training; the next progress reports it."""
         self._saving_s += stall_s
         self._timer.saved(stall_s)
 
     def restored(self, restored: contract.Restored) -> None:
-        """On rank 0: all ranks have loaded a checkpoint, and verified what they read."""
+        """Report on rank 0 that all ranks have loaded a checkpoint, and verified what they read."""
         self._send(restored)
 
     def preparing(self, what: str, part: float | None = None) -> None:
@@ -252,13 +252,13 @@ class AgentLink:
             self._send(contract.Preparing(what=what, part=part))
 
     def saved_file(self, saved: contract.Saved) -> None:
-        """A save has ended."""
+        """Report the end of a save."""
         if saved.write_s > 0 and not saved.in_memory:  # the rate of the storage
             self._written = (saved.size_bytes / saved.write_s, saved.write_s)
         self._send(saved)
 
     def save_waits(self, step: int, what: str, left_s: float) -> None:
-        """The last save of a script waits; also a heartbeat, or the agent would mark it hung."""
+        """Report that the last save waits; also a heartbeat, or the agent would mark it hung."""
         self._send(contract.SaveWaits(step=step, what=what, left_s=left_s))
         self.heartbeat()
 

@@ -116,7 +116,7 @@ class StepTimer:
         self._saving_s = 0.0
 
     def saved(self, stall_s: float) -> None:
-        """A save has blocked training for so long."""
+        """Note for how long a save has blocked training."""
         self._saving_s += stall_s
 
     def step(self) -> tuple[float, float]:

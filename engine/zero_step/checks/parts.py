@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Parts:
-    """Those that a module has when a training is made of it."""
+    """The parts that a module has when a training is made of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._found = module, _parts(module)

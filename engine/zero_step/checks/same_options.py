@@ -101,14 +101,14 @@ class OptionsOfStep:
         self._read: dict[int, tuple[Tensor, int, float]] = {}
         """By `id`, of those that are tensors: the tensor, its version, its value."""
         self._begun: list[dict[str, Any]] = []
-        """Those with which the step has begun."""
+        """The options with which the step has begun."""
 
     def begin(self) -> None:
         """Begin a step with what they are now."""
         self._begun = self._now()
 
     def change(self) -> str:
-        """What has changed since the begin of the step; "" if nothing has."""
+        """The first change since the begin of the step, in words; "" if there is none."""
         if (now := self._now()) == self._begun:
             return ""
         for number, (before, after) in enumerate(zip(self._begun, now, strict=False)):

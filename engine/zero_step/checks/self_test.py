@@ -155,7 +155,7 @@ class SelfTest:
 
 
 def remedy(mode: Deterministic) -> str:
-    """What to do about it: on a GPU torch's attention repeats itself if torch may refuse others."""
+    """The remedy: on a GPU torch's attention repeats itself if torch may refuse other kernels."""
     if mode is Deterministic.WARN:
         return (
             'if the model uses scaled_dot_product_attention, set elastic.deterministic to "error", '
@@ -166,7 +166,7 @@ def remedy(mode: Deterministic) -> str:
 
 
 def output_differs(by_rank: Sequence[Sequence[Any] | None]) -> str:
-    """What forward computes differs: the first module, in the order in which modules have ended."""
+    """The first module whose output differs, in the order in which modules have ended, in words."""
     found = [(each[0], rank, each[1]) for rank, each in enumerate(by_rank) if each is not None]
     if not found:
         return "the output of forward differs, though not in two more forwards"
@@ -176,7 +176,7 @@ def output_differs(by_rank: Sequence[Sequence[Any] | None]) -> str:
 
 
 def gradients_differ(by_rank: Sequence[Sequence[tuple[int, str]]]) -> str:
-    """Gradients differ: how many, and of these the first that backward makes."""
+    """The number of gradients that differ, and the first that backward makes, in words."""
     found = {(turn, name) for gradients in by_rank for turn, name in gradients}
     return (
         f"outputs are equal, and {len(found)} gradients differ, in the order of backward first "
@@ -185,12 +185,12 @@ def gradients_differ(by_rank: Sequence[Sequence[tuple[int, str]]]) -> str:
 
 
 def bits_of(outputs: Any) -> tuple[int, ...]:
-    """Those of what a forward has returned."""
+    """The bits of what a forward has returned."""
     return tuple(int(bit_sum(each)) for each in tensors_of(outputs))
 
 
 def roots_of(outputs: Any) -> list[Tensor]:
-    """What a backward of a forward's outputs begins with; it may be nothing."""
+    """The outputs of a forward with which its backward begins; there may be none."""
     return [each for each in tensors_of(outputs) if each.requires_grad]
 
 
@@ -200,7 +200,7 @@ def differentiate(roots: Sequence[Tensor]) -> None:
 
 
 def tensors_of(structure: Any) -> list[Tensor]:
-    """Those in a structure that have elements."""
+    """The tensors in a structure that have elements."""
     leaves = (leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.numel()]
 

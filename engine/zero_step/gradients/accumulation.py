@@ -99,7 +99,7 @@ class Accumulation:
         return contiguous(world)
 
     def plan(self, micro_batches: int) -> Plan | None:
-        """That of a step; None if owners add what comes in every micro-step, or the backend."""
+        """The plan of a step; None if owners add what comes in every micro-step, or the backend."""
         if self.where is Where.OWNER or self.native_bytes is not None:
             return None
         return _plan(self, micro_batches)
@@ -126,7 +126,7 @@ class Accumulation:
         return max(plan.kept_bytes(step, rank, elements) for step in steps)
 
     def kept_by_owner_bytes(self, micro_batches: int, elements: int) -> int:
-        """The same of each rank, if owners add what comes in every micro-step."""
+        """The most that each rank keeps, if owners add what comes in every micro-step."""
         if self.native_bytes is not None:
             return 0
         world = self.topology.world

@@ -62,7 +62,7 @@ class _Buckets:
         self._rests: dict[str, Tensor] = {}
         """The rest of this backward's gradients."""
         self._kept: dict[str, list[Tensor]] = {}
-        """Those of the micro-steps whose rests have not travelled."""
+        """The rests of the micro-steps before, which have not travelled."""
         self._is_first = True
         """Whether no backward has ended."""
         self._came: set[Tensor] = set()

@@ -375,7 +375,7 @@ class _ReduceScatter(_Memory):
             self._reduce(as_real(input_tensor), as_real(output_tensor))
 
     def alone(self, reduced: Tensor) -> None:
-        """The same at world 1, in place."""
+        """Reduce in place, at world 1."""
         self._reduce(as_real(reduced), as_real(reduced))
 
     def _reduce(self, gradient: Tensor, out: Tensor) -> None:

@@ -63,7 +63,7 @@ class Steps:
     ends_now: Callable[[], bool]
     """Whether a call belongs to the last micro-step of its step."""
     may_act: Callable[[], bool]
-    """The same of the optimizer, which acts once; then the gradients are those that it takes."""
+    """Whether the optimizer may act, which it does once; then its gradients are final."""
     has_acted: Callable[[], bool]
     """Whether it has acted in this micro-step."""
     count: Callable[[bool], None]
@@ -90,7 +90,7 @@ class HeldCalls:
         self._scaler = scaler
 
     def hold(self, steps: Steps) -> None:
-        """From now on; or, if they are held already, for another run."""
+        """Hold the calls from now on; or, if they are held already, for another run."""
         before, self._steps = self._steps, steps
         if before is not None:
             return
@@ -170,7 +170,7 @@ def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
 
 
 def derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
-    """The same through a derived class: the state_dict of a scheduler has all its attributes."""
+    """Replace one through a derived class: the state_dict of a scheduler has all its attributes."""
     base = type(owner)
     call = getattr(owner, name)
 
