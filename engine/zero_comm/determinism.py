@@ -199,6 +199,7 @@ def _kernels(*, on_device: bool) -> str:
         chosen.append(f"attention {' '.join(name for name, on in enabled.items() if on)}")
     for name, key in {"convolution": "conv", "recurrence": "rnn"}.items():
         found = _precision(library, key)
+        # cuDNN computes in TF32 unless the script says otherwise.
         if found not in ("", "high" if on_device else "highest"):
             chosen.append(f"{name} precision {found}")
     switches = _UNUSUAL_ON_DEVICE if on_device else _UNUSUAL
@@ -254,6 +255,7 @@ class Hardware:
             ConfigError: It is not the same on all ranks, and elastic.deterministic is "error".
         """
         what, self.records = "the hardware of the ranks", (self._own,)
+        # First a number: where all are equal, nothing else is exchanged.
         seen = everybodys(torch.tensor([_checksum(self._own)], device="cpu"), what)
         if bool((seen == seen[0]).all()):
             return

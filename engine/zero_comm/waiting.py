@@ -239,6 +239,7 @@ class _Line:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
             self._thread.start()
+            # The thread holds the queue alone, so it ends with this object.
             weakref.finalize(self, self._jobs.put, None)
         self._jobs.put(job)
 
@@ -340,6 +341,7 @@ class Waiter:
 
     def _wait_until_settled(self, watched: Sequence[Watched], look: Callable[[], None]) -> None:
         def settled() -> bool:
+            # One failure is enough: the others may never end.
             failed = any(work.failed for work in watched)
             return failed or _ended(watched) or bool(self.interrupt.reason)
 

@@ -208,6 +208,7 @@ class ForwardWrites:
     def _find(self) -> bool:
         """Find the buffers; whether they have to be compared."""
         modes = [module.training for module, _ in self._owners.values()]
+        # The same layers train: those that write to buffers have been seen writing.
         if self._modes == modes:
             return False
         owners = {

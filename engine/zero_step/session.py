@@ -533,6 +533,7 @@ def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
     """
     if tag is None or mode == IGNORE or collectives.world == 1:
         return
+    # Python's own hash of a text is another one in each process.
     own = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big", signed=True)
     digest = torch.tensor([own], device="cpu")
     digests = collectives.everybodys(digest, "the name of a checkpoint").flatten()

@@ -222,6 +222,7 @@ class Checkpoints(Session):
     def _notes(self) -> Tensor:
         """The notes for all ranks at the end of a step."""
         seen = [each for each in self._losses.values() if each is not None]
+        # Without one of them the mean is not known.
         loss = 0.0 if len(seen) == len(self._losses) else float("nan")
         if seen:  # the host waits here, once in a step, and can be interrupted
             loss += sum(self._collectives.to_host(torch.stack(seen), "losses").tolist())

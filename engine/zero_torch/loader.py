@@ -68,6 +68,7 @@ def in_order(
         "world": assignment.world,
         "assignment": assignment,
     }
+    # A map-style dataset; others are read in lanes.
     if given.source is None:
         sampler = sampler_of(
             given.dataset,

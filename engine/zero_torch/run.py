@@ -523,6 +523,7 @@ class Run(Checkpoints):
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
         loss = self._losses.setdefault(self._cursor.micro, None)
         if microbatch.padding:
+            # It has no share in the mean.
             del self._losses[self._cursor.micro]
         elif loss is None and self._tells_unseen_loss and self._rank == 0:
             self._tells_unseen_loss = False

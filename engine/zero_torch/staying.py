@@ -122,6 +122,7 @@ def _wrap_again(ddp: DistributedDataParallel) -> None:
     _meet(ddp, group)
     parameters, sparse = ddp._build_params_for_reducer()
     names = ddp._build_debug_param_to_name_mapping(parameters)
+    # `_set_static_graph` does nothing where it is set.
     is_static, ddp.static_graph = ddp.static_graph, False
     ddp._ddp_init_helper(parameters, sparse, names, is_static)
     ddp._comm_hooks, ddp._has_rebuilt_buckets, ddp._lazy_init_ran = [], False, False

@@ -396,6 +396,7 @@ class Collectives:
         def start(transport: Transport, turn: int) -> list[Work]:
             def pass_on() -> list[Work]:
                 works: list[Work] = []
+                # As many exchanges as the most of a rank: all ranks must begin the same ones.
                 for number in range(max(map(len, inside.values()))):
                     gives = dict.fromkeys(others, mine[number]) if number < len(mine) else {}
                     takes = {r: inside[r][number] for r in others if number < len(inside[r])}

@@ -72,6 +72,7 @@ def circle(standings: Mapping[int, Standing], rank: int) -> list[int]:
     `standings` has the ranks that have been waiting for long; any other may still begin the
     exchange.
     """
+    # Breadth first: the shortest circle is the one to read.
     paths, seen = [[rank]], set()
     while paths:
         path = paths.pop(0)

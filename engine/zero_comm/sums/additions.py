@@ -103,6 +103,7 @@ class _Worker:
                 rounded(one, into)
             else:
                 torch.add(one, self._number(right), out=into)
+            # What has been added to another number is read no more.
             for read in {left, right} - {target}:
                 if read in self._wide:
                     self._pool.give(self._wide.pop(read))

@@ -235,6 +235,7 @@ class _Divided(Reducing):
         self._packed: list[tuple[Tensor, Tensor]] = []
         """Buffers for what comes as int8, and its place in fp32."""
         self._dtype = gradient.dtype
+        # Its storage: what is sent may be views of it.
         self._gradient = gradient.untyped_storage().data_ptr()
         group = via.collectives
         topology = group.topology
@@ -245,6 +246,7 @@ class _Divided(Reducing):
             topology=topology,
             owners=group.owners,
             elements=gradient.numel(),
+            # Values that are rounded together are in one slice.
             grain=QUANT_BLOCK if into.rounds else 1,
         )
         self._exchange_inside(self._pass_on(gradient))

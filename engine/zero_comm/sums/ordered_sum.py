@@ -296,6 +296,7 @@ class OrderedSum:
             given_rounded=levels is not None,
         )
         memory = {TOTAL: self.total}
+        # Only what is read here comes back from host memory.
         for home in [home for home in self._kept if any(home in each for each in additions)]:
             memory[home] = self.spill.take(self._kept.pop(home), pool)
         pending = [(piece, home) for piece, home in self._progress.pending if home != TOTAL]

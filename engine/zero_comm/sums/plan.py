@@ -351,6 +351,7 @@ def _node_tier(
         ranks = slice(first, first + size)
         first += size
         run = [[number for number in row[ranks] if number is not None] for row in rows]
+        # A piece is passed on when the node has run all of it: in this micro-step, or in the step.
         if where is Where.OWNER:
             complete = {piece for numbers in run for piece in expression.pieces(numbers)}
         else:

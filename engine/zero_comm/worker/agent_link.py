@@ -111,6 +111,7 @@ class AgentLink:
         self.round = current_round()
         self._rank = rank
         self._leave = threading.Event()
+        # A fork, as of a DataLoader, inherits the handler of SIGTERM, and no agent speaks for it.
         self._pid = os.getpid()
         self._sigterm_came = False
         self._last_save_by_s = 0.0
@@ -145,6 +146,7 @@ class AgentLink:
         self._timer = StepTimer(WAITS)
         self._written = (0.0, 0.0)
         self._everyones = EveryonesTimes() if rank == 0 else None
+        # In another group the process has another link, see `agent_link`.
         self.group = ref(dist.group.WORLD) if dist.is_initialized() else lambda: None
         if self._socket is not None:
             threading.Thread(target=self._read, args=(self._socket,), daemon=True).start()
@@ -497,6 +499,7 @@ class AgentLink:
             self._changed.notify_all()
         if connection is not None:
             with suppress(OSError):
+                # It ends a read of the reader thread, which a close alone does not.
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
             if reason:

@@ -390,6 +390,7 @@ def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
     if launcher is None:
         return {}
     world = next((environ[name] for name in launcher.world if name in environ), "1")
+    # A world of one is on one host, whatever its launcher tells.
     local_world = environ.get(launcher.local_world, world if world == "1" else "")
     address = environ.get("MASTER_ADDR")
     if not address:

@@ -42,6 +42,7 @@ def in_short(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The last `KEPT` entries of each group, as the agents compare them."""
     groups = defaultdict(list)
     for entry in entries:
+        # The agents compare what all ranks of a group issue, so not what goes from one to one.
         if not entry["is_p2p"]:
             group = "/".join(entry["process_group"])
             groups[group].append(

@@ -149,6 +149,7 @@ class SelfTest:
         finally:
             for hook in hooks:
                 hook.remove()
+        # A part may be left out at random: then the pairs differ from there on.
         half = len(seen) // 2
         pairs = enumerate(zip(seen[:half], seen[half:], strict=False))
         return next(((turn, old[0]) for turn, (old, new) in pairs if old != new), None)

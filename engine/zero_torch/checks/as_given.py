@@ -93,6 +93,7 @@ class AsGiven:
         for module in paths:
             if not isinstance(module, FSDPModule):
                 continue
+            # FSDP2's own record of where it puts what it gathers.
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for each in group.fsdp_params:
                     info = each._module_info

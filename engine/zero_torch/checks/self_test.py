@@ -60,6 +60,7 @@ def attach(
         is_first = torch.is_grad_enabled() and gradients.phase.state is State.DRAWN
         if not (tested.training and is_first):
             return
+        # Once, whatever comes of it.
         hook.remove()
         devices = [] if device.type == "cpu" else [device]
         with (
@@ -70,6 +71,7 @@ def attach(
             torch.random.fork_rng(devices, device_type=device.type),
         ):
             test.run_if_due(partial(_call, tested), args, kwargs, partial(_seed, generators))
+            # What follows is the forward of the micro-step itself.
             gradients.start_over()
 
     hook = tested.register_forward_pre_hook(HookOfOriginal(begin), prepend=True, with_kwargs=True)
@@ -109,6 +111,7 @@ def _of_copies(once: _Once, gradients: OrderedGradients, forward: Callable[[], A
     }
     with gradients.aside():
         outputs = functional_call(once, copies, (forward,))
+    # About the order of backward: the last parameters come first.
     found = ((name, copy.grad) for name, copy in reversed(copies.items()))
     bits = [
         Gradient(turn, own_name(name.removeprefix("tested.")), int(bit_sum(gradient)))

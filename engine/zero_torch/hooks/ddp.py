@@ -89,6 +89,7 @@ class _Buckets:
         each = buffer.split([as_real(p.detach()[None]).numel() for p in parameters])
         if now is not None and now.last:
             self._summed += zip(parameters, each, strict=True)
+        # Until a step has ended DDP may make other buckets: a sum is of a parameter then.
         if self._settled or (now is not None and now.first and now.last):
             self._reduce(f"the bucket of {names[0]}", buffer)
         else:

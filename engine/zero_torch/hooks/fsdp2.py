@@ -282,6 +282,7 @@ class _AllGather(_Memory):
                     output_tensor, input_tensor, group=group, async_op=async_op
                 )
             self._poll()
+            # Gathers come all through a backward, and reductions go on with them.
             wait(self._collectives.all_gather(output_tensor, self._what))
             self._poll()
         return None

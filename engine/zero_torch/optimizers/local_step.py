@@ -40,6 +40,7 @@ def local_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 mine.grad = local(parameter.grad)
     of_local = {locals_[p]: dict(values) for p, values in before.items()}
     try:
+        # As torch's own, which makes state for a parameter that has none.
         optimizer.state = ours = defaultdict(dict, of_local)
         for group, parameters in zip(groups, whole, strict=True):
             group["params"] = [locals_[p] for p in parameters]

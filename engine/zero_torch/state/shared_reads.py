@@ -74,6 +74,7 @@ class SharedReads:
             for number, start, stop in parts[ranks.index(rank)]:
                 pieces += clip(group[number].pieces(), start, stop)
             who = "all ranks" if len(ranks) == world else f"ranks {', '.join(map(str, ranks))}"
+            # An exchange has the n-th interval of every rank's part.
             for turn, intervals in enumerate(zip_longest(*parts) if len(ranks) > 1 else ()):
                 rows = {
                     each: byte_view(group[interval[0]].data.view(-1)[slice(*interval[1:])])

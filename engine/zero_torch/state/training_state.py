@@ -114,6 +114,7 @@ class TrainingState:
             names = {name: parameters[name] for name in (*trained, *frozen)}
             numbers = {name: self._numbers(name, each) for name, each in names.items()}
             common = next((numbers[name] for name in trained if numbers[name]), {})
+            # As a rule trained parameters have the same numbers, and frozen ones have none.
             usual = {**{name: {} for name in frozen}, **dict.fromkeys(trained, common)}
             record = {
                 "params": trained,

@@ -65,6 +65,7 @@ def read_memory(pid: int, address: int, into: int, size_bytes: int) -> None:
     read.restype = ctypes.c_ssize_t
     done = 0
     while done < size_bytes:
+        # The kernel may have copied a part.
         here = _Range(into + done, size_bytes - done)
         there = _Range(address + done, size_bytes - done)
         count = read(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
@@ -129,6 +130,7 @@ class SameHostPeers:
         self._changed = changed
         self._exchanges = _Exchanges(members)
         threading.Thread(target=self._exchanges.serve, daemon=True).start()
+        # The thread holds the exchanges alone, so it ends with this object.
         weakref.finalize(self, self._exchanges.close)
 
     def exchange(
@@ -215,6 +217,7 @@ class _Exchanges:
                 selector.unregister(key.fileobj)
         while self._ready:
             self._read(self._ready.popleft())
+        # A socket that is full is watched until it has taken what waits for it.
         for rank, words in self._unsent.items():
             if rank not in self._lost:
                 line = self._members[rank].line
