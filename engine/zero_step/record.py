@@ -139,7 +139,13 @@ def adopt(
     remarks += differences(ours, saved, terms)
     if feed is not None:
         feed.known_as = saved.get("data")
-        remarks += _other_data(feed, ours, saved, terms)
+        # Rank 0 looks where a job begins with a checkpoint: a later round has the script of the
+        # first one, and must not wait for a look. Another batch is said already.
+        begins = not (feed.order.rank or ours["step"] or current_round() > 1)
+        is_same = all(ours.get(key) == saved.get(key) for key in _SAME_BATCH)
+        if begins and is_same and feed.known_as is not None:
+            found = difference(feed.look, feed.known_as, dataset=terms.dataset, anew=terms.anew)
+            remarks += [found] if found else []
     remarks += [f"{each} {_THEN}: {_BY_ROUNDING}" for each in changed]
     return Adopted(block=taken, hardware_changed=bool(changed), remarks=tuple(remarks))
 
@@ -163,19 +169,6 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms)
             text = f"{what} is {{now}} and was {{then}} {_THEN}: {meaning}"
             found.append(text.format(now=ours[key], then=saved[key], **words))
     return [line for line in found if line]
-
-
-def _other_data(
-    feed: Feed, ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms
-) -> list[str]:
-    """A sentence if rank 0 finds other data than a checkpoint's, where a job begins with it."""
-    # A later round has the script of the first one, and must not wait for a look at its data.
-    if feed.order.rank or ours["step"] or current_round() > 1 or feed.known_as is None:
-        return []
-    if any(ours.get(key) != saved.get(key) for key in _SAME_BATCH):  # said already
-        return []
-    found = difference(feed.look, feed.known_as, dataset=terms.dataset, anew=terms.anew)
-    return [found] if found else []
 
 
 def _batch_difference(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms) -> str:

@@ -104,7 +104,12 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     backend = backend_for(has_gpu=torch.cuda.is_available(), has_nccl=dist.is_nccl_available())
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        _tell_agent(MEETING)
+        if path := os.environ.get(ENV_SOCKET):
+            # Without a group it has no link to the agent yet: it says by itself what it does.
+            n = int(os.environ.get(ENV_ROUND, "0"))
+            hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid(), round=n)
+            with suppress(OSError), connect_to_agent(path, TELL_TIMEOUT_S) as connection:
+                connection.sendall(encode(hello) + encode(Preparing(what=MEETING)))
         with transport_failures(MEETING):
             dist.init_process_group(backend, timeout=timeout)
     else:
@@ -148,17 +153,6 @@ def _await_round() -> bool:
                 os.environ.update(message.env)
                 return True
     raise SystemExit(0)
-
-
-def _tell_agent(what: str) -> None:
-    """Say what this worker does before it has a group, and with it a connection to the agent."""
-    path = os.environ.get(ENV_SOCKET)
-    if not path:
-        return
-    n = int(os.environ.get(ENV_ROUND, "0"))
-    hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid(), round=n)
-    with suppress(OSError), connect_to_agent(path, TELL_TIMEOUT_S) as connection:
-        connection.sendall(encode(hello) + encode(Preparing(what=what)))
 
 
 def connect_to_agent(path: str, timeout_s: float | None = None) -> socket.socket:

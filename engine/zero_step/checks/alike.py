@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -80,13 +80,11 @@ def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor])
     first, *others = gather_objects(dict(facts), _WHAT, everybodys)
     for rank, other in enumerate(others, 1):
         for name, ours in first.items():
-            if (theirs := other.get(name)) != ours:
-                raise ConfigError(_sentence(name, ours, theirs, rank))
-
-
-def _sentence(what: str, ours: Any, theirs: Any, rank: int) -> str:
-    if isinstance(ours, Sequence) and isinstance(theirs, Sequence) and not isinstance(ours, str):
-        pairs = enumerate(zip_longest(ours, theirs, fillvalue="absent"))
-        number, (ours, theirs) = next(each for each in pairs if each[1][0] != each[1][1])
-        what = f"{what} {number}"
-    return _DIFFERS.format(what=what, ours=ours, theirs=theirs, rank=rank)
+            what, mine, theirs = name, ours, other.get(name)
+            if theirs == mine:
+                continue
+            if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+                pairs = enumerate(zip_longest(ours, theirs, fillvalue="absent"))
+                number, (mine, theirs) = next(each for each in pairs if each[1][0] != each[1][1])
+                what = f"{name} {number}"
+            raise ConfigError(_DIFFERS.format(what=what, ours=mine, theirs=theirs, rank=rank))
