@@ -92,15 +92,16 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
             worker's number on its node is larger than its devices allow.
         PeerLost: A rank, or the host of the store, is lost.
     """
+    has_group = dist.is_initialized()
+    if not has_group and mpi_port is not None and "RANK" not in os.environ:
+        os.environ |= discover(os.environ, mpi_port)  # first: it has the number on the node
     if torch.cuda.is_available():
         current = torch.cuda.current_device()
         torch.cuda.set_device(device_index(local_rank(), torch.cuda.device_count(), current))
-    if dist.is_initialized():
+    if has_group:
         return
     _await_round()
     leave_failures_to_agent()
-    if mpi_port is not None and "RANK" not in os.environ:
-        os.environ |= discover(os.environ, mpi_port)
     backend = backend_for(has_gpu=torch.cuda.is_available(), has_nccl=dist.is_nccl_available())
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.support.cluster import TRAIN, environment, final_hash
 from tests.support.ports import free_port
-from zero_comm.worker.distributed import discover, first_of
+from zero_comm.worker.distributed import LAUNCHERS, Launcher, discover, first_of, init_distributed
 from zero_contract.errors import ConfigError
 
 TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}
@@ -88,6 +91,25 @@ def test_hosts_that_nobody_names_are_an_error_with_the_remedy():
 )
 def test_the_first_host_of_a_list(nodelist, host):
     assert first_of(nodelist) == host
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_a_worker_of_a_launcher_computes_on_the_device_of_its_number(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers of a node see both devices; nobody has set LOCAL_RANK."""
+    chosen: list[int] = []
+    found = dict.fromkeys((launcher.rank, launcher.local_rank), "1")
+    found |= {launcher.world[0]: "2", "MASTER_ADDR": "127.0.0.1", launcher.only_with or "_": "0"}
+    monkeypatch.setattr(os, "environ", found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    init_distributed()
+    assert (chosen, found["LOCAL_RANK"]) == ([1], "1")
 
 
 @pytest.mark.full
