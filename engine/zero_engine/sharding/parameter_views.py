@@ -37,56 +37,8 @@ _range: list[tuple[int, int]] = []
 """The ranges made so far, as (address, size in bytes); the longest is last."""
 
 
-class ParameterViews:
-    """Switches the parameters of one unit between their values and NaN."""
-
-    def __init__(self, params: Sequence[nn.Parameter], starts: Sequence[int], full: Tensor) -> None:
-        """Prepare both; nothing is shown yet.
-
-        Args:
-            params: The parameters, in their final shapes.
-            starts: The offset of each parameter in the buffer, in elements.
-            full: The buffer, 1-D.
-        """
-        self._params = tuple(params)
-        self._places = tuple((start, p.shape) for start, p in zip(starts, params, strict=True))
-        self._has_nan = full.is_floating_point() or full.is_complex()
-        self._blank = full.new_empty(len(params))
-        """An element for each parameter, so that nothing written to one shows in another."""
-        self._blanks = [
-            element.expand(shape)
-            for element, (_, shape) in zip(self._blank, self._places, strict=True)
-        ]
-        self.cut(full)
-
-    def cut(self, full: Tensor) -> None:
-        """Take the values from this buffer, from the next `show` on."""
-        self._values = [
-            full[start : start + shape.numel()].view(shape) for start, shape in self._places
-        ]
-
-    def show(self) -> None:
-        """Show the values."""
-        self._set(self._values)
-
-    def hide(self) -> None:
-        """Show NaN, also in elements that a script has overwritten since."""
-        self._blank.fill_(float("nan") if self._has_nan else 0)
-        self._set(self._blanks)
-
-    def replaced(self) -> int | None:
-        """The first parameter that should show its values, and has other memory."""
-        pairs = enumerate(zip(self._params, self._values, strict=True))
-        return next((at for at, (p, own) in pairs if p.data_ptr() != own.data_ptr()), None)
-
-    def _set(self, shown: Sequence[Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for param, data in zip(self._params, shown, strict=True):
-                param.data = data
-
-
 class ShownBuffer:
-    """The flat buffer of one unit, and what its parameters show of it.
+    """The flat buffer of one unit, and what its parameters show of it: their values, or NaN.
 
     Attributes:
         full: [padded] in the compute dtype; the parameters are its views. Its storage is empty
@@ -97,20 +49,42 @@ class ShownBuffer:
         """Show the values of the parameters, which begin at these elements of the buffer."""
         self.full = full
         self._freed = FreedStorage()
-        self._views = ParameterViews(params, starts, full)
+        self._params = tuple(params)
+        self._places = tuple((start, p.shape) for start, p in zip(starts, params, strict=True))
+        self._has_nan = full.is_floating_point() or full.is_complex()
+        # An element for each parameter, so that nothing written to one shows in another.
+        self._blank = full.new_empty(len(params))
+        self._blanks = [
+            element.expand(shape)
+            for element, (_, shape) in zip(self._blank, self._places, strict=True)
+        ]
+        self._cut()
         self.show()
+
+    def _cut(self) -> None:
+        """Take the values from the present buffer, from the next `show` on."""
+        self._values = [
+            self.full[start : start + shape.numel()].view(shape) for start, shape in self._places
+        ]
 
     def show(self) -> None:
         """Let the parameters show their values."""
-        self._views.show()
+        self._set(self._values)
 
     def hide(self) -> None:
-        """Let the parameters show NaN."""
-        self._views.hide()
+        """Let the parameters show NaN, also in elements that a script has overwritten since."""
+        self._blank.fill_(float("nan") if self._has_nan else 0)
+        self._set(self._blanks)
+
+    def _set(self, shown: Sequence[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, data in zip(self._params, shown, strict=True):
+                param.data = data
 
     def replaced(self) -> int | None:
-        """The first parameter to which a script has given other memory."""
-        return self._views.replaced()
+        """The first parameter that should show its values, and has other memory."""
+        pairs = enumerate(zip(self._params, self._values, strict=True))
+        return next((at for at, (p, own) in pairs if p.data_ptr() != own.data_ptr()), None)
 
     @property
     def has_memory(self) -> bool:
@@ -131,7 +105,7 @@ class ShownBuffer:
         """Leave the memory to tensors that refer to it, and allocate another buffer."""
         with torch.inference_mode(False):  # else nothing outside that mode could write to it
             self.full = torch.empty_like(self.full)
-            self._views.cut(self.full)
+            self._cut()
 
     def shows_in(self, structure: Any) -> bool:
         """Whether tensors in a structure are the full parameters themselves, or views of them."""
