@@ -158,33 +158,29 @@ class ZeroOptimizer:
 
     def _attach(self) -> tuple[Segment, ...]:
         """Put segments in the place of the groups' parameters."""
-        groups = self.optimizer.param_groups
-        segments = [segment for i in range(len(groups)) for segment in self._segments_of(i)]
         old_state = dict(self.optimizer.state)
         self.optimizer.state.clear()
-        for index, group in enumerate(groups):
-            group["params"] = [s.param for s in segments if s.group == index]
+        segments: list[Segment] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            found = []
+            for unit, gradients in zip(self.units, self._gradients, strict=True):
+                if (run := unit.layout.runs().get(index)) is not None:
+                    low = unit.interval[0] if self._layout.stage.shards_optimizer else 0
+                    start, stop = overlap(*run, low, low + unit.master.numel())
+                    part = slice(start - low, stop - low) if stop > start else slice(0, 0)
+                    weights = unit.master[part]
+                    # An empty one is stepped as it is: in the dtype of its gradient.
+                    param = nn.Parameter(weights if weights.numel() else weights.float())
+                    found.append(Segment(unit, index, start, stop, param, gradients[part]))
+            # A group keeps at least one segment on every rank, if need be an empty one: its scalar
+            # state (the step count) is then known everywhere.
+            chosen = [segment for segment in found if segment.stop > segment.start] or found[:1]
+            group["params"] = [segment.param for segment in chosen]
+            segments += chosen
         for segment in segments:
             if state := _adopted(segment, old_state):
                 self.optimizer.state[segment.param] = state
         return tuple(segments)
-
-    def _segments_of(self, group: int) -> list[Segment]:
-        found = []
-        for unit, gradients in zip(self.units, self._gradients, strict=True):
-            if group in unit.layout.runs():
-                low = unit.interval[0] if self._layout.stage.shards_optimizer else 0
-                run = unit.layout.runs()[group]
-                start, stop = overlap(*run, low, low + unit.master.numel())
-                part = slice(start - low, stop - low) if stop > start else slice(0, 0)
-                weights = unit.master[part]
-                # An empty one is stepped as it is: in the dtype of its gradient.
-                param = nn.Parameter(weights if weights.numel() else weights.float())
-                found.append(Segment(unit, group, start, stop, param, gradients[part]))
-        filled = [segment for segment in found if segment.stop > segment.start]
-        # A group keeps at least one segment on every rank, if need be an empty one: its scalar
-        # state (the step count) is then known everywhere.
-        return filled or found[:1]
 
     def _make_steps(self) -> Steps:
         """The way to step the segments: at once, or by sub-groups if state rests elsewhere."""
@@ -237,7 +233,13 @@ class ZeroOptimizer:
         """
         for each in self.sums:
             each.settle()
-        scale = self._unscaled()
+        # What is left of the loss scale in the sums: a power of two can be taken out at any time;
+        # any other is taken out before the norm, as torch.amp.GradScaler does.
+        scale = self.scale
+        if math.frexp(scale)[0] != 0.5:
+            for each in self.sums:
+                each.total.mul_(1 / scale)
+            scale = 1.0
         options = same_options.digest(self.optimizer, self._collectives, notes.device)
         written = checksum(self._small(), notes.device)
         agreed = self._agreement.reach(self.totals, notes, written + options)
@@ -247,38 +249,34 @@ class ZeroOptimizer:
         share = correction(agreed.notes) / scale
         norm, factor = clipped(agreed.norm, share, self._clip)
         applied = math.isfinite(norm) or not self._skips
-        culprit = "" if applied else self._culprit()
+        culprit = ""
         if applied:
-            for hold in self.before_change:
-                hold()
-            self.changing = True
-            if factor != 1:
-                for each in self.sums:
-                    each.total.mul_(factor)
-            if not self._layout.stage.shards_optimizer and not self._layout.native:
-                gathers = [
-                    self._collectives.all_gather(full, f"gradient sums of {unit.spec.name}")
-                    for unit, full in zip(self.units, self._gradients, strict=True)
-                ]
-                for pending in gathers:
-                    wait(pending)
-            self.steps.step()
-            self._refresh()
+            self._apply(factor)
+        else:
+            number, element = self._agreement.first_not_finite()
+            slots = self.units[number].layout.slots
+            culprit = next(slot.fqn for slot in slots if element < slot.stop)
         self.accumulating = False
         self.scale_state, scaling = self.scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
 
-    def _unscaled(self) -> float:
-        """The loss scale that is left in the sums; a power of two can be taken out at any time."""
-        if math.frexp(self.scale)[0] == 0.5:
-            return self.scale
-        for each in self.sums:  # before the norm is taken, as torch.amp.GradScaler does
-            each.total.mul_(1 / self.scale)
-        return 1.0
-
-    def _refresh(self) -> None:
-        """Bring the full parameters up to date, or begin to."""
+    def _apply(self, factor: float) -> None:
+        """Step the weights with the gradient sums, times a factor. Collective."""
+        for hold in self.before_change:
+            hold()
+        self.changing = True
+        if factor != 1:
+            for each in self.sums:
+                each.total.mul_(factor)
+        if not self._layout.stage.shards_optimizer and not self._layout.native:
+            gathers = [
+                self._collectives.all_gather(full, f"gradient sums of {unit.spec.name}")
+                for unit, full in zip(self.units, self._gradients, strict=True)
+            ]
+            for pending in gathers:
+                wait(pending)
+        self.steps.step()
         # The root first: its weights are needed from the beginning of forward.
         units = sorted(self.units, key=lambda unit: not unit.spec.is_root)
         for unit, pending in [(unit, unit.refresh()) for unit in units]:
@@ -301,12 +299,6 @@ class ZeroOptimizer:
             "some of them, or not the same; write the same on all ranks, or on one within "
             "zero.GatheredParameters(parameter, modifier_rank=RANK)"
         )
-
-    def _culprit(self) -> str:
-        """The first parameter, in unit order, whose gradient is not finite. Collective."""
-        number, element = self._agreement.first_not_finite()
-        slots = self.units[number].layout.slots
-        return next(slot.fqn for slot in slots if element < slot.stop)
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:
