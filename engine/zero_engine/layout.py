@@ -154,7 +154,7 @@ def resolve(config: Config, facts: Facts) -> Layout:
     zero, native = config.zero_optimization, config.elastic.is_native
     stage = STAGES[zero.stage]
     sums, why = _sums(config, facts)
-    secondary, why_not = _secondary(zero.zero_hpz_partition_size, sums.topology.world)
+    asked, world = zero.zero_hpz_partition_size, sums.topology.world
     units = tuple(_places(config, facts, stage))
     gathers = stage.shards_parameters and not facts.any_order
     layout = Layout(
@@ -164,13 +164,13 @@ def resolve(config: Config, facts: Facts) -> Layout:
         native=config.travelling if native else None,
         alone=native or gathers,
         whole=facts.optimizer is not None and facts.optimizer.whole,
-        secondary=secondary,
+        # Of a single group the secondary copy would be the primary one.
+        secondary=asked if world % asked == 0 and world != asked else 1,
         late_weights=config.elastic.overlap_param_gather,
         units=units,
         choices=(),
     )
-    choices += (*_told(layout, why), *why_not)
-    return replace(layout, choices=choices)
+    return replace(layout, choices=(*choices, *_told(layout, why)))
 
 
 def refused(config: Config, facts: Facts) -> str:
@@ -263,19 +263,11 @@ def _sums(config: Config, facts: Facts) -> tuple[Accumulation, str]:
         where=Where.OWNER if reason else where,
         topology=topology,
         block=config.elastic.reduction_block or DEFAULT_BLOCK,
-        # At stage 0 every rank adds where the whole sum is made.
+        # At stage 0 every rank adds where the whole sum is made: nothing is kept beside it.
         native_bytes=(SUM_BYTES if stage.shards_optimizer else 0) if native else None,
         rounds=config.zero_optimization.zero_quantized_gradients,
     )
     return sums, reason
-
-
-def _secondary(asked: int, world: int) -> tuple[int, tuple[Choice, ...]]:
-    """The ranks of a group that keeps a secondary copy of all weights."""
-    if asked == 1 or (world % asked == 0 and world != asked):
-        return asked, ()
-    reason = f"zero_hpz_partition_size {asked}: {world} ranks are not several such groups"
-    return 1, (Choice("secondary copies", "none", reason, logging.INFO),)
 
 
 def offloaded(units: Sequence[UnitFacts], ratio: float) -> list[bool]:
@@ -370,3 +362,9 @@ def _told(layout: Layout, why_not_asked: str) -> Iterator[Choice]:
         if states or weights:
             text = f"the state of {states} and the weights of {weights} units"
             yield Choice(place, f"{text}, of {len(layout.units)}")
+    asked = config.zero_optimization.zero_hpz_partition_size
+    if layout.secondary != asked:
+        reason = (
+            f"zero_hpz_partition_size {asked}: {topology.world} ranks are not several such groups"
+        )
+        yield Choice("secondary copies", "none", reason, logging.INFO)

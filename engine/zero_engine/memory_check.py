@@ -15,7 +15,6 @@ import torch
 from zero_comm.sums.plan import SUM_BYTES, Where
 from zero_contract.errors import ConfigError
 from zero_contract.kernel import available_bytes
-from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parts import Core, Run
 from zero_step.gradients.accumulation import Accumulation
 
@@ -55,7 +54,12 @@ def check_memory(core: Core, run: Run) -> None:
     if core.device.type == "cuda":
         idle = torch.cuda.memory_reserved(core.device) - torch.cuda.memory_allocated(core.device)
         free = torch.cuda.mem_get_info(core.device)[0] + idle
-        zero.spill.budget_bytes = device_budget(kept, free, _coming_bytes(zero))
+        # What the first backward and the first step are going to allocate there.
+        here = [unit for unit in zero.units if not unit.tiers.offloaded]
+        begun = any(True for _ in zero.remembered(here))
+        state = 0 if begun else _MOMENTS * SUM_BYTES * sum(unit.master.numel() for unit in here)
+        largest = max(unit.padded * unit.full.element_size() for unit in zero.units)
+        zero.spill.budget_bytes = device_budget(kept, free, state + _REDUCED * largest)
         kept -= min(kept, zero.spill.budget_bytes) if zero.spill.budget_bytes is not None else kept
     # Shared by the ranks of a node.
     ranks = collectives.topology.nodes[collectives.topology.place(run.rank)[0]]
@@ -68,14 +72,6 @@ def check_memory(core: Core, run: Run) -> None:
 def device_budget(kept: int, free: int, coming: int) -> int | None:
     """The bytes that may wait on a device; None: all, because they fit beside what is coming."""
     return None if kept + coming <= free else max(free - coming, 0)
-
-
-def _coming_bytes(zero: ZeroOptimizer) -> int:
-    """What the first backward and the first step are going to allocate on the device."""
-    here = [unit for unit in zero.units if not unit.tiers.offloaded]
-    begun = any(True for _ in zero.remembered(here))
-    state = 0 if begun else _MOMENTS * SUM_BYTES * sum(unit.master.numel() for unit in here)
-    return state + _REDUCED * max(unit.padded * unit.full.element_size() for unit in zero.units)
 
 
 def compare(chosen: Accumulation, ranks: Sequence[HostMemory]) -> None:

@@ -32,7 +32,7 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
     Raises:
         ConfigError: A param is unknown, missing or of another type.
     """
-    _, *arguments = inspect.signature(make).parameters.values()
+    _, *arguments = inspect.signature(make).parameters.values()  # the first are the parameters
     known = {argument.name for argument in arguments}
     for name in params:
         if name not in known:

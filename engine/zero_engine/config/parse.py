@@ -98,7 +98,7 @@ def _others(path: str, key: str, value: Any, fields: Collection[str]) -> Iterato
         here = {name for name in here if "." not in name}
         yield unknown_key(where, {*fields} | here, listed=fields or here)
     else:
-        # A typo is still an error.
+        # A typo is an error all the same: its author believes that the key has an effect.
         inside = value if where in keys.INSIDE and isinstance(value, Mapping) else {}
         for name in inside.keys() - keys.INSIDE.get(where, set()):
             yield unknown_key(join(where, name), keys.INSIDE[where])

@@ -8,7 +8,6 @@ read `8 "bf16": ...`, after which a comma is missing, as one long string.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import logging
 import re
@@ -57,10 +56,15 @@ def read_json(source: str | Path) -> Mapping[str, Any]:
     """
     text, name = str(source), "the config"
     if not text.lstrip().startswith("{"):
-        decoded = _from_base64(text)
-        text, name = (
-            (decoded, name) if decoded else (_from_file(source), f"config {shown_of(text)}")
-        )
+        try:
+            # URL-safe, as DeepSpeed's launcher passes a config.
+            decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
+        except ValueError:
+            decoded = ""
+        if decoded.lstrip().startswith("{"):
+            text = decoded
+        else:
+            text, name = _from_file(source), f"config {shown_of(text)}"
     if not text.strip():
         raise ConfigError(f"{name} is empty; write {{}} for a config without keys")
     try:
@@ -75,8 +79,14 @@ def read_json(source: str | Path) -> Mapping[str, Any]:
 def _from_hjson(text: str, name: str) -> Any:
     """Read what strict JSON refuses: comments, superfluous commas, words without quotes."""
     outline = _TOKEN.sub(_blank, text)
+    # Characters that look like one of JSON, or are invisible: HJSON would make them part of a word.
     for at, char in enumerate(outline):
-        if (instead := _instead(char)) is not None:
+        if char.isascii():
+            continue
+        instead = {"Zs": "type a plain space", "Cf": "delete it"}.get(unicodedata.category(char))
+        if "QUOTATION MARK" in unicodedata.name(char, ""):
+            instead = "type plain quotes"
+        if instead is not None:
             odd = f"{unicodedata.name(text[at]).lower()} (U+{ord(text[at]):04X}), as in a web page"
             raise ConfigError(f"{name}: line {_line(text, at)}: {odd}; {instead}")
     commas = [match.start() for match in _LAST_COMMA.finditer(outline)]
@@ -113,16 +123,6 @@ def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", _MASK if match["string"] else " ", match[0])
 
 
-def _instead(char: str) -> str | None:
-    """The remedy for a character that looks like one of JSON, or is invisible; None for others."""
-    if char.isascii():
-        return None
-    if "QUOTATION MARK" in unicodedata.name(char, ""):
-        return "type plain quotes"
-    category = unicodedata.category(char)
-    return {"Zs": "type a plain space", "Cf": "delete it"}.get(category)
-
-
 def _in_words(text: str, at: int, problem: str) -> str:
     """The line and the problem at a place of the text."""
     there = text[at:].partition("\n")[0][:_SHOWN].rstrip()
@@ -134,15 +134,6 @@ def _in_words(text: str, at: int, problem: str) -> str:
 
 def _line(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
-
-
-def _from_base64(text: str) -> str | None:
-    """JSON from URL-safe base64, in which DeepSpeed's launcher passes a config, or None."""
-    try:
-        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return None
-    return decoded if decoded.lstrip().startswith("{") else None
 
 
 def _from_file(path: str | Path) -> str:

@@ -83,6 +83,7 @@ def goes_to_host(tensor: Tensor) -> bool:
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     if not goes_to_host(tensor):
         return tensor.device, tensor
+    # torch keeps pinned memory until its copies have ended, so nothing waits here.
     kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
 
@@ -136,10 +137,9 @@ def chosen(model: nn.Module, rules: tuple[str, ...]) -> list[nn.Module]:
                 f"name {rule!r}; its classes are {classes}"
             )
         found |= fitting
-    return [each for name, each in named.items() if name in found and not found & _around(name)]
-
-
-def _around(name: str) -> set[str]:
-    """The names of the modules around the one of a name."""
-    parts = name.split(".")
-    return {".".join(parts[:depth]) for depth in range(len(parts))} if name else set()
+    outermost = set()
+    for name in found:
+        parts = name.split(".") if name else []
+        if not any(".".join(parts[:depth]) in found for depth in range(len(parts))):
+            outermost.add(name)
+    return [each for name, each in named.items() if name in outermost]

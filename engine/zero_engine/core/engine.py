@@ -74,18 +74,6 @@ from zero_step.session import (
 _log = logging.getLogger(__name__)
 
 
-def _check_scheduler(scheduler: Any, given: Mapping[str, Any]) -> None:
-    """Check that a scheduler can be stepped, before weights have."""
-    try:
-        if scheduler is not None:
-            inspect.signature(scheduler.step).bind(**given)
-    except TypeError as error:
-        raise ZeroError(
-            f"{type(scheduler).__name__}.step(): {error}: give it to engine.step(lr_kwargs={{}}), "
-            "or step the scheduler in the script, and do not give it to initialize()"
-        ) from error
-
-
 class Engine(WholeWeights):
     """Trains a module on all ranks. A process may have several engines, each for its own module.
 
@@ -266,7 +254,16 @@ class Engine(WholeWeights):
             self._core.as_given.check(self._core.zero.units)
             assert self._core.reducer is not None
             self._core.reducer.check_hooks()
-        _check_scheduler(self.lr_scheduler, lr_kwargs)
+        scheduler = self.lr_scheduler
+        try:  # before the weights are stepped, which could not be taken back
+            if scheduler is not None:
+                inspect.signature(scheduler.step).bind(**lr_kwargs)
+        except TypeError as error:
+            raise ZeroError(
+                f"{type(scheduler).__name__}.step(): {error}: give it to "
+                "engine.step(lr_kwargs={}), or step the scheduler in the script, and do not give "
+                "it to initialize()"
+            ) from error
         with outlived(self._session):
             self._end_step(lr_kwargs)
 

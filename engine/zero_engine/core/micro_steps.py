@@ -138,29 +138,26 @@ class MicroSteps:
                 f"backward(): the loss has shape {tuple(value.shape)} and requires_grad is "
                 f"{value.requires_grad}; give one number that depends on trained parameters"
             )
-        uncounted = NOT_GIVEN if by_share else BY_SCRIPT
-        count: Count = uncounted
-        if isinstance(tokens, Tensor) and tokens.device == value.device:
-            count = unread(tokens)
-        elif tokens is not None:
-            count = checked(tokens)
-        weight = self._weight(count, is_sum=isinstance(loss, tuple))
+        run = self._run
+        count: Count
+        weight: Count
+        if tokens is not None:
+            if isinstance(tokens, Tensor) and tokens.device == value.device:
+                count = unread(tokens)
+            else:
+                count = checked(tokens)
+            weight = (1.0 if isinstance(loss, tuple) else count) / nominal(run.plan())
+        elif by_share:
+            count, weight = NOT_GIVEN, self._share()
+        else:  # the script has averaged over its micro-steps; here over the ranks
+            count = BY_SCRIPT
+            weight = run.microbatch().size / (run.batch.micro_batch * run.world)
         # In fp32 if it is scaled: a scale of 2**16 is more than fp16 can hold. Where gradients are
         # sums over ranks, each share counts as many times as there were ranks at the beginning.
-        scale = zero.scale * (self._run.summed_over or 1)
+        scale = zero.scale * (run.summed_over or 1)
         wide = value if scale == 1 else value.float()
         share = _times(wide, weight)
         return Weighted(share, share if scale == 1 else share * scale, count)
-
-    def _weight(self, count: Count, *, is_sum: bool) -> Count:
-        """The weight of a loss in the global batch."""
-        run = self._run
-        if not isinstance(count, Tensor):
-            if count == NOT_GIVEN:
-                return self._share()
-            if count == BY_SCRIPT:  # averaged over its micro-steps; here over the ranks
-                return run.microbatch().size / (run.batch.micro_batch * run.world)
-        return (1.0 if is_sum else count) / nominal(run.plan())
 
     def _share(self) -> float:
         """The weight of the mean of this micro-batch's samples."""
@@ -354,16 +351,11 @@ class MicroSteps:
         self._losses.append(share)
         self._tokens.append(tokens)
         self._record_samples()
-        if not shared and not self._awaits_step:
+        # Whether the script calls `step()` for this micro-step, which then ends it.
+        coalesced = self.ends_by is EndsBy.COALESCE and self.at_boundary
+        awaits_step = self._run.managed and (self.ends_by is EndsBy.STEP or coalesced)
+        if not shared and not awaits_step:
             self.end()
-
-    @property
-    def _awaits_step(self) -> bool:
-        """Whether the script calls `step()` for the current micro-step."""
-        by_step = self.ends_by is EndsBy.STEP
-        return self._run.managed and (
-            by_step or (self.ends_by is EndsBy.COALESCE and self.at_boundary)
-        )
 
     def _record_samples(self) -> None:
         """Write the samples that this micro-step consumed into the ledger; warn of a wrong order.

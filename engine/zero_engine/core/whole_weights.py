@@ -69,7 +69,7 @@ def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: b
     moved.need("load_state_dict()", WEIGHTS, refills=mends)
     opened, recorded = _prepare(core, root)
     with GatheredParameters([p for unit in opened for p in unit.params], modifier_rank=0):
-        keys, error = _attempt(recorded, load) if given else _without_dictionary(root)
+        keys, error = _attempt(root, recorded, load, given=given)
     answers = _agree(core, keys, error, given=given)
     written = _written(core, recorded)
     if mends and not (answers.complete and all(map(all, written))):
@@ -96,7 +96,18 @@ def _prepare(core: Core, root: nn.Module) -> tuple[Sequence[FlatUnit], RecordedL
     return opened, RecordedLoad([*params, *buffers])
 
 
-def _attempt(recorded: RecordedLoad, load: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _attempt(
+    root: nn.Module, recorded: RecordedLoad, load: Callable[[], Any], *, given: bool
+) -> tuple[Any, Exception | None]:
+    """The answer of torch's load, if this rank has a dictionary; or why it cannot load."""
+    if not given:
+        for name, module in root.named_modules():
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                return None, ZeroError(
+                    f"load_state_dict() without a dictionary on this rank: {name} has extra state, "
+                    "which is not sent between ranks; give every rank the dictionary"
+                )
+        return None, None
     try:
         with recorded:
             return load(), None
@@ -104,16 +115,6 @@ def _attempt(recorded: RecordedLoad, load: Callable[[], Any]) -> tuple[Any, Exce
         raise
     except Exception as error:  # of whatever kind it is, the other ranks must hear of it
         return None, error
-
-
-def _without_dictionary(root: nn.Module) -> tuple[Any, Exception | None]:
-    for name, module in root.named_modules():
-        if type(module).set_extra_state is not nn.Module.set_extra_state:
-            return None, ZeroError(
-                f"load_state_dict() without a dictionary on this rank: {name} has extra state, "
-                "which is not sent between ranks; give every rank the dictionary"
-            )
-    return None, None
 
 
 def _agree(core: Core, keys: Any, error: Exception | None, *, given: bool) -> _Answers:

@@ -100,8 +100,13 @@ class DividedConstruction(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Make the parameters whole that a function of torch is called with."""
-        kwargs = kwargs or {}
-        if not _asks_for_no_values(func):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            asks_for_values = name == "__get__" and attribute in _WITH_VALUES
+        else:
+            asks_for_values = name not in _NO_VALUES
+        if asks_for_values:
             given = [each for each in tree_iter((args, dict(kwargs))) if isinstance(each, Tensor)]
             for each in given:
                 self._unwritten.pop(_address(each), None)  # perhaps it is written to now
@@ -168,11 +173,3 @@ def _address(tensor: Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except RuntimeError:  # a sparse one, for example
         return 0
-
-
-def _asks_for_no_values(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):  # an attribute
-        of = getattr(getattr(func, "__self__", None), "__name__", "")
-        return name != "__get__" or of not in _WITH_VALUES
-    return name in _NO_VALUES

@@ -132,7 +132,12 @@ class EarlyShare:
 
     def whole(self, param: Tensor) -> Tensor:
         """The values of all shares, in the dtype and on the device that the parameter has now."""
-        if self.gathered or _has_other_values(param):
+        if self.gathered:
+            return param.detach()
+        # A hidden parameter has memory for one element. With more, a script has given it values
+        # since; or has converted it, and the values are NaN still.
+        has_more = param.untyped_storage().nbytes() > param.element_size()
+        if has_more and not bool(param.detach().isnan().all()):
             return param.detach()
         if self._own is None:
             return torch.zeros(self._shape, dtype=param.dtype, device=param.device)
@@ -150,12 +155,6 @@ def _divided_copy(source: weakref.ref[Tensor], memo: dict[int, object]) -> nn.Pa
     assert share is not None, "the attribute goes with the share"
     memo[id(param)] = copied = share.copy(param)
     return copied
-
-
-def _has_other_values(param: Tensor) -> bool:
-    """Whether a script has given a hidden parameter values since. NaN may be converted NaN."""
-    filled = param.untyped_storage().nbytes() > param.element_size()
-    return filled and not bool(param.detach().isnan().all())
 
 
 def hide(param: Tensor) -> None:

@@ -15,7 +15,7 @@ Source of the idea: DeepSpeed's external parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -68,8 +68,15 @@ class _Absent:
             tensors = _tensors((args, kwargs))
             absent = [each for each in tensors if issubclass(type(each), _Absent)]
             outside = [param for param in absent if not _bring(param)]
-            if outside:  # only a look at them, or an error
-                _refuse_others(function, outside, tensors)
+            if outside:
+                found = place_of(outside[0])
+                if found is not None and len(outside) < len(tensors):  # else it is only looked at
+                    raise ZeroError(
+                        f"{getattr(function, '__name__', function)}: {found[2].fqn} is divided, "
+                        "and no forward of its engine is under way, in which it would be gathered; "
+                        "enter zero.GatheredParameters(parameters) on every rank, or compute this "
+                        "in a module"
+                    )
                 return function(*args, **kwargs)
         result = function(*args, **kwargs)
         if not any(each.requires_grad for each in _tensors(result)):
@@ -123,18 +130,6 @@ def _bring(param: Tensor) -> bool:
         return core.coordinator.read(unit)
     core.overlap.gather([unit])
     return True
-
-
-def _refuse_others(
-    function: Callable[..., Any], outside: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> None:
-    found = place_of(outside[0])
-    if found is not None and len(outside) < len(tensors):
-        raise ZeroError(
-            f"{getattr(function, '__name__', function)}: {found[2].fqn} is divided, and no forward "
-            "of its engine is under way, in which it would be gathered; enter "
-            "zero.GatheredParameters(parameters) on every rank, or compute this in a module"
-        )
 
 
 @cache

@@ -18,7 +18,7 @@ Source of the name: Megatron-LM's distributed optimizer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from torch import nn
@@ -59,12 +59,15 @@ class OverlappedGather:
         for module, used in users_inside(by_module).items():
             alone = CalledAlone(used, self.gather)
             self._hooks.append(module.register_forward_pre_hook(alone.before))
-        for module, needed in _owned_by(root, self.units).items():
-            hook = Hook(self.gather, needed)
-            self._hooks += [
-                module.register_state_dict_pre_hook(hook),
-                module.register_load_state_dict_pre_hook(hook),
-            ]
+        unit_of = {id(param): unit for unit in self.units for param in unit.params}
+        for module in root.modules():
+            own = [id(param) for param in module.parameters(recurse=False)]
+            if needed := list(dict.fromkeys(unit_of[each] for each in own if each in unit_of)):
+                hook = Hook(self.gather, needed)
+                self._hooks += [
+                    module.register_state_dict_pre_hook(hook),
+                    module.register_load_state_dict_pre_hook(hook),
+                ]
         for unit in self.units:
             keep(unit.params, "held by an engine with elastic.overlap_param_gather")
 
@@ -101,14 +104,3 @@ class OverlappedGather:
         except BaseException:
             self._failed = True
             raise
-
-
-def _owned_by(root: nn.Module, units: Sequence[FlatUnit]) -> Mapping[nn.Module, Sequence[FlatUnit]]:
-    """The units that the parameters of each module itself are in."""
-    unit_of = {id(param): unit for unit in units for param in unit.params}
-    owned = {
-        module: list(dict.fromkeys(unit_of[id(p)] for p in own if id(p) in unit_of))
-        for module in root.modules()
-        if (own := list(module.parameters(recurse=False)))
-    }
-    return {module: needed for module, needed in owned.items() if needed}

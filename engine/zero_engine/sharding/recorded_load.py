@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_OURS = ("torch", "zero_engine")
+_OURS = {"torch", "zero_engine"}
 """The packages whose code is known to read and write no parameter but by `copy_`."""
 
 
@@ -87,12 +87,9 @@ def with_own_code(root: nn.Module) -> Iterator[nn.Module]:
     for module in root.modules():
         hooks = [module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks]
         code = [module._load_from_state_dict, *(hook for some in hooks for hook in some.values())]
-        if not all(map(_is_ours, code)):
+        packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in code}
+        if packages - _OURS:
             for below in module.modules():
                 if below not in seen:
                     seen.add(below)
                     yield below
-
-
-def _is_ours(code: object) -> bool:
-    return (getattr(code, "__module__", None) or "").partition(".")[0] in _OURS

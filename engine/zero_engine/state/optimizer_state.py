@@ -111,10 +111,15 @@ class StateOfSegments:
 
     def records(self) -> list[dict[str, Any]]:
         """The numbers, such as step counts; they are equal in all segments of a group."""
-        return [
-            {"state": _scalars(segments[0], self._of(segments[0])) if segments else {}}
-            for _, segments in self._zero.segments_by_group()
-        ]
+        records: list[dict[str, Any]] = []
+        for _, segments in self._zero.segments_by_group():
+            numbers = {}
+            if segments:
+                state = self._of(segments[0])
+                for key in sorted(state.keys() - set(elementwise_keys(segments[0], state))):
+                    numbers[key] = number_as_json(state[key], f"optimizer state {key}")
+            records.append({"state": numbers})
+        return records
 
     def make(self, manifest: Manifest) -> None:
         """Allocate every key that a group has in the checkpoint."""
@@ -186,14 +191,6 @@ def cut(unit: FlatUnit, kind: str, data: Tensor, origin: int, group: int | None)
     parts = data.split([stop - start for start, stop in pairwise(edges)])[1::2]
     for (slot, start, _), part in zip(runs, parts, strict=True):
         yield Piece(TensorId(kind, slot.fqn), start - slot.start, part)
-
-
-def _scalars(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a segment's state as JSON."""
-    return {
-        key: number_as_json(state[key], f"optimizer state {key}")
-        for key in sorted(state.keys() - set(elementwise_keys(segment, state)))
-    }
 
 
 # ---- the state of whole parameters ----
