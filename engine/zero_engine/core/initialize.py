@@ -80,6 +80,14 @@ from zero_step.staying import Standing, Staying, standing
 
 _log = logging.getLogger(__name__)
 
+_ALIKE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "seed",
+)
+"""Keys of the config, beside its section "elastic", that all ranks must be given alike."""
 _NOT_LOADED = (
     'elastic.initial_weights is "checkpoint", and no checkpoint has been loaded into the '
     "parameters that were on the meta device"
@@ -202,29 +210,6 @@ def _make(
     return engine
 
 
-_ALIKE = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "seed",
-)
-"""Keys of the config, beside its section "elastic"."""
-
-
-def _facts(given: _Given) -> dict[str, Any]:
-    """What all ranks must be given alike."""
-    config = given.settings
-    return {
-        **alike.of_module(given.model),
-        **{key: getattr(config, key) for key in _ALIKE},
-        "zero_optimization.stage": config.zero_optimization.stage,
-        "the dtype to compute in": config.compute,
-        **alike.of_data(given.dataset),
-        **alike.of_settings(config.elastic),
-    }
-
-
 # ---- the same engine in another round ----
 
 
@@ -290,7 +275,15 @@ def _meet(given: _Given, link: AgentLink) -> _Round:
         LOG.configure(config.comms_logger)
     device, collectives = local_device(), Collectives(interrupt=link.interrupt)
     collectives.meet(device)
-    alike.check(_facts(given), collectives.everybodys)
+    facts = {
+        **alike.of_module(given.model),
+        **{key: getattr(config, key) for key in _ALIKE},
+        "zero_optimization.stage": config.zero_optimization.stage,
+        "the dtype to compute in": config.compute,
+        **alike.of_data(given.dataset),
+        **alike.of_settings(config.elastic),
+    }
+    alike.check(facts, collectives.everybodys)
     return _Round(
         hardware=meet(config.deterministic, device, collectives.everybodys, collectives.rank),
         collectives=collectives,

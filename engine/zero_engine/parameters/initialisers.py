@@ -90,7 +90,14 @@ class Initialisers:
 
     def draw(self, spec: UnitSpec, places: Mapping[int, Tensor]) -> None:
         """Write the parameters of a unit to their places, by `id`."""
-        chosen = self._owners(places) if spec.is_root else self._inside(spec.module)
+        if spec.is_root:  # its module contains those of all units
+            chosen = {
+                name: module
+                for name, module in self._modules.items()
+                if any(id(param) in places for param in module._parameters.values())
+            }
+        else:
+            chosen = dict(_children_first(self._names[id(spec.module)], spec.module))
         own = {
             name: {k: p for k, p in module._parameters.items() if p is not None and id(p) in places}
             for name, module in chosen.items()
@@ -104,16 +111,6 @@ class Initialisers:
                     place = places[id(param)]
                     if param.data_ptr() != place.data_ptr():
                         place.copy_(param.detach())
-
-    def _owners(self, places: Mapping[int, Tensor]) -> dict[str, nn.Module]:
-        return {
-            name: module
-            for name, module in self._modules.items()
-            if any(id(param) in places for param in module._parameters.values())
-        }
-
-    def _inside(self, module: nn.Module) -> dict[str, nn.Module]:
-        return dict(_children_first(self._names[id(module)], module))
 
     def _initialisers(self, name: str) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
         """A module's own initialiser, and that of the innermost model around it."""

@@ -180,7 +180,7 @@ class FlatUnit:
         ]
         others = [(param, start) for _, param, start, small in members if not (small and freed)]
         self.large = tuple(param for param, _ in others)
-        self.on_change: Callable[[FlatUnit], None] = _nothing
+        self.on_change: Callable[[FlatUnit], None] = lambda _: None
         kept = [(name, param, start) for name, param, start, small in members if small]
         self.small = SmallParams(kept, full, collectives, apart=freed)
         self._shown = ShownBuffer(full, self.large, [start for _, start in others])
@@ -410,7 +410,3 @@ class FlatUnit:
     def _publish(self) -> Pending:
         fetch = partial(self.rests.fetch, self.local)
         return self.wire.publish(self.full, fetch, f"parameters of {self.label}")
-
-
-def _nothing(_unit: FlatUnit) -> None:
-    """Nobody asks."""

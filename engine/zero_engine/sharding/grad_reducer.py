@@ -61,8 +61,16 @@ class UnitGradient:
         self.sum = sum
         self.whole = whole
         self.buffer: Tensor | None = None
-        self._gaps = _gaps(unit)
-        self._sizes = _sizes(unit)
+        slots = unit.layout.slots
+        starts = [slot.start for slot in slots[1:]] + [unit.padded]
+        after = [(slot.stop, start) for slot, start in zip(slots, starts, strict=True)]
+        self._gaps = [(stop, start) for stop, start in after if stop < start]
+        # Of each part of the buffer: a parameter, what follows it, the next parameter, ...
+        self._sizes = [
+            size
+            for slot, (stop, start) in zip(slots, after, strict=True)
+            for size in (slot.numel, start - stop)
+        ]
         self._made: dict[int, Tensor] = {}
         """Gradients by position that are to be copied together: a kernel takes longer to be begun
         than to copy a few thousand elements."""
@@ -114,25 +122,6 @@ class UnitGradient:
         assert self.buffer is not None
         slot = self.unit.layout.slots[position]
         return self.buffer[slot.start : slot.stop].view(slot.shape)
-
-
-def _gaps(unit: FlatUnit) -> tuple[tuple[int, int], ...]:
-    """The parts of a unit's buffer that belong to no parameter."""
-    slots = unit.layout.slots
-    starts = [slot.start for slot in slots[1:]] + [unit.padded]
-    gaps = zip((slot.stop for slot in slots), starts, strict=True)
-    return tuple((stop, start) for stop, start in gaps if stop < start)
-
-
-def _sizes(unit: FlatUnit) -> list[int]:
-    """Of each part of a unit's buffer: a parameter, what follows it, the next parameter, ..."""
-    slots = unit.layout.slots
-    starts = [slot.start for slot in slots[1:]] + [unit.padded]
-    return [
-        size
-        for slot, start in zip(slots, starts, strict=True)
-        for size in (slot.numel, start - slot.stop)
-    ]
 
 
 _REDUCERS: weakref.WeakSet[GradReducer] = weakref.WeakSet()

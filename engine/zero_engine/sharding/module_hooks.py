@@ -123,25 +123,16 @@ def after_gradients(tensors: Sequence[Tensor], then: Callable[[], None]) -> None
     None of them may be a leaf of the graph. torch's `register_multi_grad_hook` also knows which of
     them a backward pass leaves out; for that it refers to the graph.
     """
-    count = _Count(len(tensors), then)
+    size, backward, missing = len(tensors), -1, set[int]()
+
+    def note(position: int, _gradient: Tensor) -> None:
+        nonlocal backward, missing
+        task = torch._C._current_graph_task_id()
+        if task != backward:
+            backward, missing = task, set(range(size))
+        missing.discard(position)
+        if not missing:
+            then()
+
     for position, tensor in enumerate(tensors):
-        tensor.register_hook(partial(count.note, position))
-
-
-class _Count:
-    """Counts the gradients that the current backward pass has made."""
-
-    def __init__(self, size: int, then: Callable[[], None]) -> None:
-        self._size = size
-        self._then = then
-        self._backward = -1
-        self._missing: set[int] = set()
-
-    def note(self, position: int, _gradient: Tensor) -> None:
-        """Note one gradient."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward, self._missing = backward, set(range(self._size))
-        self._missing.discard(position)
-        if not self._missing:
-            self._then()
+        tensor.register_hook(partial(note, position))

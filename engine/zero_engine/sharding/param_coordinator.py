@@ -146,7 +146,7 @@ class ParamCoordinator:
         self._backward_ended = False
         self._differentiated: defaultdict[FlatUnit, set[object]] = defaultdict(set)
         """The calls of a unit's module whose backward is under way."""
-        self.on_skipped: Callable[[FlatUnit], None] = _nothing
+        self.on_skipped: Callable[[FlatUnit], None] = lambda _: None
         """Called in backward for a unit whose turn has passed, and whose module has not run."""
         self.on_plain_backward: Callable[[], None] | None = None
         """Called by an unannounced backward pass, before it gathers."""
@@ -415,10 +415,6 @@ class ParamCoordinator:
         for unit in units:
             if not unit.holders and not any(unit in each for each in needed):
                 unit.release()
-
-
-def _nothing(_unit: FlatUnit) -> None:
-    """There is no reducer."""
 
 
 def _differentiable(structure: Any) -> Iterator[Tensor]:
