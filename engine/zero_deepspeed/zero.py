@@ -62,7 +62,7 @@ class Init:
         Other arguments of DeepSpeed's are accepted, without effect.
         """
         given = config_dict_or_path if config_dict_or_path is not None else config
-        self._divides = enabled and (given is None or _stage(given) == _DIVIDED)
+        self._divides = enabled and (given is None or _stage(given) == 3)
         self._contexts: list[AbstractContextManager[Any]] = []
         self._dtype = dtype or computes_in(given)
         if module is not None and self._divides:
@@ -81,10 +81,6 @@ class Init:
     def __exit__(self, *details: Any) -> None:
         """Divide what is still whole."""
         self._contexts.pop().__exit__(*details)
-
-
-_DIVIDED = 3
-"""The stage at which parameters are divided."""
 
 
 def _read(given: Any) -> Mapping[str, Any]:

@@ -358,11 +358,7 @@ class MicroSteps:
             self.end()
 
     def _record_samples(self) -> None:
-        """Write the samples that this micro-step consumed into the ledger; warn of a wrong order.
-
-        Raises:
-            ZeroError: There is a ledger, and the samples are not known.
-        """
+        """Write the samples of this micro-step into the ledger; warn of a wrong order."""
         run = self._run
         if run.loader is None and self._tells("batches of the script") and run.rank == 0:
             if not run.declared:  # the loop of a library skips what was trained on
@@ -426,12 +422,7 @@ class MicroSteps:
         cursor.move(step=cursor.step, samples=cursor.samples)
 
     def _check_further_loss(self, tokens: Count) -> None:
-        """Check a backward before the step() of the last one: a further loss of one micro-batch.
-
-        Raises:
-            ZeroError: The loss is of another micro-batch, or has another number of tokens; or
-                gradients are added before they are sent.
-        """
+        """Refuse a backward before the step() of the last one, unless of the same micro-batch."""
         loader, where = self._run.loader, self._run.accumulation.where
         if self._run.reduction_plan() is not None:
             raise ZeroError(
@@ -501,11 +492,7 @@ class MicroSteps:
             self.ends_by = before
 
     def _go_beyond_the_batch(self) -> None:
-        """Accept a backward in `no_sync` when the batch is full: the script accumulates by itself.
-
-        Raises:
-            ZeroError: The loader cannot continue beyond the batch, or it is added up as planned.
-        """
+        """Accept a backward in `no_sync` beyond the batch: the script accumulates by itself."""
         run, micro_steps = self._run, self._run.plan().micro_steps(self._run.world)
         where = run.accumulation.where
         if run.withholds:

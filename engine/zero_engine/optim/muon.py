@@ -41,8 +41,7 @@ _NOT_HIDDEN = ("embed", "lm_head")
 _RATES = {True: 0.02, False: 3e-4}
 """The default learning rates of matrices and of the rest."""
 
-Coefficients = tuple[float, float, float]
-QUINTIC: Coefficients = (3.4445, -4.7750, 2.0315)
+QUINTIC = (3.4445, -4.7750, 2.0315)
 _EPSILON = 1e-7
 _RESTART = 3
 """Steps on one Gram matrix: with more of them its rounding errors would grow too large."""
@@ -265,9 +264,7 @@ def _orthogonal_by_torch(direction: Tensor, **options: Any) -> Tensor:
 # ---- the Newton-Schulz iteration ----
 
 
-def orthogonalized(
-    matrix: Tensor, steps: int, method: str = "gram", coefficients: Coefficients = QUINTIC
-) -> Tensor:
+def orthogonalized(matrix: Tensor, steps: int, method: str = "gram") -> Tensor:
     """The orthogonal factor of a matrix [..., rows, columns] in fp32, or of a stack, roughly."""
     iterate, on_gpu = METHODS[method]
     tall = matrix.size(-2) > matrix.size(-1)
@@ -275,30 +272,28 @@ def orthogonalized(
     # On a GPU in 16 bits, as is usual: the singular values miss 1 by more than the rounding.
     wide = wide.to(on_gpu if matrix.is_cuda else torch.float32)
     wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + _EPSILON)
-    wide = iterate(wide, steps, coefficients)
+    wide = iterate(wide, steps)
     return (wide.mT if tall else wide).to(matrix.dtype)
 
 
-def _standard(wide: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
-    a, b, c = coefficients
+def _standard(wide: Tensor, steps: int) -> Tensor:
+    a, b, c = QUINTIC
     for _ in range(steps):
         gram = wide @ wide.mT
         wide = a * wide + (b * gram + c * gram @ gram) @ wide
     return wide
 
 
-def _gram(wide: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
-    """Iterate on the Gram matrix, which has the shorter side: the matrix is multiplied less often.
-
-    A step multiplies the matrix with P = a + b G + c G G from the left, hence G with P from both
-    sides.
-    """
+def _gram(wide: Tensor, steps: int) -> Tensor:
+    """Iterate on the Gram matrix, whose side is the shorter one: the matrix is multiplied less."""
     if wide.size(-2) == wide.size(-1):
-        return _standard(wide, steps, coefficients)
-    a, b, c = coefficients
+        return _standard(wide, steps)
+    a, b, c = QUINTIC
     for begin in range(0, steps, _RESTART):
         gram, product = wide @ wide.mT, None
         for _ in range(begin, min(begin + _RESTART, steps)):
+            # A step multiplies the matrix with P = a + b G + c G G from the left, hence G with P
+            # from both sides.
             factor = b * gram + c * gram @ gram
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             gram = factor @ gram @ factor
@@ -308,7 +303,7 @@ def _gram(wide: Tensor, steps: int, coefficients: Coefficients) -> Tensor:
     return wide
 
 
-METHODS: dict[str, tuple[Callable[[Tensor, int, Coefficients], Tensor], torch.dtype]] = {
+METHODS: dict[str, tuple[Callable[[Tensor, int], Tensor], torch.dtype]] = {
     # bf16 holds the products of the short way too coarsely; all of its values fit into fp16.
     "gram": (_gram, torch.float16),
     "standard": (_standard, torch.bfloat16),

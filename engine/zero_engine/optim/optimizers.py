@@ -125,11 +125,7 @@ _OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 
 
 def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """An optimizer of muP, as in DeepSpeed: torch's, with learning rates by the shapes of weights.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
+    """An optimizer of muP: torch's, with learning rates that follow the shapes of weights."""
     try:
         made: Callable[..., torch.optim.Optimizer] = getattr(import_module("mup"), name)
     except ModuleNotFoundError as error:

@@ -142,11 +142,7 @@ class OwnedParam:
         return gradients
 
     def _total(self) -> Tensor | None:
-        """This rank's interval of the unit's gradient.
-
-        Raises:
-            ZeroError: Ranks still hold parts of the sum.
-        """
+        """This rank's interval of the unit's gradient, of the loss without its scale."""
         zero, reducer = self.core.zero, self.core.reducer
         if zero is None or not zero.accumulating or not self.unit.spec.trained:
             return None

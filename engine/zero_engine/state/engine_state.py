@@ -237,19 +237,7 @@ class EngineState:
             )
 
     def _check_optimizer(self, manifest: Manifest) -> None:
-        """Refuse the state of an optimizer that the present one cannot continue.
-
-        The state of whole parameters and that of segments exclude each other. An optimizer of
-        another name continues only if it has the options of the saved one. Options that it lacks
-        would be ignored, and their state kept for nothing; further options would have no state. And
-        the values of the others, the learning rate first of all, were chosen for the saved
-        optimizer: from AdamW to Lion that is a factor of ten. `Adam` and `AdamW` are the same
-        optimizer with another value of one option, and so is a class derived from them that adds
-        none.
-
-        Raises:
-            ModelMismatch: The optimizer cannot continue.
-        """
+        """Refuse the state of an optimizer that the present one cannot continue."""
         assert self.core.zero is not None
         there = manifest.meta["engine"].get("optimizer")
         here = name_of(self.core.zero.optimizer)
@@ -263,6 +251,9 @@ class EngineState:
                 "saved with, the same in needs_whole_parameters, or load with "
                 "load_optimizer_states=False"
             )
+        # An optimizer of another name continues only with the same options: those that it lacks
+        # would be ignored, further ones would have no state, and the learning rate was chosen for
+        # the other one. `Adam` and `AdamW`, and classes derived from them, are the same in this.
         saved = [group["hyperparameters"] for group in groups]
         differing = _options(self.core.zero.optimizer.param_groups) ^ _options(saved)
         if there not in (None, here) and differing:
