@@ -80,7 +80,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         raise Asserted("initialize() needs a model")
     del distributed_port
     if dist_init_required is False:
-        init_distributed(dist_init_required=False)
+        init_distributed(dist_init_required=False)  # raises if there is no process group
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu, mesh_param: there is no model parallelism; leave them out")
     log_dist(f"DeepSpeed info: version={__version__}, which is the ZeRO engine's", ranks=[0])

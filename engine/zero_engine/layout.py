@@ -292,6 +292,7 @@ def _places(config: Config, facts: Facts, stage: Stage) -> Iterator[UnitPlaces]:
         weights = CPU if param.device == NVME and stays else param.device
         state = (optimizer.device if is_away else NONE) if unit.trained else weights
         alike = unit.dtype == (config.master if unit.trained else unit.dtype)
+        # Far is what kernels cannot read in place.
         far = state == NVME or (state == CPU and facts.device != "cpu")
         # The buffer serves as master weights only where the optimizer steps.
         is_buffer = alike and not stage.shards_parameters and (not far or facts.device == "cpu")

@@ -107,20 +107,16 @@ def _amended(spec: ModuleSpec | None) -> ModuleSpec | None:
         execute(module)
         importlib.import_module(_AMENDED[spec.name]).install()
 
+    # On this loader alone: its class loads all other modules.
     vars(spec.loader)["exec_module"] = execute_and_install
     return spec
 
 
-def _install() -> None:
-    late = [name for name in _TOO_LATE if name in sys.modules]
-    if late:
-        raise ImportError(
-            f"zero_deepspeed.as_deepspeed comes too late: {late[0]} is imported already; "
-            "import it first in the script, or run the script with "
-            "python -m zero_deepspeed.as_deepspeed SCRIPT"
-        )
-    sys.meta_path.insert(0, _Finder())
-    explain_imports(_NAME)
-
-
-_install()
+if _late := [name for name in _TOO_LATE if name in sys.modules]:
+    raise ImportError(
+        f"zero_deepspeed.as_deepspeed comes too late: {_late[0]} is imported already; "
+        "import it first in the script, or run the script with "
+        "python -m zero_deepspeed.as_deepspeed SCRIPT"
+    )
+sys.meta_path.insert(0, _Finder())
+explain_imports(_NAME)

@@ -131,6 +131,7 @@ class Engine(WholeWeights):
         self._training = EngineTraining(core, run, self._state)
         self._session = Session(config.checkpoint, self._training, core.collectives, link)
         self._session.hardware, self._session.writes = core.hardware, core.writes
+        # Hooks of a loss refer to the micro-steps, and must not keep the engine.
         self._micro_steps.on_plain = if_alive(self._fill_in)
         self._of_module = generators_of_module(self.module, lanes_of(run.loader))
         """Random numbers that modules draw from generators of their own."""
@@ -147,6 +148,7 @@ class Engine(WholeWeights):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; in training with the random state of this micro-batch."""
         kinds = FOR_FORWARD_OF_SHARDS if self._core.stage.shards_parameters else FOR_FORWARD
+        # Weights that arrive late are awaited module by module.
         self._core.moved.compute("forward", kinds, arrived=False)
         training = self.module.training
         part = "forward" if training else "evaluation"
@@ -164,6 +166,7 @@ class Engine(WholeWeights):
                 if self._core.zero is not None and not self._core.zero.accumulating:
                     self._self_test.run_if_due(call, args, kwargs, seed)
                 seed()
+            # A forward goes on without a lost peer: the script needs something to call backward on.
             with (
                 outlived(self._session, goes_on=True) if training else nullcontext(),
                 self._stopwatch.measure(part),
@@ -201,7 +204,7 @@ class Engine(WholeWeights):
         """
         self._core.moved.compute("backward()")
         weighted = self._micro_steps.weigh(loss, tokens, by_share=by_share)
-        if self._session.lost is not None:
+        if self._session.lost is not None:  # in its forward: the step has no effect any more
             return weighted.share
         with (
             outlived(self._session),
@@ -272,7 +275,7 @@ class Engine(WholeWeights):
         assert zero is not None
         plan, lanes = self._run.ending(), lanes_of(self._run.loader)
         self._micro_steps.end_forwards()
-        self._seed_step(acts=True)
+        self._seed_step(acts=True)  # an optimizer may draw random numbers
         try:
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
@@ -315,7 +318,7 @@ class Engine(WholeWeights):
             self._report_skip(outcome)
         elif outcome.scaling and self.global_rank == 0:
             _log.info("step %d: %s", cursor.step, outcome.scaling)
-        self._seed_step()
+        self._seed_step()  # a script may draw some before its next forward
         if self._run.ledger is not None:
             self._run.ledger.end_step(cursor.step)
         progress = Progress(

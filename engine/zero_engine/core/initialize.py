@@ -162,7 +162,7 @@ def initialize(
         if not staying.why_not:  # else no newcomer warms up for the sake of the others
             link.announce(Ability.BOUNDARY, Ability.REJOIN)
             staying.when_forbidden = partial(link.announce, Ability.BOUNDARY)
-    if engine.device.type == "cpu":
+    if engine.device.type == "cpu":  # now: the long-lived buffers are to stay out of the heap
         keep_freed_memory()
     return engine
 
@@ -203,6 +203,7 @@ def _make(
     run = _make_run(layout, core, given, link, cursor)
     if former is not None and run.loader is not None:
         assert former._run.loader is not None
+        # The script is in a loop over the former loader: that gets the order of the new ranks.
         vars(former._run.loader.order).update(vars(run.loader.order))
         run.loader = former._run.loader
     engine = given.engine_class(core, run, scheduler, link, given.keys)
@@ -234,6 +235,7 @@ def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Sessio
     if engine._run.ledger is not None:
         engine._run.ledger.close()
     take_without_weights(given.model)
+    # Undo what the engine has done to what it was given: the casts, and its own params in groups.
     for param, dtype in zip(given.model.parameters(), given.dtypes, strict=True):
         param.data = param.data.to(dtype)
     if given.optimizer is not None:
@@ -347,6 +349,7 @@ def _make_core(
     prepare_buffers(model, DTYPES.get(config.data_types.buffers or ""), device, collectives)
     activations.apply(model, config.activation_checkpointing)
     tied = aliases(model)
+    # Each unit gets its weights as it is made: at stage 3 a rank then holds one unit whole.
     units = _make_units(layout, specs, found, initial.write)
     initial.finish()
     coordinator = ParamCoordinator(
@@ -379,7 +382,7 @@ def _make_core(
     if initial.awaits_checkpoint:
         core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)
     adopt_parameters(core)
-    watch(core)
+    watch(core)  # finds a parameter's unit by its place
     leave_weights(core)
     mark_divided(model)
     return core
@@ -440,6 +443,7 @@ def _make_stepper(
         found.guard,
         gathers=gathers,
     )
+    # Weakly: the coordinator lives in hooks of the module, which may outlive the engine.
     coordinator.on_skipped = if_alive(reducer.skip)
     return zero, reducer
 

@@ -275,7 +275,7 @@ class MicroSteps:
     def _begin(self, tokens: Count, weight: float = 1.0) -> None:
         core, run, phase = self._core, self._run, self._phase
         assert core.reducer is not None
-        core.reducer.discard_failed()
+        core.reducer.discard_failed()  # a script may have caught the error of the one before
         # A backward after one that has run, without a step() between, is a further loss.
         draw = Move.AGAIN if phase.state is State.RUN else Move.DRAW
         phase.check(draw)
@@ -335,6 +335,7 @@ class MicroSteps:
         assert core.reducer is not None
         assert core.zero is not None
         with core.guard():
+            # First the gathers that other ranks wait for: their gradients depend on them.
             core.coordinator.end_gathers()
             core.reducer.finish()
         self.on_plain(False)
@@ -523,6 +524,7 @@ class MicroSteps:
     def notes(self) -> Tensor:
         """[2 * micro-steps] fp32: the weighted losses, then the numbers of tokens."""
         device = self._core.device
+        # Counts on a device are filled in there: to read them, the host would wait for it.
         of_host = [NOT_GIVEN if isinstance(each, Tensor) else each for each in self._tokens]
         known = self._core.collectives.numbers(of_host, device)
         counts = [

@@ -29,6 +29,7 @@ from zero_engine.core.micro_steps import MicroSteps
 from zero_engine.parts import Core
 from zero_engine.sharding.grad_reducer import if_alive, is_weighted
 
+# One backward may end at the parameters of several engines: a GAN's.
 _ALL: weakref.WeakSet[PlainBackward] = weakref.WeakSet()
 
 
@@ -125,7 +126,7 @@ class PlainBackward:
     def _end(self) -> None:
         """Autograd's callback at the end of the outermost backward."""
         begun, self._task, self._begun = self._begun, -1, False
-        if begun:
+        if begun:  # else `torch.autograd.grad`, or it ends at other parameters
             others = (each for each in _ALL if each is not self)
             shared = any(other._last_task == self._last_task for other in others)
             self._micro_steps.finish_unweighted(self._loss, shared=shared)

@@ -23,6 +23,7 @@ def replay(core: Core, run: Run, call: Callable[[], Any]) -> Replay:
         bits, gradients = bits_of(outputs), tuple[Gradient, ...]()
         if roots := roots_of(outputs):
             core.coordinator.begin_backward()
+            # A micro-step that is a whole step, so that nothing is kept for a later one.
             reducer.begin(Turn(live=run.plan().live(0, run.world), first=True, last=True))
             differentiate(roots)
             with core.guard():

@@ -40,6 +40,7 @@ def take_over(model: nn.Module) -> None:
     """
     left = [vars(module)[_LEFT] for module in model.modules() if _LEFT in vars(module)]
     alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]
+    # By the coordinator: what `leave_weights` has left is a copy of an engine's record.
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
         core.moved.need("initialize() once more", WEIGHTS)
         _unhook(core)

@@ -68,10 +68,12 @@ def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: b
     mends = moved.inconsistent is not None and not moved.inconsistent.optimizer
     moved.need("load_state_dict()", WEIGHTS, refills=mends)
     opened, recorded = _prepare(core, root)
+    # A module that loads by code of its own may read its parameters, and writes to them at once.
     with GatheredParameters([p for unit in opened for p in unit.params], modifier_rank=0):
         keys, error = _attempt(root, recorded, load, given=given)
     answers = _agree(core, keys, error, given=given)
     written = _written(core, recorded)
+    # Inconsistent weights are mended by a whole dictionary only.
     if mends and not (answers.complete and all(map(all, written))):
         moved.need("load_state_dict() of a part of the weights", WEIGHTS)
     for unit, flags in zip(core.units, written, strict=True):
@@ -127,7 +129,7 @@ def _agree(core: Core, keys: Any, error: Exception | None, *, given: bool) -> _A
     with core.guard():
         what = "what has become of load_state_dict()"
         by_rank = gather_objects(own, what, core.collectives.everybodys)
-    if error is not None:
+    if error is not None:  # says more here than that of another rank
         raise error
     for rank, answer in enumerate(by_rank):
         if answer["error"]:

@@ -160,6 +160,7 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
         params = {"weight_decay": 0.0, **params}
     if params.pop("max_grad_norm", 0):
         raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
+    # One kernel for each segment, on CPUs as well; torch refuses it beside foreach.
     if cls in _FUSED and not params.keys() & {"foreach", "fused"}:
         params["fused"] = True
     return _made(config, cls, parameters, check_params("optimizer.params", cls, params))

@@ -99,7 +99,7 @@ class ShardedWhole:
         for number, exchange_group in enumerate(exchange_groups):
             whole, arriving = coming
             wait(arriving)
-            coming = self._collect(exchange_groups, number + 1)
+            coming = self._collect(exchange_groups, number + 1)  # while this one is changed
             owned = self._exchange.owned(exchange_group)
             change = of_group[owned.slot.group] if owned and owned.slot.group is not None else None
             if owned is not None and change is not None:

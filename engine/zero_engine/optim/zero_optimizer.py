@@ -240,6 +240,8 @@ class ZeroOptimizer:
             for each in self.sums:
                 each.total.mul_(1 / scale)
             scale = 1.0
+        # One number says whether all ranks have the same options and have written the same to small
+        # parameters; it travels with the norm. What it is that differs is asked only if it does.
         options = same_options.digest(self.optimizer, self._collectives, notes.device)
         written = checksum(self._small(), notes.device)
         agreed = self._agreement.reach(self.totals, notes, written + options)
@@ -269,6 +271,7 @@ class ZeroOptimizer:
         if factor != 1:
             for each in self.sums:
                 each.total.mul_(factor)
+        # At stage 0 every rank steps all weights; a backend has given every rank all sums already.
         if not self._layout.stage.shards_optimizer and not self._layout.native:
             gathers = [
                 self._collectives.all_gather(full, f"gradient sums of {unit.spec.name}")

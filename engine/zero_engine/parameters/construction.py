@@ -83,6 +83,7 @@ class DividedConstruction(TorchFunctionMode):
             stack.callback(register_module_parameter_registration_hook(self._register).remove)
             stack.callback(register_module_module_registration_hook(self._register_all).remove)
             super().__enter__()
+            # Left in reverse: what is open is divided first, with the guard around.
             stack.push(super().__exit__)
             stack.push(self._divide_all)
             self._hold([param for param in self._given if not param.is_meta])
@@ -130,6 +131,7 @@ class DividedConstruction(TorchFunctionMode):
 
     def _hold(self, params: Sequence[Tensor]) -> None:
         """Make some parameters whole, and divide others if too many are."""
+        # What is done to parameters here is no use of them by a constructor.
         with torch._C.DisableTorchFunction():
             for param in params:
                 share = share_of(param)

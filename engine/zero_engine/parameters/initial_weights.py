@@ -80,6 +80,7 @@ class InitialWeights:
                 place.copy_(member.param.detach() if values is None else values)
         if places and not self.awaits_checkpoint:
             self._attempt(partial(self._set, spec, places))
+        # Also what all ranks have: a script may have made it with other random numbers on each.
         self._collectives.broadcast(whole, f"initial weights of {spec.name}")
 
     def finish(self) -> None:

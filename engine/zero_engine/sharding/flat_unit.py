@@ -278,6 +278,7 @@ class FlatUnit:
             return False
         own = self._collectives.own(self.full)
         published = self.local.to(own.device, own.dtype)
+        # By bits: NaN is not equal to itself.
         return not torch.equal(own.view(torch.uint8), published.view(torch.uint8))
 
     def let_go(self) -> None:
@@ -329,7 +330,7 @@ class FlatUnit:
         """Begin to bring the full parameters up to date after `master` has been stepped."""
         if self._stage.shards_parameters:
             self.release()
-            self.wire.secondary = None
+            self.wire.secondary = None  # of the old weights
             # A view of what rests on a disk, too: a few elements, no pages.
             return self.small.refresh(self.local)
         if self._stage.shards_optimizer:

@@ -154,6 +154,7 @@ def _nan_storage(size_bytes: int) -> torch.UntypedStorage | None:
         return None
     if size_bytes > _MOST_BYTES:
         return None
+    # Storages that are freed already point to the ranges before, which stay.
     if not _range or _range[-1][1] < size_bytes:
         with suppress(OSError, AttributeError):  # too many mappings; no such calls here
             _range.append(_map(-(-size_bytes // _TILE_BYTES) * _TILE_BYTES))

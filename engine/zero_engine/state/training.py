@@ -102,8 +102,9 @@ class Loading:
             )
         except CheckpointError as error:
             self._end_exchange()  # the script may continue with these weights
-            # Whether any rank may have read into the state; the same on all ranks.
-            if self._tried > isinstance(error, ModelMismatch):
+            # Whether any rank may have read into the state; the same on all ranks. A checkpoint of
+            # another model is tried as well, and not read.
+            if self._tried > (1 if isinstance(error, ModelMismatch) else 0):
                 self._tear(f"a load has failed: {error}")
             else:
                 self._moved.inconsistent = self._before
