@@ -29,7 +29,6 @@ from zero_step.gradients.accumulation import Accumulation, why_owners
 class UnitFacts:
     """One unit of the model, as it is divided among the ranks."""
 
-    name: str
     shard: int
     """Elements of each rank."""
     dtype: str = "fp32"
@@ -72,7 +71,6 @@ class Facts:
 class UnitPlaces:
     """Where the tensors of one unit are on each rank."""
 
-    name: str
     shard: int
     """Elements of each rank."""
     state: str
@@ -304,7 +302,6 @@ def _places(config: Config, facts: Facts, stage: Stage) -> Iterator[UnitPlaces]:
             zero.zero_quantized_nontrainable_weights and not unit.trained
         )
         yield UnitPlaces(
-            name=unit.name,
             shard=unit.shard,
             state=state,
             weights=weights,

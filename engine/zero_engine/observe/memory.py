@@ -112,7 +112,7 @@ def estimate(
         topology=described(str(node_ranks or world), world),
         device=device,
         optimizer=OptimizerFacts(name="the optimizer", whole=whole),
-        units=[UnitFacts(name="", shard=-(-each // world), dtype=config.compute) for each in sizes],
+        units=[UnitFacts(shard=-(-each // world), dtype=config.compute) for each in sizes],
     )
     layout = resolve(config, facts)
     stage, size = layout.stage, _BYTES[config.compute]

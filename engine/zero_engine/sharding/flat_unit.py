@@ -94,7 +94,6 @@ def unit_facts(spec: UnitSpec, world: int) -> UnitFacts:
     layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
     short = {dtype: name for name, dtype in DTYPES.items()}
     return UnitFacts(
-        name=spec.name,
         shard=layout.padded(world) // world,
         dtype=short.get(spec.dtype, str(spec.dtype)),
         trained=spec.trained,

@@ -22,18 +22,16 @@ from zero_engine.config.schema import (
 )
 from zero_engine.layout import Facts, Layout, OptimizerFacts, UnitFacts, refused, resolve
 
-UNITS = [("first", 300, True), ("frozen", 100, False), ("last", 100, True)]
-"""The name of a unit, the elements of each rank, and whether it is trained."""
+UNITS = [(300, True), (100, False), (100, True)]
+"""Of a unit the elements of each rank, and whether it is trained."""
 
 
 def facts(
     config: Config, nodes: tuple[int, ...] = (2,), device: str = "cpu", *, whole: bool = False
 ) -> Facts:
     units = [
-        UnitFacts(
-            name=name, shard=shard, dtype=config.compute if trained else "fp32", trained=trained
-        )
-        for name, shard, trained in UNITS
+        UnitFacts(shard=shard, dtype=config.compute if trained else "fp32", trained=trained)
+        for shard, trained in UNITS
     ]
     return Facts(
         topology=Topology(nodes=nodes),

@@ -254,7 +254,7 @@ def test_a_lease_is_the_working_set_and_goes_back_whole(tmp_path: Path) -> None:
 
 def test_the_first_units_are_offloaded_until_there_is_the_wanted_part() -> None:
     sizes = [
-        UnitFacts(name="", shard=shard, trained=trained)
+        UnitFacts(shard=shard, trained=trained)
         for shard, trained in [(40, True), (50, False), (40, True), (20, True)]
     ]
     assert offloaded(sizes, 1.0) == [True, False, True, True]
