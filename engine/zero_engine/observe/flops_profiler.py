@@ -81,7 +81,7 @@ class Profile:
             with self.measure("backward", steps_done):
                 Tensor.backward(loss, *args, **kwargs)
 
-        vars(loss)["backward"] = backward
+        vars(loss)["backward"] = backward  # found before the method of its class
         return loss
 
     def report(self, steps_done: int) -> None:

@@ -115,7 +115,7 @@ class Monitors:
             try:
                 for event in event_list:
                     write(event)
-            except Exception as error:
+            except Exception as error:  # whatever a library raises: training goes on
                 _log.warning("%s: no more curves: %s", name, error)
                 del self._kinds[name]
 

@@ -77,7 +77,7 @@ class Schedule:
         groups = self.optimizer.param_groups
         for group, rate in zip(groups, self.rates(self.last_batch_iteration), strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(rate)  # in place: compiled steps refer to this tensor
             else:
                 group["lr"] = rate
         for group, own in zip(groups, betas or (), strict=False):

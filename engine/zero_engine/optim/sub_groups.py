@@ -189,6 +189,7 @@ class StepBySubGroups:
                 segment.param.grad = None
                 segment.param.data = rows.weights(segment)
                 state.update((key, rows.place(segment, key)) for key in sorted(whole))
+        # Units share tiers: each is settled once.
         resting = [tier for unit, tier in self._tiers.items() for tier in (tier, unit.rests)]
         for tier in {id(tier): tier for tier in resting}.values():
             tier.settle()

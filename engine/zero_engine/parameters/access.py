@@ -164,6 +164,7 @@ class OwnedParam:
         segment, value = self._find_state(key)
         if segment is None or key not in elementwise_keys(segment, self._state_of(segment)):
             return value
+        # A rank without a segment of this unit sends nothing, in the dtype of the others.
         own = [(each.start, self._state_of(each)[key]) for each in self._segments(self.unit)]
         start, data = own[0] if own else (self.unit.interval[0], value[:0])
         return self._gathered(data, start, key)

@@ -95,7 +95,7 @@ class OverlappedGather:
 
     def gather(self, units: Sequence[FlatUnit], *_of_the_hook: object) -> None:
         """As `wait`, for these units."""
-        if all(unit.gathered for unit in units):
+        if all(unit.gathered for unit in units):  # in each forward but the first after a step
             return
         try:
             with self._guard():
