@@ -75,17 +75,14 @@ def _record(args: Any, start: RunStart) -> RunRecord | None:
 
 
 def _settling(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The `__post_init__` of the arguments, after the batch is set to that of the first start.
-
-    The batch comes first, because `__post_init__` writes it into DeepSpeed's config.
-    """
+    """The `__post_init__` of the arguments, after the batch is set to that of the first start."""
 
     @wraps(original)
     def post_init(args: Any) -> None:
         start = _start()
         if start is not None and args.output_dir:
             _keep_batch(args, start)
-        original(args)
+        original(args)  # writes the batch into DeepSpeed's config
 
     return post_init
 
@@ -145,11 +142,7 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finding_place(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-    """The Trainer's `_init_training_state`, which looks for the place of a stream in its epoch.
-
-    The Trainer takes a stream for a single epoch, skips more than it has, and so would train on
-    the samples of its second epoch again.
-    """
+    """The Trainer's `_init_training_state`, which looks for the place of a stream in its epoch."""
 
     @wraps(original)
     def init_training_state(
@@ -160,6 +153,8 @@ def _finding_place(original: Callable[..., tuple[int, int]]) -> Callable[..., tu
         streams = not has_length(self.train_dataset)
         if _start() is None or not (streams and state.global_step) or args.ignore_data_skip:
             return found
+        # The Trainer takes a stream for a single epoch, skips more than it has, and so would train
+        # on the samples of its second epoch again.
         epoch, step = place_in_stream(state.epoch, state.global_step, max_steps)
         return epoch, step * args.gradient_accumulation_steps
 

@@ -188,14 +188,11 @@ class _Given:
 def _make(
     given: _Given, link: AgentLink, without_values: frozenset[int], former: Engine | None = None
 ) -> Engine:
-    """An engine over the process group that there is now. Collective.
-
-    The position, the loader and the scheduler are those of a `former` one: the script has them.
-    """
+    """An engine over the process group that there is now. Collective."""
     found = _meet(given, link)
     layout, specs = _lay_out(given.model, given.optimizer, given.settings, found)
     core = _make_core(given.model, given.optimizer, layout, specs, found, without_values)
-    if former is not None:
+    if former is not None:  # the script has its scheduler, and its loader with the position
         scheduler, cursor = former.lr_scheduler, former._run.cursor
     else:
         scheduler = _make_scheduler(given.scheduler, given.settings.scheduler, given.optimizer)

@@ -76,16 +76,14 @@ def take_without_weights(model: nn.Module) -> None:
 
 
 def _give_weights(core: Core, taken: Container[nn.Parameter]) -> None:
-    """Give an engine's parameters their weights in full precision. Collective.
-
-    Those that the next engine has (`taken`) stay divided if they are; others become whole.
-    """
+    """Give an engine's parameters their weights in full precision. Collective."""
     group = EarlyGroup(core.collectives) if core.stage.shards_parameters else None
     for unit in core.units:
         weights = unit.gather_highest()
         dtype = torch.float32 if weights.is_floating_point() else weights.dtype
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             values = weights[slot.start : slot.stop].view(slot.shape)
+            # What the next engine takes stays divided; what is left to the script becomes whole.
             if group is not None and param in taken:
                 keep_share(param, values, dtype, group)
             else:

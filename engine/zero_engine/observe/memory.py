@@ -174,8 +174,7 @@ def _at_rest(layout: Layout, device: str) -> Counter[tuple[str, str]]:
 def _sums(layout: Layout, parameters: int) -> tuple[int, float | None]:
     """What is kept of sums between micro-steps, and the bytes of each element on its way.
 
-    None: gradients are sent to their owners. Where the backend sums them these are the gradient,
-    its copy in the dtype of the sum, and the sum of this micro-step.
+    None: gradients are sent to their owners.
     """
     config, sums, topology = layout.config, layout.sums, layout.sums.topology
     batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
@@ -187,6 +186,7 @@ def _sums(layout: Layout, parameters: int) -> tuple[int, float | None]:
     kept = max(sums.most_kept_bytes(micro_batches, rank, parameters) for rank in firsts)
     if layout.native is None:
         return kept, sums.most_under_way(micro_batches, _BYTES[config.compute])
+    # The gradient, its copy in the dtype of the sum, and the sum of this micro-step.
     copied = _BYTES[layout.native] if layout.native != config.compute else 0
     return kept, _BYTES[config.compute] + copied + _BYTES[layout.native] / topology.world
 

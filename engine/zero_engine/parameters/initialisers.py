@@ -148,12 +148,9 @@ class Initialisers:
         *,
         buffers: bool = False,
     ) -> Iterator[None]:
-        """Let the parameters of modules have memory: of their places, or for the moment.
+        """Let the parameters of modules have memory: of their places, by `id`, or for the moment.
 
-        Args:
-            modules: The modules.
-            places: By `id`, where values are to stay.
-            buffers: Whether buffers without values are to get some; the others are kept.
+        `buffers`: those without values are to get some; all others are kept.
         """
         with ExitStack() as after:
             for module in modules.values():
@@ -164,10 +161,11 @@ class Initialisers:
                         _unset(tensor)
                         continue
                     after.callback(setattr, tensor, "data", tensor.data)
-                    if is_buffer or has_values:
+                    if is_buffer or has_values:  # an initialiser may write to it: to a copy
                         tensor.data = tensor.data.clone()
                         continue
                     place = places.get(id(tensor))
+                    # Initialisers draw on the CPU in the parameter's dtype, whatever the unit has.
                     if place is None or place.device.type != "cpu" or place.dtype != tensor.dtype:
                         place = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     tensor.data = place

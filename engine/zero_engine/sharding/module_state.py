@@ -87,15 +87,13 @@ class ModuleState:
     def _copy_what_is_there(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        """A module's state_dict: copies of gathered parameters; empty tensors for the others.
-
-        A parameter itself would be freed, or show NaN, as soon as it is released again.
-        """
+        """A module's state_dict: copies of gathered parameters; empty tensors for the others."""
         for name, param in module._parameters.items():
             shown = state.get(prefix + name)
             if param is None or shown is None or shown is param:  # itself with keep_vars
                 continue
             there = self._is_there(param)
+            # A copy: the parameter itself shows NaN as soon as it is released again.
             state[prefix + name] = param.detach().clone() if there else param.new_empty(0)
             if not there and not self._warned:
                 self._warned = True

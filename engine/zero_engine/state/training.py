@@ -153,16 +153,13 @@ class Loading:
         return self._filled
 
     def _exchange(self, filled: bool) -> None:
-        """Begin to exchange the weights that rest on the device with the other ranks.
-
-        Weights in a far tier are restored in `adopt`, when all of them have been written.
-        """
+        """Begin to exchange the weights that rest on the device with the other ranks."""
         self._end_exchange()
         self._tried += 1
         if filled:
             self._selection.settle(weights=True)
         for unit in self._state.core.units:
-            if not unit.tiers.state.far:
+            if not unit.tiers.state.far:  # far weights are restored in `adopt`
                 self._under_way.append((unit, unit.begin_restore()))
 
     def _end_exchange(self) -> None:
