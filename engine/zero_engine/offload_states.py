@@ -111,40 +111,38 @@ class MovedStates:
         self._await_weights()
         self._wait_for_reader()
         self.hold_copies()
-        for kind in Kind:
-            if include is None or kind in include:
-                for tensor in self.tensors_of(kind):
-                    storage = self._storage(tensor)
-                    moved = storage._cdata in self._copies
-                    # On a CPU, memory that numpy() refers to cannot be resized, as in a save.
-                    if moved or not storage.nbytes() or not storage.resizable():
-                        continue
-                    pin = pin_memory and tensor.is_cuda
-                    copy = torch.empty(
-                        storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pin
-                    )
-                    copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
-                    # On a GPU the next user of this memory runs after the copy, on one stream.
-                    storage.resize_(0)
-                    self._copies[storage._cdata] = (storage, copy)
-        if non_blocking and torch.cuda.is_available():
-            # The copies ran one behind the other. What is shown below has to be complete.
-            torch.cuda.current_stream().synchronize()
-        # The parameters and state of the optimizer, as a script finds them.
-        assert self._zero is not None
-        optimizer = self._zero.optimizer
-        tensors = [param for group in optimizer.param_groups for param in group["params"]]
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-        for tensor in tensors:
-            _, shown = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
-            if shown is not None:
-                self._homes[id(tensor)] = (tensor, tensor.detach())
-                whole = shown.view(tensor.dtype)
-                tensor.data = whole.as_strided(
-                    tensor.size(), tensor.stride(), tensor.storage_offset()
-                )
-        self._show_what_is_there()
+        kinds = [kind for kind in Kind if include is None or kind in include]
+        try:
+            for tensor in (each for kind in kinds for each in self.tensors_of(kind)):
+                storage = self._storage(tensor)
+                moved = storage._cdata in self._copies
+                # On a CPU, memory that numpy() refers to cannot be resized, as in a save.
+                if moved or not storage.nbytes() or not storage.resizable():
+                    continue
+                pin, size = pin_memory and tensor.is_cuda, storage.nbytes()
+                copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+                copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
+                # On a GPU the next user of this memory runs after the copy, on one stream.
+                storage.resize_(0)
+                self._copies[storage._cdata] = (storage, copy)
+        finally:
+            if non_blocking and torch.cuda.is_available():
+                # The copies ran one behind the other. What is shown below has to be complete.
+                torch.cuda.current_stream().synchronize()
+            # Also without memory for all copies: no script finds a storage that is empty, neither
+            # in the optimizer's parameters and state nor in the module.
+            assert self._zero is not None
+            optimizer = self._zero.optimizer
+            shown = [param for group in optimizer.param_groups for param in group["params"]]
+            for state in optimizer.state.values():
+                shown += [value for value in state.values() if isinstance(value, Tensor)]
+            for tensor in shown:
+                _, kept = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
+                if kept is not None:
+                    self._homes[id(tensor)] = (tensor, tensor.detach())
+                    layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+                    tensor.data = kept.view(tensor.dtype).as_strided(*layout)
+            self._show_what_is_there()
 
     def _can_go_to(self, device: OffloadDeviceEnum | str) -> bool:
         """Whether states can be moved to a device. Raises as `offload`."""
@@ -163,13 +161,15 @@ class MovedStates:
 
     def restore(self, *, non_blocking: bool) -> None:
         """`engine.reload_states`: move everything back."""
+        while self._copies:
+            key, (storage, copy) = next(iter(self._copies.items()))
+            storage.resize_(copy.numel())
+            _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
+            del self._copies[key]  # only now: without memory for it the reload can be repeated
+        # Then the optimizer's tensors, which until now show the copies and not empty storages.
         while self._homes:
             _, (tensor, home) = self._homes.popitem()
             tensor.data = home
-        while self._copies:
-            _, (storage, copy) = self._copies.popitem()
-            storage.resize_(copy.numel())
-            _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
         self._show_what_is_there()
 
     def lend(self, until: Callable[[], object]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import zero_deepspeed
+from tests.numerics.peak_memory import resident
 from tests.numerics.test_offload import offloading
 from tests.support.training import DIVIDED, config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
@@ -135,6 +142,57 @@ def test_the_optimizers_tensors_can_be_read_while_they_are_away(
     for before, meanwhile, after in worlds.run(2, read_the_optimizer_while_away, stage):
         assert before == meanwhile == after
         assert any(any(values) for values in before)
+
+
+LARGE = (4096, 4096)
+WEIGHTS = ["lp_params", "hp_params"]
+
+
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """A context in which this process cannot allocate the weights of the large layer."""
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (resident("VmData") + (16 << 20), limits[1]))
+    taken: list[torch.Tensor] = []
+    try:
+        with suppress(RuntimeError):  # malloc may have kept as much of what was freed
+            while True:
+                taken.append(torch.empty(LARGE))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+def move_without_memory(stage: int, which: str) -> tuple[bool, bool]:
+    """Offload or reload weights, of which one unit of two is too large."""
+    model = nn.ModuleList([nn.Linear(9, 9), nn.Linear(*LARGE, bias=False)])
+    engine, *_ = zero_deepspeed.initialize(model=model, config=config(stage))
+    before = engine.module_state_dict()
+    assert engine.optimizer is not None
+    stepped = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    values = [tensor.detach().clone() for tensor in stepped]
+    if which == "reload":
+        engine.offload_states(WEIGHTS)
+    move = engine.reload_states if which == "reload" else partial(engine.offload_states, WEIGHTS)
+    with no_memory(), pytest.raises(RuntimeError, match="can't allocate memory"):
+        move()
+    with pytest.raises(ZeroError, match="are offloaded"):
+        engine.module_state_dict()
+    for param in engine.module.parameters():
+        param.sum()  # NaN, and not what is at address 0
+    readable = all(map(torch.equal, stepped, values))
+    engine.reload_states()
+    after = engine.module_state_dict()
+    return readable, all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("which", ["offload", "reload"])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.corners(stage=[0])
+def test_a_move_that_finds_no_memory_loses_nothing_and_can_be_undone(
+    worlds: WorldPool, stage: int, which: str
+) -> None:
+    assert worlds.run(1, move_without_memory, stage, which) == [(True, True)]
 
 
 def move_everything(stage: int) -> tuple[int, int]:
