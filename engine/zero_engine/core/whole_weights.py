@@ -81,8 +81,12 @@ def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: b
         if slots:
             _write(core, unit, slots, recorded)
     recorded.copy(root.buffers())
-    if not answers.all_given:
-        _spread_buffers(core, given=given)
+    for name, buffer in persistent_buffers(core.module) if not answers.all_given else ():
+        sent = buffer.detach().clone(memory_format=torch.contiguous_format)
+        with core.guard():
+            core.collectives.broadcast(sent, f"buffer {name} of load_state_dict()")
+        if not given:
+            buffer.detach().copy_(sent)
     moved.inconsistent = None
     return answers.keys
 
@@ -186,16 +190,6 @@ def _give_up(core: Core, unit: FlatUnit, rank: int, error: Exception | None) -> 
     raise RuntimeError(
         f"{reason}; free memory and load a whole dictionary or a checkpoint, or start again"
     ) from error
-
-
-def _spread_buffers(core: Core, *, given: bool) -> None:
-    """Give rank 0's buffers to the ranks that have no dictionary."""
-    for name, buffer in persistent_buffers(core.module):
-        sent = buffer.detach().clone(memory_format=torch.contiguous_format)
-        with core.guard():
-            core.collectives.broadcast(sent, f"buffer {name} of load_state_dict()")
-        if not given:
-            buffer.detach().copy_(sent)
 
 
 class WholeWeights(nn.Module):
