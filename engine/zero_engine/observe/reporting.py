@@ -121,8 +121,11 @@ class Monitors:
 
     def close(self) -> None:
         """End all curves."""
-        for _, close in self._kinds.values():
-            close()
+        for name, (_, close) in self._kinds.items():
+            try:
+                close()
+            except Exception as error:  # such as a full disk
+                _log.warning("%s: its last points may be missing: %s", name, error)
         self._kinds.clear()
 
 

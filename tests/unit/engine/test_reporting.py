@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,12 +101,26 @@ def test_curves_that_cannot_be_written_cost_one_line_and_no_training(
 def test_a_package_that_is_not_there_is_named_in_one_line(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, name, None)
-    monkeypatch.delitem(__import__("sys").modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     report(load_config({name: {"enabled": True}}), range(1, 3))
     (line,) = caplog.messages
     assert line.startswith(f"{name}: ")
     assert line.endswith("; install that package, or leave the section out")
+
+
+def test_curves_that_cannot_be_ended_cost_one_line_and_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish() -> None:
+        raise OSError(28, "No space left on device")
+
+    run = SimpleNamespace(log=lambda *_, **__: None, finish=finish)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    report(csv_config(tmp_path, wandb={"enabled": True}), range(1, 3))
+    assert caplog.messages == [
+        "wandb: its last points may be missing: [Errno 28] No space left on device"
+    ]
 
 
 # ---- lines ----
