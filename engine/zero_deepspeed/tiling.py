@@ -64,7 +64,7 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self.in_parts = _bounds(in_features, in_splits)
         self.out_parts = _bounds(out_features, out_splits)
-        last = in_splits - 1
+        last = in_splits - 1  # of a sum of parts one adds the bias
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(stop - start, high - low, bias=bias and row == last, **kwargs)

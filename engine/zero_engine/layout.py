@@ -295,6 +295,7 @@ def _places(config: Config, facts: Facts, stage: Stage) -> Iterator[UnitPlaces]:
         # The buffer serves as master weights only where the optimizer steps.
         is_buffer = alike and not stage.shards_parameters and (not far or facts.device == "cpu")
         path = optimizer.nvme_path if unit.trained else param.nvme_path
+        # What rests in one place in one dtype serves as both; else there is a copy to gather from.
         same_place = state == weights and (state != NVME or path == param.nvme_path)
         replica = is_buffer or not stage.shards_optimizer
         near = replica or not far or (same_place and alike)

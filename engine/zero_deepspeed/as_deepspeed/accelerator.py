@@ -72,7 +72,7 @@ def install() -> None:
     def backward(self: Any, loss: Any, **named: Any) -> Any:
         wrapped = getattr(self, "deepspeed_engine_wrapped", None)
         if wrapped is not None and not _exempt and not getattr(self, "_zero_checked", False):
-            self._zero_checked = True
+            self._zero_checked = True  # at its first backward: by then a script has loaded
             engine = wrapped.engine
             samples = int(engine.train_batch_size())
             check_loop(current_round(), committed_step(), engine.loaded_samples, samples)

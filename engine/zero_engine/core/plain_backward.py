@@ -85,6 +85,7 @@ class PlainBackward:
             return
         self._core.overlap.wait()  # of a step since that forward
         self._await_end(task)
+        # At stage 3 weights are gathered before there is a gradient, and within a micro-step only.
         if self._core.stage.shards_parameters and not self._begun and task != self._looked_into:
             try:
                 ends_at_parameters = any(

@@ -63,6 +63,7 @@ class OwnerExchange:
         """Begin to bring the pieces of each parameter to its owner: this rank's, and the wait."""
         owned = self.owned(exchange_group)
         whole, wanted = torch.empty(0, device="cpu"), {}
+        # Where every rank holds all of a unit, the owner has what it needs.
         held = {owner: shared.mine for owner, shared in enumerate(exchange_group) if shared.divided}
         if owned is not None:
             whole = owned.mine.new_empty(owned.slot.numel)

@@ -103,6 +103,7 @@ class Rows:
         """A segment's part of the row of a key; made for state of `dtype` if missing."""
         name = self.name(segment, key)
         dtype = None if dtype is None else self._moments.resting(dtype)
+        # A checkpoint may bring a key in another dtype than its row has.
         if dtype is not None and (name not in self._rows or self._rows[name][1].dtype != dtype):
             start, stop = self._stretch(self._kinds[segment])
             self._rows[name] = start, self._tier.zeros(stop - start, dtype)

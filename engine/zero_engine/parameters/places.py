@@ -40,7 +40,7 @@ def adopt_parameters(core: Core) -> None:
             _PLACES[param] = (weakref.ref(core), number, place)
             if core.stage.shards_parameters:
                 show_as_divided(param, slot.shape, world)
-            else:
+            else:  # `zero.Init` may have divided it before
                 hide_attributes(param)
         if core.stage.shards_parameters:
             for each in unit.small.members:

@@ -308,6 +308,7 @@ class FlatUnit:
 
         What is left to `small_params.take`, which does it for all units at once.
         """
+        # Parameters that show NaN, since their weights arrive late, have nothing of a script.
         if self._arriving is not None or not (self.gathered or self._stage.shards_parameters):
             return []
         if self._replica is not None:  # this rank has all of it

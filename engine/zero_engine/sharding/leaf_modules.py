@@ -116,6 +116,7 @@ def _set(
 ) -> list[nn.Module]:
     wanted = list(classes)
     found: list[nn.Module] = []
+    # `apply` comes to inner modules first, and DeepSpeed returns them in this order.
     model.apply(lambda m: found.append(m) if any(_is_of(m, each) for each in wanted) else None)
     if not found and must_be_there:
         names = ", ".join(c if isinstance(c, str) else c.__name__ for c in wanted)

@@ -314,6 +314,7 @@ def fetch(
     mine = {} if owned is None else dict(leaves(owned.get(key)))
     for kind, place in leaves(nest):
         assert isinstance(place, Tensor)
+        # On the owner a copy, elsewhere a blank of the same kind, to be filled.
         sent = stored(mine.get(kind, place)).to(device, copy=True)
         collectives.broadcast(sent, f"{key} of {name}", source)
         place.copy_(sent)

@@ -140,6 +140,7 @@ class Nvme:
     def fetch(self, held: Tensor, into: Tensor) -> None:
         """Copy from the file, and begin to read the successors of this tensor."""
         buffer = wait(self._ahead.take(held) or self._read(held))
+        # Not in the background: the buffer is used again as soon as it is given back.
         into.copy_(_typed(buffer, held))
         self.buffers.give(buffer)
         for following in self._ahead.wanted(held):
