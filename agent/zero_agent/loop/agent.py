@@ -55,7 +55,7 @@ _WARM_UP = {
     Workers.STARTING: "warming up, before it joins",
     Workers.READY: "warmed up, to join without delay",
 }
-"""What the workers of a node do that has no round."""
+"""What workers without a round do, by their state."""
 TICK_S = 0.1
 """The longest time the loop sleeps: the resolution of its timers."""
 LAST_OUTPUT_BYTES = 16 << 10
@@ -267,7 +267,10 @@ class Agent:
         An error in one part is logged: the other parts are stopped, and the agent's own error is
         not hidden.
         """
+        # From now on a call to etcd handles no events: their parts are being closed.
         self._store.leave_alone()
+        # The workers end first: then their output is complete, their memory is in use no more, and
+        # another node may register in the place of this one.
         closes: list[Callable[[], object]] = [
             self._answers.close,
             self._node_workers.close,
@@ -325,6 +328,7 @@ class Agent:
                         self._rdzv.snapshot, "the workers' imports are not done", Wait.IMPORTS
                     )
                     self._handle_events()
+            # A node that is to leave says so as it registers: no round waits for it.
             self._leaving.obey(None)
             self._rdzv.register(starting=starting)
         except (StoreUnavailable, StoreFull) as error:
@@ -381,7 +385,7 @@ class Agent:
             self._limits.store_answers(self._rdzv.snapshot.fence)
             self._told.log_end_of_round(self._rdzv.snapshot, self._rdzv.node)
             if action is not Action.WAIT:
-                return None
+                return None  # without a wait for events: another action may be due
         except STORE_FAILS as error:
             self._store_fails(error)
         # The end of the job is logged once the workers have ended.
@@ -394,6 +398,7 @@ class Agent:
             log.info("%s", reason)
         self._node_workers.check_limits()
         self._leaving.check_limit()
+        # Others may wait for this node, or for the snapshots in its memory.
         alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
         self._health_checks.check_limit(needed=not alone)
         self._limits.check_waiting(self._rdzv.snapshot, reason, waits_for, self._rdzv.confirm)

@@ -67,6 +67,7 @@ class Limits:
         self._outage = Stopwatch(clock)
         self._waiting = Stopwatch(clock)
         self._full = Stopwatch(clock)
+        # Since the log has said that etcd is full.
         self._said = Stopwatch(clock)
         self._fence = 0
         self.remark: Callable[[], str] = lambda: ""
@@ -177,10 +178,7 @@ class LogLimit:
         """Whether to log this reason now; if so, it counts as logged."""
         if waits_for is not Wait.WORKERS:
             self._wait.stop()
-        elif self._wait.running and not self._wait.past(AGAIN_S):
+        elif not self._wait.again(AGAIN_S):
             return False
-        else:
-            self._wait.stop()
-            self._wait.start()
         news, self._logged = reason != self._logged, reason
         return news

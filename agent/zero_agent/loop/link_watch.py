@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from zero_agent.loop.node_workers import NodeWorkers
+from zero_agent.loop.node_workers import NodeWorkers, Post
 from zero_agent.node.ring import AnotherProcess, Ring
 from zero_agent.node.state import LOST_PEER, Workers
 from zero_contract.clock import Clock
@@ -29,8 +29,7 @@ PAUSE_S = 1.0
 LONGEST_PAUSE_S = 10.0
 GROWTH = 1.5
 MOST = 64
-"""The members after this one, in the order of ranks, that it looks at; a large job has thousands.
-"""
+"""The members after this one, in rank order, that it looks at; a large job has thousands."""
 EARLY = 0.2
 """The part of the time after which a step counts as missing, after which links are looked at: 3 s,
 or a usual long step. A look that finds a dead link takes 2 s, and two in a row 5 s."""
@@ -38,8 +37,6 @@ MOST_PATIENT = 8
 """A node that is set aside again and again looks so many times as often before it comes back; it
 looks twice as often after each time."""
 
-Post = Callable[[Callable[..., None]], Callable[..., None]]
-"""Wraps a handler so that it runs on the agent's thread."""
 Reach = Callable[[Sequence[Node]], Sequence[DeadLink]]
 """Connects to the agents of some nodes; those that cannot be reached."""
 
@@ -85,7 +82,7 @@ class LinkWatch:
         """
         self._clock, self._post, self._reach, self._growth = clock, post, reach, growth
         self._number = 0
-        """Of what is looked at; what was found before it changed is of no use."""
+        """Grows with each `forget`: what a look finds that began before is dropped."""
         self.forget()
 
     def forget(self) -> None:
@@ -98,7 +95,7 @@ class LinkWatch:
         self._looks: list[dict[str, DeadLink]] = []
         """What the last ones have found."""
         self.in_a_row = 0
-        """The last so many looks have reached all nodes."""
+        """The number of last looks that have all reached all nodes."""
 
     def look(self, nodes: Sequence[Node]) -> None:
         """Look at the links to these nodes, unless that is under way; call it often."""
@@ -110,6 +107,7 @@ class LinkWatch:
         self._looking = True
         found = self._post(self._found)
         number = self._number
+        # A connection attempt takes seconds where packets are dropped.
         threading.Thread(target=lambda: found(number, self._reach(nodes)), daemon=True).start()
 
     def _found(self, number: int, dead: Sequence[DeadLink]) -> None:
@@ -124,7 +122,7 @@ class LinkWatch:
     @property
     def dead(self) -> tuple[DeadLink, ...] | None:
         """The dead links; None: it is not known yet."""
-        if self._looks and not self._looks[-1]:
+        if self._looks and not self._looks[-1]:  # one good look is enough, two bad ones are needed
             return ()
         if len(self._looks) < LOOKS:
             return None
@@ -164,10 +162,10 @@ class Links:
         self._come_back(rdzv)
 
     def _look(self, job: Snapshot, me: Node, workers: NodeWorkers) -> tuple[DeadLink, ...] | None:
-        """What is to be reported; None: nothing."""
+        """The dead links to report; None: nothing."""
         if job.state is not State.ACTIVE or workers.group.round != job.n or not job.has_member(me):
             self._in_round.forget()
-            return self._told
+            return self._told  # nothing new, and nothing to withdraw
         lost, runs = workers.group.state in LOST_PEER, workers.group.state is Workers.RUNNING
         if not (lost or (runs and workers.steps.is_missing(EARLY))):
             self._in_round.forget()

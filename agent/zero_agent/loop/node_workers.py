@@ -26,7 +26,7 @@ from zero_agent.node.leave_request import LeaveRequests
 from zero_agent.node.network import interface_of
 from zero_agent.node.state import BUSY, WAITING, Workers
 from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_env, timer_file
-from zero_agent.workers.exits import Exit, describe
+from zero_agent.workers.exits import describe
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
 from zero_agent.workers.output.recent import RecentOutput
@@ -75,7 +75,7 @@ PARK_S = 10.0
 """Time for workers to leave a group that is lost, before they are killed: a wait for a peer ends at
 once, and a long computation before the next exchange counts as well."""
 WARM_UPS = 3
-"""So often in a row workers are started that somebody kills while they warm up."""
+"""Kills in a row of workers that warm up, after which they are started for a round alone."""
 STACKS_S = 0.5
 """Pause between the request for stacks and the kill; a recovery waits for it."""
 
@@ -160,7 +160,7 @@ class NodeWorkers:
         self._can_leave: set[int] = set()
         self._can_stay: set[int] = set()
         self.stays = False
-        """What the workers have said last of staying from round to round."""
+        """Whether the workers stay from round to round, as they have said last."""
         self._world_size = WorldSize(clock)
         self._askings = LeaveRequests({})
         self._asked, self._released, self._stopping, self._dying, self._warming = (
@@ -254,7 +254,7 @@ class NodeWorkers:
         self._journal.tell("warm up", "the workers warm up before they take part in a round")
 
     def _forget(self) -> None:
-        """Other workers are about to be started."""
+        """Drop what the last workers have said, and what they were asked."""
         self._can_leave.clear()
         self._can_stay.clear()
         for since in (self._asked, self._released, self._stopping, self._dying):
@@ -264,6 +264,7 @@ class NodeWorkers:
         """Start the workers of the job's round on this node, given the job's secret."""
         self._forget()
         self._warming.stop()
+        # The workers of rounds before have gone, so nobody uses their stores any more.
         for store, fence in list(self._stores.items()):
             if fence != job.fence:
                 del self._stores[store]
@@ -306,8 +307,7 @@ class NodeWorkers:
         leave = Leave(round=self.group.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
         for rank in self._can_leave:
             self._channel.send(rank, leave)
-        own = self._askings.ask()
-        how = _BY_ITSELF if own else _AT_BOUNDARY
+        how = _BY_ITSELF if self._askings.ask() else _AT_BOUNDARY
         self._journal.tell("leave", f"{reason}: {how}, within {within_s:.0f} s")
 
     def release(self, reason: str) -> None:
@@ -372,8 +372,8 @@ class NodeWorkers:
             done = self.group.state is Workers.SUCCEEDED
             if text := self._world_size.warning(done=done):
                 self._journal.tell("world size", text, level=logging.WARNING)
-        # A forkserver that is stuck would keep its workers, and the whole job, for ever.
-        # (A short --join-timeout, torchrun's "timeout" of --rdzv-conf, is about nodes alone.)
+        # A forkserver that is stuck would keep its workers, and the whole job, for ever. The limit
+        # is no shorter than by default: torchrun's "timeout" of --rdzv-conf is about nodes alone.
         imports_s = max(self._config.join_timeout_s, AgentConfig.join_timeout_s)
         unresponsive_s = self._forkserver.stuck_s(imports_s)
         if unresponsive_s is not None:
@@ -409,7 +409,7 @@ class NodeWorkers:
 
     def _on_news(self, forkserver: ForkserverClient, news: dict[str, Any]) -> None:
         """Handle a message of the forkserver."""
-        if forkserver is not self._forkserver:
+        if forkserver is not self._forkserver:  # news of the one before it, which is gone
             return
         if "gone" in news:
             self._forkserver_is_gone()
@@ -424,14 +424,14 @@ class NodeWorkers:
             self._handlers.on_port(self._stores[news["id"]], news["port"])
         elif "pid" in news:
             pid = news["pid"]
-            rank = self.group.runs_as(news["id"], pid)
-            if rank is not None:
+            if (rank := self.group.runs_as(news["id"], pid)) is not None:
                 text = f"rank {rank} runs as process {pid}"
                 self._journal.tell("worker", text, level=logging.DEBUG, rank=rank, pid=pid)
         elif "status" in news:
             self._process_ended(news["id"], news["status"])
 
     def _process_ended(self, process: int, status: int) -> None:
+        # A negative status is a signal's: a store is killed here after its round.
         if process in self._stores and process not in self._listening and status > 0:
             raise AgentFailed(
                 AgentExit.UNHEALTHY,
@@ -442,29 +442,23 @@ class NodeWorkers:
             self.group.store_ended(status)
             self._journal.tell("exit", self.group.first_failure.summary, round=self.group.round)
         end = self.group.ended(process, status)
-        if end is not None:
-            self._stopped_s = time.time()
-            self.steps.ended(end.rank)
-        if end is not None and not self.group.round:
-            self._ended_early(end)
-        elif end is not None and end.status != 0 and not end.wanted:
+        if end is None:
+            return
+        self._stopped_s = time.time()
+        self.steps.ended(end.rank)
+        if self.group.round and end.status != 0 and not end.wanted:
             facts = {"symptom": True} if end.symptom else {}
             self._journal.tell(
                 "exit", end.summary, round=self.group.round, rank=end.rank, pid=end.pid, **facts
             )
-
-    def _ended_early(self, end: Exit) -> None:
-        """A worker has ended without a round: a kill need not repeat, what the script does would.
-
-        A script that makes a process group before its engine cannot warm up.
-        """
-        if end.wanted:
-            return
-        self._killed_early += 1
-        self.cold = end.status >= 0 or self._killed_early >= WARM_UPS
-        then = "from now on workers start with their round" if self.cold else "they start again"
-        text = f"{end.summary}, before the workers had a round; {then}"
-        self._journal.tell("warm up", text, level=logging.WARNING, rank=end.rank, pid=end.pid)
+        elif not self.group.round and not end.wanted:
+            # A kill need not repeat. What the script does would: it cannot warm up, for example,
+            # if it makes a process group before its engine.
+            self._killed_early += 1
+            self.cold = end.status >= 0 or self._killed_early >= WARM_UPS
+            then = "from now on workers start with their round" if self.cold else "they start again"
+            text = f"{end.summary}, before the workers had a round; {then}"
+            self._journal.tell("warm up", text, level=logging.WARNING, rank=end.rank, pid=end.pid)
 
     def _forkserver_is_gone(self) -> None:
         status = self._forkserver.close()
@@ -501,6 +495,7 @@ class NodeWorkers:
             case Hello() if Ability.BOUNDARY in message.can:
                 self._world_size.announced()
                 self._can_leave.add(rank)
+                # A worker announces all that it can, and again when that changes.
                 if Ability.REJOIN in message.can:
                     self._can_stay.add(rank)
                     self.stays = True
@@ -548,7 +543,7 @@ class NodeWorkers:
             self._stopped_s = time.time()
             self.group.park(rank, left.lost)
             self.steps.ended(rank)
-        if self.group.state is Workers.READY:
+        if self.group.state is Workers.READY:  # it was the last one
             self._warming.stop()
             self._killed_early = 0
             self._journal.tell("warm up", "the workers have warmed up: they can join")

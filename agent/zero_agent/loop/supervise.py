@@ -87,7 +87,7 @@ class Situation:
         job = self.job
         if not self.round:  # they have warmed up in vain
             return True
-        # The other nodes hold the checkpoint in memory without one of them, but not without two.
+        # In-memory checkpoints survive the loss of one node, and not that of two.
         alone = {failure.node for failure in job.failures if not failure.symptom} == {self.node.id}
         enough = job.spec.usable(len(job.eligible) - 1) >= job.spec.min_nodes
         return self.node.stays and alone and enough and not job.lost
@@ -100,8 +100,12 @@ def next_action(now: Situation) -> Step:
     """The next thing to do and its reason; WAIT until something changes."""
     if now.unkillable and now.job.state not in ENDED:
         return Action.ABANDON, now.unkillable
-    action, reason = _stand_by(now) or _BY_STATE[now.job.state](now)
+    if now.node.starting and now.job.state not in ENDED and (now.cold or now.workers in _WARM):
+        how = "cannot warm up" if now.cold else "have warmed up"
+        return Action.STAND_BY, f"the workers {how}"
+    action, reason = _BY_STATE[now.job.state](now)
     if action is Action.EXIT and now.workers in WAITING:
+        # They wait for a round that does not come; the node exits when they have ended.
         return Action.STOP, reason
     if action is Action.EXIT and now.job.state not in ENDED and now.holds:
         return Action.WAIT, f"{reason}; {now.holds}"
@@ -109,17 +113,7 @@ def next_action(now: Situation) -> Step:
 
 
 _WARM = WAITING | {Workers.READY, Workers.RUNNING}
-"""States of workers that are past their start-up, or may be without a warm-up."""
-
-
-def _stand_by(now: Situation) -> Step | None:
-    if not now.node.starting or now.job.state in ENDED:
-        return None
-    if now.cold:
-        return Action.STAND_BY, "the workers cannot warm up"
-    return (Action.STAND_BY, "the workers have warmed up") if now.workers in _WARM else None
-
-
+"""States of workers that have warmed up, or run without having done so."""
 _BACK = "the other nodes may go on while the workers of this one warm up"
 
 
@@ -127,7 +121,8 @@ def _forming(now: Situation) -> Step:
     job = now.job
     if now.busy:
         over = f"round {job.n} is over: {job.cause}"
-        hangs = any(failure.hang for failure in job.failures)  # the stacks of all tell why
+        # After a hang all workers write their stacks and are killed: none of them is kept.
+        hangs = any(failure.hang for failure in job.failures)
         if now.workers is Workers.RUNNING and now.can_stay and not hangs:
             return Action.WAIT if now.released else Action.RELEASE, over
         return _kill(now, over)
@@ -139,7 +134,7 @@ def _forming(now: Situation) -> Step:
 
 
 def _gone(now: Situation) -> Step:
-    """The next round may begin when this node has said so; what it says before holds for that."""
+    # The report lets the next round begin, with what this node has said of itself until then.
     if now.checking:
         return Action.WAIT, "this node is being checked"
     if now.stands_back:
@@ -209,10 +204,6 @@ def _running(now: Situation) -> Step:
     return Action.WAIT, f"{job.yielding}; waiting for the workers to leave"
 
 
-def _stopping(now: Situation) -> Step:
-    return Action.WAIT, "the workers are stopping"
-
-
 def _without_workers(now: Situation) -> Step:
     return Action.WAIT, f"no workers of this node are in round {now.job.n}"
 
@@ -231,8 +222,8 @@ def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
 
 
 def _succeeded(now: Situation) -> Step:
-    """The node's part is done: report it, then leave if asked, unless the others need it still."""
     reason = "the workers have finished"
+    # Without its TCPStore the workers of other nodes, which are not done, would fail.
     if now.reported and now.node.draining and now.hosting:
         return Action.WAIT, f"{reason}; this node hosts the store of those that have not"
     return _once(Action.REPORT_DONE, reason)(now)
@@ -255,7 +246,7 @@ _IN_ROUND: Mapping[Workers, Callable[[Situation], Step]] = {
     Workers.STARTING: _without_workers,
     Workers.READY: _without_workers,
     Workers.RUNNING: _running,
-    Workers.STOPPING: _stopping,
+    Workers.STOPPING: lambda now: (Action.WAIT, "the workers are stopping"),
     Workers.STOPPED: _once(Action.REPORT_QUIET, "the workers have stopped"),
     Workers.PARKED: _once(Action.REPORT_QUIET, "the workers wait for the next round"),
     Workers.STRANDED: _once(Action.REPORT_FAILURE, "the workers lost a peer, and wait"),

@@ -16,7 +16,6 @@ Must always hold: no node is evicted whose lease was refreshed after the suspici
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 
 from zero_agent.loop.limits import STORE_FAILS
@@ -64,12 +63,6 @@ class Suspicion:
         )
 
 
-@dataclass(kw_only=True)
-class _Suspect:
-    node: Node
-    suspicion: Suspicion
-
-
 class Suspects:
     """The neighbours that the ring has reported, until each is evicted or cleared."""
 
@@ -77,41 +70,39 @@ class Suspects:
         self._journal = journal
         self._clock = clock
         self._dead: list[Node] = []
-        self._suspects: list[_Suspect] = []
+        self._suspects: dict[Node, Suspicion] = {}
 
     def add(self, node: Node, certain: bool) -> None:
         """Record that the ring no longer reaches this node, whose death may be certain."""
         if certain:
             self._dead.append(node)
-        elif not node.evicted and node not in [suspect.node for suspect in self._suspects]:
-            suspicion = Suspicion(node.lease_ttl_s, self._clock.now())
-            self._suspects.append(_Suspect(node=node, suspicion=suspicion))
+        elif not node.evicted and node not in self._suspects:
+            self._suspects[node] = Suspicion(node.lease_ttl_s, self._clock.now())
 
     def run(self, rdzv: Rendezvous) -> None:
         """Evict the nodes that are certainly dead; read the leases of the others."""
         with suppress(*STORE_FAILS):  # the leases of the dead will expire
             while self._dead:
                 self._evict(rdzv, self._dead.pop(), "its process has ended", ended=True)
-            for suspect in list(self._suspects):
+            for node, suspicion in list(self._suspects.items()):
                 asked_s = self._clock.now()
-                left_s = rdzv.lease_left_s(suspect.node)
+                left_s = rdzv.lease_left_s(node)
                 found = (
-                    suspect.suspicion.judge(left_s, asked_s, self._clock.now())
+                    suspicion.judge(left_s, asked_s, self._clock.now())
                     if left_s is not None
                     else LeaseVerdict.ALIVE  # the node has left, or has come back
                 )
                 if found is LeaseVerdict.UNKNOWN:
                     continue
-                self._suspects.remove(suspect)
+                del self._suspects[node]
                 if found is LeaseVerdict.DEAD:
                     why = "its port refuses, and its lease is not kept alive"
-                    self._evict(rdzv, suspect.node, why, ended=False)
+                    self._evict(rdzv, node, why, ended=False)
                 elif left_s is not None:
                     self._journal.tell(
                         "ring",
-                        f"node {suspect.node.id} keeps its lease alive although "
-                        f"{suspect.node.ring} refuses connections from here: it is not removed; "
-                        "does a firewall reject them?",
+                        f"node {node.id} keeps its lease alive although {node.ring} refuses "
+                        "connections from here: it is not removed; does a firewall reject them?",
                     )
 
     def _evict(self, rdzv: Rendezvous, node: Node, why: str, *, ended: bool) -> None:

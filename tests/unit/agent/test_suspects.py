@@ -119,7 +119,7 @@ def test_who_has_left_by_itself_before_anybody_looks_is_suspected_no_more():
     job.suspects.add(job.suspected, False)
     job.agents.pop("b").close()
     job.look(POLL_S)
-    assert job.suspects._suspects == []
+    assert job.suspects._suspects == {}
     job.suspects.add(job.suspected, True)
     job.look(POLL_S)
     assert job.suspects._dead == []

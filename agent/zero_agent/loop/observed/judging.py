@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from zero_agent.loop.node_workers import Post
 from zero_contract.clock import Clock
 from zero_contract.journal import Journal
 from zero_contract.worker import RankTimes
@@ -41,15 +42,12 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 log = logging.getLogger("zero")
 
-Post = Callable[[Callable[..., None]], Callable[..., None]]
-"""Wraps a handler so that it runs on the agent's thread."""
 Ask = Callable[[Question, Sequence[str]], Report]
 """Asks a question about some nodes."""
 ASK_S = 8.0
 """How long the answers of the agents are waited for."""
 LISTEN_S = 5.0
-"""The interval at which other agents read the verdicts of that of rank 0, while no step is taken.
-"""
+"""Interval at which other agents read the verdicts of rank 0's agent while no step is taken."""
 DETECTORS: Sequence[Callable[[Members], Detector]] = (
     SlowRanks, SlowStorage, SlowLinks, StuckRanks,
 )  # fmt: skip
@@ -84,6 +82,7 @@ class Verdicts:
 
     def follow(self, job: Snapshot, lease: int) -> None:
         """Forget the verdicts of a round that is over, and keep the key of the others alive."""
+        # Their key ends with the lease of this agent; a new lease needs the key again.
         (before, self._lease), holds = (self._lease, lease), bool(self._held)
         over = job.n != self._round
         if over:
@@ -94,6 +93,7 @@ class Verdicts:
     def add(self, report: Report) -> None:
         """Judge a report: tell what is found and not held, withdraw what is held and not found."""
         if isinstance(report, RankTimes):
+            # Of another round, with as many ranks as that had.
             if len(report.compute_s) != self._members.world_size:
                 return
             self._step = report.step
@@ -117,7 +117,7 @@ class Verdicts:
         threading.Thread(target=lambda: answered(self._ask(question, nodes)), daemon=True).start()
 
     def _answered(self, n: int, question: Question, report: Report) -> None:
-        if n == self._round:
+        if n == self._round:  # else the question was that of a round which is over
             self._asking.discard(question)
             self.add(report)
 

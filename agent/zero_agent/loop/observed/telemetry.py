@@ -14,8 +14,8 @@ from functools import partial
 
 from zero_agent.loop.config import AgentConfig
 from zero_agent.loop.leaving import log_traceback, root_cause
-from zero_agent.loop.node_workers import NodeWorkers
-from zero_agent.loop.observed.judging import Post, Verdicts, ask_through
+from zero_agent.loop.node_workers import NodeWorkers, Post
+from zero_agent.loop.observed.judging import Verdicts, ask_through
 from zero_agent.loop.observed.node_time import NodeTime, await_ledgers, in_a_sentence
 from zero_agent.loop.observed.traces import Traces
 from zero_agent.loop.observed.trainjob import TrainJobStatus
@@ -132,26 +132,25 @@ class JobHistory:
         before, after = self._told, self.history.failing
         self._told = after
         if after is None:
-            return (
-                f"checkpoints are saved again, after {before.saves} that failed" if before else ""
-            )
+            again = "checkpoints are saved again, after"
+            return f"{again} {before.saves} that failed" if before else ""
+        # Each save fails while the disk is full: only what it waits for can be new.
         if before is None or after.waits_for != before.waits_for:
             return f"saves: {after.in_words()}"
         return ""
 
     def written(self, saved: worker.Saved) -> None:
         """The save of the checkpoint that was published last has ended, as rank 0 reports."""
+        if not saved.committed:
+            if saved.problem and not saved.in_memory:
+                self.history = self.history.with_failure(saved.step, saved.problem, time.time())
+            return
         times: dict[str, float] = {
             "size_bytes": saved.whole_bytes,
             "stall_s": saved.stall_s,
             "write_s": saved.write_s,
             "publish_s": saved.publish_s,
         }
-        if not saved.committed:
-            if saved.problem and not saved.in_memory:
-                failed = self.history.with_failure(saved.step, saved.problem, time.time())
-                self.history = failed
-            return
         if not saved.in_memory:
             self.history = self.history.with_times(saved.step, **times)
         elif self._in_memory is not None and self._in_memory.step == saved.step:
@@ -262,7 +261,7 @@ class Telemetry:
         self.time.look(now, prepared=workers.prepared, reports=reports)
         led = self.history.leads
         self.history.look(now.job, now.node)
-        if led and not self.history.leads:
+        if led and not self.history.leads:  # rank 0 goes to another node, which continues it
             self._publish_history(last=True)
         self.publish_time(nodes=len(now.job.members.nodes), last=False)
 
