@@ -54,11 +54,9 @@ def worker_env(
     leave_file: str,
     secret: Secret,
 ) -> dict[str, str]:
-    """The variables of a worker, beside those of its agent.
-
-    The round has its store, unless it is round 0: then a process group cannot be made by mistake,
-    also if the agent's own environment names a store.
-    """
+    """The variables of a worker, beside those of its agent; the round has its store, or is 0."""
+    # In round 0 the address is empty, also if the agent's own environment names a store: a process
+    # group cannot be made by mistake.
     assert job.master is not None or not job.n, f"round {job.n} has no master yet"
     host, port = split_host_port(job.master) if job.master is not None else ("", "")
     world_size = str(job.members.world_size)
@@ -117,10 +115,7 @@ def timer_file(environ: Mapping[str, str], default: Path) -> Path | None:
 
 
 def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:
-    """The forkserver's environment, which must be set before torch is imported.
-
-    Without the interface, gloo takes the one that the host's name resolves to.
-    """
+    """The forkserver's environment, which must be set before torch is imported."""
     env = dict(environ)
     if slots > 1:  # as torchrun: each of several workers would otherwise take every core
         env.setdefault("OMP_NUM_THREADS", "1")
@@ -129,7 +124,7 @@ def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None
     env.setdefault("PYTHONHASHSEED", "0")
     # At level WARNING torch prints thirty lines of C++ stack for each store or peer that is gone.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if interface is not None:
+    if interface is not None:  # else gloo takes the one that the host's name resolves to
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env
 
@@ -207,7 +202,7 @@ class Orders:
         return {place.rank: self._file(kind, job.n, place.rank) for place in places(job, node)}
 
     def _file(self, kind: str, n: int, rank: int) -> Path:
-        """A file beside the socket: that is a local disk, wherever the logs are."""
+        # Beside the socket: that is a local disk, wherever the logs are.
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
     def _order(self, job: Snapshot, node: Node, place: WorkerPlace, secret: Secret) -> StartOrder:

@@ -21,7 +21,6 @@ MESSAGE_LIMIT = 2_000
 """How many characters of a message, its first ones, are kept: it is the cause of a round, which
 every agent reads, and etcd refuses a request of more than 1.5 MiB."""
 
-
 _IN_WORDS: dict[int, str] = {
     ExitCode.PEER_LOST: "lost its peers",
     ExitCode.LEFT: "left as it was asked to",
@@ -42,15 +41,11 @@ def describe(status: int) -> str:
 
 GPU_DEVICE = Path("/dev/nvidiactl")
 """Exists on machines with NVIDIA GPUs."""
-
-
 _GLOO = re.compile(
     r"gloo/transport/\S+\] .*(closed by peer|reset by peer|refused|timed? ?out|broken pipe)",
     re.IGNORECASE,
 )
 """gloo's message about a broken connection to a peer, which it names."""
-
-
 _OF_DEVICE = re.compile(r"CUDA error: .*|Cuda failure \d.*|Call to CUDA function failed.*")
 """Texts of torch and NCCL about the device of their own process."""
 WATCHDOG_LINES = 50
@@ -154,16 +149,14 @@ class ErrorFile(NamedTuple):
 
 
 def read_error_file(path: Path) -> ErrorFile:
-    """Read a torchelastic error file; all is empty if there is no file.
-
-    Some messages have millions of characters, such as the names of all parameters that a checkpoint
-    lacks. Of such a message both texts have the beginning.
-    """
+    """Read a torchelastic error file; all is empty if there is no file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
         if isinstance(record, str):
             return ErrorFile(_shortened(record))
         message, facts = str(record.get("message", "")), record.get("extraInfo", {})
+        # A message may have millions of characters, such as the names of all parameters that a
+        # checkpoint lacks; the traceback ends with it, and would have room for nothing else.
         short = _shortened(message)
         traceback = str(facts.get("py_callstack", "")).replace(message, short)
         permanent = facts.get("permanent") is True

@@ -87,6 +87,7 @@ class Forkserver:
             In a forked worker the program to run, right after the fork; None in the forkserver
             itself, when everything has been killed.
         """
+        # SIGCHLD ends the wait for orders; its handler only has to exist.
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         os.set_blocking(wake_read, False)
@@ -154,6 +155,7 @@ class Forkserver:
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
         """In the forked worker: give up everything that belongs to the forkserver."""
+        # The key of the ring is a secret of the agents, and a worker is the user's program.
         self._word = None
         if self._listener is not None:
             os.close(self._listener)
@@ -311,7 +313,6 @@ def main() -> None:
 # ever, and a CUDA context does not work there at all. BLAS libraries (OpenBLAS, MKL) stop their
 # threads around a fork by themselves (`pthread_atfork`), and these have no name of their own.
 
-
 _BLAS = ("openblas", "mkl", "blis")
 HARMLESS: Mapping[str, str] = {
     "jemalloc_bg_thd": "jemalloc (in pyarrow): its pthread_atfork handlers take its locks, and the "
@@ -359,16 +360,16 @@ def hindrance(module: str, before: Native, after: Native) -> str:
     """Why a process must not be forked after an import; empty if it may."""
     if after.cuda and not before.cuda:
         return f"importing {module} initializes CUDA, which does not work in forked workers"
-    new = {
-        thread: name
+    new = [
+        name
         for thread, name in after.threads.items()
         if thread not in before.threads and name not in HARMLESS
-    }
+    ]
     if after.blas - before.blas:
-        new = {thread: name for thread, name in new.items() if name != after.name}
+        new = [name for name in new if name != after.name]
     if not new:
         return ""
-    named = sorted({name for name in new.values() if name != after.name})
+    named = sorted({name for name in new if name != after.name})
     which = f" ({', '.join(named)})" if named else ""
     return (
         f"importing {module} starts {'a thread' if len(new) == 1 else f'{len(new)} threads'}"

@@ -131,6 +131,7 @@ class ForkserverClient:
         Returns:
             Its exit code, or the negative number of the signal that ended it.
         """
+        # The word of the agent is not needed: it lives, and a watcher must not take it for dead.
         with contextlib.suppress(OSError):  # it is gone, or hangs
             self._socket.send(STOP_FORKSERVER, socket.MSG_DONTWAIT)
         self._hub.remove(self._socket.fileno(), self._socket.close)
@@ -204,14 +205,12 @@ class _Outbox:
         """How many orders were given and not withdrawn."""
 
     def give(self, id: int, order: Mapping[str, Any], fds: Sequence[int]) -> None:
-        """Send an order about a process, or hold it; the caller may close the descriptors.
-
-        After `close` the order is dropped: the process ended with the forkserver.
-        """
+        """Send an order about a process, or hold it; the caller may close the descriptors."""
         data = json.dumps({**order, "id": id}).encode()
         with self._lock:
-            if self._closed:
+            if self._closed:  # the process ended with the forkserver
                 return
+            # The caller may close its own before the packet is sent.
             copies = [os.dup(fd) for fd in fds]
             if len(data) > PACKET_BYTES:  # a user may pass thousands of files as arguments
                 descriptor = os.memfd_create("zero-order")  # a file that only descriptors lead to

@@ -151,9 +151,9 @@ class WorkerGroup:
     def _verdict(self, rank: int, status: int, reason: str) -> Exit:
         """The exit of a running worker that counts as failed."""
         end = Exit(rank=rank, status=status, wanted=False, message=reason, traceback="")
-        of_rank = (worker for worker, order in self._running.items() if order.rank == rank)
-        worker = next(of_rank)
-        return self._placed(end, worker, self._running[worker])
+        running = self._running.items()
+        worker, order = next((worker, order) for worker, order in running if order.rank == rank)
+        return self._placed(end, worker, order)
 
     def _placed(self, end: Exit, worker: int, order: StartOrder) -> Exit:
         """Add the worker's local rank, pid and error file to its exit."""
@@ -196,24 +196,21 @@ class WorkerGroup:
         if order is None:
             return None
         error_file = Path(order.env[ENV_ERROR_FILE])
-        wanted = self._stopping
-        killer = "" if wanted else self._killer(order.rank, status)
+        wanted, killer = self._stopping, ""
+        if status == -signal.SIGKILL and not wanted:
+            killer = self._oom.blame()
+        elif status == -signal.SIGABRT and not wanted and self._recent is not None:
+            # torch's watchdog leaves no error file: it prints why, and aborts the process.
+            page = self._recent.last(WATCHDOG_LINES, LIMIT_BYTES, order.rank)
+            lines = b"".join(each.text for each in page.chunks if each.round == self.round)
+            killer = device_error(lines.decode(errors="replace"))
         end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
         end = self._placed(end, worker, order)
         self.exits.append(end)
+        # Of the workers that warm up, all are needed; of those of a round, all that have not left.
         if status not in (ExitCode.OK, ExitCode.LEFT) or not self.round:
             self.stop(signal.SIGKILL)
         return end
-
-    def _killer(self, rank: int, status: int) -> str:
-        """Why a worker without an error file was killed, if that is known."""
-        if status == -signal.SIGKILL:
-            return self._oom.blame()
-        if status == -signal.SIGABRT and self._recent is not None:
-            page = self._recent.last(WATCHDOG_LINES, LIMIT_BYTES, rank)
-            lines = b"".join(each.text for each in page.chunks if each.round == self.round)
-            return device_error(lines.decode(errors="replace"))
-        return ""
 
     def orphaned(self) -> None:
         """Record the end of all workers, which the kernel kills with the forkserver."""
@@ -229,7 +226,7 @@ class WorkerGroup:
             here = waits if self._parked >= self._running.keys() else runs
             return Workers.STOPPING if self._stopping else here
         ends = [end for end in self.exits if not end.wanted]
-        if not self.round:
+        if not self.round:  # an end before there is a round is a failure, whatever its code
             return Workers.FAILED if ends else Workers.NONE
         if self._hung is not None or any(map(_is_cause, ends)):
             return Workers.FAILED

@@ -128,16 +128,14 @@ def read_machine(
 
 
 def _gpu_nodes(root: Path, visible: str | None) -> list[int]:
-    """The NUMA node of each visible NVIDIA GPU, in CUDA's order.
-
-    Empty if CUDA_VISIBLE_DEVICES has names that are no numbers: then the order is unknown.
-    """
+    """The NUMA node of each visible NVIDIA GPU, in CUDA's order; empty if that is unknown."""
     gpus = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").glob("*"))
     paths = (root / "sys/bus/pci/devices" / gpu.lower() / "numa_node" for gpu in gpus)
     nodes = [max(0, int(path.read_text())) for path in paths]  # -1: there is only node 0
     if not visible:
         return nodes
     indices = [part.strip() for part in visible.split(",")]
+    # CUDA_VISIBLE_DEVICES may have names that are no numbers.
     if not all(index.isdecimal() and int(index) < len(nodes) for index in indices):
         return []
     return [nodes[int(index)] for index in indices]

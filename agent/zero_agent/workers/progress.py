@@ -34,7 +34,7 @@ FACTOR = 10.0
 FLOOR_S = 300.0
 """The shortest limit that is learnt from the steps: an evaluation between two steps is no hang."""
 OnReport = Callable[[int, Progress, float | None], None]
-"""Called with the rank of a worker, the step that it reports, and its time as `StepTimes.add`."""
+"""Called with a worker's rank, the step that it reports, and the result of `StepTimes.add`."""
 Way = Sequence[tuple[str, float]]
 """What a worker has done before its first step, in order, and the seconds that each of it took."""
 STARTING = "starting"
@@ -92,7 +92,7 @@ class StepClock:
         return self._long_s
 
     def leave_out(self, pause_s: float) -> None:
-        """So much of the time since the last step does not count."""
+        """Do not count this much of the time since the last step."""
         if self.last_s is not None:
             self.last_s += pause_s
 
@@ -206,7 +206,8 @@ class Steps:
     def is_missing(self, part: float = 1.0) -> bool:
         """Whether workers that report steps take longer than `part` of the time for one."""
         reports = self.begun or self.finished is not None or bool(self._preparing)
-        return reports and self.idle_s() > part * self._missing_s
+        missing_s = stall_s(self.long_s or 0.0) if self.begun else MEETING_S
+        return reports and self.idle_s() > part * missing_s
 
     @property
     def may_be_warming_up(self) -> bool:
@@ -214,13 +215,6 @@ class Steps:
         if self.begun and self.long_s is None:
             return self.idle_s() <= stall_s(SECOND_STEP_S)
         return not self.begun
-
-    @property
-    def _missing_s(self) -> float:
-        """The time after which a step is missing."""
-        if not self.begun:
-            return MEETING_S
-        return stall_s(self.long_s or 0.0)
 
     @property
     def long_s(self) -> float | None:
@@ -313,9 +307,9 @@ class Steps:
             for clock in self._clocks.values():
                 clock.leave_out(pause_s)
         for rank, beat in self._heartbeats.beats():
-            # A step, unless the worker reports its steps; then a sign of life.
             if beat is not None and beat.total_steps:
                 self._total_steps = beat.total_steps
+            # A heartbeat is a step, unless the worker reports its steps: then it is a sign of life.
             if rank in self._reporting:
                 self._clocks[rank].go_on(self._clock.now())
             else:

@@ -75,6 +75,7 @@ def _signal(process: Process) -> bool:
         # The descriptor keeps its meaning if the process ends and its pid is used again.
         handle = os.pidfd_open(process.pid)
         try:
+            # A signal without a handler would end the process.
             status = Path(f"/proc/{process.pid}/status").read_text(errors="replace")
             facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
             handles = int(facts["SigCgt"], 16) >> (STACKS_SIGNAL - 1) & 1
@@ -148,6 +149,7 @@ _FRAMES = 8
 
 def describe(pid: int, proc: Path = Path("/proc")) -> str:
     """`process 7 (python) in state D (uninterruptible sleep), waiting in nfs_wait; stack: ...`."""
+    # Of several threads the one in an uninterruptible sleep holds the process.
     threads = sorted((proc / str(pid) / "task").glob("*"), key=lambda path: _state(path) != "D")
     if not threads:
         return f"process {pid}, of which /proc shows nothing"

@@ -49,6 +49,7 @@ class StepTimes:
         """
         last, step = self._last.get(rank), progress.step if progress is not None else None
         saving_s = progress.saving_s if progress is not None else 0.0
+        # A process with several engines reports a step more than once: only its saves are new.
         if last is not None and step is not None and step == last.step:
             self._last[rank] = _Last(at_s=last.at_s, step=step, saving_s=last.saving_s + saving_s)
             return None

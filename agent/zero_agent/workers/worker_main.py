@@ -70,10 +70,10 @@ def run(program: Program) -> NoReturn:
     if program.command:
         _replace(program.command)
     faulthandler.enable()
-    # This works even while the interpreter is stuck in a call of a library.
+    # Its stacks come even from an interpreter that is stuck in a call of a library.
     if path := os.environ.get(ENV_ERROR_FILE):
         stacks_file(path).write_text("")
-        # It stays open: there is no opening it in the handler. The agent empties it meanwhile.
+        # It stays open, because the handler can open no file. The agent empties it meanwhile.
         file = stacks_file(path).open("a")
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     # The libraries were imported before the fork: give this worker its own randomness.
@@ -130,10 +130,11 @@ def _replace(command: list[str]) -> NoReturn:
 def end_process(code: int) -> NoReturn:
     """End as an interpreter does, without taking thousands of modules apart first.
 
-    That would take half a second of CPU per worker, in every restart, and could wait without end:
-    a DDP model freed with the GIL held joins gloo's thread, which may be waiting for the GIL.
     Threads are joined, `atexit` functions run, and what was written to open files is flushed.
     """
+    # To take the modules apart costs half a second of CPU per worker, in every restart, and could
+    # wait without end: a DDP model freed with the GIL held joins gloo's thread, which may be
+    # waiting for the GIL.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     # Flush the files that the program left open, as if they had been freed. Only objects younger
@@ -181,6 +182,7 @@ def _refused_by_argparse(end: SystemExit) -> str:
         trace = trace.tb_next
     if trace is None or end.code != ARGPARSE_REFUSAL:
         return ""
+    # Any program may exit with this code: argparse is known by the method that has raised.
     parser = trace.tb_frame.f_locals.get("self")
     return parser.prog if isinstance(parser, argparse.ArgumentParser) else ""
 

@@ -31,6 +31,7 @@ class WorldSize:
         if self._now != world_size:
             self._before, self._now = self._now, world_size
         self._tells = tells
+        # The workers of a new round may announce themselves as late as those of the first.
         self._runs.stop()
         self._runs.start()
 

@@ -21,8 +21,6 @@ from zero_orchestrator.errors import SpecError
 
 PREFIX = "[${role_name}${local_rank}]:"
 """Before each line of a stream that is teed, as torchrun does."""
-
-
 RANK_PREFIX = "[rank{}]: "
 """Before each line in the format `rank`, as torch's own log lines."""
 
