@@ -134,7 +134,7 @@ _POLL_S = 0.1
 
 
 def await_ledgers(
-    store: KeyValueStore, job: str, nodes: Collection[str], wait_s: float = WAIT_S
+    store: KeyValueStore, job: str, nodes: Collection[str]
 ) -> tuple[Mapping[Use, int], int]:
     """The time of all nodes that a job has had: each writes its ledger last.
 
@@ -142,7 +142,7 @@ def await_ledgers(
         The time by use, and the number of these nodes whose last seconds are not in it. Without
         etcd, nothing of any node.
     """
-    prefix, until_s = goodput_prefix(job), time.monotonic() + wait_s
+    prefix, until_s = goodput_prefix(job), time.monotonic() + WAIT_S
     while True:
         try:
             items = store.range(prefix).items
