@@ -153,7 +153,7 @@ def _files(slots: int) -> int:
 
 
 def _open_files(node: Surroundings) -> str:
-    """Check the hard limit: up to that `allow_files` raises the other."""
+    # The hard limit: up to that `allow_files` raises the other one.
     limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[1], _files(node.slots)
     if limit != resource.RLIM_INFINITY and limit < need:
         raise HealthCheckFailed(
@@ -199,6 +199,7 @@ def _count_gpus() -> int:
 def _address(node: Surroundings) -> str:
     """Check that the address which this node publishes leads to this node."""
     try:
+        # The connection stays in the backlog: nobody has to accept it.
         family = socket.getaddrinfo(node.address, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((node.address, 0), family=family) as server:
             host, port = server.getsockname()[:2]
@@ -409,7 +410,7 @@ class HealthChecks:
         self._ill, self._paused = Stopwatch(clock), Stopwatch(clock)
         self._pause_s = FIRST_PAUSE_S
         self.checking = False
-        """An health check is under way."""
+        """Whether a health check is under way."""
         self.complaint = ""
         """Why the node is unhealthy; empty if it is healthy."""
 

@@ -96,8 +96,6 @@ def ready(now: Status) -> Answer:
 
 
 _QUESTIONS: dict[str, Callable[[Status], Answer]] = {"/healthz": healthy, "/readyz": ready}
-
-
 _METRICS = "/metrics"
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 

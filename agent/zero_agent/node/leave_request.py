@@ -41,24 +41,20 @@ def should_leave() -> bool:
     file = os.environ.get(ENV_FILE)
     alone = _ENV_SOCKET not in os.environ or _ENV_LAUNCHER in os.environ
     code = 0
-    if file is not None and _asked_by(file):
-        code = OF_MACHINE if alone else LEFT
+    if file is not None:
+        try:
+            if os.stat(file).st_size > 0:
+                code = OF_MACHINE if alone else LEFT
+        except FileNotFoundError:  # by the empty file the agent knows that this script asks
+            with contextlib.suppress(OSError):
+                os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError:
+            pass
     if alone and (notice := heard()) is not None:
         code = notice.code
     if code := _highest(code):
         _code = code
     return code > 0
-
-
-def _asked_by(path: str) -> bool:
-    try:
-        return os.stat(path).st_size > 0
-    except FileNotFoundError:
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    except OSError:
-        pass
-    return False
 
 
 def _highest(code: int) -> int:

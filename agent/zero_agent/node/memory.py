@@ -89,7 +89,7 @@ class NodeMemory:
         try:
             if self._memory is None:
                 name = f"{self._name}.{derive(secret, Purpose.MEMORY_NAME)[:8]}"
-                # Remove what earlier runs of the job have left.
+                # What earlier runs of the job have left has another secret in its name.
                 sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")
                 for left in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
                     with contextlib.suppress(OSError):  # that agent lives
@@ -143,9 +143,7 @@ class NodeMemory:
         sweep(self._parent, self._of_job)
 
 
-def sweep(
-    directory: Path = DIRECTORY, names: str = "*", *, spare: str = "", grace_s: float = 0.0
-) -> None:
+def sweep(directory: Path, names: str = "*", *, spare: str = "", grace_s: float = 0.0) -> None:
     """Remove what dead agents left, if it was not used for `grace_s` seconds; never raises."""
     spare = _PREFIX + spare if spare else ""
     for path in owned_dir.sweep(directory, _PREFIX + names, spare=spare, grace_s=grace_s):
@@ -190,6 +188,7 @@ class MemoryServer:
 
     def close(self) -> None:
         """Stop listening; returns at once."""
+        # `shutdown` waits up to half a second for the server's thread.
         threading.Thread(target=self._server.shutdown, daemon=True).start()
         self._server.server_close()
 
@@ -294,6 +293,7 @@ class _Caller(socketserver.BaseRequestHandler):
             handshake.receive_into(self.request, chunk)
             for at in range(0, len(chunk), size):
                 number = (begin + at) // size
+                # The rest is received as well: the reply follows it.
                 if xxhash.xxh3_64_intdigest(chunk[at : at + size]) != digests[number]:
                     problem = problem or f"block {number} arrived damaged"
             os.pwrite(descriptor, chunk, begin)

@@ -20,8 +20,6 @@ log = logging.getLogger("zero")
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _INTERFACES_SIX = Path("/proc/net/if_inet6")
-
-
 ANY_PORT = range(1)
 """Port 0: the kernel chooses."""
 
@@ -65,7 +63,7 @@ class PatientServer(socketserver.ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in EXHAUSTED:
+            if error.errno in EXHAUSTED:  # the listener stays readable: without a pause it spins
                 time.sleep(self.exhausted_pause_s)
             raise
 

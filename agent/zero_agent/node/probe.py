@@ -94,7 +94,13 @@ def measure(connection: socket.socket) -> Measured:
     begin_s, own_s = time.perf_counter(), waited_for_cpu_s()
     round_trip_s, bytes_per_s = _measure(connection, until_s)
     took_s, own_s = time.perf_counter() - begin_s, waited_for_cpu_s() - own_s
-    waited_s = own_s + _waited_there_s(connection, until_s)
+    waited_s = own_s
+    with contextlib.suppress(ConnectionError):  # an agent of an older version hangs up
+        # The other end's thread serves this connection alone.
+        connection.settimeout(max(until_s - time.monotonic(), 1e-3))
+        connection.sendall(_LENGTH.pack(_HOW_LONG))
+        if len(answer := connection.recv(_SECONDS.size, socket.MSG_WAITALL)) == _SECONDS.size:
+            waited_s += float(_SECONDS.unpack(answer)[0])
     return Measured(
         latency_s=round_trip_s,
         bytes_per_s=bytes_per_s,
@@ -102,27 +108,18 @@ def measure(connection: socket.socket) -> Measured:
     )
 
 
-def waited_for_cpu_s(schedstat: Path = Path("/proc/thread-self/schedstat")) -> float:
+def waited_for_cpu_s() -> float:
     """Seconds in which this thread was ready and did not run; 0 if the kernel does not count."""
     try:
-        return int(schedstat.read_text().split()[1]) / 1e9
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def _waited_there_s(connection: socket.socket, until_s: float) -> float:
-    """The same of the other end's thread, which serves this connection alone."""
-    with contextlib.suppress(ConnectionError):
-        connection.settimeout(max(until_s - time.monotonic(), 1e-3))
-        connection.sendall(_LENGTH.pack(_HOW_LONG))
-        if len(answer := connection.recv(_SECONDS.size, socket.MSG_WAITALL)) == _SECONDS.size:
-            return float(_SECONDS.unpack(answer)[0])
-    return 0.0
 
 
 def _measure(connection: socket.socket, until_s: float) -> tuple[float, float]:
     """The shortest round trip in seconds, and the bytes per second."""
     round_trip_s = min(_transfer(connection, 0, until_s) for _ in range(PINGS))
+    # A short transfer would measure the round trip: frames grow until the size decides.
     size, long_s = FIRST_BYTES, max(LONG_S, ROUND_TRIPS * round_trip_s)
     while (took_s := _transfer(connection, size, until_s)) < long_s and size < LARGEST_BYTES:
         size = min(size * GROWTH, LARGEST_BYTES)

@@ -106,7 +106,7 @@ class Ring:
             self._open = False
             self._hang_up()
             self._changed.notify_all()
-        if hasattr(self, "_key"):
+        if hasattr(self, "_key"):  # else nobody serves, and `shutdown` would wait for ever
             threading.Thread(target=self._server.shutdown, daemon=True).start()
         self._server.server_close()
 
@@ -162,7 +162,7 @@ class Ring:
     def _stay_on(self, connection: socket.socket, target: Node) -> None:
         """Wait until the connection ends, for whatever reason."""
         with self._changed:
-            if not self._is_target(target):
+            if not self._is_target(target):  # it has changed during the handshake
                 return
             self._connection = connection
         try:

@@ -33,17 +33,24 @@ class Strain:
         """Each strain that the kernel counts, by name; see `observe.detectors.strain`."""
         now_s, counts = self._clock.now(), self._counts()
         (before_s, before), self._before = self._before, (now_s, counts)
-        if now_s <= before_s:
+        if now_s <= before_s:  # two looks at once: there is no time to divide by
             return {}
         grown = {name: value - before[name] for name, value in counts.items() if name in before}
+        cpus = self._paths("sys/devices/system/cpu/cpu[0-9]*/cpufreq")[:_CPUS]
+        clocks = [
+            (_number(path / "scaling_cur_freq"), _number(path / "cpuinfo_max_freq"))
+            for path in cpus
+        ]
+        ratios = [now / highest for now, highest in clocks if now is not None and highest]
+        zones = [_number(path) for path in self._paths("sys/class/thermal/thermal_zone*/temp")]
         found = {
             "throttled": _part(grown, "throttled_periods", "periods"),
             "steal": _part(grown, "steal", "cpu_time"),
             "cpu_pressure": _rate(grown, "cpu_waiting_us", now_s - before_s, 1e-6),
             "swap_bytes_per_s": _rate(grown, "swapped", now_s - before_s, _PAGE_BYTES),
             "hot_events": grown.get("hot_events"),
-            "clock": self._clock_ratio(),
-            "temperature_c": self._temperature_c(),
+            "clock": sum(ratios) / len(ratios) if ratios else None,
+            "temperature_c": max((zone / 1000 for zone in zones if zone is not None), default=None),
         }
         return {name: round(value, 3) for name, value in found.items() if value is not None}
 
@@ -73,19 +80,6 @@ class Strain:
         if hot:
             found["hot_events"] = sum(hot)
         return found
-
-    def _clock_ratio(self) -> float | None:
-        """The clock of the CPUs, as a part of the highest possible."""
-        ratios = []
-        for path in self._paths("sys/devices/system/cpu/cpu[0-9]*/cpufreq")[:_CPUS]:
-            now, highest = _number(path / "scaling_cur_freq"), _number(path / "cpuinfo_max_freq")
-            if now is not None and highest:
-                ratios.append(now / highest)
-        return sum(ratios) / len(ratios) if ratios else None
-
-    def _temperature_c(self) -> float | None:
-        zones = [_number(path) for path in self._paths("sys/class/thermal/thermal_zone*/temp")]
-        return max((zone / 1000 for zone in zones if zone is not None), default=None)
 
     def _paths(self, pattern: str) -> list[Path]:
         try:
