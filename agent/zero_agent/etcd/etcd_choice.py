@@ -72,21 +72,19 @@ def choose(args: argparse.Namespace) -> tuple[Way, str]:
         named = ["rdzv_endpoint"] if args.rdzv_endpoint else []
         return Way.PRIVATE, _without_effect("--standalone", [*named, *static])
     if args.rdzv_endpoint:
-        return _at_endpoint(args), _without_effect("--rdzv-endpoint", static)
+        way = Way.NAMED
+        existing = args.etcd_ca or args.etcd_cert or args.etcd_user
+        # An etcd with certificates or a login exists already, whatever the backend is.
+        if args.rdzv_backend == OWN_BACKEND and not existing:
+            # Port 0 is any port, which other nodes cannot know: for a job of one node.
+            port = split_host_port(endpoints_of(args.rdzv_endpoint)[0])[1]
+            way = Way.OWN if port else Way.PRIVATE
+        return way, _without_effect("--rdzv-endpoint", static)
     if parse_nnodes(args.nnodes)[1] == 1:
         return Way.PRIVATE, ""  # with --master-port: that is the port of the workers' store
     if static:
         return Way.STATIC, ""
     return Way.SHARED, ""
-
-
-def _at_endpoint(args: argparse.Namespace) -> Way:
-    """Whose the etcd at --rdzv-endpoint is; one with certificates or a login exists already."""
-    existing = args.etcd_ca or args.etcd_cert or args.etcd_user
-    if args.rdzv_backend != OWN_BACKEND or existing:
-        return Way.NAMED
-    port = split_host_port(endpoints_of(args.rdzv_endpoint)[0])[1]  # 0: any, for a job of one node
-    return Way.OWN if port else Way.PRIVATE
 
 
 def endpoints_of(text: str) -> tuple[str, ...]:

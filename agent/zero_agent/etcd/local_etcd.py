@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zero_agent.etcd.etcd_process import (
-    LOOPBACK,
     START_TIMEOUT_S,
     FoundEtcd,
     Member,
@@ -35,15 +34,12 @@ from zero_agent.etcd.etcd_process import (
 )
 from zero_agent.node.signals import held
 from zero_contract import owned_dir
-from zero_orchestrator.addresses import host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store import private_etcd
 
-__all__ = ["SharedDirectory", "find_etcd", "private_server", "shared_server"]
-
-DEFAULT_ENDPOINT = host_port(LOOPBACK, 2379)
 IDLE_TIMEOUT_S = 300.0
-
+SHARED_S = 2 * START_TIMEOUT_S
+"""The longest time that an agent waits for the shared server."""
 SILENT_S = 5.0
 """A process that listens and has not answered for this long is no etcd that starts or ends."""
 _PORT_TRIES = 3
@@ -85,7 +81,7 @@ def private_server(
                 made.close()
         yield member.endpoint
     finally:
-        with held():
+        with held():  # a second signal must not leave the server behind
             made.close()
 
 
@@ -152,12 +148,7 @@ class SharedDirectory:
             ) from error
 
 
-def shared_server(
-    endpoint: str = DEFAULT_ENDPOINT,
-    *,
-    idle_timeout_s: float = IDLE_TIMEOUT_S,
-    timeout_s: float = 2 * START_TIMEOUT_S,
-) -> str:
+def shared_server(endpoint: str, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> str:
     """Make sure that an etcd answers at `endpoint` of this machine; returns the endpoint.
 
     May be called again at any time, for instance when the server seems to be gone.
@@ -165,7 +156,6 @@ def shared_server(
     Args:
         endpoint: HOST:PORT on the loopback interface.
         idle_timeout_s: A server started here ends after this time without a live node of any job.
-        timeout_s: The limit of the whole call.
 
     Raises:
         SpecError: Another program listens there, or no etcd is installed.
@@ -174,9 +164,10 @@ def shared_server(
     directory = SharedDirectory.of_port(int(endpoint.rpartition(":")[2]))
     if not directory.path.exists() and probe(endpoint) is FoundEtcd.ETCD:
         return endpoint  # an etcd of the machine, which agents neither start nor end
-    deadline = time.monotonic() + timeout_s
-    with directory.deciding(timeout_s):
+    deadline = time.monotonic() + SHARED_S
+    with directory.deciding(SHARED_S):
         directory.used.touch()
+        # A server that is being started or killed listens for a moment without an answer.
         silent_until = time.monotonic() + SILENT_S
         while (found := probe(endpoint)) is not FoundEtcd.ETCD:
             now = time.monotonic()
@@ -201,7 +192,6 @@ def _start_unless_kept(
     with directory.keeping() as unkept:
         pass
     if unkept:
-        # The keeper's command returns when its server serves.
         find_etcd()  # raised here, where the user reads it, rather than in the keeper's log
         command = [sys.executable, "-m", "zero_agent.etcd.etcd_keeper"]
         options = {
@@ -219,7 +209,7 @@ def _start_unless_kept(
                 start_new_session=True,
                 cwd="/",
             )
-        try:
+        try:  # the keeper's command returns when its server serves
             status: object = started.wait(max(1.0, timeout_s))
         except subprocess.TimeoutExpired:
             started.kill()

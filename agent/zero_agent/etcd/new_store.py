@@ -113,6 +113,7 @@ def fill(
     puts += [Put(keys.of_round(last_round, "members"), estate.members)] if estate.members else []
     for first in range(0, len(puts), _PUTS):
         store.txn([], puts[first : first + _PUTS])
+    # Last: with this key the job has begun, and agents would miss what is not there yet.
     head = Head(n=last_round, state=State.FORMING, cause=cause, by=Move.FORM, at=time.time())
     store.txn([absent(keys.round)], [Put(keys.round, head.to_json())])
 
@@ -173,8 +174,6 @@ class Successor:
     def _look(self, store: str) -> Seen:
         """What there is beside the checkpoints, after a while in which a sign of life would come.
 
-        An heir that comes just after that wins all the same: `_begin` finds its file.
-
         Raises:
             StoreUnavailable: The file server does not answer.
         """
@@ -197,6 +196,7 @@ class Successor:
             time.sleep(_POLL_S)
             lives = signs.stamp(root, store) not in (before, None)
         newest = signs.newest(root) if self.estate is not None else None
+        # An heir that comes after this look wins all the same: `_begin` finds its file.
         return replace(seen, newest=newest, lives=lives, heir=signs.heir_of(root, store))
 
     def _begin(self, lost: Sequence[str], seen: Seen, why: str) -> str:

@@ -171,7 +171,7 @@ class Seat:
             process.wait_healthy()
             yield process.member
         finally:
-            if self._aside.exists():
+            if self._aside.exists():  # `follow` was not called: another node was first
                 self.stop()
                 self._put_back()
 
@@ -216,6 +216,7 @@ class Seat:
         self.wipe()
         place = self._another_place(name, host, address)
         own = self._member(place).peer_url
+        # Added before it is started: etcd refuses a server that its cluster does not know.
         self._start(place, peers=f"{add(own)},{name}={own}")
 
     def resume(self, name: str = "") -> bool:
@@ -252,7 +253,12 @@ class Seat:
         """For a member that is not the first, at the port of --rdzv-endpoint if that is free."""
         addresses = () if address == LOOPBACK else (address,)
         port = split_host_port(self.known[-1])[1]
-        return self._place(name, host, addresses, port if _is_free(port, addresses) else 0)
+        try:
+            for each in (*addresses, LOOPBACK):
+                socket.create_server((each, port), family=family_of(each)).close()
+        except OSError:  # another program has it: any other port will do
+            port = 0
+        return self._place(name, host, addresses, port)
 
     def _place(self, name: str, host: str, addresses: tuple[str, ...], port: int) -> Place:
         where = (*addresses, LOOPBACK)[0]
@@ -339,6 +345,7 @@ def _sweep(parent: Path, pattern: str) -> None:
     """Remove what jobs have left that were killed long ago."""
     for path in parent.glob(pattern):
         with contextlib.suppress(OSError, SpecError):  # another agent removes it
+            # The directory's own time is cheap, and rarely old: most need no look inside.
             if time.time() - path.stat().st_mtime > STALE_S and _age_s(path) > STALE_S:
                 with SharedDirectory(path).keeping() as free:
                     if free:
@@ -350,15 +357,6 @@ def addresses_of(host: str) -> list[str]:
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     found = {str(info[4][0]).partition("%")[0] for info in infos}
     return sorted(address for address in found - {LOOPBACK} if is_local(address))
-
-
-def _is_free(port: int, addresses: Sequence[str]) -> bool:
-    try:
-        for address in (*addresses, LOOPBACK):
-            socket.create_server((address, port), family=family_of(address)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _replace(path: Path, text: str) -> None:

@@ -239,7 +239,12 @@ class MemberKeeper:
 
     def _turn(self) -> float:
         """Do what is due; returns the seconds until the next look."""
-        self._read_estate()
+        with contextlib.suppress(StoreUnavailable):
+            found = estate_of(self._store, self._keys, self._estate)
+            # What a new store would need; one that has followed this one is not asked for it.
+            if found is not None and (self._estate is None or self._estate.store == found.store):
+                self._estate = found
+                self._seat.note(found.store, found.published.root)
         if self._seat.member is None:
             return self._without_member()
         self._tend()
@@ -250,19 +255,9 @@ class MemberKeeper:
             self._make_due_change()
         return LOOK_S + LOOK_PER_NODE_S * len(view.nodes)
 
-    def _read_estate(self) -> None:
-        """Keep what a new store would need; the one that has followed is not asked for it."""
-        with contextlib.suppress(StoreUnavailable):
-            found = estate_of(self._store, self._keys, self._estate)
-            if found is not None and (self._estate is None or self._estate.store == found.store):
-                self._estate = found
-                self._seat.note(found.store, found.published.root)
-
     def _look_beside(self) -> None:
-        """Show beside the checkpoints that the store lives, and look there for one in its place.
-
-        On a thread of its own, which may hang as long as a file server does.
-        """
+        """Show beside the checkpoints that the store lives, and look there for one in its place."""
+        # On a thread of its own, which may hang as long as a file server does.
         while not self._ending.wait(BEAT_S if self._seat.member is not None else REST_S):
             store, root = self._seat.store, self._seat.root
             if not root or "://" in root:
@@ -330,11 +325,7 @@ class MemberKeeper:
         self._tell(f"node {self._node} can run no member of the store: {why}")
 
     def _tend(self) -> None:
-        """Start the server again if it has ended or hangs; forget it if it was removed.
-
-        Slurm and systemd signal every process of a job, all servers too: without a quorum nobody
-        can say whether this one was removed, so it is started again, and finds out itself.
-        """
+        """Start the server again if it has ended or hangs; forget it if it was removed."""
         process, member = self._seat.process, self._seat.member
         assert process is not None
         assert member is not None
@@ -346,6 +337,8 @@ class MemberKeeper:
             return
         if process.running and now_s - self._sound_s < _HUNG_S:
             return
+        # Slurm and systemd signal every process of a job, all servers too. Without a quorum nobody
+        # can say whether this one was removed: it is started again, and finds out itself.
         with contextlib.suppress(StoreUnavailable):
             if member.peer_url not in {one.peer for one in self._store.cluster.members()}:
                 self._seat.wipe()
@@ -404,7 +397,7 @@ class MemberKeeper:
 
     def _make_due_change(self) -> None:
         """Make the change that is due, if no other agent is making one."""
-        lease = self._store.grant(LOCK_S)
+        lease = self._store.grant(LOCK_S)  # the lock of an agent that dies ends by itself
         try:
             lock = self._keys.store_part("change")
             if not self._store.txn([absent(lock)], [Put(lock, self._node, lease)]).succeeded:

@@ -73,6 +73,7 @@ class PortProxy:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = (OSError, TimeoutError, asyncio.CancelledError)
         with contextlib.suppress(*ends), contextlib.closing(writer):
+            # Which of the two the client wants is only known once it has sent something.
             first = await asyncio.wait_for(reader.read(1), FIRST_BYTE_S)
             target = self._store if first == _STORES else self._etcd
             if not (first and target):
@@ -98,5 +99,5 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     """Copy all bytes of one side, and its end, to the other side."""
     while data := await reader.read(_CHUNK_BYTES):
         writer.write(data)
-        await writer.drain()
+        await writer.drain()  # a slow reader holds up its own connection alone
     writer.write_eof()

@@ -88,8 +88,6 @@ def show_life(root: str, store: str, endpoints: tuple[str, ...]) -> None:
 def claim(root: str, store: str, heir: Heir) -> bool:
     """Create the file that names a store's heir; whether this call has, durably.
 
-    A link is made or not, on a file server too; if the answer is lost, the content tells whose.
-
     Raises:
         OSError: It could not be tried.
     """
@@ -99,6 +97,8 @@ def claim(root: str, store: str, heir: Heir) -> bool:
         file.write(encode(heir))
         file.flush()
         os.fsync(file.fileno())
+    # A link is made or not, on a file server too. If the answer is lost, and the call is repeated,
+    # it fails: the content tells whose it is.
     try:
         with contextlib.suppress(FileExistsError):
             os.link(new, final)
