@@ -92,7 +92,7 @@ class _RepeatingThread:
 
     def cancel(self) -> None:
         self._cancelled.set()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:  # the action may cancel itself
             self._thread.join(_JOIN_S)
 
 

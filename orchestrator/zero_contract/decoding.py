@@ -92,12 +92,10 @@ _preparing = threading.RLock()
 
 
 def _prepare(kind: type[Any] | UnionType) -> None:
-    """Let msgspec learn a type, on one thread at a time.
-
-    It keeps what it knows of a class in that class, from before it knows all of it (types may be
-    recursive): another thread that decodes it then crashes the process. Of what it knows already,
-    any number of threads may decode.
-    """
+    """Let msgspec learn a type, on one thread at a time."""
+    # It keeps what it knows of a class in that class, from before it knows all of it (types may be
+    # recursive): another thread that decodes it then crashes the process. Of what it knows already,
+    # any number of threads may decode.
     if kind not in _prepared:
         with _preparing:
             msgspec.json.Decoder(kind if isinstance(kind, type) else _holder(kind))

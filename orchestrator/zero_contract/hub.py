@@ -67,7 +67,7 @@ class Hub:
 
         def forget() -> None:
             self._listeners.pop(fd, None)
-            with contextlib.suppress(KeyError, ValueError):
+            with contextlib.suppress(KeyError, ValueError):  # it pauses, or was closed
                 self._selector.unregister(fd)
             then()
 
@@ -146,7 +146,7 @@ class Hub:
         try:
             listener.on_readable()
         except Exception as error:
-            if self._listeners.get(fd) is not listener:
+            if self._listeners.get(fd) is not listener:  # the callback has removed itself
                 return
             if not listener.pause_s:
                 what = f"internal error: {error!r}"

@@ -26,7 +26,6 @@ from zero_contract.writer import Writer
 
 log = logging.getLogger("zero")
 
-
 LARGE_NODES = 64
 """In rounds of more nodes, the events of each node are too many for the store."""
 FILE_BYTES = 64 << 20

@@ -208,6 +208,8 @@ def _watch(
     while True:
         there = [found for look in looks for found in look()]
         if known is None:
+            # What the program has left for may still stand when it starts again. A first start
+            # stays only for advice, which may stand for hours.
             known = {found for found in there if found.advice or again}
             for found in known:
                 _log.warning("%s: that was there before; this process stays", found.text)
@@ -265,6 +267,7 @@ def shield(_worker: int = 0) -> None:
 
     Terminals and launchers signal whole process groups, and a step is not finished without them.
     """
+    # Blocked, signals wait for the thread, which learns who has sent each of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     threading.Thread(target=_await_parent, daemon=True).start()
 

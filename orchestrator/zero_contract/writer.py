@@ -48,7 +48,7 @@ class Writer:
     @property
     def stuck(self) -> bool:
         """Whether a write has been in progress for longer than `STUCK_S`."""
-        since_s = self._since_s
+        since_s = self._since_s  # once: the writer's thread changes it without this lock
         return since_s is not None and time.monotonic() - since_s > STUCK_S
 
     @property

@@ -190,7 +190,7 @@ def _in_store(
                 config = dataclasses.replace(config, address=address)
                 with _keeper(seat, store, config) as keeper:
                     code = take_part(config, store, keeper)
-                    signals.ignore(numbers)
+                    signals.ignore(numbers)  # what is left is short, and its code is decided
                     return code
         except (AgentFailed, StoreReplaced) as error:
             if keeper is None:
@@ -206,10 +206,7 @@ def _endpoint(
     world: Static | None,
     joining: Joining,
 ) -> Iterator[tuple[str, PortProxy | None, Seat | None]]:
-    """The endpoint of etcd, which serves in this context; node 0's port, if this is node 0.
-
-    And this agent's seat in the job's own etcd, if it has one at --rdzv-endpoint.
-    """
+    """The endpoint of etcd, which serves in this context; the port of node 0; this agent's seat."""
     if world is not None:
         with etcd_choice.static_server(world, joining) as found:
             yield *found, None
@@ -295,7 +292,7 @@ def _go_on(keeper: MemberKeeper, access: Access, error: AgentFailed | StoreRepla
     """
     silent = isinstance(error, AgentFailed)
     if isinstance(error, AgentFailed) and error.code != AgentExit.NO_STORE:
-        raise error
+        raise error  # not for lack of a store: a new one would not help
     log.warning("%s", error)
     try:
         return keeper.go_on(access, begins=silent)
@@ -323,13 +320,11 @@ def _until_signal(wait: Callable[[], None], numbers: Sequence[signal.Signals]) -
 def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:
     """End, and clean up on the way out, on a signal that comes while no worker runs.
 
-    It is recorded in `came`: an exception raised here is lost if it comes within a `__del__`.
-
     Raises:
         SystemExit: Always, with 128 + the signal's number.
     """
     signals.ignore(numbers)
-    came.append(number)
+    came.append(number)  # Python drops the exception if the signal comes within a `__del__`
     log.error("%s: this node ends; no worker runs here", signal.Signals(number).name)
     raise SystemExit(128 + number)
 

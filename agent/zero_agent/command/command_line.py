@@ -18,7 +18,7 @@ from typing import Any
 from zero_agent.command.flags import FLAGS, GROUPS, METAVARS, OURS, Flag
 from zero_contract.values import nearest
 from zero_contract.version import add_version
-from zero_orchestrator.arguments import named_as_set, variable_of
+from zero_orchestrator.arguments import variable_of
 from zero_orchestrator.errors import SpecError
 
 USAGE = "zero-agent [FLAG ...] SCRIPT [ARGUMENT ...]"
@@ -48,20 +48,6 @@ class _Wrong:
     def add(self, line: str, *about: str) -> None:
         self.lines.append(line)
         self.about.update(about)
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-    """Parse a command line; returns the flags, see `Line.args`.
-
-    Raises:
-        SpecError: Flags do not exist or have invalid values, or there is no script. The message
-            has one line for each error.
-    """
-    line = read(argv, environ)
-    with named_as_set(line.args.variables):
-        if line.wrong:
-            raise SpecError("\n".join(line.wrong))
-    return line.args
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
@@ -100,10 +86,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
-    """Split a command line into its flags, in full as `--name=value`, the program, and the errors.
-
-    Whether a flag that does not exist has a value is a guess, by the nearest flag that exists.
-    """
+    """Split a command line into its flags, as `--name=value`, the program, and the errors."""
     flags: list[str] = []
     wrong = _Wrong()
     rest = list(argv)
@@ -120,6 +103,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
         flag, problem = _find(name)
         if problem:
             wrong.add(problem, "script", *([flag.name] if flag is not None else []))
+            # Whether it has a value is a guess, by the nearest flag that exists.
             if flag is not None and flag.kind is not None and not equals and rest:
                 rest.pop(0)
         elif flag is not None:
@@ -155,6 +139,7 @@ def _find(name: str) -> tuple[Flag | None, str]:
     if words in FLAGS and name.startswith("--"):
         return FLAGS[words], ""
     fitting = [flag for flag in FLAGS if name.startswith("--") and flag.startswith(words)]
+    # A prefix that torchrun takes for one flag means the same here.
     for these in (fitting, [flag for flag in fitting if flag not in OURS]):
         if len(these) == 1:
             return FLAGS[these[0]], ""
@@ -189,8 +174,6 @@ _ELSEWHERE = {
     "use-env": "leave it out: LOCAL_RANK is in the environment, and is no argument",
 }
 """A flag of another launcher that has no counterpart here -> what to do."""
-
-
 _TORCHRUNS = {"health-port": "TORCHELASTIC_HEALTH_CHECK_PORT"}
 """Other variables of torchrun's agent, by the flag that they set here."""
 

@@ -84,6 +84,7 @@ def refuse(line: Line, environ: Mapping[str, str]) -> None:
 
 
 def _count(name: str, typed: Typed) -> None:
+    # The bounds are those of the job's specification, whose other fields do not matter here.
     JobSpec(min_nodes=1, max_nodes=1, **{name: getattr(typed.args, name)})
 
 
@@ -142,9 +143,7 @@ def _logs_specs(typed: Typed) -> None:
         )
 
 
-_COUNTS = (
-    *("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after"),
-)
+_COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
 _PROGRAM = ("script", "module", "no-python", "run-path", "cold-start")
 _WAY = ("nnodes", "standalone", "rdzv-endpoint", "node-rank", "master-addr", "master-port")
 _TLS = ("etcd-ca", "etcd-cert", "etcd-key")

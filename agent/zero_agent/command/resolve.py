@@ -86,7 +86,8 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         address=args.local_addr,
         advertised=args.advertise_addr,
         ports=parse_ports(args.port_range),
-        timing=Timing(  # a lost peer shows within the time to live of its lease, and a moment
+        # A lost peer shows within the time to live of its lease, and a moment.
+        timing=Timing(
             settle_s=_first(conf.settle_s, usual.settle_s),
             grow_every_s=args.grow_every,
             symptom_patience_s=max(usual.symptom_patience_s, 2.0 * lease_ttl_s),
@@ -226,10 +227,9 @@ def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
 
 
 def _is_there(module: str) -> bool:
-    """Whether there is a module of this full name; its packages are not imported, if that helps.
-
-    What they do then is for the workers: they may start threads, use a GPU, or fail.
-    """
+    """Whether there is a module of this full name."""
+    # `find_spec` imports the packages of a module. What they do then is for the workers: they may
+    # start threads, use a GPU, or fail.
     name, *below = module.split(".")
     with contextlib.suppress(Exception):
         spec = find_spec(name)

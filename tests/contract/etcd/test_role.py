@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.support.etcd_server import EtcdServer
+from tests.support.flags import parse
 from tests.support.waiting import wait_for
-from zero_agent.command import command_line
 from zero_agent.command.preflight import preflight
 from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
@@ -205,7 +205,7 @@ def test_the_same_role_is_enough_to_look_at_the_job_to_change_it_and_for_a_prefl
     assert (code, "name a job whose keys this user may read" in told) == (3, True)
     code, told = said("status", "b")
     assert (code, "permission denied" in told) == (3, True)
-    asked = command_line.parse([*flags, f"--rdzv-id={job}", "--preflight"], {})
+    asked = parse([*flags, f"--rdzv-id={job}", "--preflight"], {})
     with contextlib.suppress(SystemExit):
         preflight(asked, parse_rdzv_conf(""))
     (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("etcd")]

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from zero_agent.command.command_line import parse
+from tests.support.flags import parse
 from zero_agent.command.resolve import resolve
 from zero_agent.etcd.etcd_choice import Static
 from zero_agent.etcd.rdzv_conf import RdzvConf

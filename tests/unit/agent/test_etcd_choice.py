@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_agent.command.command_line import parse
+from tests.support.flags import parse
 from zero_agent.etcd.etcd_access import Access, explain, mistake
 from zero_agent.etcd.etcd_choice import Static, Way, choose, endpoints_of
 from zero_agent.etcd.rdzv_conf import RdzvConf

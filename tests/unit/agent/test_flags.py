@@ -10,7 +10,8 @@ import sys
 import pytest
 from torch.distributed.run import get_args_parser
 
-from zero_agent.command.command_line import _find, make_parser, parse
+from tests.support.flags import parse
+from zero_agent.command.command_line import _find, make_parser
 from zero_agent.command.flags import FLAGS, OURS
 from zero_agent.command.resolve import program_of
 from zero_contract.exit_codes import AgentExit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_agent.command.command_line import parse
+from tests.support.flags import parse
 from zero_agent.command.resolve import resolve
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
 

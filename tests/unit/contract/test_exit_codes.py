@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zero_agent.command import command_line
+from tests.support.flags import parse
 from zero_agent.launch.plan import LaunchPlan
 from zero_agent.launch.runners import Command
 from zero_agent.launch.session import Session
@@ -51,8 +51,8 @@ def test_on_kubernetes_a_stop_completes_the_job_and_does_not_fail_it():
     literals = next(m["literals"] for m in base["configMapGenerator"] if m["name"] == "agent")
     [code] = [one.partition("=")[2] for one in literals if one.startswith("PET_STOP_EXIT_CODE=")]
     assert int(code) in codes_of(Kubernetes.COMPLETE)
-    flags = command_line.parse(["train.py"], {"PET_STOP_EXIT_CODE": code})
-    assert (flags.stop_exit_code, command_line.parse(["t.py"], {}).stop_exit_code) == (0, 5)
+    flags = parse(["train.py"], {"PET_STOP_EXIT_CODE": code})
+    assert (flags.stop_exit_code, parse(["t.py"], {}).stop_exit_code) == (0, 5)
 
 
 def test_systemd_does_what_the_table_says():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from tests.support.flags import parse
 from tests.unit.jobfile.support import job
-from zero_agent.command.command_line import parse
 from zero_agent.command.resolve import resolve
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
 from zero_agent.loop.config import AgentConfig
