@@ -106,6 +106,7 @@ def _sign_lines(node: str, form: Format = Format.TEXT) -> None:
 
 def _run(argv: Sequence[str]) -> int:
     line = command_line.read(argv, os.environ)
+    # Before any error: it may have to be JSON.
     _sign_lines("", Format(line.args.log_format))
     with named_as_set(line.args.variables):
         mistakes.refuse(line, os.environ)
@@ -366,6 +367,7 @@ def _take_part(
         others=partial(_runs_elsewhere, store, config.job, name),
     )
     idle_s = idle.elapsed_s or 0.0
+    # The imports before `main` are time of this node as well.
     since_s = clock.now() - process_age_s()
     while True:
         job = config.job or current_run(store, name)
@@ -382,6 +384,7 @@ def _take_part(
                 health.watch(lambda agent=agent: agent.status, agent.metrics)  # type: ignore[misc]
             notices.watch(agent.on_notice, os.environ)
             with signals.installed(agent.on_signal, numbers):
+                # Python may have dropped the exception of `_end_start`, and not its record.
                 for number in came:
                     agent.on_signal(number)
                 code = agent.run()

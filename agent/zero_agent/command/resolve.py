@@ -123,6 +123,7 @@ def topology_of(environ: Mapping[str, str]) -> str:
 def _spec(args: argparse.Namespace) -> JobSpec:
     """What all agents of the job must agree on."""
     low, high = parse_nnodes(args.nnodes)
+    # Agents with other working directories have the same script.
     is_file = Path(args.script).is_file() and not args.module
     where = str(Path(args.script).resolve()) if is_file else args.script
     return JobSpec(

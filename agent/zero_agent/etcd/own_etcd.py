@@ -171,7 +171,7 @@ class Seat:
             process.wait_healthy()
             yield process.member
         finally:
-            if self._aside.exists():  # `follow` was not called: another node was first
+            if self._aside.exists():  # it failed, or another node was first: no `follow`
                 self.stop()
                 self._put_back()
 
@@ -331,6 +331,8 @@ def own_server(
         if seat.follow_heir():
             yield seat
             return
+        # A store begins on the first host alone, and only if it is at none of the others already:
+        # else one job would have two.
         if not seat.resume(node) and alone and seat.is_first and not seat.found():
             if probe(first, joining.tls) is not FoundEtcd.NOTHING:
                 raise SpecError(

@@ -128,6 +128,7 @@ class MemberKeeper:
                     prefix,
                     lambda changes, prefix=prefix: self._hear(prefix),  # type: ignore[misc]
                     after=0,
+                    # Changes are lost then: a look finds what they have led to.
                     on_compacted=lambda revision: self._wake.set(),
                 )
             )
@@ -140,7 +141,7 @@ class MemberKeeper:
         self._wake.set()
 
     def replaced(self) -> str:
-        """Why this store is the job's no more; empty: it is."""
+        """Why this store is no longer the job's; empty: it is."""
         return self._replaced
 
     def go_on(self, access: Access, *, begins: bool) -> str:
@@ -390,6 +391,7 @@ class MemberKeeper:
         if self._invited[0] != invited.mod_revision:
             self._invited = (invited.mod_revision, now_s)
         elif now_s - self._invited[1] > START_S:
+            # The invitation ends only if it is still this one: the node may just have begun.
             late = Put(self._keys.store_part("unable", invited.value), encode("it did not begin"))
             self._store.txn(
                 [unchanged(invited.key, invited.mod_revision)], [Delete(invited.key), late]

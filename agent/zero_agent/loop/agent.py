@@ -140,9 +140,9 @@ class Agent:
         self.holds: Callable[[], str] = lambda: ""
         """Says why this node, when it may leave, has to stay a moment; empty: it can go."""
         self.replaced: Callable[[], str] = lambda: ""
-        """Says why this etcd is the job's no more; empty: it is."""
+        """Says why this etcd is no longer the job's; empty: it is."""
         self.took_part = False
-        """This agent saw the job before its end."""
+        """Whether this agent saw the job before its end."""
 
     def _make_workers(self, environ: Mapping[str, str]) -> NodeWorkers:
         """Start the forkserver, and connect its events with the parts that handle them."""
@@ -346,7 +346,8 @@ class Agent:
     def _store_fails(self, error: StoreError) -> None:
         """Go on without etcd, within the limits."""
         self._limits.store_fails(error)
-        if isinstance(error, StoreFull):  # send no request to etcd for a while
+        # A turn without a pause would send etcd ten writes a second, each of which it refuses.
+        if isinstance(error, StoreFull):
             until_s = self._clock.now() + pause_when_full_s(len(self._rdzv.snapshot.nodes))
             while self._clock.now() < until_s:
                 self._meanwhile()
@@ -406,12 +407,9 @@ class Agent:
         return None
 
     def _next_action(self) -> tuple[Action, str]:
-        """The next action, once the job knows of this node's wish to leave.
-
-        That its workers are done is reported first: then no other node stops for the wish.
-        """
+        """The next action, once the job knows that this node is to leave."""
         action, reason = next_action(self._situation())
-        if action is Action.REPORT_DONE:
+        if action is Action.REPORT_DONE:  # before that: then no other node stops for it
             return action, reason
         stopping = self._node_workers.group.state is Workers.STOPPING
         self._leaving.obey(self._rdzv.snapshot.drain_order(self._rdzv.node), stopping=stopping)
@@ -453,6 +451,7 @@ class Agent:
             unkillable=node_workers.group.unkillable,
             checking=self._health_checks.checking,
             hosting=node_workers.hosts_store_of(job.fence),
+            # Asked only while it leaves; at the end of its time nothing holds it.
             holds=self.holds() if self._leaving.left_s > TICK_S and self._leaving.begun else "",
         )
 

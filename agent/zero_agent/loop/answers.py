@@ -60,7 +60,7 @@ class Answers:
     def close(self) -> None:
         """Answer nothing more."""
         self._closed.set()
-        self._arrived.put(())
+        self._arrived.put(())  # ends the wait for a question
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
@@ -95,7 +95,7 @@ class Answers:
         changes = self._arrived.get()
         fresh: dict[str, KeyValue] = {}
         while True:
-            if changes is None:
+            if changes is None:  # etcd has compacted the changes: all questions are read
                 items = retry.until_set(self._closed)(self._store.range, prefix).items
                 fresh = {item.key: item for item in items}
             else:
@@ -167,6 +167,7 @@ def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
         if target is None:
             return {"problem": f"node {name} does not take part any more"}
         try:
+            # The port of the ring is open between all nodes already.
             with ring.dial(target) as connection:
                 return asdict(probe.measure(connection))
         except OSError as error:

@@ -90,6 +90,7 @@ class Leaving:
         """
         if order is not None:
             self._begin(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
+        # The announcement waits while the workers stop for the signal of a scheduler: see `SKEW_S`.
         self._held = stopping and bool(self._signals) and not self._since.past(SKEW_S)
         if self.begun and not (self._announced or self._held):
             revision = self._rdzv.drain()
@@ -178,6 +179,7 @@ def root_cause_block(job: Snapshot) -> str:
         code = ""
         if cause.status is not None:
             process = "" if cause.pid is None else f" (pid: {cause.pid})"
+            # Most real-time signals have no name.
             by_signal = -cause.status in list(signal.Signals)
             name = f" ({signal.Signals(-cause.status).name})" if by_signal else ""
             code = f"{cause.status}{process}{name}"

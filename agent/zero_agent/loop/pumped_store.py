@@ -63,6 +63,7 @@ class PumpedStore:
     def _run(self) -> None:
         while (todo := self._todo.get()) is not None:
             answer, call = todo
+            # Whatever is raised belongs to the caller; this thread serves the next call.
             try:
                 answer.set_result(call())
             except BaseException as error:

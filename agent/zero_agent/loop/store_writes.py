@@ -82,6 +82,7 @@ class StoreWrites:
 
     def run(self, rdzv: Rendezvous, fence: int) -> None:
         """Make all queued writes; one that fails stays queued. Without workers the fence is 0."""
+        # Those that fail are queued again; workers may ask for others meanwhile.
         commits, self._commits = self._commits, []
         for commit in commits:
             if commit.fence == fence:
@@ -133,6 +134,7 @@ class StoreWrites:
     def _log_waiting(self, commit: _Commit, left_s: float) -> None:
         """Log once that a checkpoint waits for etcd."""
         request, known = commit.request, self._ending
+        # A script asks again and again for its last checkpoint, each time with another request.
         if commit.logged or (request.written and known and known.written == request.written):
             return
         commit.logged = True

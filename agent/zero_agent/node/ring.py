@@ -146,6 +146,7 @@ class Ring:
                         self._on_dead(target, bool(gone))
                     self._met = None
             self._misses += 1
+            # A hundred is enough for `RETRY_S`; after days of attempts the power would overflow.
             quick_s = CONFIRM_S * CONFIRM_GROWTH ** min(self._misses, 100)
             self._pause(min(quick_s, RETRY_S) if self._met == _key(target) else RETRY_S)
 
@@ -189,6 +190,7 @@ class Ring:
         connection = socket.create_connection(where, TIMEOUT_S)
         try:
             connection.settimeout(TIMEOUT_S)
+            # Another process may have this port now, of another node or the successor of this one.
             name, _ = handshake.greet(connection, self._key)
             node, _, incarnation = name.rpartition(" ")
             if (node, incarnation) != (target.id, target.incarnation):

@@ -97,6 +97,7 @@ class WorkerGroup:
         """
         by_local_rank = {order.local_rank: order for order in orders}
         taken = {}
+        # One that has ended while it waited is none of them: another is started in its place.
         for worker in former._parked & former._running.keys():
             old = former._running.pop(worker)
             order = by_local_rank[old.local_rank]
@@ -184,6 +185,7 @@ class WorkerGroup:
         """Which workers still exist long after SIGKILL, and where they wait; empty if none does."""
         if not (self._running and self._killed.past(GIVE_UP_S)):
             return ""
+        # A worker without a pid is not forked yet: its forkserver is what hangs.
         left = [
             f"rank {order.rank}: {describe(self._pids.get(worker, self._forkserver.pid))}"
             for worker, order in self._running.items()
@@ -223,6 +225,7 @@ class WorkerGroup:
         if self._running:
             waiting = Workers.PARKED if self._lost is None else Workers.STRANDED
             waits, runs = (waiting, Workers.RUNNING) if self.round else _OF_WARM_UP
+            # As long as one has not left, the process group of the round may be in use.
             here = waits if self._parked >= self._running.keys() else runs
             return Workers.STOPPING if self._stopping else here
         ends = [end for end in self.exits if not end.wanted]

@@ -88,6 +88,7 @@ class NodeTime:
         seen = doing(now, prepared=prepared), now.round
         if seen == self._seen:
             return
+        # The workers of another round report anew, and the first of them counts.
         self._seen, self._rank, self._usual_ns = seen, None, 0
         reached = now.job.reached or 0
         self._mark(Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports))

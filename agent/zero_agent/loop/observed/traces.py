@@ -181,6 +181,7 @@ class Traces:
 
     def _recovery_before(self, n: int, at_s: float) -> Trace | None:
         """The trace of the recovery that has led to round n; None if its events are not kept."""
+        # Other agents write their events later; an agent that ends does not wait for them.
         self._closing.wait(self._settle_s)
         found = recoveries(events.read(self._store, self._job))
         last = next((one for one in reversed(found) if one.round == n - 1), None)
@@ -244,6 +245,7 @@ class _Sender:
 
         assert self._tracer is not None
         assert self._ended is not None
+        # Spans of the past: a span processor only collects them, and all are sent at once.
         root = self._tracer.start_span(
             trace.whole.name,
             context=Context(),

@@ -78,7 +78,7 @@ class TrainJobStatus:
             return
         self._due_s = now_s + EVERY_S
         status = trainer_status(progress, speed, time.time(), done=done)
-        if done:
+        if done:  # else the last post would find the queue full, and be dropped
             self._writer.flush(TIMEOUT_S)
         self._writer.put(self._post, json.dumps({"trainerStatus": status}).encode())
         if done:
@@ -90,7 +90,7 @@ class TrainJobStatus:
 
         headers = {"Content-Type": "application/json"}
         try:
-            if self._token:
+            if self._token:  # read each time: the kubelet renews it
                 headers["Authorization"] = f"Bearer {Path(self._token).read_text().strip()}"
             request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
             context = ssl.create_default_context(cafile=self._authority)
