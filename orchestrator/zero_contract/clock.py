@@ -135,7 +135,7 @@ class Stopwatch:
         return was
 
     def again(self, every_s: float) -> bool:
-        """Whether the watch was stopped, or has run for `every_s`; if so, it starts anew."""
+        """Start anew if the watch was stopped, or has run for `every_s`; returns whether it has."""
         due = self.start() or self.past(every_s)
         if due:
             self.stop()

@@ -172,7 +172,7 @@ class Successor:
         )
 
     def _look(self, store: str) -> Seen:
-        """What there is beside the checkpoints, after a while in which a sign of life would come.
+        """Look beside the checkpoints, for a while in which a sign of life would come.
 
         Raises:
             StoreUnavailable: The file server does not answer.

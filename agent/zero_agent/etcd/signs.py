@@ -33,7 +33,7 @@ _CHAIN = 16
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """What a call returns that may hang; it goes on alone, on a thread that ends with the process.
+    """The result of a call that may hang, on a thread that then ends with the process.
 
     Raises:
         TimeoutError: It did not end in time.

@@ -133,7 +133,7 @@ class Answers:
 
 
 def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
-    """What an agent answers about its workers; the numbers of their output are of this `agent`."""
+    """The replies about an agent's workers, whose output has the numbers of this `agent`."""
 
     def stack(query: Query) -> dict[str, Any]:
         only = query.arguments.get("rank")
@@ -159,7 +159,7 @@ def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
 
 
 def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
-    """What an agent answers about the network to another node."""
+    """The reply that measures the network to another node."""
 
     def probe_to(query: Query) -> dict[str, Any]:
         name = query.arguments.get("to")
@@ -177,7 +177,7 @@ def prober(ring: Ring, nodes: Callable[[], Sequence[Node]]) -> Reply:
 
 
 def reacher(reach: Reach, rdzv: Rendezvous) -> Reply:
-    """What an agent answers about which other members of the round it reaches."""
+    """The reply that names the other members of the round which this agent does not reach."""
 
     def others(query: Query) -> dict[str, Any]:
         dead = reach(others_of(rdzv.snapshot, rdzv.node))

@@ -213,7 +213,7 @@ class NodeWorkers:
         return self._asked.past(self._config.boundary_timeout_s)
 
     def waits(self, within_s: float) -> dict[int, dict[str, Any]]:
-        """What each worker waits for, if it says so in time; not for the agent's own thread."""
+        """Ask each worker what it waits for; must not be called on the agent's own thread."""
         ranks = {one.rank for one in self.group.processes}
 
         def ask(number: int) -> None:

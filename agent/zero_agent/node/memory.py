@@ -84,7 +84,7 @@ class NodeMemory:
         sweep(directory, spare=f"{self._name}.*", grace_s=GRACE_S)
 
     def open(self, request: PeerMemoryRequest, secret: Secret) -> PeerMemoryReply:
-        """What a worker needs, or the reason why there is no memory; the last budget counts."""
+        """Give a worker memory, or the reason why there is none; the last budget counts."""
         key = derive(secret, Purpose.PEER_MEMORY)
         try:
             if self._memory is None:

@@ -27,7 +27,7 @@ class OomKills:
         self._before = self._count()
 
     def blame(self) -> str:
-        """What shows that the OOM killer has killed a process since then; empty: nothing does."""
+        """Evidence that the OOM killer has killed a process since then; empty: there is none."""
         before, count = self._before, self._count()
         if count <= before:
             return ""
@@ -46,11 +46,8 @@ class OomKills:
 
 
 def group_note() -> str:
-    """A warning if the OOM killer would kill the whole cgroup, agent included; else empty.
-
-    The setting applies if any cgroup has it up to the one whose limit is reached. Only the owner of
-    that file can change it; in a container nobody can.
-    """
+    """A warning if the OOM killer would kill the whole cgroup, agent included; else empty."""
+    # The setting applies if any cgroup has it up to the one whose limit is reached.
     group = own_cgroup("memory", _COUNTS, CGROUPS, OWN)
     around = () if group is None else (group, *group.parents)
     whole = next((one for one in around if text_of(one / "memory.oom.group").strip() == "1"), None)

@@ -186,7 +186,7 @@ class Steps:
 
     @property
     def preparing(self) -> str:
-        """What the workers do before their first step: that of the one that is least far."""
+        """What the worker does that is furthest from its first step; empty: none says."""
         each = self._preparing.values()
         least = min(each, key=lambda one: 1.0 if one.part is None else one.part, default=None)
         if least is None:

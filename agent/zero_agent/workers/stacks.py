@@ -90,7 +90,7 @@ def _signal(process: Process) -> bool:
 
 
 def _written(process: Process, deadline_s: float) -> dict[str, str]:
-    """What a worker has written when its file no longer grows."""
+    """Read the stacks that a worker writes, once its file no longer grows."""
     size = 0
     while time.monotonic() < deadline_s:
         time.sleep(_POLL_S)

@@ -40,7 +40,7 @@ class WorldSize:
         self._settled = True
 
     def warning(self, *, done: bool) -> str:
-        """What to warn of, once; empty if there is nothing, or, while workers run, not yet."""
+        """The warning, once; empty if there is none, or, while workers run, none yet."""
         if self._settled or not (self._before and self._tells):
             return ""
         if not (done or self._runs.past(QUIET_S)):

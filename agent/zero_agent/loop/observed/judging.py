@@ -177,7 +177,7 @@ def _probed(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Probed:
 
 
 def _evidence(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Evidence:
-    """Which nodes do not reach each other; if all do, where their workers are."""
+    """Ask which nodes do not reach each other, and, if all do, where their workers are."""
     reached = ask_once(store, job, nodes, "reach", {}, within_s=ASK_S)
     dead = {
         frozenset((node, link["to"])): link["why"]

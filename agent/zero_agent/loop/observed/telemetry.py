@@ -166,7 +166,7 @@ UNLOGGED = SAID_BY_ALL | {"first step"}
 
 
 class Telemetry:
-    """What is told, from the start of an agent to its end."""
+    """Everything that an agent tells, from its start to its end."""
 
     def __init__(
         self,
