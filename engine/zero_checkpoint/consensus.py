@@ -8,9 +8,7 @@ Must always hold: a key is never reused (every call draws the next number, and a
 the same calls in the same order); every wait ends, by an answer or by its deadline. With a secret
 key, a stranger that can connect to the store can neither cast a vote nor pass a verdict: each
 record is signed together with its name, and a record without a valid signature counts as
-not there yet. A rank waits by calling `check` at growing intervals, because a `wait` that times out
-on a TCPStore writes warnings to stderr, and because the caller's `on_wait` can then raise at any
-time.
+not there yet.
 
 Source of the idea: torchsnapshot's LinearBarrier on a store.
 """
@@ -118,8 +116,9 @@ class StoreConsensus:
         keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]
         votes: dict[str, Record] = {}
         complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self.on_wait)
-        for key in [] if complete else keys:
-            self._take_all([key], votes)
+        if not complete:  # late: take the votes that are there, one by one
+            for key in keys:
+                self._take_all([key], votes)
         return self._publish(question, judge([vote, *map(votes.get, keys)]))
 
     def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
@@ -139,11 +138,11 @@ class StoreConsensus:
         return f"consensus/{self._asked}"
 
     def _take_all(self, keys: list[str], votes: dict[str, Record]) -> bool:
-        """Once all missing votes are there, move them from the store; whether `votes` has all."""
+        """Move the missing votes from the store once all are there; returns whether all came."""
         missing = [key for key in keys if key not in votes]
         if self._has(missing):
             for key in missing:
-                with suppress(_Unsigned):
+                with suppress(_Unsigned):  # a stranger's; the rank's own may still replace it
                     record, names = self._get(key)
                     self._delete(names)
                     votes[key] = record
@@ -155,6 +154,7 @@ class StoreConsensus:
             heard, count = f"{question}/heard", f"{question}/count"
             self._published += [*self._put(question, verdict), heard, count]
             limit_s = min(self._timeout_s, _ANSWERED_S)
+            # Without `on_wait`: a group that is lost now does not change the verdict.
             if waits and self._await(partial(self._has, [heard]), limit_s, lambda: None):
                 # A rank that has read this verdict has read all before it.
                 self._delete(self._published)
@@ -190,17 +190,16 @@ class StoreConsensus:
     def _await(
         self, arrived: Callable[[], bool], limit_s: float, on_wait: Callable[[], None]
     ) -> bool:
-        """Whether `arrived` returns True before the limit.
-
-        The pause grows with the time already waited: quick answers are seen within a
-        millisecond, and a thousand ranks that wait long query rank 0's store only rarely.
-        """
+        """Whether `arrived` returns True before the limit."""
+        # Not by the store's own `wait`: a TCPStore warns on stderr when one times out, and
+        # `on_wait` could not raise meanwhile.
         begin = time.monotonic()
         while not arrived():
             waited_s = time.monotonic() - begin
             if waited_s >= limit_s:
                 return False
             on_wait()
+            # Quick answers are seen at once; a thousand ranks that wait long rarely ask the store.
             pause_s = min(max(_FIRST_PAUSE_S, waited_s / 20), _LONGEST_PAUSE_S)
             time.sleep(min(pause_s, limit_s - waited_s))
         return True
@@ -263,7 +262,7 @@ class StoreConsensus:
         raise _Unsigned(key)
 
     def _delete(self, keys: Iterable[str]) -> None:
-        """Free the store's memory; a job saves for weeks into one rank's TCPStore."""
+        # A job saves for weeks into one rank's TCPStore, whose memory is freed by nothing else.
         with _store_errors():
             for key in keys:
                 self._store.delete_key(key)

@@ -80,6 +80,7 @@ def find_layout(
         model = _find_model(others.intersection(weights), wanted.values())
     inside = {key for key in others.intersection(tensors) if key.startswith(model)}
     steps = {key for key in others - set(weights) if key.rpartition(".")[2] in _STEPS}
+    # Below a prefix such a key is a buffer of the model; without one, every key is inside.
     steps -= inside if model else set()
     mine = inside - steps
     if not mine:

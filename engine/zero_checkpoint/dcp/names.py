@@ -68,17 +68,19 @@ def name_all(
         others = {key: value for key, value in values.items() if key not in tensors}
         return Saved(ids=ids, groups=[], step=None, meta=_meta("", None, others, paths))
     model, optimizer = layout.model, layout.optimizer
+    of_state = None if optimizer is None else optimizer + STATE
     ids = {}
     for key, info in tensors.items():
         if key in layout.tensors:
             name = key.removeprefix(model)
             ids[key] = TensorId(BUFFER if is_buffer(name, info.dtype) else PARAM, name)
-        elif moment := _of_optimizer(key, optimizer):
+        elif of_state is not None and key.startswith(of_state):
+            name, _, kind = key.removeprefix(of_state).rpartition(".")
             # A number, such as a count of steps, unless the parameter is one, too.
-            owner = tensors.get(model + moment.fqn)
-            number = owner is None or owner.shape != info.shape or moment.kind == "step"
+            owner = tensors.get(model + name)
+            number = owner is None or owner.shape != info.shape or kind == "step"
             if key not in values or not number:
-                ids[key] = moment
+                ids[key] = TensorId(kind, name)
         elif key not in values:
             ids[key] = TensorId(OTHER, key)
     rest = {key: value for key, value in values.items() if key not in ids}
@@ -96,13 +98,6 @@ def _count(value: Any) -> int | None:
     """A count of steps; None if it is none."""
     number = value.item() if isinstance(value, Tensor) else value
     return int(number) if isinstance(number, int | float) else None
-
-
-def _of_optimizer(key: str, optimizer: str | None) -> TensorId | None:
-    if optimizer is None or not key.startswith(optimizer + STATE):
-        return None
-    name, _, kind = key.removeprefix(optimizer + STATE).rpartition(".")
-    return TensorId(kind, name)
 
 
 def _meta(
@@ -196,11 +191,7 @@ def _of_structure(manifest: Manifest) -> Stored:
 def _values(
     groups: Collection[Mapping[str, Any]], prefix: str
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """The numbers and options of an optimizer under the keys of both forms of its state_dict.
-
-    Only those of the nested form have a path: a state that is nested again has one form, which
-    torch's optimizers take.
-    """
+    """The numbers and options of an optimizer under the keys of both forms of its state_dict."""
     nested: dict[Path, Any] = {}
     flattened: dict[str, Any] = {}
     for number, group in enumerate(groups):
@@ -219,5 +210,6 @@ def _values(
             for key, value in numbers.items():
                 number_of_state = number_from_json(value, torch.device("cpu"))
                 nested[_below(prefix + STATE, name, key)] = number_of_state
+    # The flattened form has no paths: a state that is nested again has one form, that of torch.
     paths = {".".join(map(str, path)): path for path in nested}
     return dict(zip(paths, nested.values(), strict=True)) | flattened, paths

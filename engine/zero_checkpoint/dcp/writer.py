@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -28,7 +28,7 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.dtypes import DTYPES, name_of
-from zero_checkpoint.format.pieces import Piece, State, TensorInfo, cut
+from zero_checkpoint.format.pieces import State, TensorInfo, cut
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus
 from zero_checkpoint.saving import commit
@@ -135,7 +135,12 @@ class Writer(StorageWriter):
         step = self._step_of(saved)
         state = State(
             tensors=TensorTable((tensor, infos[key]) for key, tensor in saved.ids.items()),
-            pieces=_pieces(saved, boxes),
+            pieces=tuple(
+                piece
+                for key, info, offsets, box in boxes
+                if key in saved.ids
+                for piece in cut(saved.ids[key], info.shape, offsets, box)
+            ),
             meta={
                 "engine": {**UNKNOWN_RUN, "step": step, "groups": saved.groups},
                 "client": {},
@@ -149,17 +154,17 @@ class Writer(StorageWriter):
         if consensus.rank == COORDINATOR:
             tidy(root, self.path, self._keep)
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, _size(item), None) for item in plan.items])
+        # A value that is no tensor has no size that DCP knows.
+        sizes = ((item.index, item.tensor_storage_size() or 0) for item in plan.items)
+        done.set_result([WriteResult(index, size, None) for index, size in sizes])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: leave the file by which programs recognize a checkpoint of DCP.
-
-        The checkpoint is committed; the file is for those that look for the newest one before they
-        make a reader, such as torchtitan.
-        """
+        """On the coordinator: leave the file by which programs recognize a checkpoint of DCP."""
         del metadata, results
         assert self.path is not None
+        # For programs, such as torchtitan, that look for the newest one before they make a reader;
+        # the checkpoint is committed without it.
         disk = disk_of(self.path)
         try:
             with disk.create(self.path / METADATA) as file:
@@ -190,21 +195,8 @@ class Writer(StorageWriter):
         return int(number[1])
 
 
-def _pieces(saved: Saved, boxes: Sequence[_Box]) -> tuple[Piece, ...]:
-    return tuple(
-        piece
-        for key, info, offsets, box in boxes
-        if key in saved.ids
-        for piece in cut(saved.ids[key], info.shape, offsets, box)
-    )
-
-
-def _size(item: WriteItem) -> int:
-    return item.tensor_storage_size() or 0
-
-
 def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
-    """The boxes that DCP lets this rank write, and its vote; of an error, that."""
+    """The boxes that DCP lets this rank write, and its vote, which may be an error."""
     boxes: list[_Box] = []
     values: dict[str, Any] = {}
     try:
@@ -224,15 +216,12 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
         tensors = {key: [name_of(i.dtype), list(i.shape)] for key, i, _, _ in boxes}
     except Exception as error:
         return [], {"problem": f"{type(error).__name__}: {error}"}
-    return boxes, {"tensors": tensors, "values": values, "paths": _paths(plan)}
-
-
-def _paths(plan: SavePlan) -> dict[str, list[str | int]]:
-    """Where the keys of a plan are in the state, if its planner has flattened that."""
+    # Where the keys are in the state, if the planner has flattened that.
     known = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     paths = {key: list(known[key]) for item in plan.items if (key := item.index.fqn) in known}
     # What is no text or number would not come back as the same from JSON.
-    return {k: p for k, p in paths.items() if all(isinstance(part, str | int) for part in p)}
+    paths = {k: p for k, p in paths.items() if all(isinstance(part, str | int) for part in p)}
+    return boxes, {"tensors": tensors, "values": values, "paths": paths}
 
 
 def agree(votes: Sequence[Record | None]) -> Record:
