@@ -70,6 +70,7 @@ class Copy:
 def copies(layout: FileLayout, buffers: Iterable[memoryview]) -> Iterator[Copy]:
     """All of a file as copies that fill one buffer each; only the last may be shorter."""
     vectors = parts(layout)
+    # Of the vector that a buffer ends in: what the next buffer begins with.
     rest = nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     for buffer in buffers:
         sources, free = [], len(buffer)

@@ -88,7 +88,7 @@ class DirectDisk(Disk):
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
         """Append all of `data`."""
-        file.flush()
+        file.flush()  # what follows goes past its buffer
         whole = memoryview(data)
         # The part that can be written directly; empty if the data are short or not aligned.
         pages = whole[: len(whole) // PAGE_BYTES * PAGE_BYTES]
@@ -101,7 +101,7 @@ class DirectDisk(Disk):
         elif len(pages) >= TRIAL_BYTES:
             way, begin = trial.way, self._clock()
             self._write(file, pages, trial)
-            os.fdatasync(file.fileno())
+            os.fdatasync(file.fileno())  # else the cache would win by writing nothing yet
             trial.seconds[way].append((self._clock() - begin) / len(pages))
             if trial.over and trial.way is not trial.logged:
                 trial.logged = trial.way
@@ -122,7 +122,7 @@ class DirectDisk(Disk):
             except OSError as error:
                 if trial.way is Way.CACHED or error.errno not in _REFUSED:
                     raise
-                trial.refused = True
+                trial.refused = True  # and once more, through the cache
 
 
 def _set_direct(file: BinaryIO, wanted: bool) -> None:

@@ -54,10 +54,7 @@ class _Fetch(NamedTuple):
 
 
 class Fetches:
-    """The fetches in flight, of one file after the other; for use by one thread.
-
-    The first ranges of the next file are fetched while the last ones of this file are taken.
-    """
+    """The fetches in flight, of one file after the other; for use by one thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "zero-read")
@@ -97,9 +94,10 @@ class Fetches:
                 self._coming.append(_Fetch(file, span, chunk, got))
 
     def _opened(self, path: Path) -> _File:
-        """The file of the next fetch; opened, unless it is that of the last fetch."""
+        """The file of the next fetch, which may begin while fetches of the one before are taken."""
         if self._files and self._files[-1].path == path:
             return self._files[-1]
+        # No fetch of the last file is in flight: nobody needs its descriptor any more.
         if self._files and not any(fetch.file is self._files[-1] for fetch in self._coming):
             _close(self._files.pop())
         flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK  # it may be a pipe

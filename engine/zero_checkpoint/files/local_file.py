@@ -51,15 +51,13 @@ def open_file(path: Path, ahead: Fetches | None = None) -> Iterator[Source]:
 
 @contextmanager
 def open_past_cache(path: Path) -> Iterator[Source]:
-    """Open a file anew, for what the device holds: the page cache may hold something else.
-
-    On a file system without direct I/O, the kernel is asked to drop what it has cached.
-    """
+    """Open a file anew, for what the device holds: the page cache may hold something else."""
     try:
         descriptor = _descriptor(path, os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+        # A file system without direct I/O: `read_into` asks the kernel to drop what is cached.
         descriptor = _descriptor(path)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -118,7 +116,7 @@ class _File:
             self.fetches.expect((self.path, span) for span in spans)
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        left = [buffer for buffer in buffers if buffer]
+        left = [buffer for buffer in buffers if buffer]  # an empty one would look like the end
         if self.fetches.take(self.path, left, offset):
             return 0
         missing = sum(map(len, left))

@@ -67,11 +67,7 @@ class SafetensorsFile:
 
 
 class TorchFile:
-    """A file of torch.save; tied names are one tensor.
-
-    torch.save wants all tensors at once: they are in a file without a name meanwhile, on the same
-    disk, and in memory only as long as the kernel has room for them.
-    """
+    """A file of torch.save; tied names are one tensor."""
 
     def __init__(self, file: BinaryIO, directory: Path, table: Table, ties: Mapping[str, str]):
         """Reserve the space for a file of tensors, on the disk of `directory`.
@@ -83,10 +79,12 @@ class TorchFile:
         """
         self._file = file
         self._ties = ties
+        # torch.save wants all tensors at once: they are in a file without a name meanwhile, and in
+        # memory only as long as the kernel has room for them. 64 bytes align any element.
         sizes = {name: -(-s.numel() * d.itemsize // 64) * 64 for name, (d, s) in table.items()}
         with tempfile.TemporaryFile(dir=directory) as scratch:
             total = max(1, sum(sizes.values()))
-            os.posix_fallocate(scratch.fileno(), 0, total)
+            os.posix_fallocate(scratch.fileno(), 0, total)  # a full disk is no SIGBUS later
             memory = mmap.mmap(scratch.fileno(), total)
         self._tensors: dict[str, Tensor] = {}
         at = 0

@@ -182,9 +182,6 @@ def _put(path: Place, data: bytes, *, exclusive: bool) -> None:
 def _create(path: Place, data: bytes) -> None:
     """Create an object that must not exist yet.
 
-    A retried request may be refused because of its own first attempt, whose answer was lost. So
-    after a failure the content of the store decides; contents of two writers differ.
-
     Raises:
         FileExistsError: There is an object of another content.
         OSError: The request failed, and the store did not answer what it holds.
@@ -193,6 +190,8 @@ def _create(path: Place, data: bytes) -> None:
         with as_os_errors(str(path)):
             _put(path, data, exclusive=True)
     except OSError as error:
+        # A retried request may be refused because of its own first attempt, whose answer was lost.
+        # So the content of the store decides; contents of two writers differ.
         try:
             stored = path.read_bytes()
         except OSError:
@@ -203,7 +202,8 @@ def _create(path: Place, data: bytes) -> None:
 
 
 def _abort_uploads(path: Place) -> None:
-    """Abort dead uploads: S3 keeps, and charges for, the parts of a killed process's upload."""
+    """Abort dead uploads."""
+    # S3 keeps, and charges for, the parts of a killed process's upload; other stores do not.
     system = file_system(str(path))
     call: Callable[..., Any] | None = getattr(system, "call_s3", None)
     if call is None:

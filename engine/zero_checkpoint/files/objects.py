@@ -14,11 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
 import fsspec
 
 from zero_checkpoint.files.source import Source, Span
+from zero_checkpoint.format.table import grouped
 
 PROTOCOLS: Mapping[str, str] = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "memory": ""}
 """Protocol -> the extra of this distribution that brings its file system."""
@@ -154,7 +156,7 @@ class _ObjectSource:
     fetched: dict[Span, memoryview] = field(default_factory=dict)
 
     def expect(self, spans: Sequence[Span]) -> None:
-        self.later = _groups(spans)
+        self.later = grouped(spans, itemgetter(1), _AHEAD_BYTES)
         self._fetch_next()
 
     def _fetch_next(self) -> None:
@@ -163,7 +165,7 @@ class _ObjectSource:
         runs = list(_runs(next(self.later, [])))
         whole = [(run[0][0], sum(length for _, length in run)) for run in runs]
         for run, body in zip(runs, self._fetch(whole), strict=True):
-            for begin, length in run:
+            for begin, length in run:  # views: adjacent ranges are one request, and one body
                 at = begin - run[0][0]
                 self.fetched[begin, length] = memoryview(body)[at : at + length]
 
@@ -194,20 +196,6 @@ class _ObjectSource:
                 else:
                     raise item
             return bodies
-
-
-def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Consecutive ranges in groups that fit into memory, of at least one range."""
-    group: list[Span] = []
-    size = 0
-    for span in spans:
-        size += span[1]
-        if group and size > _AHEAD_BYTES:
-            yield group
-            group, size = [], span[1]
-        group.append(span)
-    if group:
-        yield group
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:

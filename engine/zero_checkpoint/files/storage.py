@@ -88,9 +88,6 @@ class Disk:
     def retire(self, path: Place, *, committed: bool) -> Place:
         """Make a directory stop being a checkpoint, durably, before any byte of it is gone.
 
-        A save that is still alive, and publishes into it, must fail. So the directory is renamed:
-        the path of that save's manifest does not exist any more.
-
         If it is not `committed`, it must not become one either.
 
         Returns:
@@ -100,8 +97,10 @@ class Disk:
         if committed:
             self.publish(manifest, manifest.with_name(REMOVED + MANIFEST))
             self.sync_directory(path)
-        if path.name.startswith(REMOVED):
+        if path.name.startswith(REMOVED):  # by a deletion that died
             return path
+        # A save that is still alive, and publishes into it, must fail: renamed, the directory has
+        # not got the path of that save's manifest any more.
         away = path.with_name(REMOVED + path.name)
         self.publish(path, away)
         self.sync_directory(path.parent)

@@ -5,7 +5,7 @@ training waits, `staging.FrozenImage` reads a snapshot while training continues.
 
 Must always hold: the digests are those of the bytes handed to the kernel, in the order of the file;
 the file is on stable storage when `write_file` returns; a live image makes no second copy of the
-state: it is copied chunk by chunk. One chunk is written while the next one is gathered and hashed.
+state: it is copied chunk by chunk.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def write_file(
             yield chunk
 
     with disk.create(path) as file:
+        # One chunk is written while the next one is gathered and hashed.
         for chunk in _ahead(hashed()):
             disk.write(file, chunk)
             if meter is not None:

@@ -88,6 +88,7 @@ def first_break(group: Ints, begin: Ints, end: Ints, low: Ints, high: Ints) -> B
         low: [groups], the first position of each group.
         high: [groups], one past its last position.
     """
+    # A run begins where the run before it in its group ends, the first one at `low`.
     expected = low[group]
     follows = np.flatnonzero(group[1:] == group[:-1]) + 1
     expected[follows] = end[follows - 1]
@@ -113,6 +114,7 @@ def check_cover(
         return None
     if found.next_at > found.covered:
         return f"{name(found.group)}[{found.covered}:{found.next_at}] is in no file"
+    # One place alone: what overlaps is no other fragment, but lies beyond the tensor.
     holders = fragments.file[
         (fragments.tensor == found.group)
         & (fragments.start <= found.next_at)

@@ -57,16 +57,14 @@ def parts(layout: FileLayout) -> Iterator[Tensor]:
 
 
 def block_bytes_for(tensors: Mapping[TensorId, TensorInfo]) -> int:
-    """Bytes of a block, the unit in which a checkpoint is hashed, and verified on load.
-
-    A rank that needs a part of a block reads the whole block, at both ends of each run that it
-    owns, and it owns a run of every unit and kind: the bytes read beyond the checkpoint grow with
-    the blocks. So blocks are as short as the manifest can afford, at 11 characters for each.
-    Blocks below 32 KiB slow hashing and reading down, so only very small tensors get them.
-    Eight ranks read 1.008 times gpt2 with Adam (1.5 GB, 32 KiB); with 4 MiB it would be 1.9 times.
-    """
+    """Bytes of a block, the unit in which a checkpoint is hashed, and verified on load."""
+    # A rank that needs a part of a block reads the whole block, at both ends of each run that it
+    # owns, and it owns a run of every unit and kind: the bytes read beyond the checkpoint grow with
+    # the blocks. So blocks are as short as the manifest can afford, at 11 characters for each.
+    # Eight ranks read 1.008 times gpt2 with Adam (1.5 GB, 32 KiB); with 4 MiB, 1.9 times.
     table = table_of(tensors)
     total = int((table.numels * table.itemsizes).sum())
+    # Blocks below 32 KiB slow hashing and reading down, so only very small tensors get them.
     a_64th = total // (64 * max(len(tensors), 1))  # of a tensor, on average
     shortest = min(max(_power_of_two(a_64th // 2), PAGE_BYTES), _USUAL_BLOCK)
     return min(max(_power_of_two(total // _MOST_BLOCKS), shortest), _LONGEST_BLOCK)
@@ -98,7 +96,7 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     whole = placed.length == table.numels[placed.tensor]
     numbers = (column.tolist() for column in (placed.length, whole, begin, begin + size))
     for (tensor, start, _), length, is_whole, *offsets in zip(pieces, *numbers, strict=True):
-        info, key = table[tensor], f"{tensor.kind}/{tensor.fqn}"
+        info, key = table[tensor], str(tensor)
         # The true shape where the piece is the whole tensor, else a vector.
         shape = info.shape if is_whole else (length,)
         key = key if is_whole else f"{key}@{start}"
@@ -108,6 +106,7 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     text = json.dumps(header, separators=(",", ":")).encode()
     padded = -(-(LENGTH_BYTES + len(text)) // PAGE_BYTES) * PAGE_BYTES - LENGTH_BYTES
     head = padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)
+    # Pieces that follow each other in the file become one vector if they do so in memory.
     follows = placed.memory[1:] == placed.memory[:-1]
     follows &= placed.address[1:] == placed.address[:-1] + size[:-1]
     heads, sizes = run_lengths(follows, size)

@@ -39,8 +39,8 @@ MANIFEST = beside.MANIFEST
 TOMBSTONE = b"removed\n"
 """In place of a manifest, in stores that cannot rename a directory: it is being deleted."""
 NAME = beside.NAME
-age = beside.age
 """The name of a checkpoint's directory, see `directory_name`."""
+age = beside.age
 ASIDE = "aside"
 """In the engine's record of a run, see `Manifest.is_aside`."""
 QUARANTINE = "QUARANTINE"

@@ -38,7 +38,7 @@ def resolve(state: State, manifest: Manifest) -> Ints:
         t for t in manifest.tensors if t.kind != OTHER and t not in used and t not in state.spare
     ]
     reshaped = [
-        f"{_name(wanted)} is {_show(manifest.tensors[source])} in the checkpoint, "
+        f"{wanted} is {_show(manifest.tensors[source])} in the checkpoint, "
         f"{_show(state.tensors[wanted])} in the model"
         for wanted, source in stored.items()
         if source in manifest.tensors and manifest.tensors[source] != state.tensors[wanted]
@@ -46,8 +46,8 @@ def resolve(state: State, manifest: Manifest) -> Ints:
     if missing or extra or reshaped:
         listed = []
         for what, names in (
-            ("missing in the checkpoint", [_name(t) for t in missing]),
-            ("extra in the checkpoint", [_name(t) for t in extra]),
+            ("missing in the checkpoint", [str(t) for t in missing]),
+            ("extra in the checkpoint", [str(t) for t in extra]),
             ("reshaped", reshaped),
         ):
             if names:
@@ -70,10 +70,6 @@ def stored_id(wanted: TensorId, manifest: Manifest) -> TensorId:
     kinds = (PARAM, BUFFER) if wanted.kind in (PARAM, BUFFER) else ()
     either = (TensorId(kind, name) for kind in kinds if TensorId(kind, name) in manifest.tensors)
     return next(either, TensorId(wanted.kind, name))
-
-
-def _name(tensor: TensorId) -> str:
-    return f"{tensor.kind}/{tensor.fqn}"
 
 
 def _show(info: TensorInfo) -> str:

@@ -59,7 +59,7 @@ _Pages = Annotated[int, Meta(ge=PAGE_BYTES, le=MAX_BYTES)]
 
 
 class _Reader(Struct):
-    """What every reader reads first."""
+    """The member that every reader reads first."""
 
     min_reader: _Positive
 
@@ -145,10 +145,11 @@ def parse(text: bytes) -> Manifest:
 def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
     """The members of a manifest, the text of its table of tensors, and that table if it is known.
 
-    A known table is not parsed again, and is not among the members. Its text is a whole array,
-    followed by the end of the outermost object: so it is no other member, and nothing inside one.
-    If the text cannot be cut out in this way, it is "".
+    A known table is not parsed again, and is not among the members. A text that cannot be cut out
+    is "".
     """
+    # A text that is a whole array, followed by the end of the outermost object, is no other member,
+    # and nothing inside one.
     head, key, rest = text.rpartition(b',"tensors":')
     table, world, end = rest.rpartition(b',"world":')
     try:
@@ -254,17 +255,8 @@ def _fragments(packed: _Columns, tensors: TensorTable, files: tuple[FileRecord, 
     gap = check_cover(fragments, tensors.numels, tensors.name)
     if gap is not None:
         raise ManifestError(f"fragments: {gap}")
-    _check_packing(fragments, tensors, files)
-    return fragments
-
-
-def _check_packing(
-    fragments: Fragments, tensors: TensorTable, files: tuple[FileRecord, ...]
-) -> None:
-    """Check that the fragments of every file tile its data, without gaps or overlaps.
-
-    Lengths are known to be within their tensors, so a length in bytes cannot overflow.
-    """
+    # The fragments of every file tile its data, without gaps or overlaps. Lengths are known to be
+    # within their tensors, so a length in bytes cannot overflow.
     rows = fragments.take(np.lexsort((fragments.offset, fragments.file)))
     found = first_break(
         rows.file,
@@ -276,3 +268,4 @@ def _check_packing(
     if found is not None:
         problem = "leave a gap" if found.next_at > found.covered else "overlap"
         raise ManifestError(f"{files[found.group].name}: fragments {problem} at {found.covered}")
+    return fragments

@@ -39,6 +39,9 @@ class TensorId(NamedTuple):
     kind: str
     fqn: str
 
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.fqn}"
+
 
 class TensorInfo(NamedTuple):
     """Shape and dtype of a whole, unsharded tensor."""
@@ -83,10 +86,7 @@ class State:
 
 
 def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Ints, int]:
-    """The first element of each run, in order, and the length of all of them.
-
-    The box has an offset and a size, not 0, in each dimension.
-    """
+    """The first element of each run of a box that is not empty, in order, and their one length."""
     inner = len(shape)  # the dimensions from here on are whole
     while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1

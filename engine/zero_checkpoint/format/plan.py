@@ -86,15 +86,14 @@ def plan(
 def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     """The intersection of each want with each fragment.
 
-    The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
-    interval, and the fragments that it intersects are consecutive. Of fragments [0, 4), [4, 8),
-    [8, 10), a want [3, 9) meets the `first` = 0 and the two after it: `met` = 3 rows, of 1, 4 and 1
-    elements.
-
     Returns:
         [file and fields of `PlannedPart`, parts], by file and offset; parts that are adjacent both
         in a file and in memory are one.
     """
+    # The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
+    # interval, and the fragments that it intersects are consecutive. Of fragments [0, 4), [4, 8),
+    # [8, 10), a want [3, 9) meets the `first` = 0 and the two after it: `met` = 3 rows, of 1, 4 and
+    # 1 elements.
     tensor, start, count, itemsize, _, _ = wants
     end = np.cumsum(fragments.length)
     begin = end - fragments.length
@@ -137,6 +136,7 @@ def cut(
         begin = offset
         while begin < end:
             block = begin // block_bytes
+            # A read has no gap, and does not become longer than a disk needs.
             if held and (block > stop or block >= first + most_blocks):
                 yield Read(file, range(first, stop), tuple(held))
                 held = []

@@ -15,10 +15,10 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -27,6 +27,8 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.format.dtypes import name_of
 from zero_checkpoint.format.fragments import Ints
 from zero_checkpoint.format.pieces import Piece, TensorId, TensorInfo
+
+T = TypeVar("T")
 
 
 class TensorTable(dict[TensorId, TensorInfo]):
@@ -89,8 +91,7 @@ class TensorTable(dict[TensorId, TensorInfo]):
 
     def name(self, position: int) -> str:
         """`kind/fqn` of the tensor at a position, for messages."""
-        tensor = list(self)[position]
-        return f"{tensor.kind}/{tensor.fqn}"
+        return str(list(self)[position])
 
 
 _by_text: WeakValueDictionary[str, TensorTable] = WeakValueDictionary()
@@ -197,10 +198,26 @@ def _ints(numbers: Sequence[int]) -> Ints:
 
 def describe(tensor: TensorId, start: int, length: int) -> str:
     """A run of elements as messages name it: `kind/fqn[start:end]`."""
-    return f"{tensor.kind}/{tensor.fqn}[{start}:{start + length}]"
+    return f"{tensor}[{start}:{start + length}]"
 
 
 # ---- many records at once ----
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Consecutive items in groups of at most `most` in all; a larger item is a group by itself."""
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if group and filled + size > most:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size
+    if group:
+        yield group
+
 
 _collector_lock = threading.Lock()
 _uncollected_threads = 0
@@ -211,11 +228,11 @@ _was_enabled = False
 def uncollected() -> Iterator[None]:
     """Switch the garbage collector off while records are made by the ten thousand.
 
-    The collector runs after every 700 new containers, and visits all of them now and then. A table
-    of 30,000 tensors triggers it a thousand times, in vain: half the time of a load. Any number of
-    threads may be inside. Only computing belongs inside, never waiting: no thread of the process
-    collects garbage meanwhile. The idea is that of Mercurial's `util.nogc`.
+    Any number of threads may be inside. Only computing belongs inside, never waiting: no thread of
+    the process collects garbage meanwhile. The idea is that of Mercurial's `util.nogc`.
     """
+    # The collector runs after every 700 new containers, and visits all of them now and then. A
+    # table of 30,000 tensors triggers it a thousand times, in vain: half the time of a load.
     global _uncollected_threads, _was_enabled  # noqa: PLW0603  # a process has one collector
     with _collector_lock:
         if not _uncollected_threads:

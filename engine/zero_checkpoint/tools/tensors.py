@@ -6,14 +6,14 @@ verification, so reading one small tensor at a time would read most blocks many 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.format.pieces import Piece, State, TensorId, TensorInfo
-from zero_checkpoint.format.table import numel
+from zero_checkpoint.format.pieces import Piece, State, TensorId
+from zero_checkpoint.format.table import grouped, numel
 from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.loading.reader import fill
 
@@ -37,33 +37,15 @@ def read_tensors(
 ) -> Iterator[tuple[TensorId, Tensor]]:
     """Many tensors, each named once, in the order asked for; errors are those of `read_tensor`."""
     table = checkpoint.manifest.tensors
-    for batch in batches(tensors, table, batch_bytes):
+
+    def size_bytes(tensor: TensorId) -> int:
+        if tensor not in table:
+            raise CheckpointError(f"there is no tensor {tensor} in it")
+        return numel(table[tensor]) * table[tensor].dtype.itemsize
+
+    for batch in grouped(tensors, size_bytes, batch_bytes):
         whole = {t: torch.empty(numel(table[t]), dtype=table[t].dtype) for t in batch}
         pieces = tuple(Piece(t, 0, data) for t, data in whole.items())
         fill(checkpoint.path, checkpoint.manifest, State(table, pieces))
         for tensor, data in whole.items():
             yield tensor, data.reshape(table[tensor].shape)
-
-
-def batches(
-    tensors: Iterable[TensorId], table: Mapping[TensorId, TensorInfo], batch_bytes: int
-) -> Iterator[list[TensorId]]:
-    """The tensors in groups of at most `batch_bytes`; a larger tensor is a group by itself."""
-    batch: list[TensorId] = []
-    filled = 0
-    for tensor in tensors:
-        if tensor not in table:
-            raise CheckpointError(f"there is no tensor {tensor.kind}/{tensor.fqn} in it")
-        size = size_bytes(table[tensor])
-        if batch and filled + size > batch_bytes:
-            yield batch
-            batch, filled = [], 0
-        batch.append(tensor)
-        filled += size
-    if batch:
-        yield batch
-
-
-def size_bytes(info: TensorInfo) -> int:
-    """Bytes of a whole tensor."""
-    return numel(info) * info.dtype.itemsize

@@ -10,7 +10,6 @@ an existing file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.model_files import SafetensorsFile, TorchFile
 from zero_checkpoint.files.storage import DISK
 from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId, TensorInfo
-from zero_checkpoint.format.table import numel
+from zero_checkpoint.format.table import grouped, numel
 from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.tensors import read_tensors
 from zero_checkpoint.tools.verify import Progress
@@ -198,7 +197,8 @@ def _write_shards(
 ) -> None:
     table = checkpoint.manifest.tensors
     sizes = {name: selection.size_bytes(table[t]) for name, t in selection.names.items()}
-    shards = list(_shards(sizes, shard_bytes))
+    # Without a tensor there is one file as well, so that the directory can be loaded.
+    shards = list(grouped(sizes, sizes.__getitem__, shard_bytes)) or [[]]
     where: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -220,20 +220,7 @@ def _write_shards(
         (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _shards(sizes: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
-    """Names in order, in groups of at most `shard_bytes`, or of one."""
-    shard: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if shard and filled + size > shard_bytes:
-            yield shard
-            shard, filled = [], 0
-        shard.append(name)
-        filled += size
-    yield shard
-
-
-@contextlib.contextmanager
+@contextmanager
 def errors_of_libraries(path: Path) -> Iterator[None]:
     """Turn the errors that torch and safetensors raise for a full disk into CheckpointError."""
     try:
