@@ -21,7 +21,7 @@ from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.local_file import patiently
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.files.storage import REMOVED, Disk
+from zero_checkpoint.files.storage import REMOVED
 from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
 from zero_checkpoint.format.parse import (
     MAX_MANIFEST_BYTES,
@@ -174,19 +174,16 @@ def newest_committed(root: Place) -> tuple[int, int] | None:
     return age(newest.name) if newest is not None else None
 
 
-def quarantine(path: Place, reason: str, disk: Disk | None = None) -> None:
-    """Mark a damaged checkpoint, so that no later load chooses it; never raises.
-
-    The marker is a best effort: on a read-only root the load continues without it.
-    """
-    disk = disk or disk_of(path)
+def quarantine(path: Place, reason: str) -> None:
+    """Mark a damaged checkpoint, so that no later load chooses it; never raises."""
+    disk = disk_of(path)
     text = f"{reason}\nDelete this file to let the checkpoint be loaded again.\n"
     try:
         with disk.create(path / QUARANTINE) as file:
             disk.write(file, text.encode())
             disk.sync(file)
         disk.sync_directory(path)
-    except OSError as error:
+    except OSError as error:  # such as of a read-only root, where nothing can be marked
         _log.warning("could not quarantine %s: %s", path, error)
 
 
@@ -196,7 +193,7 @@ def _age(path: Place) -> tuple[int, int, int]:
         return (-1, -1, 0)
     try:
         committed_ns = (path / MANIFEST).stat().st_mtime_ns
-    except OSError:
+    except OSError:  # not committed, or it is being deleted: `examine` says which
         committed_ns = 0
     return (*age(path.name), committed_ns)
 

@@ -85,6 +85,7 @@ class MemoryCheckpoint:
         return [partial(open_file, own), *remote] if own.exists() else remote
 
     def _others(self, file: str) -> list[str]:
+        # Its own files are read from the directory, without the agent.
         own = self.node.address if self.node is not None else ""
         return [address for address in self.places.get(file, ()) if address != own]
 
@@ -115,11 +116,11 @@ class MemorySearch:
         home = home_of(root)
         # Checkpoint -> file -> addresses, each once, in rank order.
         places: dict[str, dict[str, list[str]]] = {}
-        for vote in self._votes:
-            for name, files in (vote or {}).get("holdings", {}).get(home, {}).items():
+        for vote in filter(None, self._votes):
+            for name, files in vote.get("holdings", {}).get(home, {}).items():
                 for file in files:
                     addresses = places.setdefault(name, {}).setdefault(file, [])
-                    if vote is not None and vote["address"] not in addresses:
+                    if vote["address"] not in addresses:
                         addresses.append(vote["address"])
         for name in sorted(places, key=age, reverse=True):
             kept = self.open(home, name, places[name])

@@ -85,7 +85,7 @@ def refusal(root: Place) -> str:
     known = _seen.names.get(_key(root))
     for path in present:
         if known is not None and path.name in known:
-            break
+            break  # newest first: what is older is no concern of this run
         try:
             manifest = read_manifest(path / MANIFEST)
         except (ManifestError, FileNotFoundError):  # it is no candidate, or is being deleted

@@ -129,6 +129,7 @@ class _Reader:
         self._copies = copies
         self._manifest = manifest
         self._pieces = pieces
+        # For what a read has beside its targets; a device's bytes are here until they are verified.
         longest = max((file.size_bytes for file in manifest.files), default=0)
         read_bytes = max(READ_BYTES, manifest.block_bytes)
         self._scratch = torch.empty(min(longest, read_bytes), dtype=torch.uint8, device="cpu")

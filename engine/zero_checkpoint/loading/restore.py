@@ -140,6 +140,7 @@ def load(
         attempt = _try(offered, read, wanted, exchange, consensus.rank)
         meet(f"all ranks have read {offered.path.name}")
         verdict = consensus.ask(attempt.vote, partial(search.judge, offered))
+        # Damage alone leads to the next candidate: all ranks go round once more.
         if verdict["outcome"] == LoadOutcome.GOOD:
             assert attempt.loaded is not None
             return attempt.loaded
@@ -233,7 +234,7 @@ def _try(
             )
         loaded = Loaded(path, manifest, count, isinstance(offered, MemoryCheckpoint))
         return _Attempt({"outcome": LoadOutcome.GOOD}, loaded)
-    except PeerLost:
+    except PeerLost:  # there is nobody to vote with
         raise
     except ModelMismatch as error:
         return _Attempt({"outcome": LoadOutcome.MISMATCHED, "reason": str(error)}, error=error)
@@ -275,6 +276,7 @@ class _Search:
         where, manifest = found
         self.manifest = manifest
         offer = {**where, "digest": manifest.digest}
+        # So a thousand ranks do not all read one file at once; alone there is nobody to tell.
         if 1 < world <= _MOST_TOLD_BYTES // len(manifest.text):
             offer["manifest"] = manifest.text
         return offer

@@ -53,7 +53,7 @@ class MemoryNode:
         for parent, _, names in os.walk(self.directory):  # skips what is gone meanwhile
             home, name = Path(parent).parts[-2:]
             for file in names if NAME.fullmatch(name) else ():
-                with suppress(OSError):
+                with suppress(OSError):  # it is being freed
                     size_bytes = os.stat(os.path.join(parent, file)).st_size
                     if not file.startswith("."):
                         found.setdefault(home, {}).setdefault(name, {})[file] = size_bytes

@@ -73,6 +73,7 @@ class ReplicaPeers:
                 session.send(put)
                 _expect_consent(session)
                 for chunk in image.chunks():
+                    # Between chunks: a copy under way must not keep a worker that has to leave.
                     if time.monotonic() > self._leave_at_s:
                         raise TimeoutError("it was not done when this worker wanted to leave")
                     if time.monotonic() > limit_s:

@@ -157,14 +157,13 @@ def save(
 def generation(round: int, step: int, newest: tuple[int, int] | None) -> int:
     """The round to put into the name, so that the last checkpoint saved is the next one loaded.
 
-    Normally `round` itself. But a new job in an old root counts its rounds from the beginning,
-    and a user may go back to an earlier tag: the work done from there would rank below what is
-    there already, and the next restart would silently resume from the wrong checkpoint.
-
     `newest` is (round, step) of the newest one in the root.
     """
     if newest is None or (round, step) >= newest:
         return round
+    # A new job in an old root counts its rounds from the beginning, and a user may go back to an
+    # earlier tag: the work done from there would rank below what is there already, and the next
+    # restart would silently resume from the wrong checkpoint.
     newest_round, newest_step = newest
     return newest_round if step >= newest_step else newest_round + 1
 
@@ -197,7 +196,7 @@ def _open(root: Place, step: int, round: int, disk: Disk) -> Record:
             name = directory_name(step, number, nonce)
             try:
                 disk.make_directory(root / name)
-            except FileExistsError:
+            except FileExistsError:  # another save drew the same nonce for this step
                 continue
             ownership.written(root, name)
             where = root.absolute() if isinstance(root, Path) else root
@@ -213,12 +212,8 @@ def _check_runs(root: Place) -> None:
 
 
 def _as_opened(own: Place, first: str, name: str) -> Place:
-    """The root that this rank writes to.
-
-    Scripts name directories after the time, which ranks read at different moments.
-
-    Its own, or that of rank 0, which has made the directory `name` in it.
-    """
+    """The root that this rank writes to: its own, or rank 0's, which has made `name` in it."""
+    # Scripts name directories after the time, which ranks read at different moments.
     if not isinstance(own, Path) or (own / name).is_dir() or not Path(first, name).is_dir():
         return own
     _log.warning(
@@ -245,8 +240,6 @@ def vote(
 ) -> Record:
     """Let each rank write its file, and rank 0 judge all of them; the verdict, on every rank.
 
-    A rank that failed votes as well: without its vote all ranks would wait for the whole timeout.
-
     `judge` must not raise; `where` is the file's path, for errors.
     """
     begin_s = time.monotonic()
@@ -254,6 +247,7 @@ def vote(
         own = write()
         on_part(WRITE, own["size_bytes"], time.monotonic() - begin_s)
     except Exception as error:
+        # Without its vote all ranks would wait for the whole timeout.
         own = problem(f"rank {consensus.rank}: {where}", error)
 
     def timed(votes: list[Record | None]) -> Record:
@@ -299,12 +293,13 @@ def publish_or_withdraw(attempt: Attempt, fence: Fence | None) -> Record:
         return {}
     except Unsure as error:
         verdict = problem(where, error.failure)
+        # Only a manifest that is surely gone makes it a failure like any other.
         if not withdraw(directory, disk, committing=True):
             return {"problem": verdict["problem"] + _UNKNOWN, "unknown": True}
         return verdict
     except Exception as error:
         verdict = problem(where, error)
-    if verdict.get("passing"):
+    if verdict.get("passing"):  # the files stay, and are published when etcd agrees
         return {**verdict, "written": str(directory)}
     withdraw(directory, disk)
     return verdict

@@ -153,7 +153,7 @@ class Made:
 
 
 class AtOnce:
-    """Copies while its caller waits. The caller gets the errors."""
+    """Copies while its caller waits; errors are raised to the caller."""
 
     def prepare(self, copy: Copy, changing: Container[int]) -> Callable[[], Begun]:
         """See `Copier`."""
@@ -233,7 +233,7 @@ class OnStream:
     def _begin(self, copy: Copy, first: Copy, others: Copy) -> Begun:
         begun = _Streamed(copy, torch.cuda.Event())
         self._forget_ended()
-        self._begun.append(begun)
+        self._begun.append(begun)  # before the copies: after an error, too, it keeps their tensors
         current = torch.cuda.current_stream(self._device)
         try:
             try:
@@ -296,7 +296,7 @@ def _unpin(device: torch.device, memory: mmap.mmap, address: int, begun: list[_S
 
 
 def _drop_error(device: torch.device) -> None:
-    """Take the error of a call of the runtime: it would be reported by torch's next launch."""
+    """Take the error of a call of the runtime, which torch's next launch would report."""
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
 

@@ -21,7 +21,7 @@ from zero_checkpoint.saving.retention import Best, abandoned, expired, remove, s
 
 _log = logging.getLogger(__name__)
 
-DEAD_AFTER_S = 3600.0
+_DEAD_AFTER_S = 3600.0
 """Longer than any rank waits for another in a save (`StoreConsensus`, 20 minutes)."""
 
 
@@ -34,10 +34,10 @@ class Keep:
     best: Best | None = None
 
 
-def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEAD_AFTER_S) -> None:
-    """Remove expired checkpoints, and attempts that were idle for `dead_after_s`; never raises.
+def tidy(root: Place, committed: Place, keep: Keep) -> None:
+    """Remove expired checkpoints, and attempts that were idle for an hour; never raises.
 
-    The time of `committed`, the newest checkpoint, is the storage's current time.
+    `committed` is the newest checkpoint, which was committed just now.
     """
     try:
         if problem := refusal(root):
@@ -64,8 +64,9 @@ def tidy(root: Place, committed: Place, keep: Keep, *, dead_after_s: float = DEA
             ):
                 entry = examine(path)
                 rejected += [entry] if isinstance(entry, Rejected) else []
+        # By the clock of the storage, which dates those directories, too.
         now_s = (committed / MANIFEST).stat().st_mtime
-        leftovers, _ = abandoned(rejected, now_s=now_s, older_than_s=dead_after_s)
+        leftovers, _ = abandoned(rejected, now_s=now_s, older_than_s=_DEAD_AFTER_S)
         for leftover in leftovers:
             _attempt(sweep, leftover.path, leftover.reason)
     except (OSError, CheckpointError) as error:

@@ -151,6 +151,7 @@ class InMemoryCheckpoints:
     def _settle(self, root: Place) -> None:
         """From now on, keep checkpoints of the run whose checkpoints on disk are in `root`."""
         self._root = root
+        # Looked up once: what this run commits from now on, the lineage counts.
         self._newest = cache(partial(newest_committed, root))
 
     # ---- saving ----
@@ -161,13 +162,10 @@ class InMemoryCheckpoints:
         return self._background.busy
 
     def due(self, step: int, *, some_rank_busy: bool) -> bool:
-        """Whether to save after this step; equal on all ranks.
-
-        If no rank was busy, every rank knows how the last save has ended.
-        """
+        """Whether to save after this step; equal on all ranks."""
         if self._off or some_rank_busy:
             return False
-        self._take_outcome()
+        self._take_outcome()  # no rank was busy, so every rank knows how the last save has ended
         return not self._off and step - self._last_step >= self._config.every_steps
 
     def begin(
@@ -296,10 +294,8 @@ class InMemoryCheckpoints:
 
 
 def needed_bytes(image_bytes: int, workers: int, replicas: int) -> int:
-    """The bytes of a node's memory that in-memory checkpoints need.
-
-    Images of other nodes are assumed to be as large as one of its own workers'.
-    """
+    """The bytes of a node's memory that in-memory checkpoints need."""
+    # Images of other nodes are assumed to be as large as one of its own workers'.
     return STAGINGS * image_bytes * workers * (1 + replicas)
 
 

@@ -192,8 +192,8 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
     try:
         disk.publish(temporary, final)
         disk.sync_directory(directory)
-        disk.sync_directory(directory.parent)
-    except FileExistsError:
+        disk.sync_directory(directory.parent)  # the directory itself is new there
+    except FileExistsError:  # a store has refused it, so it surely did not happen
         raise
     except OSError as error:
         raise Unsure(error) from error
@@ -206,7 +206,7 @@ def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:
     temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
         if not manifest.is_aside:
-            disk.remove(temporary)
+            disk.remove(temporary)  # of a process that died here
             _write_whole(temporary, directory.name.encode() + b"\n", disk)
             disk.publish(temporary, hint, replace=True)
         # A tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it.
@@ -226,9 +226,6 @@ def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
 def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:
     """Remove a failed attempt; files that cannot be removed are left for a later sweep.
 
-    The manifest is removed first, durably: it may have got its final name before a later fsync
-    failed, and a manifest must never outlive a file that it names.
-
     `committing`: the rename of the manifest had begun.
 
     Returns:
@@ -236,6 +233,8 @@ def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:
     """
     if committing and disk.publishes_late:
         return False
+    # The manifest first, durably: it may have got its final name before a later fsync failed, and a
+    # manifest must never outlive a file that it names.
     try:
         disk.remove(directory / MANIFEST)
         disk.sync_directory(directory)

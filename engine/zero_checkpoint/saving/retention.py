@@ -113,9 +113,6 @@ def abandoned(
 ) -> tuple[list[Leftover], list[str]]:
     """The leftovers of dead saves and dead deletions, and why the other directories stay.
 
-    A running save writes its files; a save whose files have not changed for longer than any rank
-    waits for another is dead.
-
     In leftovers nothing has changed for `older_than_s`, by the clock of the storage.
     """
     leftovers: list[Leftover] = []
@@ -124,6 +121,8 @@ def abandoned(
         if entry.why is Why.REMOVED or _LEFTOVER.fullmatch(entry.path.name):
             leftovers.append(Leftover(path=entry.path, reason="left by a deletion that died"))
         elif entry.why is Why.UNCOMMITTED:
+            # A running save writes its files: one whose files have not changed for longer than any
+            # rank waits for another is dead.
             with going(entry.path):
                 idle_s = now_s - last_change_s(entry.path)
                 sentence = f"never committed, last written {max(idle_s, 0):.0f} s ago"
@@ -140,7 +139,7 @@ def going(path: Place) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        if (path / MANIFEST).exists():
+        if (path / MANIFEST).exists():  # nobody deletes it: something else is missing
             raise
 
 

@@ -96,7 +96,8 @@ class Saver:
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
         self._failed: Place | None = None
-        self._lacked_room = False
+        self.last_lacked_room = False
+        """Whether the last save that has ended found the disk full."""
         self.on_published: Callable[[], object] = lambda: None
         """Called when a save has succeeded, on its thread."""
         self._has_warned = False
@@ -107,11 +108,6 @@ class Saver:
     def last_failed(self) -> bool:
         """Whether the last save that has ended failed."""
         return self._failed is not None
-
-    @property
-    def last_lacked_room(self) -> bool:
-        """Whether the last save that has ended found the disk full."""
-        return self._lacked_room
 
     @property
     def busy(self) -> bool:
@@ -220,7 +216,7 @@ class Saver:
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
             self._failed = self._in_flight_root if outcome.path is None else None
-            self._lacked_room = isinstance(outcome.error, DiskFull)
+            self.last_lacked_room = isinstance(outcome.error, DiskFull)
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome
 

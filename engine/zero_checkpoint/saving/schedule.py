@@ -66,7 +66,7 @@ class Schedule:
 
     def begun(self, stall_s: float) -> None:
         """A save has begun, and has stalled training for `stall_s`."""
-        self._last_save_s = self._clock() - stall_s
+        self._last_save_s = self._clock() - stall_s  # when it has begun
         self._since_save_s = 0.0
         self._stall_s = stall_s
         self._retries = False

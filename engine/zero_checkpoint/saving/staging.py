@@ -129,7 +129,7 @@ class StagingBuffer:
         if not self.settle():
             raise NoStagingMemory("a device still copies the state for the save before")
         if self._memory is None or len(self._memory) < layout.size_bytes:
-            self.close()
+            self.close()  # before more is reserved: both need not fit at once
             grains = -(-layout.size_bytes // _GRAIN_BYTES)
             self._memory = self._source.reserve(grains * _GRAIN_BYTES)
         if self._plan is None or self._plan.layout is not layout:

@@ -72,10 +72,8 @@ class SharedStaging:
     """A file in a tmpfs."""
 
     def __init__(self, job: str, rank: int, directory: Path) -> None:
-        """No memory is allocated yet.
-
-        The name of the file, in a tmpfs, contains job and rank, for people.
-        """
+        """No memory is allocated yet."""
+        # For people, who look into the tmpfs.
         self._name = f"{_PREFIX}{re.sub(r'[^0-9A-Za-z_-]', '-', job)[:64]}.r{rank:05d}"
         self._directory = directory
         self.path: Path | None = None
