@@ -69,7 +69,7 @@ class LastSave:
         self._saver = saver
         self._schedule = schedule
         self._consensus = consensus
-        self._owner = ref(owner)
+        self._owner = ref(owner)  # which has this object: no cycle
         self._request: Request | None = None
         self._owed: Request | None = None
         self._written: _Written | None = None
@@ -153,10 +153,8 @@ class LastSave:
 
     @property
     def succeeded(self) -> Callable[[], object]:
-        """To be called when the save that has begun is published, on any thread.
-
-        It does not refer to this object: the saver has it, and this object has the saver.
-        """
+        """To be called when the save that has begun is published, on any thread."""
+        # No bound method: the saver has it, and this object has the saver.
         return partial(_AT_EXIT.pop, id(self), None)
 
     def _told(self) -> None:
@@ -181,7 +179,7 @@ class LastSave:
             CommitRefused: It may not be published.
             CheckpointError: It failed otherwise.
         """
-        # If an exception ends the script, the other ranks do not come here.
+        # If an exception ends the script, the other ranks do not come here, and none may wait.
         if sys.exc_info()[0]:
             return
         if self._link.leaving and not self._saver.last_lacked_room:  # it has waited for etcd
@@ -286,7 +284,7 @@ class LastSave:
 
     @contextmanager
     def _not_hung(self) -> Iterator[None]:
-        """Of who waits for rank 0, which may still evaluate, the agent hears now and then."""
+        """Send heartbeats while this rank waits for rank 0, which may still evaluate."""
         look, due_s = self._consensus.on_wait, 0.0
 
         def on_wait() -> None:

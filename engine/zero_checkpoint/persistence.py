@@ -108,6 +108,9 @@ class Persistence:
         """Those that train in this process, in the order in which the script made them."""
         return [each for each in self._link.clients.values() if each.training.trains]
 
+    def _others(self) -> list[Persistence]:
+        return [each for each in self.engines() if each is not self]
+
     # ---- a step, beside those of other engines ----
 
     def begin_step(self) -> None:
@@ -117,13 +120,14 @@ class Persistence:
     def stepped_within(self) -> int | None:
         """The number of an engine in the middle of a step since whose begin this one has stepped.
 
-        What that one computes with the weights of this one depends on where in its step it is.
         None as well if the script has been told of one.
         """
-        engines = self.engines()
-        for each in () if any(one.has_told_of_step for one in engines) else engines:
+        # What that engine computes with the weights of this one depends on where in its step it is.
+        if any(each.has_told_of_step for each in self.engines()):
+            return None
+        for each in self._others():
             begun = each._begun_beside.get(self.number)
-            if each is not self and begun not in (None, self.training.cursor.step):
+            if begun not in (None, self.training.cursor.step):
                 return each.number
         return None
 
@@ -202,7 +206,7 @@ class Persistence:
         self._saved_to.add(key)
 
     def _owners(self, key: str) -> list[Persistence]:
-        return [each for each in self.engines() if each is not self and key in each._saved_to]
+        return [each for each in self._others() if key in each._saved_to]
 
     def _save(self, request: Request, *, waits: bool) -> bool:
         """Begin a save; return when nothing reads the state any more, or the state is copied."""
@@ -264,8 +268,7 @@ class Persistence:
     ) -> tuple[State, CheckpointError | None]:
         """The state to save; or why this rank cannot save it, which the save tells all ranks."""
         run: dict[str, Any] = {"elapsed_s": self.schedule.elapsed_s, ASIDE: aside}
-        others = [each for each in self.engines() if each is not self]
-        if others:
+        if others := self._others():
             run[BESIDE] = {str(each.number): each.training.cursor.step for each in others}
         run["weight_hash"] = self.training.weight_hash() if hashed else None
         try:
@@ -350,8 +353,7 @@ class Persistence:
         if self.training.trains and loading.takes_position:
             beside = run.get(BESIDE) or {}
             self._moment = Moment(number=self.number, step=run["step"], beside=beside)
-            others = [each for each in self.engines() if each is not self]
-            moments = [each._moment for each in others if each._moment is not None]
+            moments = [each._moment for each in self._others() if each._moment is not None]
             if (problem := inconsistent(self._moment, moments)) and self.training.rank == 0:
                 _log.warning("%s", problem)
         self.script.has_state |= bool(client)
@@ -428,11 +430,9 @@ class Moment:
 
 
 def inconsistent(mine: Moment, others: list[Moment]) -> str:
-    """Why the checkpoints that engines resume from are inconsistent, or "".
-
-    Two are consistent if the later one was made while the other engine was at the step from which
-    it resumes. Which one was later is unknown, so it is enough if either of them records it.
-    """
+    """Why the checkpoints that engines resume from are inconsistent, or ""."""
+    # Two are consistent if the later one was made while the other engine was at the step from which
+    # it resumes. Which one was later is unknown, so it is enough if either of them records it.
     for other in others:
         seen, was_seen = mine.beside.get(str(other.number)), other.beside.get(str(mine.number))
         unknown = seen is None and was_seen is None

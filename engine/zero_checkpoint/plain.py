@@ -196,6 +196,7 @@ def load(
     if loaded is None:
         return None
     values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}
+    # A tensor that is not contiguous was read into a copy.
     for name, value in originals.items():
         if isinstance(value, Tensor) and not value.is_contiguous():
             value.detach().copy_(filled[name].data.view(value.shape))
@@ -207,8 +208,6 @@ def load(
 
 def agree(votes: Sequence[Record | None]) -> Record:
     """Which tensors all ranks save together, and which rank writes which; a pure function.
-
-    Of the ranks that hold the same elements, the one with the fewest bytes so far writes them.
 
     A vote has "state", the packed structure, and "tensors", name -> dtype, shape, start and count
     of the elements; or "problem". It is None for a rank that did not answer.
@@ -233,6 +232,7 @@ def agree(votes: Sequence[Record | None]) -> Record:
             holders.setdefault((name, start, count), []).append(rank)
     bytes_of, writes = [0] * len(votes), [list[str]() for _ in votes]
     for (name, _, count), ranks in holders.items():
+        # Of the ranks that hold the same elements, the one with the fewest bytes so far.
         writer = min(ranks, key=bytes_of.__getitem__)
         writes[writer].append(name)
         bytes_of[writer] += count * DTYPES[tensors[name][0]].itemsize

@@ -107,9 +107,6 @@ def matched(
 ) -> list[Mapping[str, Any] | None]:
     """For each param group the saved record of the same parameters; None: there is none.
 
-    Those with the same parameters in all belong together; after them, those that train the same: an
-    optimizer may have frozen parameters or not, and imported records do not name them.
-
     A group is the names of its trained and of its frozen parameters.
     """
     left = list(records)
@@ -121,6 +118,8 @@ def matched(
                 return left.pop(place)
         return None
 
+    # Those with the same parameters in all belong together; after them, those that train the same:
+    # an optimizer may have frozen parameters or not, and imported records do not name them.
     found = [taken((*trained, *frozen), "params", "frozen") for trained, frozen in groups]
     return [
         taken(trained, "params") if record is None and trained else record
@@ -137,13 +136,10 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def group_record(
     names: Sequence[str], options: Mapping[str, Any], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """One param group in the engine's form.
-
-    What holds one value per element of a parameter is left out of its state; some optimizers count
-    their steps in the group instead.
-    """
+    """One param group in the engine's form."""
+    # What holds one value per element of a parameter is a tensor of the checkpoint.
     counters = {k: v for k, v in state.items() if not (isinstance(v, Tensor) and v.dim() > 0)}
-    if "step" in options:
+    if "step" in options:  # some optimizers count their steps in the group
         counters.setdefault("step", options["step"])
     record: dict[str, Any] = {
         "params": list(names),

@@ -52,9 +52,8 @@ def pair(text: str) -> tuple[str, str]:
 @argument_type
 def best(text: str) -> Best:
     """`eval_loss:min` or `accuracy:max:3`."""
-    from zero_checkpoint.saving.retention import (
-        Best,  # not for a TAB: it reads what checkpoints are
-    )
+    # Not at the top: `retention` imports torch, for which a TAB in a shell would wait.
+    from zero_checkpoint.saving.retention import Best
 
     match = re.fullmatch(r"(?P<metric>.+?):(?P<mode>min|max)(:(?P<count>[1-9]\d*))?", text)
     if match is None:

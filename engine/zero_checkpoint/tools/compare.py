@@ -75,7 +75,7 @@ def compare(
             shapes = f"{list(info.shape)} / {list(other.shape)}"
             yield _difference(tensor, Relation.RESHAPED, detail=shapes)
             continue
-        (_, a), (_, b) = next(left_data), next(right_data)
+        (_, a), (_, b) = next(left_data), next(right_data)  # both are read in this order
         progress(a.numel() * a.element_size())
         if a.dtype == b.dtype and torch.equal(byte_view(a.reshape(-1)), byte_view(b.reshape(-1))):
             yield _difference(tensor, Relation.EQUAL)

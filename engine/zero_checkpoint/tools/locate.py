@@ -65,9 +65,7 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
     for entry in chain.from_iterable(scan(each) for each in roots(path)):
         if isinstance(entry, Rejected):
             rejected.append(entry)
-        elif tag is None and entry.manifest.is_aside:
-            candidates.append(entry)
-        elif tag in (None, entry.manifest.tag):
+        elif tag == entry.manifest.tag or (tag is None and not entry.manifest.is_aside):
             return entry, [each for each in rejected if each.why in WAS_COMMITTED]
         else:
             candidates.append(entry)

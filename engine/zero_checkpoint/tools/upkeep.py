@@ -15,7 +15,7 @@ from functools import partial
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place
-from zero_checkpoint.loading.candidates import LATEST, Candidate, Why, find
+from zero_checkpoint.loading.candidates import LATEST, WAS_COMMITTED, Candidate, find
 from zero_checkpoint.saving.retention import Best, abandoned, check_policy, expired, remove, sweep
 from zero_checkpoint.tools.listing import Check
 from zero_checkpoint.tools.verify import present_bytes
@@ -121,7 +121,8 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan
     found = find(root)
     leftovers, kept = abandoned(found.rejected, now_s=now_s, older_than_s=older_than_s)
     plan = UpkeepPlan(notes=kept)
-    plan.notes += [r.reason for r in found.rejected if r.why in _FOR_PEOPLE]
+    # Only people may delete what was a checkpoint.
+    plan.notes += [r.reason for r in found.rejected if r.why in WAS_COMMITTED]
     plan.actions = [
         UpkeepAction(
             what="sweep", path=item.path, reason=item.reason, act=partial(sweep, item.path)
@@ -129,6 +130,7 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan
         for item in leftovers
     ]
     hint, name = root / LATEST, None
+    # The newest that is whole by its sizes; `latest` is a hint, so no data are read for it.
     for candidate in found.candidates:
         present = present_bytes(candidate)
         if all(present.get(file.name) == file.size_bytes for file in candidate.manifest.files):
@@ -143,10 +145,6 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan
         act = partial(_write_hint, hint, name)
         plan.actions.append(UpkeepAction(what="write", path=hint, reason=reason, act=act))
     return plan
-
-
-_FOR_PEOPLE = frozenset({Why.DAMAGED, Why.NEWER, Why.QUARANTINED})
-"""Directories that were checkpoints: only people may delete them."""
 
 
 def _write_hint(hint: Place, name: str) -> None:

@@ -140,10 +140,8 @@ def _plain(data: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _completed(foreign: Foreign) -> dict[str, dict[str, Tensor]]:
-    """The moments, with zeros for parameters of a group whose others have some.
-
-    torch makes no state for a parameter without gradient; its moments would be zero.
-    """
+    """The moments, with zeros for parameters of a group whose others have some."""
+    # torch makes no state for a parameter without gradient; its moments would be zero.
     whole = {key: dict(moments) for key, moments in foreign.moments.items()}
     for group in foreign.groups:
         for moments in whole.values():

@@ -46,16 +46,11 @@ _NO_PLACE = ("data_sampler", "random_ltd")
 """State of DeepSpeed's features that this engine does not have."""
 _DEEPSPEEDS = frozenset(
     {
-        *(
-            "buffer_names",
-            "checkpoint_parallel_dimensions",
-            "dp_world_size",
-            "ds_config",
-            "ds_version",
-        ),
-        *("frozen_param_fragments", "frozen_param_shapes", "global_samples", "global_steps"),
-        *("lr_scheduler", "module", "mp_world_size", "optimizer", "param_shapes", "shared_params"),
-        *("skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info", *_NO_PLACE),
+        *("buffer_names", "checkpoint_parallel_dimensions", "dp_world_size", "ds_config"),
+        *("ds_version", "frozen_param_fragments", "frozen_param_shapes", "global_samples"),
+        *("global_steps", "lr_scheduler", "module", "mp_world_size", "optimizer", "param_shapes"),
+        *("shared_params", "skipped_steps", "sparse_tensor_module_names"),
+        *("universal_checkpoint_info", *_NO_PLACE),
     }
 )
 """Keys that DeepSpeed writes into a model file; the other keys are the script's."""

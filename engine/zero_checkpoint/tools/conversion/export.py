@@ -273,8 +273,6 @@ _WHY = {
 def workplace(out: Path) -> Iterator[Path]:
     """An empty directory on the file system of `out`, for this process alone; removed at the end.
 
-    Files that a dead export has left there are removed first.
-
     Raises:
         CheckpointError: Another export writes there, the directory there was not made by an
             export, or the path goes through a file.
@@ -290,7 +288,7 @@ def workplace(out: Path) -> Iterator[Path]:
     except DirectoryTaken as taken:
         raise CheckpointError(f"{directory}{_WHY[taken.why]}") from None
     try:
-        clear(directory)
+        clear(directory)  # of what a dead export has left
         yield directory
     finally:
         owned.remove()

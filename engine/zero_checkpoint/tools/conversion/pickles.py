@@ -35,8 +35,8 @@ def load_torch(
 ) -> Any:
     """The content of a file made by `torch.save`, on the CPU; tensors of a path are mapped.
 
-    Classes of the full names `inert` become `Inert`. With `allow_pickle`
-    the pickle is run, so its authors must be trusted.
+    Classes of the full names `inert` become `Inert`. With `allow_pickle` the pickle is run, so its
+    authors must be trusted.
 
     Raises:
         CheckpointError: The file was not made by `torch.save`, or holds more than tensors and
@@ -47,7 +47,7 @@ def load_torch(
         if allow_pickle:
             return torch.load(source, map_location="cpu", weights_only=False)
         with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]
-            # As torch >= 1.6 writes.
+            # torch before 1.6 wrote no archive, and only an archive can be mapped.
             mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
