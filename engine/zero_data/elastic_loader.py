@@ -291,7 +291,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
             worker_init_fn=given.worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,
         )
-        with kept():
+        with kept():  # a DataLoader draws a seed, and loads here without processes
             ((_, batch),) = loader
         return fingerprint(batch)
 
@@ -315,7 +315,7 @@ class _SeededDataset(Dataset[Any]):
         """Generators of the dataset itself."""
 
     def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Sequence[Any]]:
-        if self._own is None:
+        if self._own is None:  # in the process that loads: the dataset there is a copy
             self._own = generators_of(self.dataset)
         seed_everything(ticket.seed)
         seed_generators(self._own, ticket.seed)
@@ -351,6 +351,7 @@ class BeginWorker:
         info = get_worker_info()
         assert info is not None
         seeded: Any = info.dataset
+        # torch's WorkerInfo refuses new values of its fields.
         object.__setattr__(info, "dataset", seeded.dataset)
         if self.then is not None:
             self.then(number)

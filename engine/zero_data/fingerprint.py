@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Of a run that resumes; {anew}: how to begin another one.
 _OTHER = (
     "the first micro-batch of {dataset} is another one than the run began with, so it resumes in "
     "the middle of other data; give the same dataset, or {anew}"
@@ -23,7 +24,6 @@ _BY_CHANCE = (
     "exactly: draw what is random in a sample from torch, numpy.random or random, which have a "
     "seed for each micro-batch"
 )
-"""Of a run that resumes; {anew}: how to begin another one."""
 
 
 def difference(look: Callable[[], int | None], known_as: int, **words: str) -> str:

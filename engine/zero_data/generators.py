@@ -37,6 +37,7 @@ def generators_of(*roots: object) -> list[Generator]:
     left = deque(roots)
     while left and len(seen) < _MOST:
         each = left.popleft()
+        # By `type`: `isinstance` asks a proxy for its `__class__`, which may load something.
         if id(each) in seen or each is None or issubclass(type(each), _LEAVES):
             continue
         seen.add(id(each))
@@ -49,13 +50,11 @@ def generators_of(*roots: object) -> list[Generator]:
 
 
 def generators_of_module(module: nn.Module, stream: object = None) -> list[Generator]:
-    """Those in the attributes of a module and its parts, without those of a stream.
-
-    Attributes may lead to it: FSDP2's to the run, Lightning's to the Trainer. A stream has an order
-    of its own, perhaps of its own generator, and is read again in that order.
-    """
+    """Those in the attributes of a module and its parts, without those of a stream."""
     attributes = (pair for each in module.modules() for pair in vars(each).items())
     found = generators_of(*(value for key, value in attributes if key not in _OF_TORCH))
+    # Attributes may lead to the stream: FSDP2's to the run, Lightning's to the Trainer. It has an
+    # order of its own, perhaps of its own generator, and is read again in that order.
     others = {id(each) for each in generators_of(stream)}
     return [each for each in found if id(each) not in others]
 
@@ -94,7 +93,7 @@ def seed_generators(generators: Iterable[Generator], seed: int) -> None:
         match each:
             case torch.Generator():
                 each.manual_seed(seed >> 1)
-            case np.random.Generator():
+            case np.random.Generator():  # has no method to seed it in place
                 kind: Any = type(each.bit_generator)
                 each.bit_generator.state = kind(seed).state
             case np.random.RandomState():

@@ -106,7 +106,7 @@ class Assignment:
         for numbers in self._by_group(micro, micro_batches):
             if rank < len(numbers):
                 return numbers[rank]
-            rank -= len(numbers)
+            rank -= len(numbers)  # from here on within the groups that are left
         raise ValueError(f"no rank has a number from {self.world} on")
 
     def rows(self, micro_batches: int) -> list[list[int | None]]:
@@ -130,6 +130,7 @@ class Assignment:
         """The micro-batches of each group's ranks at this micro-step."""
         turns, within = divmod(micro, self.turn)
         begin = turns * self.turn * self.world
+        # The last turn is shorter: as long as what is left needs.
         length = min(self.turn, -(-(micro_batches - begin) // self.world))
         for group in self.groups:
             first = begin + within * group
@@ -282,6 +283,7 @@ def resolve_batch(
     """
     if train_batch is not None and micro_batch is not None:
         product = micro_batch * (accumulation or 1) * world
+        # Later rounds may have another world, in which the three numbers cannot all hold.
         if first_round and accumulation is not None and train_batch != product:
             raise ConfigError(
                 "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
@@ -329,11 +331,10 @@ def mix(*numbers: int) -> int:
 def permute(offsets: npt.NDArray[np.int64], size: int, *key: int) -> npt.NDArray[np.int64]:
     """The images of `offsets` under the permutation of [0, size) that `key` names.
 
-    A Feistel network over the smallest power of two that holds `size`, with cycle walking for
-    what falls outside: any part of a shuffled epoch in O(1) memory.
-
     Source: Luby and Rackoff (1988); cycle walking from Black and Rogaway (CT-RSA 2002).
     """
+    # A Feistel network over the smallest power of two that holds `size`, with cycle walking for
+    # what falls outside: any part of a shuffled epoch in O(1) memory.
     values = offsets.astype(np.uint64)
     bits = max(2, (size - 1).bit_length())
     keys = [mix(*key, round_) for round_ in range(_FEISTEL_ROUNDS)]
@@ -350,17 +351,13 @@ def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
     for key in keys:
-        mask = np.uint64((1 << left_bits) - 1)
-        left, right = right, left ^ (_scramble(right, key) & mask)
+        z = right + np.uint64(key)  # and scrambled as `mix` does
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        left, right = right, left ^ (z & np.uint64((1 << left_bits) - 1))
         left_bits, right_bits = right_bits, left_bits
     return (left << np.uint64(right_bits)) | right
-
-
-def _scramble(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    z = values + np.uint64(key)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 def sample_ids(

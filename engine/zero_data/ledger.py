@@ -78,9 +78,8 @@ class Ledger:
         self._microbatches: dict[int, list[int]] = {}
         self._documents: dict[int, list[Documents]] = {}
         path = directory / f"round{round}-rank{rank}.jsonl"
-        if (
-            path.exists()
-        ):  # a killed process may have left a part of a line, whose step had not ended
+        if path.exists():
+            # A killed process may have left a part of a line, whose step had not ended.
             with path.open("r+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
         # Unbuffered: each write is one system call, after which it survives the process.
@@ -131,10 +130,9 @@ def round_of_start(
 ) -> int:
     """The number of this start: `round`, or more if the ledger has a later one already. Collective.
 
-    A job that is started again by hand, or under another name, counts its rounds from 0 or 1.
-
     Rank 0's view of the directory counts.
     """
+    # A job that is started again by hand, or under another name, counts its rounds from 0 or 1.
     found = (_FILE.fullmatch(path.name) for path in Path(directory).glob("round*-rank*.jsonl"))
     newest = max((int(match[1]) for match in found if match), default=-1)
     own = torch.tensor([max(round, newest + 1)], device="cpu")
@@ -144,13 +142,12 @@ def round_of_start(
 def read_ledger(directory: str | Path) -> list[Entry]:
     """Every entry under a ledger directory.
 
-    An incomplete last line, after a kill, is left out: its step had not ended.
-
     Raises:
         ZeroError: A line is no entry; the message names file and line.
     """
     entries = []
     for path in sorted(Path(directory).glob("round*-rank*.jsonl")):
+        # What follows the last line break was cut short by a kill: its step had not ended.
         *lines, _cut_short = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
             try:
@@ -269,10 +266,7 @@ def _epochs_of_lanes(
 
 
 def _document_problems(epoch: int, entries: Iterable[Entry], *, ended: bool) -> list[str]:
-    """Tokens of packed documents that occur twice, or, in an epoch that has ended, never.
-
-    How long a document is stands nowhere, so its end may lack.
-    """
+    """Tokens of packed documents that occur twice, or, in an epoch that has ended, never."""
     parts: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for entry in entries:
         for lane, samples in entry.documents.items():
@@ -281,6 +275,7 @@ def _document_problems(epoch: int, entries: Iterable[Entry], *, ended: bool) -> 
     problems = []
     for (lane, number), pieces in sorted(parts.items()):
         name, expected = f"epoch {epoch}, lane {lane}, document {number}", 0
+        # How long a document is stands nowhere, so its end may lack.
         for begin, end in sorted(pieces):
             if begin < expected:
                 problems.append(f"{name}: token {begin} consumed twice")

@@ -70,10 +70,9 @@ _GENERATOR = np.random.MT19937()
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Random numbers of torch on the CPU, Python and numpy are afterwards as before.
-
-    A normal number of which numpy has drawn two, and given one, is drawn anew.
-    """
+    """Random numbers of torch on the CPU, Python and numpy are afterwards as before."""
+    # But a normal number of which numpy has drawn two, and given one, is drawn anew: it is not in
+    # the bit generator.
     numpy: Any = np.random  # exports more than its types say
     before = torch.random.get_rng_state(), random.getstate(), numpy.get_bit_generator()
     numpy.set_bit_generator(_GENERATOR)

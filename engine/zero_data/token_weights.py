@@ -79,9 +79,6 @@ def nominal(plan: StepPlan) -> int:
 def correction(counts: Tensor, plan: StepPlan, assignment: Assignment) -> float:
     """The factor that corrects the sums over a step.
 
-    A script that divides by micro-steps and ranks assumes that all micro-batches are full; if some
-    are short or padding, the factor turns its mean into the mean over the samples that there are.
-
     `counts` [world, micro-steps] are the tokens of every micro-batch, or NOT_GIVEN, or BY_SCRIPT.
     What is beyond the micro-batches of the plan is padding.
 
@@ -101,6 +98,8 @@ def correction(counts: Tensor, plan: StepPlan, assignment: Assignment) -> float:
                 "scale_wrt_gas is true in some micro-batches of this step and false in others; "
                 "give the same to every backward()"
             )
+        # A script that divides by micro-steps and ranks assumes that all micro-batches are full:
+        # the factor turns its mean into the mean over the samples that there are.
         full = counts.numel() * plan.micro_batch / plan.samples
         return full if BY_SCRIPT in microbatches or plan.weighed_as is not None else 1.0
     if without:

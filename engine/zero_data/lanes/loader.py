@@ -100,7 +100,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
         coming = _Coming(loader, [*reading.starts], order.own(), step)
         order.coming = coming.sizes
         try:
-            begins = not any(order.mark().numbers)
+            begins = not any(order.mark().numbers)  # `meet` may move the mark to the next epoch
             order.meet()
             if begins and order.ends(order.known(step)):
                 few = f"lanes do not fill one global batch of {order.batch.samples} samples"
@@ -132,23 +132,19 @@ class LaneLoader(PositionLoader[LaneOrder]):
         ends = number + 1 == plan.micro_steps(self.order.world)
         documents: tuple[Documents, ...] = ()
         if microbatch.padding:
-            batch = self._some_batch(plan)
+            if self._padding is None:  # this rank has had no batch: one of any lane
+                assert plan.sizes is not None
+                # The last one: whoever opens the first one says what there is to say of the data.
+                lane = max(number for number, size in enumerate(plan.sizes) if size)
+                anew = replace(self._reading(), starts={lane: Start()})
+                with kept():
+                    self._padding = next(anew.read(lane)).batch
+            batch = copy.deepcopy(self._padding)  # the script may change what it gets
         else:
             _, batch, _, documents = reads[microbatch.index]
             if self._padding is None:
                 self._padding = copy.deepcopy(batch)
         return Ticket(plan.position + microbatch.start, ids, seed, of_loop, documents, ends), batch
-
-    def _some_batch(self, plan: StepPlan) -> Any:
-        """A batch that is run and not counted: one that this rank has had, or of any lane."""
-        if self._padding is None:
-            assert plan.sizes is not None
-            # The last one: whoever opens the first one says what there is to say of the data.
-            lane = max(number for number, size in enumerate(plan.sizes) if size)
-            anew = replace(self._reading(), starts={lane: Start()})
-            with kept():
-                self._padding = next(anew.read(lane)).batch
-        return copy.deepcopy(self._padding)
 
     def _reading(self) -> Reading:
         order, mark = self.order, self.order.mark()

@@ -62,7 +62,10 @@ class Iterables:
         parts = self._parts(lanes, epoch) if state is None else state["parts"]
         if lane == epoch == 0 and not self._said:  # one process of the job opens this lane
             self._said = True
-            self._remark(parts, lanes)
+            if parts < lanes:
+                _log.warning(_FEW, type(self._dataset).__name__, parts, "s"[parts == 1 :], lanes)
+            if remark := self._library.remark(self._dataset):
+                _log.warning("%s", remark)
         if parts == lanes:
             inner = None if state is None else state["stream"]
             return _Whole(self._stream(lane, lanes, epoch, inner), parts)
@@ -78,12 +81,6 @@ class Iterables:
             shared.joins(offset, at, inner)
             self._shared[epoch, part] = shared
         return _Strided(shared, offset, parts)
-
-    def _remark(self, parts: int, lanes: int) -> None:
-        if parts < lanes:
-            _log.warning(_FEW, type(self._dataset).__name__, parts, "s"[parts == 1 :], lanes)
-        if remark := self._library.remark(self._dataset):
-            _log.warning("%s", remark)
 
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1

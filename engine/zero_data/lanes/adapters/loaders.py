@@ -206,7 +206,16 @@ def warn_of_seeds(data: Any, seed: int, key: str, *more: str) -> None:
         key: Its name, and how it is given.
         *more: Further sentences about such seeds.
     """
-    if found := [*more, *(_without_effect(data, seed) if isinstance(data, DataLoader) else ())]:
+    found = [*more]
+    if isinstance(data, DataLoader):
+        loader = plain(data)
+        sampler: Any = loader.sampler
+        given = _name(sampler) == _RANDOM[0] and sampler.generator is not None
+        if given or loader.generator is not None:
+            found.append("the generator of the DataLoader has no effect")
+        if getattr(sampler, "seed", seed) not in (0, seed):
+            found.append(f"the seed of the sampler, {sampler.seed}, has no effect")
+    if found:
         _log.warning(
             "%s: the order of samples, augmentation and the random numbers of the loop come from "
             "%s",
@@ -215,23 +224,9 @@ def warn_of_seeds(data: Any, seed: int, key: str, *more: str) -> None:
         )
 
 
-def _without_effect(loader: DataLoader[Any], seed: int) -> list[str]:
-    loader = plain(loader)
-    sampler: Any = loader.sampler
-    found = []
-    given = _name(sampler) == _RANDOM[0] and sampler.generator is not None
-    if given or loader.generator is not None:
-        found.append("the generator of the DataLoader has no effect")
-    if getattr(sampler, "seed", seed) not in (0, seed):
-        found.append(f"the seed of the sampler, {getattr(sampler, 'seed', None)}, has no effect")
-    return found
-
-
 def plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same with batch_size, where torch's own batch sampler draws from a sampler of the tables.
-
-    torch makes the one of the other by itself.
-    """
+    """The same with batch_size, where torch's own batch sampler draws from a known sampler."""
+    # torch makes the one of the other by itself.
     batches = loader.batch_sampler
     if loader.batch_size is not None or type(batches) is not BatchSampler:
         return loader
