@@ -41,6 +41,7 @@ Record = Mapping[str, Any]
 """A vote or a verdict: JSON, and `bytes` for values that are too long to be encoded as text."""
 Judge = Callable[[list[Record | None]], Record]
 """From the votes in rank order (None: no vote came in time) to the verdict. Must not raise."""
+NO_VOTE = "rank {} did not report in time: it has died or stalls"
 
 _MOST_PARTS = 1 << 12
 """The most parts of one record: 16 GiB."""

@@ -14,8 +14,8 @@ from zero_contract.errors import ConfigError
 from zero_contract.sections import MOST, Count, Number
 
 AUTO = "auto"
-WAIT, SKIP = "wait", "skip"
-WARN, IGNORE, FAIL = "warn", "ignore", "fail"
+SKIP = "skip"
+IGNORE, FAIL = "ignore", "fail"
 
 
 @dataclass(frozen=True, kw_only=True)

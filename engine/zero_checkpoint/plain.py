@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, NO_VOTE, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.dtypes import DTYPES, name_of
@@ -220,7 +220,7 @@ def agree(votes: Sequence[Record | None]) -> Record:
     holders: dict[tuple[str, int, int], list[int]] = {}
     for rank, vote in enumerate(votes):
         if vote is None:
-            return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
+            return {"problem": NO_VOTE.format(rank)}
         if "problem" in vote:
             return {"problem": f"rank {rank}: {vote['problem']}"}
         state = _joined(state, unpack(vote["state"])) if rank else unpack(vote["state"])

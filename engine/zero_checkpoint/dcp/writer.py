@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, NO_VOTE, Record, StoreConsensus
 from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
@@ -238,7 +238,7 @@ def agree(votes: Sequence[Record | None]) -> Record:
     paths: dict[str, Any] = {}
     for rank, vote in enumerate(votes):
         if vote is None:
-            return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
+            return {"problem": NO_VOTE.format(rank)}
         if "problem" in vote:
             return {"problem": f"rank {rank}: {vote['problem']}"}
         for key, known in vote["tensors"].items():

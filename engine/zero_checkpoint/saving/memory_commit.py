@@ -20,7 +20,6 @@ at the same world size only.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, NO_VOTE, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.writer import BlockHasher
 from zero_checkpoint.format.layout import block_bytes_for
@@ -40,8 +39,6 @@ from zero_checkpoint.memory.peers import ReplicaPeers, replica_peers
 from zero_checkpoint.saving.commit import generation, problem, raise_problem, vote
 from zero_checkpoint.saving.publish import Fence, Header, assemble, vote_for
 from zero_checkpoint.saving.staging import FrozenImage, OnPart
-
-_log = logging.getLogger(__name__)
 
 Newest = Callable[[], tuple[int, int] | None]
 """Returns (round, step) of the newest existing checkpoint; called on rank 0."""
@@ -132,7 +129,7 @@ def _open(save: MemorySave, votes: list[Record | None]) -> Record:
     try:
         for rank, vote in enumerate(votes):
             if vote is None:
-                return {"problem": f"rank {rank} did not report in time: it has died or stalls"}
+                return {"problem": NO_VOTE.format(rank)}
             if "problem" in vote:
                 return {"off": f"rank {rank}: {vote['problem']}"}
         return {

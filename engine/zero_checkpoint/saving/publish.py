@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_checkpoint.consensus import Record
+from zero_checkpoint.consensus import NO_VOTE, Record
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import REMOVED, Disk
@@ -111,7 +111,7 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
     good: list[Record] = []
     for rank, vote in enumerate(votes):
         if vote is None:
-            raise CheckpointError(f"rank {rank} did not report in time: it has died or stalls")
+            raise CheckpointError(NO_VOTE.format(rank))
         if problem := vote.get("problem"):
             raise CheckpointError(str(problem))
         if vote["table"] != table:

@@ -125,15 +125,12 @@ def _size(parts: Sequence[Part]) -> int:
     return sum(len(part.tokens) for part in parts)
 
 
-class _Packing:
+class _Packing(Iterator[Any]):
     def __init__(self, pack: Pack, inner: Reader, state: dict[str, Any]) -> None:
         self._pack, self._inner = pack, inner
         self._number: int = state["number"]
         self._bins: list[list[Part]] = [[Part(*part) for part in each] for each in state["bins"]]
         self._full: list[list[Part]] = [[Part(*part) for part in each] for each in state["full"]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Packed:
         place = self._chunk if self._pack.how == "chunk" else self._first_fit

@@ -42,16 +42,13 @@ class Shuffle:
         return _Shuffling(inner, self._buffer, (self._seed, lane, epoch), state or {})
 
 
-class _Shuffling:
+class _Shuffling(Iterator[Any]):
     def __init__(
         self, inner: Reader, size: int, key: tuple[int, ...], state: Mapping[str, Any]
     ) -> None:
         self._inner, self._size, self._key = inner, size, key
         self._held: list[Any] = list(state.get("held", ()))
         self._number: int = state.get("number", 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         for sample in self._inner:
@@ -120,7 +117,7 @@ class Mixture:
         return self._sources[name].open(lane, lanes, again, state)
 
 
-class _Mixing:
+class _Mixing(Iterator[Any]):
     def __init__(
         self, mixture: Mixture, place: tuple[int, int, int], state: dict[str, Any] | None
     ) -> None:
@@ -134,9 +131,6 @@ class _Mixing:
             name: mixture.begin(name, place, self._restarts[name], state["inner"].get(name))
             for name in mixture.weights
         }
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         ending = self._mixture.when_exhausted

@@ -192,7 +192,7 @@ def _begin(sampler: Any, epoch: int, seed: int) -> None:
                 pass
 
 
-class _Numbers:
+class _Numbers(Iterator[Any]):
     def __init__(
         self,
         source: Indexed | Drawn | Batches,
@@ -202,9 +202,6 @@ class _Numbers:
     ) -> None:
         self._source, self._places, self._epoch = source, places, epoch
         self._next = 0 if state is None else state["next"]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._next >= len(self._places):
@@ -234,13 +231,10 @@ class Shards:
         return _Range(self.dataset, begin, (lane + 1) * size // lanes, ends)
 
 
-class _Range:
+class _Range(Iterator[Any]):
     def __init__(self, dataset: ShardedIterable, begin: int, end: int, ends: Any) -> None:
         self._dataset, self._next, self._end, self._ends = dataset, begin, end, ends
         self._samples: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._next >= self._end:

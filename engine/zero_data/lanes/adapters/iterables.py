@@ -161,14 +161,11 @@ def _own(dataset: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _Whole(Iterator[Any]):
     """A lane that has a part of its own."""
 
     _stream: _Stream
     _parts: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         return next(self._stream)
@@ -248,15 +245,12 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Strided:
+class _Strided(Iterator[Any]):
     """A lane that shares its part with others."""
 
     _shared: _Shared
     _offset: int
     _parts: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         return self._shared.take(self._offset)
