@@ -191,7 +191,7 @@ class StoreConsensus:
     def _await(
         self, arrived: Callable[[], bool], limit_s: float, on_wait: Callable[[], None]
     ) -> bool:
-        """Whether `arrived` returns True before the limit."""
+        """Wait until `arrived` returns True; returns whether it did so before the limit."""
         # Not by the store's own `wait`: a TCPStore warns on stderr when one times out, and
         # `on_wait` could not raise meanwhile.
         begin = time.monotonic()

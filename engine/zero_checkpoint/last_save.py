@@ -198,13 +198,12 @@ class LastSave:
         return request if request and request.step == self._training.cursor.step else None
 
     def await_saved(self, request: Request, *, may_continue: bool) -> bool:
-        """Whether the save succeeded; disk full is no error of the script.
-
-        A script that calls `checkpoint_due()` continues, and is asked to save again. Any other one
-        relies on a save that returns (and may delete the checkpoint before): it waits for room.
+        """Wait for a save; returns whether it succeeded. Disk full is no error of the script.
 
         `may_continue`: the script continues without it.
         """
+        # A script that calls `checkpoint_due()` continues, and is asked to save again. Any other
+        # one relies on a save that returns (and may delete the checkpoint before it).
         try:
             return self.wait()
         except DiskFull as error:
@@ -318,12 +317,13 @@ class LastSave:
     def at_exit(self) -> str:
         """Make up for the last save as far as this rank can; returns what is missing, or ""."""
         if self._link.leaving or self._link.group_lost.is_set():
-            return ""
+            return ""  # the job goes on: this end of the script is not its last
         if (outcome := self._saver.wait()) is not None:
             self._note(outcome)
         written, request = self._written, self._due
         if written is not None and (request is None or request is written.request):
             try:
+                # Rank 0 alone: the other ranks may have ended already, and take no verdict.
                 if written.attempt is not None:
                     self._wait_for_etcd(written, lambda make: make())
             except ZeroError as error:
@@ -390,6 +390,7 @@ def _end_unsaved() -> None:
     if not missing:
         return
     _log.error("the script has ended, and %s: exit code 1", "; ".join(missing))
+    # A SystemExit that is raised at exit is ignored, and os._exit flushes nothing.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

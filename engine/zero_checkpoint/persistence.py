@@ -176,6 +176,7 @@ class Persistence:
                 tag,
                 self.training.cursor.samples,
                 last=leaving,
+                # What the job resumes from, although this save may go elsewhere.
                 root=str(self._memory_root.resolve()),
             ),
         )

@@ -85,6 +85,7 @@ class Draws:
         Raises:
             ZeroError: The loop has trained some batches up to the end of the epoch, but not all.
         """
+        # A loop that ran no batch at all, or one since the end, has not passed its last ones over.
         whole = self._depth is None or self._run_since
         left = self.waiting if self._ended and not whole else 0
         self._forget()

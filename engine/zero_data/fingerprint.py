@@ -27,7 +27,7 @@ _BY_CHANCE = (
 
 
 def difference(look: Callable[[], int | None], known_as: int, **words: str) -> str:
-    """What differs from the data of a checkpoint, with the remedy; empty if nothing is known to.
+    """The difference from the data of a checkpoint, with the remedy; empty if none is known.
 
     Args:
         look: Reads the first micro-batch, for its fingerprint; None: cannot.

@@ -142,12 +142,13 @@ def round_of_start(
 def read_ledger(directory: str | Path) -> list[Entry]:
     """Every entry under a ledger directory.
 
+    An incomplete last line, after a kill, is left out: its step had not ended.
+
     Raises:
         ZeroError: A line is no entry; the message names file and line.
     """
     entries = []
     for path in sorted(Path(directory).glob("round*-rank*.jsonl")):
-        # What follows the last line break was cut short by a kill: its step had not ended.
         *lines, _cut_short = path.read_bytes().split(b"\n")
         for number, line in enumerate(lines, 1):
             try:

@@ -36,7 +36,7 @@ _KERNELS = {"foreach": None, "fused": None, "capturable": False, "differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """How a state is saved."""
+    """The form in which a state is saved."""
 
     ids: Mapping[str, TensorId]
     """Key -> its tensor in the checkpoint."""

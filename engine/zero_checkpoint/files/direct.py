@@ -41,7 +41,7 @@ _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class Way(StrEnum):
-    """How a chunk goes to the device."""
+    """The way of a chunk to the device."""
 
     CACHED = "through the page cache"
     DIRECT = "past the page cache"
@@ -66,9 +66,10 @@ class Trial:
 
     @property
     def way(self) -> Way:
-        """How to write the next chunk."""
+        """The way to write the next chunk in."""
         if self.refused:
             return Way.CACHED
+        # The way with the fewest measurements; once each has enough, the one with the best.
         measure = min if self.over else len
         return min(Way, key=lambda way: measure(self.seconds[way]))
 
@@ -108,7 +109,7 @@ class DirectDisk(Disk):
                 rates = {way: 1e-9 / min(s) for way, s in trial.seconds.items() if s}
                 measured = ", ".join(f"{rate:.2f} GB/s {way}" for way, rate in rates.items())
                 _log.info("checkpoints are written %s: %s", trial.way, measured)
-        else:
+        else:  # too short to be measured while a trial is under way
             pages = pages[:0]
         if rest := whole[len(pages) :]:
             _set_direct(file, False)

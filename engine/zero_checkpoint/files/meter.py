@@ -34,6 +34,7 @@ class Meter:
         called with it and the part that is done; None: the agent is not told.
         """
         self._what, self._total_bytes, self._now_s = what, total_bytes, now_s
+        # The agent hears of the first bytes at once, the log only of what lasts.
         self._logs, self._tell, self._told_s = logs, tell, now_s() - TELL_S
         self._done_bytes = 0
         self._begun_s = now_s()

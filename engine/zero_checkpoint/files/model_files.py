@@ -53,7 +53,7 @@ class SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(self._data + end)
+        file.truncate(self._data + end)  # tensors come in any order
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor. Raises OSError."""

@@ -37,7 +37,7 @@ class Disk:
         """Create a directory and its parents, each durable in its parent; no error if there."""
         if not path.is_dir():
             self.make_directories(path.parent)
-            _local(path).mkdir(exist_ok=True)
+            _local(path).mkdir(exist_ok=True)  # another process may just have made it
             self.sync_directory(path.parent)
 
     def make_directory(self, path: Place) -> None:

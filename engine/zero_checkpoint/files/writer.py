@@ -68,6 +68,7 @@ class BlockHasher:
         """Hash the next bytes of the stream."""
         size, digest = self._block_bytes, xxhash.xxh3_64_digest
         begin = 0
+        # The rest of a block that was begun; whole blocks at once; the begin of another one.
         if self._filled:
             begin = min(size - self._filled, len(data))
             self._begin_block(data[:begin])

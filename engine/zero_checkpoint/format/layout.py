@@ -92,6 +92,7 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     begin = np.cumsum(size) - size
     pieces = [state.pieces[row] for row in order.tolist()]
     header: dict[str, object] = {"__metadata__": {"format": "pt", **comment}}
+    # Many tensors have few dtypes; one that cannot be stored is refused here.
     names = {dtype: name_of(dtype) for dtype in {info.dtype for info in table.values()}}
     whole = placed.length == table.numels[placed.tensor]
     numbers = (column.tolist() for column in (placed.length, whole, begin, begin + size))

@@ -150,7 +150,7 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
         for file in manifest.files
     ]
     members["files"] = f"[{','.join(files)}]"
-    rest = _object(members)[1:].encode()
+    rest = _object(members)[1:].encode()  # the envelope has the opening brace
     digest = hashlib.sha256(rest).hexdigest()
     return (_ENVELOPE % digest).encode() + rest, digest
 

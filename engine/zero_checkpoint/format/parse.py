@@ -64,6 +64,9 @@ class _Reader(Struct):
     min_reader: _Positive
 
 
+# In the patterns below it is \Z, because $ would match before a line break at the end as well.
+
+
 class _Row(Struct, array_like=True, forbid_unknown_fields=True):
     """A row of the table of tensors."""
 

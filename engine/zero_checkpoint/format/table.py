@@ -171,6 +171,7 @@ def extents(pieces: Sequence[Piece], table: TensorTable) -> Extents:
         for (_, _, data), position in zip(pieces, tensor.tolist(), strict=True)
     ]
     good = in_bounds & np.array(is_vector, dtype=np.bool_)
+    # Only the first one that is bad is looked at in detail.
     for bad in np.flatnonzero(~good)[:1].tolist():
         piece, info, data = pieces[bad], table.get(pieces[bad].id), pieces[bad].data
         if info is None:

@@ -37,7 +37,7 @@ LATEST = "latest"
 
 
 class Why(StrEnum):
-    """Why a directory is no candidate."""
+    """The reason why a directory is no candidate."""
 
     OTHER = "other"
     """Its name is not that of a checkpoint."""

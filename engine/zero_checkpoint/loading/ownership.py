@@ -91,6 +91,7 @@ def refusal(root: Place) -> str:
         except (ManifestError, FileNotFoundError):  # it is no candidate, or is being deleted
             continue
         ours = runs()
+        # Where it has not loaded, those of the runs that this one continues are its own as well.
         if manifest.runs[-1:] == ours[-1:] or (known is None and {*manifest.runs[-1:]} & {*ours}):
             break
         when = "since this run has loaded from there" if known is not None else "by another run"

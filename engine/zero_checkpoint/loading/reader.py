@@ -203,6 +203,7 @@ class _Reader:
         for buffer in buffers:
             hasher.update(buffer)
         expected = file.digests[read.blocks[0] : read.blocks.stop]
+        # The first damaged block is named: it is enough to give up this copy.
         for block in np.flatnonzero(hasher.digests() != expected)[:1].tolist():
             raise self._damage(file, read, block, "is not what was saved (XXH3-64 differs)")
         for part in read.parts:

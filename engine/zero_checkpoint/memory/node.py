@@ -55,7 +55,7 @@ class MemoryNode:
             for file in names if NAME.fullmatch(name) else ():
                 with suppress(OSError):  # it is being freed
                     size_bytes = os.stat(os.path.join(parent, file)).st_size
-                    if not file.startswith("."):
+                    if not file.startswith("."):  # a copy that is still arriving
                         found.setdefault(home, {}).setdefault(name, {})[file] = size_bytes
         return found
 

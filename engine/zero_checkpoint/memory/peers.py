@@ -37,7 +37,7 @@ def replica_peers(roster: Sequence[str], own: str, replicas: int) -> list[str]:
 
     `roster` has the address of each rank's node; there are fewer if there are fewer other nodes.
     """
-    nodes = list(dict.fromkeys(roster))
+    nodes = list(dict.fromkeys(roster))  # a node has several ranks
     at = nodes.index(own)
     return (nodes[at + 1 :] + nodes[:at])[:replicas]
 

@@ -238,7 +238,7 @@ class OnStream:
         try:
             try:
                 first.begin()
-                self._stream.wait_stream(current)
+                self._stream.wait_stream(current)  # the state is what has been launched there
                 with torch.cuda.stream(self._stream):
                     others.begin()
             finally:  # the event is that of all that has begun, also before an error or Ctrl-C

@@ -176,7 +176,7 @@ def best_interval_s(costs: Costs | None, failures: Failures) -> tuple[float, str
 
 def daly_s(cost_s: float, between_s: float) -> float:
     """The time to compute between two saves that cost `cost_s`, at a failure every `between_s`."""
-    if cost_s >= 2 * between_s:
+    if cost_s >= 2 * between_s:  # Daly's second case: the series below does not hold
         return between_s
     ratio = cost_s / (2 * between_s)
     return math.sqrt(2 * cost_s * between_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s

@@ -188,7 +188,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a save ended."""
+    """The end of a save."""
 
     step: int
     write_s: float

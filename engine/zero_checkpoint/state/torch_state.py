@@ -201,6 +201,7 @@ def _storable(value: Any, path: str) -> Any:
     match value:
         case np.generic():
             return _storable(value.item(), path)
+        # A key such as "$tensor" would be read as a mark: `pack` escapes it.
         case Mapping() if all(type(key) is str and key[:1] != "$" for key in value):
             return {key: _storable(inner, f"{path}.{key}") for key, inner in value.items()}
         case list() | tuple():

@@ -103,7 +103,9 @@ def distance(a: Tensor, b: Tensor) -> tuple[float, float]:
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         left, right = x.to(wide), y.to(wide)
         same = (left == right) | (left.isnan() & right.isnan())
+        # What is finite on one side only differs infinitely, also from NaN.
         gap = torch.where(same, 0.0, (left - right).abs()).nan_to_num(torch.inf, torch.inf)
+        # An infinite scale would make that a share of 0 or NaN.
         scale = torch.maximum(left.abs(), right.abs()).nan_to_num(0.0, posinf=1.0)
         share = torch.where(gap == 0, 0.0, gap / scale)
         max_abs = max(max_abs, float(gap.max()) if gap.numel() else 0.0)

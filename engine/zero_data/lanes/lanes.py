@@ -156,6 +156,7 @@ class Lanes:
         order, lanes = self._order, self._order.lanes
         states = torch.zeros(lanes, order.row_bytes, dtype=torch.uint8, device="cpu")
         if order.row_bytes:
+            # Ranks send equally much: a micro-step without a lane has a blank row.
             rows, blank = order.rows(), bytes(order.row_bytes)
             own = b"".join(rows.get(lane, blank) for lane in order.own())
             words = torch.frombuffer(bytearray(own), dtype=torch.int64)
@@ -190,6 +191,7 @@ def _gathered(world: int, own: Tensor) -> Tensor:
     """[world, n] from the [n] of each rank, by torch.distributed."""
     if world == 1:
         return own.view(1, -1)
+    # NCCL gathers from device to device only.
     device = "cuda" if "cuda" in str(dist.get_backend()) or dist.get_backend() == "nccl" else "cpu"
     everybodys = [torch.empty_like(own, device=device) for _ in range(world)]
     dist.all_gather(everybodys, own.to(device))

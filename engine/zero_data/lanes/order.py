@@ -194,10 +194,10 @@ class LaneOrder:
         """A step that begins at a position of the run."""
         return plan_step(position, self._batch, sizes=self.known(step))
 
-    # ---- what ranks tell each other ----
+    # ---- exchanges between ranks ----
 
     def meet(self) -> None:
-        """Tell and hear the sizes of the first steps of an iteration. Collective."""
+        """Exchange the sizes of the first steps of an iteration. Collective."""
         first = self.cursor.step
         self._marks = {first: self._settled(first)}
         self._known.clear()
@@ -208,7 +208,7 @@ class LaneOrder:
             self._hear(first + step, [row[step * notes : (step + 1) * notes] for row in everybodys])
 
     def notes(self) -> list[int]:
-        """What this rank tells at the end of a step; equally many numbers on all ranks."""
+        """The numbers that this rank sends at the end of a step; equally many on all ranks."""
         return self._of(self.cursor.step + AHEAD)
 
     def hear(self, everybodys: Sequence[Sequence[float]]) -> None:

@@ -162,6 +162,7 @@ class _Packing(Iterator[Any]):
         room = self._pack.length - len(part.tokens)
         fits = next((each for each in self._bins if _size(each) <= room), None)
         if fits is None:
+            # The fullest sample makes room: its padding is the least.
             if len(self._bins) == self._pack.bins:
                 fullest = max(range(len(self._bins)), key=lambda number: _size(self._bins[number]))
                 self._full.append(self._bins.pop(fullest))

@@ -29,7 +29,7 @@ class Reader(Protocol):
 
 
 class Source(Protocol):
-    """What lanes read. It can be pickled, if processes read."""
+    """Data that lanes read. It can be pickled, if processes read."""
 
     def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
         """The lane's samples of an epoch: from its beginning, or from a `state` of it on."""

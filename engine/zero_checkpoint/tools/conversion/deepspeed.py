@@ -168,7 +168,7 @@ class _Parts:
                 f"{self.directory}: no *_optim_states.pt: not made with ZeRO; import its weights: "
                 "--from torch --key module " + str(self.directory / "mp_rank_00_model_states.pt")
             )
-        counts = found[0]["partition_count"]
+        counts = found[0]["partition_count"]  # of each param group, or of all
         expected = max(counts) if isinstance(counts, list) else counts
         if expected != len(found):
             raise CheckpointError(

@@ -126,6 +126,7 @@ def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:
             data.shape,
             data.stride(),
         )
+        # Empty tensors have one address, and are not tied by it.
         first = seen.setdefault(place, name) if data.numel() else name
         if first == name:
             params[name] = data

@@ -19,7 +19,7 @@ def reads_lanes(dataset: Any) -> bool:
 
 
 def source_of(dataset: Any) -> Source:
-    """How lanes read a dataset.
+    """The source by which lanes read a dataset.
 
     Args:
         dataset: A source; a dataset in shards (`shard_sizes`, `read_shard`); a map-style dataset;

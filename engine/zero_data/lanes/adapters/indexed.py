@@ -241,7 +241,7 @@ class _Range(Iterator[Any]):
             raise StopIteration
         shard = int(np.searchsorted(self._ends, self._next, side="right"))
         number = self._next - (int(self._ends[shard - 1]) if shard else 0)
-        if self._samples is None or not number:
+        if self._samples is None or not number:  # the next shard begins
             self._samples = iter(self._dataset.read_shard(shard, number))
         for sample in self._samples:
             self._next += 1

@@ -114,7 +114,7 @@ class _Stream(Iterator[Any]):
             if given:
                 getattr(own, given[1])(state)
             self._samples = iter(own)
-            if given == ():
+            if given == ():  # then it is the state of an iterator
                 self._restore(state)
             holder = own if _names(own) else self._samples
             save, _ = _names(holder) or ("", "")

@@ -22,7 +22,7 @@ class Library:
         """Raise ConfigError if lanes cannot read it."""
 
     def remark(self, dataset: Any) -> str:
-        """What its user should know; empty: nothing."""
+        """A remark for its user; empty: none."""
         return ""
 
     def parts(self, dataset: Any, lanes: int) -> int | None:
@@ -114,7 +114,7 @@ class _WebDataset(Library):
             if hasattr(step, "deterministic"):
                 step.deterministic = True
             if hasattr(step, "epoch"):
-                step.epoch = epoch - 1
+                step.epoch = epoch - 1  # it counts up before it reads
             if getattr(step, "seed", None) == drawn is not None:
                 step.seed = 0
             shuffles = getattr(getattr(step, "f", None), "__name__", "") == "_shuffle"

@@ -91,7 +91,7 @@ class Given:
 
 
 def given_by(data: Any, seed: int, exchange: Callable[[Tensor], Tensor]) -> Given:
-    """What a dataset or a DataLoader says. Collective, where that has a batch sampler.
+    """The samples of a dataset or a DataLoader. Collective, where that has a batch sampler.
 
     Args:
         data: Either.
