@@ -65,16 +65,6 @@ class DataSource:
     """The samples used per epoch: `size`, less the tail if it is dropped."""
     shuffle_key: int | None
 
-    def left_out(self, batch: BatchShape) -> str:
-        """A warning about the tail of an epoch, if it is dropped."""
-        tail = self.size - self.epoch_size
-        said = (
-            f"drop_last leaves out {tail} of {self.size} samples in each epoch: those that fill no "
-            f"global batch of {batch.samples}, at every number of ranks; without it the last step "
-            "of an epoch is smaller, and no sample is left out"
-        )
-        return said if tail else ""
-
 
 def make_source(
     dataset: Dataset[Any], batch: BatchShape, *, shuffle: bool, seed: int, drop_last: bool
@@ -222,8 +212,15 @@ def sampler_of(
     The arguments are those of `make_source` and `MicroBatchSampler`, and raise as the former.
     """
     source = make_source(dataset, batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    if rank == 0 and (left_out := source.left_out(batch)):
-        _log.warning("%s", left_out)
+    if rank == 0 and (tail := source.size - source.epoch_size):
+        _log.warning(
+            "drop_last leaves out %d of %d samples in each epoch: those that fill no global batch "
+            "of %d, at every number of ranks; without it the last step of an epoch is smaller, and "
+            "no sample is left out",
+            tail,
+            source.size,
+            batch.samples,
+        )
     return MicroBatchSampler(
         source=source, batch=batch, cursor=cursor, rank=rank, world=world, seed=seed, **options
     )

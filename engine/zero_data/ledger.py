@@ -6,7 +6,7 @@ per round and rank, DIR/round<R>-rank<r>.jsonl, with a JSON object per line.
 
 Of a step that was executed several times, in several rounds or in one, the *last* execution counts:
 the earlier ones were undone by a rollback to a checkpoint. Each start of a job is a round of its
-own here, also one by hand: see `round_of_start`.
+own here, also one by hand: see `begin_ledger`.
 """
 
 from __future__ import annotations
@@ -121,22 +121,13 @@ def begin_ledger(
     """The ledger of a rank for a start in a round; None without a directory. Collective."""
     if not directory:
         return None
-    start = round_of_start(directory, round, everybodys)
-    return Ledger(directory, round=start, rank=rank, world=world)
-
-
-def round_of_start(
-    directory: str | Path, round: int, everybodys: Callable[[Tensor, str], Tensor]
-) -> int:
-    """The number of this start: `round`, or more if the ledger has a later one already. Collective.
-
-    Rank 0's view of the directory counts.
-    """
-    # A job that is started again by hand, or under another name, counts its rounds from 0 or 1.
+    # A job that is started again by hand, or under another name, counts its rounds from 0 or 1: its
+    # start gets a number after all that the ledger has. Rank 0's view of the directory counts.
     found = (_FILE.fullmatch(path.name) for path in Path(directory).glob("round*-rank*.jsonl"))
     newest = max((int(match[1]) for match in found if match), default=-1)
     own = torch.tensor([max(round, newest + 1)], device="cpu")
-    return int(everybodys(own, "the number of this start in the ledger")[0].item())
+    start = int(everybodys(own, "the number of this start in the ledger")[0].item())
+    return Ledger(directory, round=start, rank=rank, world=world)
 
 
 def read_ledger(directory: str | Path) -> list[Entry]:

@@ -50,7 +50,7 @@ Digests = npt.NDArray[np.uint64]
 """XXH3-64 of block after block."""
 
 _ENVELOPE = '{"digest":"%s",'
-ENVELOPE_BYTES = len(_ENVELOPE % ("0" * 64))
+_ENVELOPE_BYTES = len(_ENVELOPE % ("0" * 64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,11 +155,11 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     return (_ENVELOPE % digest).encode() + rest, digest
 
 
-def split_envelope(text: bytes) -> tuple[str, bytes] | None:
-    """The digest and the bytes that it covers, or None if they do not match."""
-    head, rest = text[:ENVELOPE_BYTES], text[ENVELOPE_BYTES:]
+def digest_of(text: bytes) -> str | None:
+    """The digest of a manifest, or None if its bytes do not have the one that it names."""
+    head, rest = text[:_ENVELOPE_BYTES], text[_ENVELOPE_BYTES:]
     digest = hashlib.sha256(rest).hexdigest()
-    return (digest, rest) if head == (_ENVELOPE % digest).encode() else None
+    return digest if head == (_ENVELOPE % digest).encode() else None
 
 
 def _object(members: Mapping[str, str]) -> str:

@@ -32,8 +32,8 @@ from zero_checkpoint.format.manifest import (
     TOMBSTONE,
     FileRecord,
     Manifest,
+    digest_of,
     file_name,
-    split_envelope,
     unpack,
 )
 from zero_checkpoint.format.pieces import TensorId, TensorInfo
@@ -129,10 +129,9 @@ def parse(text: bytes) -> Manifest:
     """
     if text == TOMBSTONE:
         raise RemovedError("this checkpoint is being removed")
-    envelope = split_envelope(text)
-    if envelope is None:
+    digest = digest_of(text)
+    if digest is None:
         raise ManifestError("does not match its own digest; it is truncated or damaged")
-    digest, _ = envelope
     try:
         record, table, known = _members(text)
         manifest = _manifest(record, known)

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, dtype
 
-from zero_checkpoint.format.fragments import Ints
-
 PARAM = "param"
 """The highest-precision copy of a parameter."""
 BUFFER = "buffer"
@@ -85,8 +83,13 @@ class State:
 # few runs of the flattened tensor, one that divides the last dimension is a run for each row.
 
 
-def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Ints, int]:
-    """The first element of each run of a box that is not empty, in order, and their one length."""
+def cut(
+    tensor: TensorId, shape: Sequence[int], offsets: Sequence[int], box: Tensor
+) -> Iterator[Piece]:
+    """The pieces that a contiguous box of a tensor consists of; none if it is empty."""
+    if not box.numel():
+        return
+    sizes = box.shape
     inner = len(shape)  # the dimensions from here on are whole
     while inner and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -96,15 +99,7 @@ def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
         stride = math.prod(shape[dim + 1 :])
         steps = np.arange(size if dim < inner else 1, dtype=np.int64)
         starts = (starts[:, None] + (offset + steps) * stride).ravel()
-    return starts, math.prod(sizes[inner:])
-
-
-def cut(
-    tensor: TensorId, shape: Sequence[int], offsets: Sequence[int], box: Tensor
-) -> Iterator[Piece]:
-    """The pieces that a contiguous box of a tensor consists of; none if it is empty."""
-    if not box.numel():
-        return
-    starts, length = runs_of(shape, offsets, box.shape)
-    for start, run in zip(starts.tolist(), box.view(-1, length).unbind(), strict=True):
+    # All runs have one length, so the box is a matrix with a row for each.
+    rows = box.view(-1, math.prod(sizes[inner:]))
+    for start, run in zip(starts.tolist(), rows.unbind(), strict=True):
         yield Piece(tensor, start, run)
