@@ -181,12 +181,10 @@ def load(
     def wanted(manifest: Manifest) -> State:
         ids = {t.fqn: t for t in manifest.tensors if t.kind in (PARAM, BUFFER)}
         if into is None:
-            infos = {name: manifest.tensors[tensor] for name, tensor in ids.items()}
             filled.clear()  # of a checkpoint that was tried before
-            filled.update(
-                (n, _whole(torch.empty(i.shape, dtype=i.dtype, device="cpu")))
-                for n, i in infos.items()
-            )
+            for name, tensor in ids.items():
+                info = manifest.tensors[tensor]
+                filled[name] = _whole(torch.empty(info.shape, dtype=info.dtype, device="cpu"))
         parts = {ids.get(name, TensorId(PARAM, name)): part for name, part in filled.items()}
         tensors = {t: TensorInfo(part.shape, part.data.dtype) for t, part in parts.items()}
         pieces = tuple(Piece(t, part.start, part.data) for t, part in parts.items())

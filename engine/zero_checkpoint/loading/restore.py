@@ -234,7 +234,7 @@ def _try(
             )
         loaded = Loaded(path, manifest, count, isinstance(offered, MemoryCheckpoint))
         return _Attempt({"outcome": LoadOutcome.GOOD}, loaded)
-    except PeerLost:  # there is nobody to vote with
+    except PeerLost:  # the end of the group, and no outcome of a load
         raise
     except ModelMismatch as error:
         return _Attempt({"outcome": LoadOutcome.MISMATCHED, "reason": str(error)}, error=error)

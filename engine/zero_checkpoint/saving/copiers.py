@@ -122,14 +122,13 @@ def _has_ended(copy: Begun, on_wait: Callable[[], object]) -> bool:
 
 def divide(copy: Copy, is_first: Callable[[Tensor], bool]) -> tuple[Copy, Copy]:
     """The copy as two: from the sources that have to be read first, and from the others."""
-    pairs = list(zip(copy.targets, copy.sources, strict=True))
-    first = [pair for pair in pairs if is_first(pair[1])]
-    others = [pair for pair in pairs if not is_first(pair[1])]
-    one, other = (
-        Copy(copy.memory, tuple(target for target, _ in each), [source for _, source in each])
-        for each in (first, others)
-    )
-    return one, other
+
+    def part(first: bool) -> Copy:
+        pairs = zip(copy.targets, copy.sources, strict=True)
+        chosen = [(target, source) for target, source in pairs if is_first(source) == first]
+        return Copy(copy.memory, tuple(t for t, _ in chosen), [s for _, s in chosen])
+
+    return part(True), part(False)
 
 
 def address_of(source: Tensor) -> int:

@@ -260,16 +260,14 @@ class InMemoryCheckpoints:
     def _take_outcome(self) -> None:
         """Wait for the save in flight, and act on how it has ended."""
         outcome = self._background.wait()
-        if outcome is not None:
-            self._on_end(outcome)
-        match outcome.error if outcome is not None else None:
-            case None if outcome is not None:
+        if outcome is None:
+            return
+        self._on_end(outcome)
+        match outcome.error:
+            case None:
                 self.kept_step = outcome.step
                 self._stagings.reverse()  # the other one is free now
-            case None:
-                pass
             case CommitRefused() | NotKept() as error:
-                assert outcome is not None
                 kept = "and nothing else is"
                 if self.kept_step is not None:
                     kept = f"step {self.kept_step} still is"

@@ -229,14 +229,15 @@ class Background:
 
         `meanwhile` is called now and then.
         """
-        while self.busy and self._running is not None:
+        if self._running is None:
+            return None
+        while not self._running.done():
             meanwhile()
             with suppress(TimeoutError):
                 self._running.result(_MEANWHILE_S)
-        outcome = self._running.result() if self._running is not None else None
-        if self._running is not None:
-            self._threads.shutdown()
-            self._threads = _one_thread()
+        outcome = self._running.result()
+        self._threads.shutdown()
+        self._threads = _one_thread()
         self._running = None  # not before: if a signal handler raises, the outcome is not lost
         return outcome
 
