@@ -67,6 +67,7 @@ class Reader(StorageReader):
         self.path: Place | None = None
         """The directory of the checkpoint that was loaded last."""
         self._root = place(root) if root is not None else None
+        self._has_own_root = root is not None
         self._tag = tag
         self._keys = (model, optimizer)
         self._group = process_group
@@ -79,7 +80,8 @@ class Reader(StorageReader):
         """Take a directory as `<root>/<tag>`."""
         if checkpoint_id is not None:
             named = place(checkpoint_id)
-            self._root = self._root or named.parent
+            if not self._has_own_root:  # one of a call before does not count
+                self._root = named.parent
             self._tag = named.name
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -78,6 +78,7 @@ class Writer(StorageWriter):
         self.path: Place | None = None
         """The directory of the checkpoint that was saved last."""
         self._root = place(root) if root is not None else None
+        self._has_own_root = root is not None
         self._step = step
         self._tag = tag
         self._keep = Keep(last=keep_last)
@@ -90,7 +91,8 @@ class Writer(StorageWriter):
         """Take a directory as `<root>/<tag>`."""
         if checkpoint_id is not None:
             named = place(checkpoint_id)
-            self._root = self._root or named.parent
+            if not self._has_own_root:  # one of a call before does not count
+                self._root = named.parent
             self._tag = named.name
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

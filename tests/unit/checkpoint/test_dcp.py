@@ -200,6 +200,28 @@ def test_the_directory_may_be_named_by_checkpoint_id(tmp_path: Path) -> None:
     assert state["w"].tolist() == [10.0] * 3
 
 
+def test_a_writer_and_a_reader_go_where_the_checkpoint_id_of_each_call_says(tmp_path: Path) -> None:
+    writer, reader = Writer(), Reader()
+    for run in (1, 2):
+        name = tmp_path / f"run-{run}" / "step-10"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(
+                {"w": torch.full((3,), float(run))},
+                checkpoint_id=name,
+                storage_writer=writer,
+                no_dist=True,
+            )
+        assert writer.path is not None
+        assert writer.path.parent == name.parent
+    for run in (1, 2):
+        name, state = tmp_path / f"run-{run}" / "step-10", {"w": torch.zeros(3)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=name, storage_reader=reader, no_dist=True)
+        assert state["w"].tolist() == [float(run)] * 3
+
+
 def test_a_damaged_checkpoint_makes_dcp_load_the_one_before(tmp_path: Path) -> None:
     for step in (1, 2):
         path = save({"w": torch.full((3,), float(step))}, tmp_path, step=step)
