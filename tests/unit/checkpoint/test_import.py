@@ -141,9 +141,16 @@ def test_an_index_may_not_name_files_elsewhere_nor_ones_that_are_missing(tmp_pat
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
     with pytest.raises(CheckpointError, match="the index names it, and it is missing"):
         read_hf(tmp_path, buffers=[])
-    index.write_text("{")
-    with pytest.raises(CheckpointError, match="no index of safetensors"):
-        read_hf(tmp_path, buffers=[])
+    for text in (
+        "{",
+        "[]",
+        '{"weight_map": []}',
+        '{"weight_map": {"w": 3}}',
+        '{"weight_map": {"w": []}}',
+    ):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match="no index of safetensors"):
+            read_hf(tmp_path, buffers=[])
 
 
 # ---- DeepSpeed ----

@@ -95,9 +95,10 @@ def _safetensors_files(path: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            outside = any(Path(name).name != name for name in names)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: no index of safetensors: {error}") from error
-        if any(Path(name).name != name for name in names):
+        if outside:
             raise CheckpointError(f"{index}: names files outside of its directory")
         return [path / name for name in names]
     if not path.is_dir():
