@@ -231,6 +231,17 @@ def test_a_prefix_that_not_all_names_have_is_an_error(tmp_path):
         export.select(locate.one(str(tmp_path)), strip_prefix="wte.")
 
 
+@pytest.mark.parametrize("text", ["{", "3", "null", '["dtype"]'])
+def test_a_config_that_is_no_object_is_refused_and_nothing_is_left(
+    checkpoint, tmp_path, text, capsys
+):
+    (tmp_path / "in" / "config.json").write_text(text)
+    arguments = ["export", str(tmp_path / "in"), str(tmp_path / "out"), "--to=hf"]
+    assert cli.main(arguments) == 2
+    assert "--hf-config: config.json" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 def test_a_config_beside_the_checkpoint_goes_with_the_weights(checkpoint, tmp_path):
     (tmp_path / "in" / "config.json").write_text('{"model_type": "gpt2"}')  # as the Trainer does
     arguments = ["export", str(tmp_path / "in"), str(tmp_path / "out"), "--to=hf"]

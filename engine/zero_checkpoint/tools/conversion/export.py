@@ -249,6 +249,11 @@ def _set_dtype(path: Path, checkpoint: Candidate, selection: ExportSelection) ->
         record: Any = json.loads(path.read_text())
     except ValueError as error:
         raise CheckpointError(f"--hf-config: {CONFIG} is no JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(
+            f"--hf-config: {CONFIG} holds a {type(record).__name__}, not an object; give that of "
+            "the model"
+        )
     stored = {i.dtype for t, i in checkpoint.manifest.tensors.items() if t.kind == PARAM}
     dtype = selection.dtype or (stored.pop() if len(stored) == 1 else None)
     present = [key for key in _DTYPE_KEYS if key in record]
