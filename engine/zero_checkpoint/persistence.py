@@ -192,11 +192,7 @@ class Persistence:
         return saved
 
     def _take(self, directory: Place) -> None:
-        """Take a directory for the checkpoints of this training.
-
-        Raises:
-            CheckpointError: It is another's.
-        """
+        """Take a directory for this training; raises CheckpointError if another one saves to it."""
         key = str(directory.resolve())
         if self._owners(key):
             gc.collect()  # one that the script has dropped is gone, on all ranks

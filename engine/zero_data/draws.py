@@ -95,6 +95,7 @@ class Draws:
     def draw(self, ticket: Ticket, *, elsewhere: bool = False) -> None:
         """Note that a batch is handed out; `elsewhere`: to a thread that draws freely."""
         self._waiting.append(ticket)
+        # More wait than ever before: the loop has passed the oldest one over.
         over = not elsewhere and self._depth is not None and len(self._waiting) > self._depth
         self.passed_over = self._waiting.popleft() if over else None
 

@@ -95,7 +95,7 @@ class ObjectDisk(Disk):
 
     def publish(self, temporary: Place, final: Place, *, replace: bool = False) -> None:
         """Give a finished object its final name."""
-        text = temporary.read_bytes()
+        text = temporary.read_bytes()  # a store has no rename
         if replace:
             with as_os_errors(str(final)):
                 _put(final, text, exclusive=False)

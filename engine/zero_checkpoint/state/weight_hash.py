@@ -107,14 +107,18 @@ def _of_whole_blocks(words: Tensor) -> Tensor:
     """XXH3-64 of each block of a device's words, int64 [blocks]."""
     keys, scramble, merge, begin = _constants(words.device)
     words = words.view(-1, _ROUNDS, _STRIPES, _LANES)
+    # Each accumulator gets the product of the two halves of its word, mixed with the secret, and
+    # the word of its neighbour.
     products = words ^ keys
     low = products & _LOW
     products = products.bitwise_right_shift_(32).bitwise_and_(_LOW).mul_(low)
     swapped = words.sum(2).view(-1, _ROUNDS, _LANES // 2, 2).flip(-1)
     sums = products.sum(2) + swapped.view(-1, _ROUNDS, _LANES)
+    # The sums of a round are whole before the accumulators are scrambled for the next one.
     found = begin + sums[:, 0]
     for number in range(1, _ROUNDS):
         found = (found ^ _shift(found, 47) ^ scramble) * _PRIMES_32[0] + sums[:, number]
+    # They are merged in pairs; the last two lines are the avalanche of XXH3.
     pairs = (found ^ merge).view(-1, _LANES // 2, 2)
     mixed = _folded(pairs[..., 0], pairs[..., 1]).sum(1) + _signed(BLOCK_BYTES * _PRIMES_64[0])
     mixed = (mixed ^ _shift(mixed, 37)) * _AVALANCHE

@@ -213,6 +213,6 @@ class _Coming:
             row: dict[int, Read] = {}
             while len(row) < len(self._lanes):
                 read = next(self._reads)
-                if read is not None:
+                if read is not None:  # that process has a lane whose turn it is
                     row[self._lanes[len(row)]] = read
             self._rows.append(row)

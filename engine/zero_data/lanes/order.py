@@ -220,6 +220,7 @@ class LaneOrder:
         coming = unknown if self.coming is None else self.coming(step)
         starts = (start for mark in self._marks.values() for start in mark.starts.values())
         most = max((len(start.state) for start in starts if start.state is not None), default=0)
+        # The room for the longest state, as the exponent of a power of two: it changes seldom.
         return [*coming, (most + 2 * _WORD).bit_length() if most else 0]
 
     def _hear(self, step: int, everybodys: Sequence[Sequence[float]]) -> None:

@@ -127,11 +127,7 @@ _READERS: dict[str, Callable[[argparse.Namespace], Foreign]] = {
 
 
 def _read(options: argparse.Namespace) -> Foreign:
-    """The model of SOURCE.
-
-    Raises:
-        CheckpointError: SOURCE cannot be read; the message names what SOURCE looks like instead.
-    """
+    """The model of SOURCE; an error names what SOURCE looks like instead."""
     try:
         return _READERS[options.kind](options)
     except CheckpointError as error:
