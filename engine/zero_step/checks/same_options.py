@@ -118,21 +118,24 @@ class OptionsOfStep:
         return ""  # a further group, which `AsGiven` looks at
 
     def _now(self) -> list[dict[str, Any]]:
+        before, self._read = self._read, {}  # what a script has replaced is kept no longer
         return [
             {
-                key: self._value(value) if isinstance(value, Tensor) else value
+                key: self._value(value, before) if isinstance(value, Tensor) else value
                 for key, value in group.items()
                 if key != "params" and (isinstance(value, Tensor) or _plain(value))
             }
             for group in self._optimizer.param_groups
         ]
 
-    def _value(self, option: Tensor) -> float | None:
+    def _value(
+        self, option: Tensor, before: Mapping[int, tuple[Tensor, int, float]]
+    ) -> float | None:
         """A tensor is read when it has changed: the host waits for its device."""
         if option.numel() != 1:
             return None
-        _, version, known = self._read.get(id(option), (option, -1, 0.0))
+        _, version, known = before.get(id(option), (option, -1, 0.0))
         if version != option._version:
             known = float(option)
-            self._read[id(option)] = option, option._version, known
+        self._read[id(option)] = option, option._version, known
         return known
