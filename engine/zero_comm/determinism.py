@@ -285,6 +285,7 @@ class Hardware:
         lines = changes(self.records, saved.get("hardware") or ())
         if self.mode is not Deterministic.ERROR:
             return lines
+        # As warnings these are among those of the record of the run.
         for key, name in _OF_RUN.items():
             ours = self.records[0][key]
             if saved.get(key) not in (None, ours):

@@ -115,6 +115,7 @@ def concluded(places: Sequence[Place]) -> Topology:
     runs = [(node, len(list(run))) for node, run in groupby(places, key=lambda place: place[0])]
     numbers = [node for node, _ in runs]
     for node in numbers:
+        # As where a launcher deals ranks out to the nodes in turn.
         if numbers.count(node) > 1:
             return alone(world, f"the ranks of node {node} are not consecutive")
     return Topology(nodes=tuple(count for _, count in runs))
@@ -130,6 +131,7 @@ def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
     """
     places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
     turn = lcm(*nodes)
+    # The middle of each rank's slice, in a unit in which all are whole.
     middles = [((2 * local + 1) * (turn // nodes[node]), node) for node, local in places]
     return tuple(sorted(range(len(places)), key=lambda rank: middles[rank]))
 

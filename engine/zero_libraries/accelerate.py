@@ -152,6 +152,7 @@ def hand_over(accelerator: Any, run: zero_torch.Run) -> None:
     if accelerator.num_processes > 1:
         one = partial(_gathered, accelerator.gather)
         accelerator.gather = partial(recursively_apply, one, error_on_other_type=True)
+    # Each micro-step has to reduce: the run accumulates.
     accelerator.no_sync = lambda _=None: nullcontext()
     accelerator._do_sync = lambda: accelerator.gradient_state._set_sync_gradients(run.last)
     for name, instead in _KEPT.items():

@@ -194,6 +194,7 @@ class _Protected:
 
     def training_step(self, batch: Any, *more: Any, **named: Any) -> Any:
         """The step of the script, on the micro-batch whose turn it is."""
+        # Lightning gives it the whole step; `optimizer_step` asks for the rest.
         self._step = batch
         mine = batch[0] if self._micro_batch is None else self._micro_batch
         return super().training_step(mine, *more, **named)  # type: ignore[misc]

@@ -37,6 +37,7 @@ class GlobalBatches:
         if reads_lanes(self.dataset):
             raise TypeError("a stream has no length")
         sampler: Any = self.given.sampler
+        # A DistributedSampler counts the samples of one rank.
         whole: Any = self.dataset if isinstance(sampler, DistributedSampler) else sampler
         size = len(whole)
         return size // self._samples if self.given.drop_last else math.ceil(size / self._samples)

@@ -232,6 +232,7 @@ class _Protected(Trainer):
             for key, value in inputs.items():
                 if isinstance(value, Tensor):
                     inputs[key] = value.to(self.device)
+            # Without a label there is no mean.
             self._tokens = max(int((labels != IGNORE_INDEX).sum()), 1)
             self.forward_backward_step(
                 input_dict=inputs,

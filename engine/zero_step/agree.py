@@ -175,6 +175,7 @@ class Agreement:
         Only after a `reach` whose norm is not finite.
         """
         group = self._collectives
+        # A rank that has none names a tensor behind all others.
         beyond = torch.iinfo(torch.int64).max
         own = self._norms.first_not_finite(self._not_finite) or (beyond, 0)
         rows = group.everybodys(torch.tensor(own, device=_CPU), "the first that is not finite")

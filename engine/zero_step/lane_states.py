@@ -60,6 +60,7 @@ class LaneStates:
         if self._memory.keys() != rows.keys() or self._row_bytes != order.row_bytes:
             self._allocate(list(rows), order.row_bytes)
         for lane, row in rows.items():
+            # A copy of the row: torch takes no memory that cannot be written to.
             self._memory[lane].copy_(torch.frombuffer(bytearray(row), dtype=torch.uint8))
         return self._joined(state, order.lanes)
 

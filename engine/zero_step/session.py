@@ -230,6 +230,7 @@ class Session:
             CommitRefused: It may not be published.
         """
         self._persistence.close()
+        # Afterwards: the last one to be removed closes the connection, over which saves commit.
         self._link.remove(self._persistence.number)
 
     # ---- leaving ----
@@ -318,6 +319,7 @@ class Session:
             assert staying is not None
             assert staying.directory is not None
             found_again(environ, staying.meets_within_s)
+            # It gets another link, with the round: the group is another one.
             session: Session = staying.make_again()
             # What the script has told this session alone: its client state, where it saves.
             session._persistence.script = self._persistence.script

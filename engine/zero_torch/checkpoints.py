@@ -178,6 +178,7 @@ class Checkpoints(Session):
                 Without either argument the config decides, and without an interval there, "auto".
         """
         options = self._chosen.checkpoint
+        # Nobody has chosen an interval.
         if every_steps is every_s is options.every_steps is options.every_s is None:
             every_s = "auto"
         return self._between_steps() and super().due(every_steps, every_s)

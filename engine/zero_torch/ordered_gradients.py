@@ -288,6 +288,7 @@ class OrderedGradients:
             ordered, given = self._sum_of(name, total, turn), list(by_place[: turn.live])
         else:
             ordered = OrderedSum(total, self.block)
+            # Ranks may have run several one after the other; the order is that of their numbers.
             given = [by_place[place] for place in turn.plan.places]
         first = turn.first or turn.plan is not None
         ordered.add(given, self.pipeline.pool, first=first, last=turn.last)

@@ -154,6 +154,7 @@ def protect(
         _log.warning("%s", _FUSED.format(type(optimizer).__name__))
     if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
         _warn_of_default_seed(loader, chosen.elastic.seed, torch_seed)
+    # A process that stays makes another one in the next round.
     again = partial(Run, wrapped, optimizer, loader, microbatches=microbatches, **options)
     run = again()
     run.start()

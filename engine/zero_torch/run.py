@@ -123,6 +123,7 @@ class Run(Checkpoints):
         )
         self._gradients.starts.append(partial(fill_in, self, True))
         self._gradients.changes.append(self._train_others)
+        # Before those of the hooks, which count on what it checks.
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
         normed = self._gradients, self._collectives, wrapped.device
         self._norms = Norms(*normed, is_ready=self._norm_is_ready, guard=partial(outlived, self))
@@ -216,6 +217,7 @@ class Run(Checkpoints):
         """Take the notes of all ranks; returns the factor that they give the gradients."""
         factor = 1.0
         if self._everybodys is None:
+            # Once in a step: a further clip finds the gradients weighed.
             counts, plan = everybodys[:, -len(self._tokens) :], self._plan()
             if (lanes := lanes_of(self.loader)) is not None:
                 lanes.hear(everybodys[:, NOTES : -1 - len(self._tokens)].tolist())
@@ -300,6 +302,7 @@ class Run(Checkpoints):
             if last:
                 self._act(max_norm)
             self._end_micro_step()
+        # A step that has lost a peer had no effect.
         return last and not survive(self)
 
     def _act(self, max_norm: float | None) -> None:

@@ -134,6 +134,7 @@ class Training:
             "groups": self.state.groups(),
             EXTRA_STATE: self.state.extra_state(),
             "scheduler": schedule_as_json(self.scheduler),
+            # The engine's; that of torch follows.
             "loss_scaler": None,
             "grad_scaler": self.scaler.state_dict() if self.scaler else None,
             "excludes_frozen": exclude_frozen,

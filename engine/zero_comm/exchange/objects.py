@@ -30,6 +30,7 @@ def gather_objects_of_group(own: Any, what: str) -> list[Any]:
         dist.all_gather(rows, row)
         return torch.stack(rows)
 
+    # NCCL by itself connects no host memory.
     reaches_cpus = dist.get_backend_config().startswith("cpu:")
     device = torch.device("cpu" if reaches_cpus else "cuda")
     return _exchange(own, what, everybodys, device)
@@ -41,6 +42,7 @@ def _exchange(
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = torch.tensor([text.numel()], device=device)
     lengths = everybodys(sizes, f"length of {what}").flatten().tolist()
+    # Rows of one length: an all-gather takes no others.
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
     rows = everybodys(padded, what).cpu()

@@ -104,6 +104,7 @@ class Fold:
         run_one_by_one(additions, memory, dtype, pool)
 
     def _kernel(self, key: _Key, dtype: torch.dtype) -> Callable[..., object] | None:
+        # Bounded: a script whose steps all differ would compile in each.
         if self.is_broken or (key not in self.kernels and len(self.kernels) >= self._most):
             return None
         if key not in self.kernels:

@@ -116,6 +116,7 @@ def next_sums(
     if last:
         stack.end_block()
     used = {memory.number for _, memory in stack.pending if memory.kind == "kept"}
+    # Homes in which no pending piece is.
     free = (index for index in range(len(used) + given) if index not in used)
     pending = []
     for piece, memory in stack.pending:

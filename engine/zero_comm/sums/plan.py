@@ -219,6 +219,7 @@ class Plan:
                     for rank in step.ranks[first : first + size]
                 ]
                 first += size
+                # The rank that has the least of its own receives the most.
                 received = (sum(given) - min(given)) / size
                 sums = [piece for piece in node.gives if not self.expression.is_single(piece)]
                 is_held = len(sums) < len(node.gives)  # a single one travels from where it was

@@ -548,6 +548,7 @@ def agent_link(rank: int) -> AgentLink:
         _link = AgentLink(rank)
         in_main_thread = threading.current_thread() is threading.main_thread()
         agent = _link.present and not _link.launched
+        # A handler of the script's own stays.
         if agent and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)
     return _link

@@ -153,6 +153,7 @@ def _await_round() -> bool:
             if isinstance(message := decode(line), Join):
                 os.environ.update(message.env)
                 return True
+    # It has trained nothing, so it has not failed.
     raise SystemExit(0)
 
 

@@ -145,6 +145,7 @@ def check_scheduler(scheduler: Any) -> None:
 def takes_no_metric(scheduler: Any) -> bool:
     """Whether a scheduler can be stepped without an argument, unlike ReduceLROnPlateau."""
     parameters = inspect.signature(scheduler.step).parameters.values()
+    # A metric has no default; the `epoch` of torch's other schedulers has one.
     named = (each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
     return all(each.default is not each.empty for each in named)
 

@@ -82,6 +82,7 @@ class Statefuls:
         self._tensors, self._coming = {}, {}
         saved = manifest.meta.get(META, {})
         stored = {t.fqn: t for t in manifest.tensors if t.kind == OTHER}
+        # What the objects have now: a DTensor among it says how the loaded one is to lie.
         present: dict[str, Tensor] = {}
         named = _Names()
 

@@ -148,6 +148,7 @@ class TrainingState:
             ModelMismatch: The checkpoint is of another model, or has its parameters in other param
                 groups. Nothing has changed.
         """
+        # The checks first: what is refused has changed nothing.
         self._check_groups(manifest)
         self._check_tensors(manifest)
         self._make_optimizer_state(manifest)

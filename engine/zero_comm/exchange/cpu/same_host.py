@@ -406,6 +406,7 @@ def _connect(
         lines[other] = line
     callers = {cards[other]["pid"]: other for other in range(rank + 1, run.stop)}
     listener.settimeout(_INTRODUCTION_S)
+    # Who it is, the kernel says: anybody on this host may connect.
     while callers:
         line, _ = listener.accept()
         caller = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
