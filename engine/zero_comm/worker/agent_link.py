@@ -454,12 +454,12 @@ class AgentLink:
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:
-                    self._heed(contract.decode(line))
+                    self._receive(contract.decode(line))
         except (OSError, ValueError, contract.ContractError) as error:
             reason = f"the connection to the agent failed: {error}"
         self._disconnect(reason)
 
-    def _heed(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         match message:
             case Leave(round=self.round):
                 lost, now = message.when is When.LOST, message.when is When.NOW
