@@ -48,7 +48,7 @@ class Durations:
 
     def ended(self, node: Node) -> None:
         """The process of this agent has ended, whatever its lease says."""
-        self._ended |= {(node.id, node.incarnation)}
+        self._ended |= {node.agent}
 
     def look(self, job: Snapshot) -> None:
         """Update the durations with a new snapshot."""
@@ -64,7 +64,7 @@ class Durations:
         symptom = job.failures[0].revision if job.failures else None
         if symptom != self._symptom:
             self._symptom, self._symptom_since_s = symptom, now_s
-
+        # From the first dead link of the round on: further ones do not prolong the wait.
         if job.dead_links and job.n != self._dead_links_of:
             self._dead_links_of, self._dead_links_since_s = job.n, now_s
         elif not job.dead_links:
@@ -86,7 +86,7 @@ class Durations:
     def stepped(self, n: int, ago_s: float) -> None:
         """Workers here finished a step of round n so long ago; callable any number of times."""
         self._step = n, self._clock.now() - ago_s
-        if n == self._left + 1 > 1:
+        if n == self._left + 1 > 1:  # the first step after workers were asked to leave
             self._reform_s = self._clock.now() - self._left_since_s
             self._left = 0
 
@@ -102,6 +102,7 @@ class Durations:
     def pending(self, move: Move) -> float:
         """Seconds for which this move has been due at this revision of the round."""
         now_s = self._clock.now()
+        # After a transition the same move is another one: every agent waits for its turn again.
         if self._pending != (self._fence, move):
             self._pending, self._pending_since_s = (self._fence, move), now_s
         return now_s - self._pending_since_s

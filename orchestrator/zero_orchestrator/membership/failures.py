@@ -126,6 +126,7 @@ def in_a_row(charges: Sequence[Charge], host: str, *, lost: bool) -> list[Charge
 def cooldown_s(charges: Sequence[Charge], host: str, first_s: int) -> int:
     """Seconds to exclude a host: twice as long each time, up to `LONGEST_S`."""
     before = sum(1 for charge in charges if charge.host == host and charge.excluded_s)
+    # The exponent is bounded, since no float holds 2 to the power of 1024.
     return int(min(first_s * 2.0 ** min(before, 32), max(LONGEST_S, first_s)))
 
 

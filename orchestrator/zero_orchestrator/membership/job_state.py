@@ -102,6 +102,11 @@ class Node(Record):
     """Its workers warm up: rounds that have enough other nodes begin without it."""
 
     @property
+    def agent(self) -> tuple[str, str]:
+        """Its id and incarnation: this agent process, and no other one that has the id."""
+        return self.id, self.incarnation
+
+    @property
     def machine(self) -> str:
         """The host that an exclusion names."""
         return self.host or self.id
@@ -122,11 +127,11 @@ class Members(Record):
 
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:
-        return {(node.id, node.incarnation): index for index, node in enumerate(self.nodes)}
+        return {node.agent: index for index, node in enumerate(self.nodes)}
 
     def index(self, node: Node) -> int | None:
         """The place of this very agent process among the nodes, or None."""
-        return self._places.get((node.id, node.incarnation))
+        return self._places.get(node.agent)
 
     def first_rank(self, index: int) -> int:
         """The rank of the first worker of the node at `index`; ranks of a node are contiguous."""
@@ -298,13 +303,13 @@ class Snapshot:
 
     @cached_property
     def alive(self) -> frozenset[tuple[str, str]]:
-        """(id, incarnation) of the live agents."""
-        return frozenset((node.id, node.incarnation) for node in self.nodes)
+        """The live agents, as `Node.agent`."""
+        return frozenset(node.agent for node in self.nodes)
 
     @cached_property
     def live_members(self) -> tuple[Node, ...]:
         """Members of round n whose agents are alive."""
-        return tuple(m for m in self.members.nodes if (m.id, m.incarnation) in self.alive)
+        return tuple(m for m in self.members.nodes if m.agent in self.alive)
 
     @cached_property
     def unfinished(self) -> tuple[Node, ...]:
@@ -314,7 +319,7 @@ class Snapshot:
     @cached_property
     def lost(self) -> tuple[Node, ...]:
         """Members of round n whose agents vanished while their workers ran."""
-        gone = (m for m in self.members.nodes if (m.id, m.incarnation) not in self.alive)
+        gone = (m for m in self.members.nodes if m.agent not in self.alive)
         return tuple(m for m in gone if m.id not in self.at_rest)
 
     @cached_property
@@ -322,6 +327,7 @@ class Snapshot:
         """Nodes whose workers lost peers that had been asked to leave: no failure."""
         if self.yielding is None:
             return frozenset()
+        # A peer that was lost before the request was lost for another reason.
         after = (f for f in self.failures if f.symptom and f.revision > self.yield_revision)
         return frozenset(failure.node for failure in after)
 
@@ -348,17 +354,14 @@ class Snapshot:
 
     @cached_property
     def eligible(self) -> tuple[Node, ...]:
-        """Live agents that may take part in the next round.
-
-        If the minimum cannot be met otherwise, those whose workers warm up may as well, since no
-        job waits for that; and at last hosts that the job itself excluded: a host that keeps
-        failing is better than none.
-        """
+        """Live agents that may take part in the next round."""
         aside = {one.node for one in self.aside}
         nodes = [node for node in self.nodes if node.id not in aside]
         fit = [node for node in nodes if not node.draining and not node.unhealthy]
         free = [node for node in fit if self.exclusion(node) is None]
         needed = [n for n in fit if (e := self.exclusion(n)) is None or not e.by_user]
+        # For the minimum alone: no job waits until workers have warmed up, and a host that keeps
+        # failing is better than none.
         choices = ([node for node in free if not node.starting], free, needed)
         enough = (c for c in choices if self.spec.usable(len(c)) >= self.spec.min_nodes)
         return tuple(next(enough, needed))
@@ -378,14 +381,12 @@ class Snapshot:
 
     @cached_property
     def _eligible(self) -> frozenset[tuple[str, str]]:
-        return frozenset((node.id, node.incarnation) for node in self.eligible)
+        return frozenset(node.agent for node in self.eligible)
 
     def barred(self, node: Node) -> Exclusion | None:
         """The exclusion that keeps this node out of rounds; None: not excluded, or needed."""
         exclusion = self.exclusion(node)
-        if exclusion is None or (node.id, node.incarnation) in self._eligible:
-            return None
-        return exclusion
+        return None if exclusion is None or node.agent in self._eligible else exclusion
 
     def node(self, node: str) -> Node | None:
         """The live agent of this id, or None."""
@@ -402,8 +403,7 @@ class Snapshot:
 
     def drain_order(self, node: Node) -> DrainOrder | None:
         """The request that this agent process leaves, or None."""
-        who = (node.id, node.incarnation)
-        return next((d for d in self.drains if (d.node, d.incarnation) == who), None)
+        return next((d for d in self.drains if (d.node, d.incarnation) == node.agent), None)
 
 
 def round_env(job: Snapshot, name: str, node: Node, secret: Secret, socket: str) -> dict[str, str]:

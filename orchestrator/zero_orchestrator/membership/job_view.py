@@ -110,6 +110,7 @@ class JobView:
             if self._view.check() and not self.whole:
                 self._change(whole=True)
             self._checked_s = self._clock.now()
+            # Agents that one change has woken do not look in step from then on.
             self._pause_s = self._view.pause_s * random.uniform(0.8, 1.2)
         before, job = self._job, self._view.look()
         if job is before:
@@ -119,6 +120,7 @@ class JobView:
                 f"etcd has lost the data of job {self._keys.job}: its last transition was at "
                 f"revision {before.fence}, and now {job.fence or 'there is none'}. {RESTART}"
             )
+        # One that is not registered stays: it is about to register again, perhaps as a first one.
         if self.whole and self._id not in first(job) and job.node(self._id) is not None:
             self._change(whole=False)
             job = self._view.look()
@@ -147,6 +149,7 @@ class JobView:
         self._view.close()
 
     def _change(self, *, whole: bool) -> None:
+        # Opened before the other is closed: if the store does not answer, the old view stays.
         before, self._view = self._view, self._open(whole=whole)
         before.close()
 
@@ -261,17 +264,14 @@ class _FollowerView:
             )
             others = [m for m in job.members.nodes if m.id != self._id]
             if self._dead:
-                others = [m for m in others if (m.id, m.incarnation) not in self._dead]
+                others = [m for m in others if m.agent not in self._dead]
             known = (*job.failures, *self._failures(job))
             job = dataclasses.replace(job, nodes=(*job.nodes, *others), failures=known)
             self._job, self._seen = job, found
         return self._job
 
     def check(self) -> bool:
-        """Has the watch told the newest? Is this agent registered still, and among the first?
-
-        Is what it has said still there? Etcd may have been restored from an older copy.
-        """
+        """Look whether the watch has told the newest; returns whether this agent is a first one."""
         me = self._keys.node(self._id)
         head, own, order, early, *said = self._store.read(
             [
@@ -284,7 +284,9 @@ class _FollowerView:
         )
         if (head.items[0].mod_revision if head.items else 0) != self._job.fence:
             self._course.distrust()
-        else:  # the reports of a round that is over are deleted
+        else:
+            # Etcd may have been restored from an older copy, which lacks what this agent has said.
+            # Only now: the reports of a round that is over are deleted.
             self._reports = tuple(item for found in said for item in found.items)
         if not set(order.items) <= set(self._orders.look().items):
             self._orders.distrust()
@@ -299,7 +301,7 @@ class _FollowerView:
         self._reports = (*kept, report)
 
     def gone(self, node: Node) -> None:
-        self._dead |= {(node.id, node.incarnation)}
+        self._dead |= {node.agent}
 
     def jump(self) -> Jump | None:
         orders = self._orders.jump()
@@ -310,16 +312,15 @@ class _FollowerView:
         self._orders.close()
 
     def _failures(self, job: Snapshot) -> tuple[Failure, ...]:
-        """Why the round ended, for the agents that must know; read once.
-
-        To find the oldest, etcd would look through the reports of all nodes, for each agent.
-        """
+        """Why the round ended, for the agents that must know; read once."""
         if job.state not in {State.FORMING, State.FAILED} or job.n == 0:
             return ()
         if job.fence != self._causes_of:
             prefix = self._keys.report(job.n, "fail/")
             found: Sequence[KeyValue] = ()
             if job.failed is None:
+                # Written by an agent of an older version. To find the oldest, etcd looks through
+                # the reports of all nodes, for each agent that asks.
                 found = self._store.range(prefix, limit=CAUSES, oldest=True).items
             elif job.failed and (item := self._store.get(prefix + job.failed)) is not None:
                 found = [item]

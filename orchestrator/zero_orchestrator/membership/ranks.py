@@ -32,9 +32,7 @@ def arrange(
     there is one, is first: a newcomer never is rank 0 of a job that has state. Survivors go before
     newcomers when `limit` is short.
 
-    Newcomers are in order of arrival, but neighbours in the network become neighbours in rank: the
-    place of a node that left goes to one of the same rack, or else block; a further newcomer
-    follows the last node of its rack or block; and newcomers alone are in groups.
+    Newcomers are in order of arrival, but neighbours in the network become neighbours in rank.
 
     Args:
         former: Nodes of the last round, in order; empty in the first.
@@ -52,10 +50,12 @@ def arrange(
     if not survivors:
         return _grouped(newcomers, paths)
     staying = set(survivors)
+    # The places before the first survivor stay empty: a newcomer in them would be rank 0.
     places = former[former.index(survivors[0]) :]
     fills = _fills([node for node in places if node not in staying], newcomers, paths)
     order = [fills.get(node, node) for node in places if node in staying or node in fills]
     filling = set(fills.values())
+    # A further newcomer follows the last node of its rack, or else of its block.
     last = {prefix: node for node in order for prefix in _prefixes(node, paths)}
     after: defaultdict[str | None, list[str]] = defaultdict(list)
     for node in _grouped([node for node in newcomers if node not in filling], paths):
@@ -89,6 +89,7 @@ def _fills(
     """Which newcomer gets the place of which node that left: the nearest in the network."""
     waiting, fills = dict.fromkeys(newcomers), dict[str, str]()
     deepest = max((len(paths.get(node, ())) for node in left), default=0)
+    # The same rack first, then the same block, and at depth 0 the rest, wherever it is.
     for depth in range(deepest, -1, -1):
         near: defaultdict[Path, deque[str]] = defaultdict(deque)
         for node in waiting:

@@ -95,7 +95,7 @@ class Registration:
         """
         if self._keeper is None or self.lost:
             before = self._keeper
-            self._lost.clear()
+            self._lost.clear()  # before there is the new keeper, which may lose its lease at once
             if before is not None:
                 before.close()
             self._keeper = LeaseKeeper(
@@ -124,9 +124,8 @@ class Registration:
             self._keeper.close()
 
     def _lease_lost(self, reason: str) -> None:
-        self._durations.heard(
-            reason
-        )  # a keeper on time never loses its lease: time was lost somewhere
+        # A keeper on time never loses its lease: time was lost somewhere, maybe that of others too.
+        self._durations.heard(reason)
         self._lost.set()
         self._journal.tell("lease", f"node {self.node.id} may be out: {reason}")
         self._on_lost()

@@ -246,7 +246,7 @@ class Rendezvous:
             self._durations.ended(node)
         key = self.keys.node(node.id)
         held = self._store.get(key)
-        self._seeing.gone(node)
+        self._seeing.gone(node)  # also if another agent has removed it before
         if held is None or Node.from_json(held.value).incarnation != node.incarnation:
             return False
         return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
@@ -259,14 +259,12 @@ class Rendezvous:
         return self._store.time_left(held.lease)
 
     def drain(self) -> int:
-        """Ask to leave: no further round includes this node. Returns the revision of the wish.
-
-        Others may begin one more round with it, which they decided before they saw the wish: like
-        the present round, that one stays free if the machine is taken away at once.
-        """
+        """Ask to leave: no further round includes this node. Returns the revision of the wish."""
         revision = self._announce(draining=True)
         if self._job_view is not None:
             job = self._look()  # not older than the wish
+            # Others may begin one more round with it, which they decided before they saw the wish:
+            # like the present one, it costs no restart if the machine is taken away at once.
             for n in range(job.n if job.has_member(self.node) else job.n + 1, job.n + 2):
                 self._report(n, "leaving")
         return revision
@@ -295,11 +293,9 @@ class Rendezvous:
         return revision
 
     def publish_master(self, job: Snapshot, address: str) -> None:
-        """Say where the TCPStore of the job's round listens, `host:port`.
-
-        Nothing is said if etcd has been restored meanwhile: another round may get this number.
-        """
+        """Say where the TCPStore of the job's round listens, `host:port`."""
         key = self.keys.of_round(job.n, "master")
+        # The fence as well: if etcd was restored meanwhile, another round may get this number.
         compares = [absent(key), unchanged(self.keys.round, job.fence)]
         self._store.txn(compares, [Put(key, address)])
         self._seeing.distrust()
@@ -375,6 +371,7 @@ class Rendezvous:
 
     def _look(self) -> Snapshot:
         job = self._seeing.look()
+        # Kept until it is told: the check below raises if the store does not answer.
         self._jump = self._seeing.jump() or self._jump
         if self._jump or (job.state in ENDED and job is not self._snapshot):
             self._check_job()
@@ -441,7 +438,13 @@ class Rendezvous:
         # This lease has no keep-alive: the exclusion ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
         took_s = self._durations.left_s(job.n)
-        facts = self._facts(job, transition)
+        facts: dict[str, Any] = {
+            "round": job.n + 1 if move is Move.ACTIVATE else job.n,
+            "nodes": [node.id for node in transition.members.nodes],
+        }
+        ends = move in {Move.FORM, Move.INTERRUPT}
+        if ends and (idle_s := self._durations.idle_s(job.n)) is not None:
+            facts["idle_s"] = round(idle_s, 3)
         compares, writes = transaction(
             self.keys, job, transition, lease, at_s=time.time(), took_s=took_s
         )
@@ -453,17 +456,6 @@ class Rendezvous:
             self._journal.tell(move, reason, level=level, stored=True, **facts)
         elif lease != NO_LEASE:
             self._store.revoke(lease)
-
-    def _facts(self, job: Snapshot, transition: Transition) -> dict[str, Any]:
-        """What the event of a transition says beside its reason."""
-        move = transition.move
-        ends = move in {Move.FORM, Move.INTERRUPT}
-        idle_s = self._durations.idle_s(job.n) if ends else None
-        return {
-            "round": job.n + 1 if move is Move.ACTIVATE else job.n,
-            "nodes": [node.id for node in transition.members.nodes],
-            **({} if idle_s is None else {"idle_s": round(idle_s, 3)}),
-        }
 
     # ---- writing ----
 

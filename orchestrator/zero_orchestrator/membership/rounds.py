@@ -139,9 +139,9 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
         unhealthy = any(node.unhealthy for node in job.nodes)
         waits_for = Wait.HEALTH if unhealthy else Wait.NODES
         waits_for = Wait.LINKS if _aside(job) else waits_for
-        return Decision(None, f"{text}{_missing(job)}{_barred(job)}", waits_for)
-    wait_s = timing.settle_s - seen.nodes_s
-    if job.joiners and count < high and wait_s > 0:
+        return Decision(None, f"{text}{_absent(job)}", waits_for)
+    # Survivors alone begin at once: nobody else is known to be on the way.
+    if job.joiners and count < high and seen.nodes_s < timing.settle_s:
         return Decision(None, f"{_here(job)}; more may be coming")
     by_id = {node.id: node for node in job.eligible}
     former = [member.id for member in job.members.nodes]
@@ -165,23 +165,17 @@ def _here(job: Snapshot) -> str:
     return f"{len(job.eligible)} of {job.spec.min_nodes}:{job.spec.max_nodes} nodes are here"
 
 
-def _missing(job: Snapshot) -> str:
-    """Those of the last round that are gone, and those that are about to go."""
-    here = {node.id for node in job.nodes}
+def _absent(job: Snapshot) -> str:
+    """The nodes that do not take part, and why: gone, about to go, or not allowed to."""
+    here, machines = {node.id for node in job.nodes}, {node.machine for node in job.nodes}
     gone = [node.id for node in job.members.nodes if node.id not in here]
     leaving = [node.id for node in job.nodes if node.draining]
-    words = ((gone, f"gone since round {job.n}"), (leaving, "leaving"))
-    return "".join(f"; {why}: {_some(names)}" for names, why in words if names)
-
-
-def _barred(job: Snapshot) -> str:
-    """Those that are here and may not take part."""
-    here = {node.machine for node in job.nodes}
-    excluded = [f"{exclusion}" for exclusion in job.exclusions if exclusion.host in here]
-    unhealthy = [
-        f"{node.id} is unhealthy: {node.unhealthy}" for node in job.nodes if node.unhealthy
-    ]
-    return "".join(f"; {_some(each, '; ')}" for each in (excluded, unhealthy, _aside(job)) if each)
+    words = [f"gone since round {job.n}: {_some(gone)}"] if gone else []
+    words += [f"leaving: {_some(leaving)}"] if leaving else []
+    excluded = [f"{exclusion}" for exclusion in job.exclusions if exclusion.host in machines]
+    unhealthy = [f"{one.id} is unhealthy: {one.unhealthy}" for one in job.nodes if one.unhealthy]
+    words += [_some(each, "; ") for each in (excluded, unhealthy, _aside(job)) if each]
+    return "".join(f"; {each}" for each in words)
 
 
 def _aside(job: Snapshot) -> list[str]:
@@ -220,6 +214,7 @@ def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decisi
     # Later the world may be another one, which a restart may change once more.
     permanent = causes[0].permanent and job.n == 1 and not job.reached
     failed = {cause.node for cause in causes}
+    # Workers that fail on several hosts at once do not fail because of a host.
     machines = {member.machine for member in job.members.nodes if member.id in failed}
     host = machines.pop() if len(machines) == 1 else ""
     return _interrupt(job, causes[0].summary, workers=True, host=host, permanent=permanent)
@@ -227,33 +222,29 @@ def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decisi
 
 def _a_node_is_lost(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     """A member's lease has expired, or another node has evicted it: form a round without it."""
+    if not job.lost:
+        return None
     lost = [node for node in job.lost if node.id not in job.leaving]
+    names = _some([node.id for node in lost or job.lost])
     if not lost:
-        return go(Move.FORM, _left_early(job)) if job.lost else None
+        # A preemption: the machine was taken away before its workers came to a step boundary.
+        text = f"{names} had to leave, and went before the step boundary; no restart is charged"
+        return go(Move.FORM, text)
+    # Under the id of a lost member another agent process may be here: that member does not return.
     here = {node.id for node in job.nodes}
-    gone = [node for node in lost if node.id in here or (node.id, node.incarnation) in seen.ended]
+    gone = [node for node in lost if node.id in here or node.agent in seen.ended]
     if seen.heard_s < timing.return_within_s and not gone:
         # Leases lapse while nobody can refresh them: that says nothing about the nodes.
-        names = _some([node.id for node in lost])
-        return Decision(
-            None, f"etcd may have been silent; waiting for node {names} to register again"
-        )
+        text = f"etcd may have been silent; waiting for node {names} to register again"
+        return Decision(None, text)
+    # If several hosts are lost at once, the cause is what they share, such as a switch.
     machines = {node.machine for node in lost}
     host = machines.pop() if len(machines) == 1 else ""
-    return _interrupt(job, f"lost node {_some([node.id for node in lost])}", host=host)
-
-
-def _left_early(job: Snapshot) -> str:
-    """A preemption: the machine was taken away before its workers came to a step boundary."""
-    names = [node.id for node in job.lost]
-    return f"{_some(names)} had to leave, and went before the step boundary; no restart is charged"
+    return _interrupt(job, f"lost node {names}", host=host)
 
 
 def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    """Members that make no progress do not reach each other: the job goes on without some.
-
-    At the minimum it waits for the link, for free: no restart would help.
-    """
+    """Members that make no progress do not reach each other: the job goes on without some."""
     if not job.dead_links:
         return None
     known = job.looked | job.done | job.quiet
@@ -268,10 +259,9 @@ def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
         return go(Move.FORM, f"{_dead(job)}; {job.stop or job.yielding}", aside=aside)
     left = sum(node.id not in goes for node in job.eligible)
     if job.spec.usable(left) < job.spec.min_nodes:
-        text = (
-            f"the job needs {job.spec.fewest} nodes, and waits for the link; no restart is charged"
-        )
-        return go(Move.FORM, f"{_dead(job)}; {text}", aside=aside)
+        # At the minimum the job waits for the link, for free: no restart would help.
+        needs = f"the job needs {job.spec.fewest} nodes, and waits for the link"
+        return go(Move.FORM, f"{_dead(job)}; {needs}; no restart is charged", aside=aside)
     who = _some([f"{node} ({why})" for node, why in goes.items()])
     return _interrupt(job, f"{_dead(job)}; the job goes on without {who}", aside=aside)
 
@@ -298,6 +288,7 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) ->
         return go(Move.FORM, f"the workers of {_some(left)} left")
     if seen.symptom_s < timing.symptom_patience_s:
         return Decision(None, f"{first}; waiting for the cause")
+    # Nodes that have lost a peer look at their links: a dead one would be the cause.
     silent = [one.node for one in symptoms if one.node in live - job.looked]
     if silent and seen.symptom_s < 2 * timing.symptom_patience_s:
         return Decision(None, f"{first}; waiting for what {_some(silent)} can reach")
@@ -305,18 +296,16 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) ->
 
 
 def _members_leave(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    busy = [m.id for m in job.live_members if m.id not in job.at_rest]
-    left = [m.id for m in job.members.nodes if m.id in job.quiet]
     if job.yielding is not None:
+        busy = [m.id for m in job.live_members if m.id not in job.at_rest]
         # Where some have lost their peers, no boundary will come: the others see that, or hang.
         hopeless = job.released and seen.symptom_s >= timing.symptom_patience_s
         if busy and not hopeless:
             text = f"{job.yielding}; waiting for {_some(busy)} to stop"
             return Decision(None, text, Wait.WORKERS)
         return go(Move.FORM, job.yielding)
-    if left:
-        return go(Move.FORM, f"the workers of {_some(left)} left")
-    return None
+    left = [m.id for m in job.members.nodes if m.id in job.quiet]
+    return go(Move.FORM, f"the workers of {_some(left)} left") if left else None
 
 
 def _the_job_is_to_stop(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -325,9 +314,9 @@ def _the_job_is_to_stop(job: Snapshot, seen: Observation, timing: Timing) -> Dec
 
 def _a_member_drains(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
     draining = [node.id for node in job.unfinished if node.draining]
-    if draining:
-        return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
-    return None
+    if not draining:
+        return None
+    return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
 
 
 def _a_member_is_excluded(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -336,9 +325,9 @@ def _a_member_is_excluded(job: Snapshot, seen: Observation, timing: Timing) -> D
 
 
 def _some_have_finished(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    """Nobody joins: the others would begin again what these have finished."""
     if not (job.done and job.joiners):
         return None
+    # Nobody joins: the next round would begin again what these have finished.
     names = _some([node.id for node in job.joiners])
     return Decision(None, f"the workers of {_some(sorted(job.done))} are done; spare: {names}")
 
@@ -364,17 +353,15 @@ def _room_for_joiners(job: Snapshot, seen: Observation, timing: Timing) -> Decis
 
 
 def _growth_wait(job: Snapshot, seen: Observation, timing: Timing) -> tuple[float, str]:
-    """For how long a round runs before it is left for more nodes, and why.
-
-    A re-forming costs all its nodes a while, which the additional ones must earn back. How long the
-    next round will last nobody knows; so this one first runs for as long as that would take, and
-    nodes that come one after the other cost at most about half of the time. The first growth, and
-    one after a failure, wait for nothing.
-    """
+    """For how long a round runs before it is left for more nodes, and why."""
     if timing.grow_every_s is not None:
         return timing.grow_every_s, "growth was asked to be no more frequent"
     here = len(job.members.nodes)
     more = job.spec.usable(here + len(job.joiners)) - here
+    # The additional nodes must earn back what a re-forming costs all nodes. Nobody knows how long
+    # the next round will last; so this one first runs for as long as that takes, and nodes that
+    # come one after the other cost about half of the time at most. The first growth waits for
+    # nothing, since no cost is known yet.
     cost_s = max(job.took_s, seen.reform_s)
     wait_s = min(cost_s * here / more, timing.longest_growth_wait_s)
     return wait_s, f"a re-forming takes {here} nodes {cost_s:.1f} s"
@@ -398,7 +385,7 @@ def _interrupt(
     aside: tuple[SetAside, ...] = (),
 ) -> Decision:
     """A failure: one restart of the budget, or the end of the job when none is left or can help."""
-    if job.stop is not None:
+    if job.stop is not None:  # no restart, so no charge: FORMING carries out the stop
         return go(Move.FORM, f"{cause}; nothing restarts, {job.stop}")
     charge = Charge(
         n=job.n,
@@ -409,43 +396,35 @@ def _interrupt(
         symptom=symptom,
         host=host,
     )
-    if ending := (Move.FAIL, _SAME_ERROR) if permanent else _no_more(job, charge):
+    same_error = (Move.FAIL, "a restart would meet the same error")
+    if ending := same_error if permanent else _no_more(job, charge):
         move, why = ending
         return go(move, f"{cause}; {why}", charge=charge)
     exclusion, remark = _excluded_by(job, host, lost=not workers)
-    if exclusion is not None:
+    if exclusion is not None:  # by this, the next exclusion of the host is twice as long
         charge = replace(charge, excluded_s=exclusion.for_s)
-    restart = f"restart {job.spent + 1} of {job.spec.max_restarts}"
-    said = f"{cause}; {restart}{remark}"
+    said = f"{cause}; restart {job.spent + 1} of {job.spec.max_restarts}{remark}"
     return go(Move.INTERRUPT, said, charge=charge, exclusion=exclusion, aside=aside)
-
-
-_SAME_ERROR = "a restart would meet the same error"
 
 
 def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:
     """How this failure ends the job: restart budget spent, or a crash loop; None: it does not."""
-    budget, patience = job.spec.max_restarts, job.spec.max_restarts_without_progress
+    budget, refill = job.spec.max_restarts, job.spec.refill_after_steps
     if job.spent >= budget:
-        return Move.FAIL, f"{_spent(job)} (--max-restarts)"
-    if (charge.workers or charge.symptom) and 0 < patience <= fruitless(
-        job.charged, charge.reached
-    ):
+        text = f"all {budget} restarts are spent" if budget else "no restarts are allowed"
+        if budget and refill:
+            step = next_refill(job.charged, job.committed, refill)
+            text += f"; the next would come back at step {step}"
+        return Move.FAIL, f"{text} (--max-restarts)"
+    # The loss of a node is no sign of a crash loop: nothing of the job has caused it.
+    patience = job.spec.max_restarts_without_progress
+    loops = 0 < patience <= fruitless(job.charged, charge.reached)
+    if loops and (charge.workers or charge.symptom):
         return Move.GIVE_UP, (
             f"no step after {charge.reached} was finished in {patience} restarts in a row "
             "(--max-restarts-without-progress)"
         )
     return None
-
-
-def _spent(job: Snapshot) -> str:
-    budget, refill = job.spec.max_restarts, job.spec.refill_after_steps
-    if budget == 0:
-        return "no restarts are allowed"
-    if refill == 0:
-        return f"all {budget} restarts are spent"
-    step = next_refill(job.charged, job.committed, refill)
-    return f"all {budget} restarts are spent; the next would come back at step {step}"
 
 
 def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | None, str]:
@@ -463,6 +442,7 @@ def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | N
 
 
 _Rule = Callable[[Snapshot, Observation, Timing], Decision | None]
+# What is certain comes first: a symptom may follow from a failure, a loss or a dead link.
 _WATCH_RULES: Sequence[_Rule] = (
     _all_done,
     _a_worker_failed,

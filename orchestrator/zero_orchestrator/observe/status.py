@@ -440,7 +440,7 @@ class _Known:
     def __init__(self, view: Snapshot) -> None:
         self.view = view
         self.failed = {failure.node for failure in view.failures}
-        self.lost = {_who(node) for node in view.lost}
+        self.lost = {node.agent for node in view.lost}
         self.draining = {node.id for node in view.nodes if node.draining}
         self.ordered = {(order.node, order.incarnation) for order in view.drains}
         self.unhealthy = {node.id for node in view.nodes if node.unhealthy}
@@ -452,7 +452,7 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
     return NodeRow(
         node=node.id,
         condition=next(name for name, fits in _CONDITIONS if fits(known, node)),
-        alive=_who(node) in known.view.alive,
+        alive=node.agent in known.view.alive,
         first_rank=rank,
         slots=node.slots,
         address=node.address,
@@ -469,19 +469,15 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
     )
 
 
-def _who(node: Node) -> tuple[str, str]:
-    return node.id, node.incarnation
-
-
 _CONDITIONS: Sequence[tuple[Condition, Callable[[_Known, Node], bool]]] = (
     (Condition.DONE, lambda known, node: node.id in known.view.done),
     (Condition.FAILED, lambda known, node: node.id in known.failed),
     (Condition.GONE, lambda known, node: known.view.state in ENDED),
-    (Condition.LOST, lambda known, node: _who(node) in known.lost),
-    (Condition.GONE, lambda known, node: _who(node) not in known.view.alive),
+    (Condition.LOST, lambda known, node: node.agent in known.lost),
+    (Condition.GONE, lambda known, node: node.agent not in known.view.alive),
     (
         Condition.DRAINING,
-        lambda known, node: node.id in known.draining or _who(node) in known.ordered,
+        lambda known, node: node.id in known.draining or node.agent in known.ordered,
     ),
     (Condition.EXCLUDED, lambda known, node: known.view.barred(node) is not None),
     (Condition.UNHEALTHY, lambda known, node: node.id in known.unhealthy),
