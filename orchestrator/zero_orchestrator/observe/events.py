@@ -35,9 +35,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from msgspec import structs
+from msgspec import Meta, structs
 
 from zero_contract.clock import Clock
 from zero_contract.journal import Retention
@@ -172,6 +172,8 @@ class _Told:
 
     revision: int | None = None
     late_s: float = 0.0
+    time: Annotated[float, Meta(ge=0, lt=253_402_300_800)] = 0.0
+    """Before the year 10000: no calendar of Python goes on."""
 
 
 # ---- writing ----

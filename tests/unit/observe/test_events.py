@@ -12,6 +12,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_contract.journal import Journal, Retention
 from zero_contract.worker import Progress
+from zero_orchestrator.ctl.views import event_line
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.observe import events
 from zero_orchestrator.observe.events import (
@@ -24,6 +25,7 @@ from zero_orchestrator.observe.events import (
     seen_key,
 )
 from zero_orchestrator.observe.goodput import Use
+from zero_orchestrator.observe.story import selected
 
 
 @pytest.fixture
@@ -100,6 +102,16 @@ def test_an_event_that_waited_for_the_store_is_told_where_it_happened(job):
         )
     assert texts(store, job) == ["fails", "ends"]
     assert "late_s" not in events.read(store, job)[0].record
+
+
+@pytest.mark.parametrize("at", ['"soon"', "null", "[]", "1e300", "-1e300"])
+def test_an_event_whose_time_is_no_time_is_shown_as_it_is_and_hides_no_other(job, at):
+    store, odd = MemoryStore(), f'{{"time": {at}, "event": "exit", "text": "odd"}}'
+    store.put(f"{events_prefix(job)}a.1.1", odd)
+    store.put(f"{events_prefix(job)}a.1.2", '{"time": 5.0, "event": "exit", "text": "next"}')
+    found = events.read(store, job)
+    assert [event_line(event).plain.endswith(event.record["text"]) for event in found] == [True] * 2
+    assert (texts(store, job), list(selected(found, since_s=1.0))) == ([odd, "next"], [found[1]])
 
 
 def test_an_event_belongs_to_the_round_of_its_agent_or_to_the_one_it_names(job):
