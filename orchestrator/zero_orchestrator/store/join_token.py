@@ -98,6 +98,7 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
     }
     try:
         for name, content in contents.items():
+            # O_EXCL: nothing is written through a link that another user has put there.
             descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)

@@ -91,7 +91,7 @@ class LeaseKeeper:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._state = LeaseState.HELD
-        self._confirmed = self._clock.now()
+        self._confirmed = self._clock.now()  # before the grant, which takes time of the lease
         self._lease = store.grant(ttl_s)
         self._phase_s = phase(self._lease) * self._ttl_s / 3
         self._repeating = self._clock.repeat(self._beat, self._phase_s)
@@ -108,11 +108,9 @@ class LeaseKeeper:
 
     @property
     def unconfirmed_s(self) -> float:
-        """Seconds since the store last confirmed the lease; above `ttl_s` it may have ended.
-
-        The seconds count from when the confirmed refresh was *sent*, so this node never takes the
-        lease for valid longer than the store does.
-        """
+        """Seconds since the store last confirmed the lease; above `ttl_s` it may have ended."""
+        # Since that refresh was sent, so this node never takes the lease for valid longer than the
+        # store does.
         return self._clock.now() - self._confirmed
 
     def close(self) -> None:
@@ -120,6 +118,7 @@ class LeaseKeeper:
 
         Revoking is tried once, within the store's timeout; if it fails, the lease expires.
         """
+        # First the state: a refresh that is under way then calls nobody back.
         was = self._move(LeaseState.CLOSED)
         self._repeating.cancel()
         if was in (LeaseState.HELD, LeaseState.SILENT):
@@ -148,6 +147,7 @@ class LeaseKeeper:
             silent_s, self._confirmed = self.unconfirmed_s, sent
             if self._move(LeaseState.HELD) is LeaseState.SILENT:
                 _call_back(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
+                # The end of the outage has brought all holders into step: back to the own phase.
                 return self._phase_s
         return _PAUSES[self._state] * self._ttl_s if self._state in _PAUSES else None
 

@@ -119,7 +119,7 @@ class View:
         fit = [each for each in self.nodes if not (each.leaving or each.unable)]
         of_members = {one.node for one in self.members}
         fit.sort(key=lambda each: each.node not in of_members)  # stable
-        first = {each.machine: each for each in reversed(fit)}
+        first = {each.machine: each for each in reversed(fit)}  # the first one is written last
         return tuple(each for each in self.nodes if first.get(each.machine) == each)
 
     @cached_property
@@ -233,10 +233,8 @@ def _let_go(view: View) -> Decision | None:
 
 
 def _shrink(view: View) -> Decision | None:
-    """Remove the newest of too many voters: an even number survives no more losses than one less.
-
-    And of two the loss of either stops the store; of one, only its own.
-    """
+    """Remove the newest of too many voters."""
+    # An even number survives no more losses than one less: of two, either one's stops the store.
     if len(view.firm) <= view.wanted or not view.may_lose(view.firm[-1]):
         return None
     one = view.firm[-1]

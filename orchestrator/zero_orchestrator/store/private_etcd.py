@@ -69,6 +69,7 @@ def choose(default: str, parents: Sequence[Path] | None = None) -> str:
 
 def _answers(endpoint: str) -> bool:
     host, _, port = endpoint.rpartition(":")
+    # A note may hold anything: ValueError for a port that is no number, OverflowError for a large.
     with contextlib.suppress(OSError, ValueError, OverflowError):
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
         return True

@@ -103,8 +103,7 @@ class Replica:
     def jump(self) -> Jump | None:
         """Whether the store's answers have ceased to follow each other since the last call.
 
-        Those of a store that was restored from a copy do, of one that has lost its data, and of
-        another one in its place.
+        The store was restored from a copy, has lost its data, or another one is in its place.
         """
         if self._stale:
             return None  # the next read may know more
@@ -126,6 +125,7 @@ class Replica:
             raise
         now = Position(found.cluster, found.revision)
         with self._lock:
+            # One revision has one content: another one under it is that of another history.
             same = now == self._at and {item.key: item for item in found.items} == self._items
             if not now.follows(before) or (now == self._at and later is None and not same):
                 self._jump = Jump(self._jump.before if self._jump else before, now)
@@ -133,6 +133,7 @@ class Replica:
                     self._later, self._stale = [], True
             elif later is None and now.revision <= self._at.revision:
                 return  # the watch is ahead
+            # Not if the watch has lost track again meanwhile: that needs one more read.
             if later is not None and self._later is later:
                 self._later = None
             self._replace(found)
@@ -169,5 +170,6 @@ class Replica:
             now = self._at._replace(revision=revision)
             if self._jump is None and not now.follows(self._at):
                 self._jump = Jump(self._at, now)
+            # What the watch delivers from now on cannot be applied to the keys of before.
             self._later, self._stale = [], True
         self._on_change()

@@ -63,7 +63,7 @@ def within(timeout_s: float, *, cancelled: threading.Event | None = None) -> ten
     Raises (when used):
         StoreUnavailable: The error of the last try, at the deadline or once `cancelled` is set.
     """
-    cancelled = cancelled or threading.Event()
+    cancelled = cancelled or threading.Event()  # one that nobody sets
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(StoreUnavailable),
         wait=_WithinDeadline(_JITTER, timeout_s),

@@ -119,18 +119,15 @@ class EtcdStore:
         return ""
 
     def warn_of_versions(self) -> None:
-        """Log what is known against the version of the server in use, and of each one to come.
-
-        A member that takes the place of another, or the same one after an upgrade, is asked when
-        the watches begin there.
-        """
+        """Log what is known against the version of the server in use, and of each one to come."""
+        # Later members, and this one after an upgrade, are asked when the watches begin there.
         self._warned = set()
         self._check_version()
 
     def _check_version(self) -> None:
         if self._warned is None:
             return
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(StoreError):  # a warning is no reason to fail
             note = self.version_note()
             if note and note not in self._warned:
                 self._warned.add(note)
@@ -223,10 +220,8 @@ class EtcdStore:
         return int(lease.id)
 
     def keep_alive(self, lease: int) -> float:
-        """As `KeyValueStore.keep_alive`; gives up after a third of the time to live.
-
-        A longer wait would use up the time in which another endpoint could refresh the lease.
-        """
+        """As `KeyValueStore.keep_alive`; gives up after a third of the time to live."""
+        # A longer wait would use up the time in which another endpoint could refresh the lease.
         timeout_s = min(self._connection.timeout_s, self._ttl_s.get(lease, float("inf")) / 3)
         ttl_s = self._keep_alives.refresh(lease, timeout_s)
         if ttl_s <= 0:  # etcd answers 0 if there is no such lease

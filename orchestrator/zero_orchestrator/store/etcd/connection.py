@@ -171,9 +171,6 @@ class Login:
     def ensure(self, session: EtcdSession, timeout_s: float) -> None:
         """Log in if there is a user and no token yet.
 
-        Each endpoint has at most one login request at a time, which all callers share. The request
-        continues when a caller's timeout ends: a second one would only add load to the server.
-
         Raises:
             NoAnswer: The login was not answered within `timeout_s`.
             grpc.RpcError: As every call.
@@ -184,6 +181,8 @@ class Login:
         with self._lock:
             if self.token is not None:
                 return
+            # One request for each endpoint, which all callers share. It continues when a caller's
+            # timeout ends: a second one would only add load to the server.
             attempt, _ = self._under_way.get(session.endpoint, (None, 0.0))
             if attempt is None:
                 stub = rpc.AuthStub(session.client.channel)
@@ -314,10 +313,6 @@ class Connection:
     ) -> T:
         """Make one call within one deadline, with failover to the other endpoints.
 
-        Each endpoint is tried once, and the first a second time: its connection may have broken
-        while it was idle. A repeatable call waits at an endpoint for half of the time that is
-        left, as long as another endpoint remains to be tried.
-
         Args:
             send: Makes the call on an etcd3 client.
             repeatable: The call is idempotent. Another call is retried only if it did not leave
@@ -332,6 +327,8 @@ class Connection:
         failures: list[str] = []
         while True:
             session, began_s = self._session, time.monotonic()
+            # While another endpoint remains to be tried, a call that may be repeated waits here for
+            # half of the time that is left; but a login would be as slow at the other one.
             more = repeatable and len(failures) + 1 < len(self.endpoints)
             more = more and self.login.under_way_s(session) is None
             try:
@@ -341,6 +338,7 @@ class Connection:
             except (grpc.RpcError, etcd3.Etcd3Exception, NoAnswer) as error:
                 failure = self.failed(session, error, began_s)
                 failures.append(str(failure))
+                # The first endpoint once more: its connection may have broken while it was idle.
                 tried_enough = len(failures) > len(self.endpoints) or time.monotonic() > deadline
                 # Another try may succeed, and cannot carry out a write twice.
                 may_repeat = isinstance(failure, StoreUnavailable) and (
@@ -396,14 +394,12 @@ class Connection:
         return True
 
     def give_up(self, session: EtcdSession) -> None:
-        """Fail over to the next endpoint, unless another thread has done so already.
-
-        The old channel is not closed: calls of other threads may still be answered on it. The
-        channel is freed when the last of them has ended, each by its deadline.
-        """
+        """Fail over to the next endpoint, unless another thread has done so already."""
         with self._lock:
             if session is not self._session or self._closed:
                 return
+            # The old channel is not closed: calls of other threads may still be answered on it. It
+            # is freed when the last of them has ended, each by its deadline.
             self._session = self._open(self._endpoints.after(session.endpoint))
         self._on_move()
 
@@ -436,7 +432,7 @@ class Connection:
             # A restarted server has lost the tokens of all agents: spread their logins.
             left_s = max(0.0, deadline - time.monotonic())
             time.sleep(random.uniform(0, min(RELOGIN_S, left_s / 4)))
-            self.login.forget(token)
+            self.login.forget(token)  # unless another thread has logged in meanwhile
             return self._send_once(session, send, deadline)
 
     def _send_once(self, session: EtcdSession, send: Callable[[Any], T], deadline: float) -> T:

@@ -40,6 +40,7 @@ class KeepAlives:
             session = self._connection.session
             with self._lock:
                 stream = self._stream
+                # Another session: the connection of this stream was abandoned.
                 if stream is None or stream.over or stream.session is not session:
                     if stream is not None:
                         stream.end()
@@ -110,4 +111,4 @@ class _Stream:
         with self._changed:
             self.over, self._error = True, error
             self._changed.notify_all()
-        self._requests.put(None)
+        self._requests.put(None)  # ends gRPC's sending thread, which waits for requests

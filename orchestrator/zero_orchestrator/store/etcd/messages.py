@@ -36,7 +36,7 @@ def build() -> ModuleType:
     data = resources.files(__package__).joinpath("etcd_api.binpb").read_bytes()
     (api,) = FileDescriptorSet.FromString(data).file
     module = ModuleType(_STANDS_FOR, __doc__)
-    pool = DescriptorPool()
+    pool = DescriptorPool()  # and not the default one, in which another etcd client may be
     pool.AddSerializedFile(api.SerializeToString())
     vars(module).update(
         {

@@ -103,7 +103,7 @@ class Stream:
     def end(self) -> None:
         """End the stream from any thread; `responses` raises CANCELLED."""
         self._over = True
-        self._requests.put(None)
+        self._requests.put(None)  # wakes the sending thread, which gRPC does not
         self._call.cancel()
 
     # ---- gRPC's sending thread ----
@@ -233,11 +233,13 @@ class EtcdWatches:
             self._closed.set()
             self._lock.notify()
         self.resume()
+        # A callback of a watch, which runs on that thread, may close the store.
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def _begin(self, watch: EtcdWatch) -> None:
         """Give a watch a new id, and create it on the stream if there is one."""
+        # A new one at each restart: responses under the old id may still be on their way.
         number = next(self._ids)
         self._watches[number] = watch
         if self._stream is not None:
@@ -260,6 +262,7 @@ class EtcdWatches:
             try:
                 retry.until_set(self._closed)(self._follow)
             except Exception as error:
+                # Told once, however often the same error comes; the thread goes on in any case.
                 if not self._closed.is_set() and str(error) != self._reported:
                     self._reported = str(error)
                     watches = list(self._watches.values())
@@ -282,7 +285,7 @@ class EtcdWatches:
             self._stream = stream
             for number, watch in self._watches.items():
                 stream.ask(_create_request(number, watch))
-            if not self._watches:
+            if not self._watches:  # the last one was cancelled while the stream was opened
                 stream.end()
         started = time.monotonic()
         try:
