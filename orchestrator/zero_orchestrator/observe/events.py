@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import queue
 import random
 import threading
@@ -382,7 +383,7 @@ class Publisher:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(2 * _FLUSH_S)
-        self._cancelled.set()
+        self._cancelled.set()  # the retries of what is being written, if it waits for the store
 
     def _is_due(
         self, paced: Paced, nodes: int = 0, *, last: bool = False, least_s: float = 0.0
@@ -419,6 +420,7 @@ class Publisher:
         """What is to be written next; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._newest or self._events or self._closing)
+            # Of these there are few, and none of them twice; of the events a thousand may wait.
             if self._newest:
                 return self._newest.pop(next(iter(self._newest)))
             return self._events.popleft() if self._events else None
@@ -450,6 +452,11 @@ class Event:
     record: dict[str, Any]
     """`time` (wall clock of the node, seconds since the epoch), `node`, `round`, `event`, `text`,
     and further fields of the event."""
+
+    @property
+    def time_s(self) -> float:
+        """Its `time`; 0 without one."""
+        return number(self.record.get("time")) or 0.0
 
 
 def read(store: KeyValueStore, job: str) -> tuple[Event, ...]:
@@ -493,22 +500,20 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
 
 
 def _in_order(items: Sequence[KeyValue]) -> list[Event]:
-    """Events in the order in which they happened, as far as that is known.
-
-    An event gets its revision when it is written, a little after it happened; a transition has the
-    revision of its transaction. So the revisions order all, and an event moves before those of a
-    later time that it has just missed. One that waited for the store moves by so much.
-    """
+    """Events in the order in which they happened, as far as that is known."""
     found: list[tuple[float, Event]] = []
     for item in items:
         record = kept(dict[str, Any], item)
         if record is None or kept(_Told, item) is None:
             record = {"event": "?", "text": item.value}  # that must not hide the others
+        # A transition has the revision of its transaction. Any other event gets its own when it is
+        # written: a little after it happened, or much if it waited for the store.
         known = "revision" in record or f"/{ROUND}" in item.key
         late_s = 0.0 if known else record.pop("late_s", 0.0) + LATE_S
         found.append((late_s, Event(record.pop("revision", item.create_revision), record)))
     order: list[Event] = []
     for late_s, event in sorted(found, key=lambda pair: pair[1].revision):
+        # It goes before those of a later time that it has just missed.
         place = len(order)
         while place and 0 < _later_s(order[place - 1], event) <= late_s:
             place -= 1
@@ -520,3 +525,8 @@ def _later_s(one: Event, other: Event) -> float:
     """How much later one event was than another one; 0 if a record lacks the time."""
     first, second = one.record.get("time"), other.record.get("time")
     return first - second if isinstance(first, float) and isinstance(second, float) else 0.0
+
+
+def number(value: object) -> float | None:
+    """A number in a record, if it is finite."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from zero_contract.values import in_words
 from zero_orchestrator.errors import SpecMismatch
 from zero_orchestrator.membership.job_state import ENDED, Head, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe import events
-from zero_orchestrator.observe.status import JOBS_PREFIX
-from zero_orchestrator.store.kv import Delete, KeyValue, KeyValueStore, Put, unchanged
+from zero_orchestrator.observe.status import JOBS_PREFIX, by_job
+from zero_orchestrator.store.kv import Delete, KeyValueStore, Put, unchanged
 
 OLDER_THAN_S = 7 * 86400.0
 """Seconds for which ended jobs are kept."""
@@ -84,13 +83,9 @@ _NO_ROUND = Head(n=0, state=State.FORMING, cause="")
 
 def look(store: KeyValueStore) -> list[Remains]:
     """The jobs in which no agent is alive."""
-
-    def job_of(item: KeyValue) -> str:
-        return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
-
     found = []
-    for job, of in groupby(sorted(store.range(JOBS_PREFIX).items, key=job_of), job_of):
-        keys, items = Keys(job), list(of)
+    for job, items in by_job(store.range(JOBS_PREFIX).items):
+        keys = Keys(job)
         if any(item.key.startswith(keys.nodes) for item in items):
             continue
         head = next((item for item in items if item.key == keys.round), None)
@@ -101,8 +96,7 @@ def look(store: KeyValueStore) -> list[Remains]:
         state, last_s = (record.state, record.at or 0.0) if record is not None else ("", 0.0)
         if state not in ENDED or not last_s:  # a round may have begun long before its agents left
             seen_s = events.seen_s(store.get(events.seen_key(job))) or 0.0
-            times = (float(event.record.get("time", 0.0)) for event in events.read(store, job))
-            last_s = max(last_s, seen_s, *times)
+            last_s = max(last_s, seen_s, *(event.time_s for event in events.read(store, job)))
         revision = head.mod_revision if head is not None else 0
         found.append(Remains(job=job, state=state, revision=revision, last_s=last_s))
     return found
@@ -128,8 +122,7 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
         revision = stopped.revision
         if _has_agents(store, keys):
             return False  # a new agent reads that the job was stopped, and exits
-    elsewhere = (events.events_prefix(remains.job), events.progress_prefix(remains.job))
-    prefixes = (keys.prefix, keys.secrets, *elsewhere)
+    prefixes = (keys.prefix, keys.secrets, keys.events, events.progress_prefix(remains.job))
     writes = [Delete(prefix, prefix=True) for prefix in prefixes]
     return store.txn([unchanged(keys.round, revision)], writes).succeeded
 

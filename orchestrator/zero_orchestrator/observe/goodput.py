@@ -164,7 +164,7 @@ class Ledger:
             return replace(self, reached=reached)
         saving_ns = min(mark.saving_ns, self.pending_ns)
         now = replace(self, pending_ns=self.pending_ns - saving_ns)._spend(Use.SAVING, saving_ns)
-        if mark.step == self.step:
+        if mark.step == self.step:  # reported again: only its saves are new
             return now
         settled = now._settle_step(self._use_of_step(mark.step, reports=True), mark.usual_ns)
         return replace(settled, reached=reached, step=mark.step, began=True)

@@ -200,6 +200,7 @@ class History:
             saved=before.saved + self.saved,
             kept=before.kept + self.kept,
             in_memory=self.in_memory or before.in_memory,
+            # A save that has succeeded since then has ended what failed before.
             failing=self.failing if self.failing or self.saved else before.failing,
             durations=add_up([before.durations, self.durations]),
         )._bounded()

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.events import Event, number
 from zero_orchestrator.observe.story import ENDS, Band, Recovery, phases
 
 Json = dict[str, Any]
@@ -61,7 +61,7 @@ def _add_nodes(file: _File, one: Recovery, of_next: Sequence[Mapping[str, Any]])
         file.instant(file.thread(node, _AGENT), record, at_s, scope="t" if place else "g")
     for node, start in starts.items():
         start_s = _time_s(start) + shifts_s[node]
-        if (stopped_s := _number(start.get("stopped_s"))) is not None:
+        if (stopped_s := number(start.get("stopped_s"))) is not None:
             stopped_s = max(end_s, stopped_s + shifts_s[node])
             agent = file.thread(node, _AGENT)
             file.next_slice(agent, "stopping the workers", end_s, stopped_s)
@@ -77,7 +77,8 @@ def shift_s(begins: Mapping[str, Any], start: Mapping[str, Any]) -> float:
     """What is added to the times of a node, given the beginning of a round and its start there."""
     if not begins or begins.get("node") == start.get("node"):
         return 0.0
-    begins_s, stopped_s = _time_s(begins), _number(start.get("stopped_s"))
+    begins_s, stopped_s = _time_s(begins), number(start.get("stopped_s"))
+    # As little as brings the start behind the beginning, and the stop before it.
     most_s = 0.0 if stopped_s is None else min(0.0, begins_s - stopped_s)
     return max(begins_s - _time_s(start), most_s)
 
@@ -92,11 +93,7 @@ def _ways(first: Mapping[str, Any]) -> dict[int, list[tuple[str, float]]]:
 
 
 def _time_s(record: Mapping[str, Any]) -> float:
-    return _number(record.get("time")) or 0.0
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return number(record.get("time")) or 0.0
 
 
 _Thread = tuple[int, int]

@@ -161,6 +161,7 @@ def whose(members: Sequence[RankStack]) -> str:
 def in_ranges(ranks: Sequence[int]) -> str:
     """`[0, 1, 2, 5]` -> `0-2, 5`; the numbers must be in order."""
     words = []
+    # Numbers that follow each other have the same distance from their places.
     for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
         of_run = [rank for _, rank in run]
         words.append(f"{of_run[0]}-{of_run[-1]}" if len(of_run) > 1 else str(of_run[0]))

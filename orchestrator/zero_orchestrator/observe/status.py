@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate, groupby
@@ -207,6 +207,11 @@ class JobStatus:
         return self.state in ENDED
 
     @property
+    def runs(self) -> bool:
+        """Whether it has not ended, and has a live agent."""
+        return not self.ended and bool(self.live_nodes)
+
+    @property
     def live_nodes(self) -> tuple[str, ...]:
         """Nodes whose agents are alive, members first."""
         return tuple(row.node for row in (*self.members, *self.spares) if row.alive)
@@ -234,16 +239,16 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     status = _understood(job, found, progress)
     if status is None:
         raise NoSuchJob(f"there is no job {job}")
-    prefix = Keys(job).excluded("")
-    leased = (item for item in found.items if item.key.startswith(prefix) and item.lease)
+    excluded = Keys(job).excluded("")
+    leased = (item for item in found.items if item.key.startswith(excluded) and item.lease)
     verdicts = from_item(next((i for i in kept if i.key == verdicts_key(job)), None))
-    if any(verdict.kind in STOPS for verdict in verdicts):
+    if any(verdict.kind in STOPS for verdict in verdicts):  # the speed is that of before
         status = dataclasses.replace(status, speed=None, left_s=None)
     return dataclasses.replace(
         status,
         in_memory=progress.get(_below_progress(Keys(job).in_memory)),
         excluded_left_s={
-            i.key.removeprefix(prefix): round(store.time_left(i.lease)) for i in leased
+            i.key.removeprefix(excluded): round(store.time_left(i.lease)) for i in leased
         },
         goodput=goodput(used_ns),
         time_ns=to_record(used_ns),
@@ -280,6 +285,16 @@ def find(store: KeyValueStore, name: str | None) -> JobStatus:
         return choose_job(jobs, name)
 
 
+def by_job(items: Sequence[KeyValue]) -> Iterator[tuple[str, tuple[KeyValue, ...]]]:
+    """The keys of each job among those below `JOBS_PREFIX`, by name."""
+
+    def job_of(item: KeyValue) -> str:
+        return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
+
+    # Sorted anew: "gpt-2/" comes before "gpt/" among the keys.
+    return ((job, tuple(of)) for job, of in groupby(sorted(items, key=job_of), job_of))
+
+
 def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
     """All jobs of the store by name, without the progress of their nodes.
 
@@ -288,19 +303,14 @@ def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
     Raises:
         StoreRefused: This etcd user may not list all jobs.
     """
-
-    def job_of(item: KeyValue) -> str:
-        return item.key.removeprefix(JOBS_PREFIX).partition("/")[0]
-
     try:
         found = store.range(JOBS_PREFIX)
     except StoreRefused as error:
         raise StoreRefused(f"{error}; name a job whose keys this user may read") from error
-    by_job = groupby(sorted(found.items, key=job_of), job_of)
     statuses = []
-    for job, of in by_job:
+    for job, items in by_job(found.items):
         try:
-            status = _understood(job, Range(found.revision, tuple(of)), {})
+            status = _understood(job, Range(found.revision, items), {})
         except UnreadableJob as error:  # that must not hide the other jobs
             status = JobStatus(job=job, state=UNREADABLE, now=str(error))
         if status is not None and status.state == LOST:
@@ -500,7 +510,7 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
     if name is not None:
         found = [job for job in jobs if job.job == name]
     else:
-        found = [job for job in jobs if not job.ended and job.live_nodes] or list(jobs)
+        found = [job for job in jobs if job.runs] or list(jobs)
     if len(found) == 1:
         return found[0]
     names = ", ".join(job.job for job in jobs)
@@ -514,8 +524,7 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
 
 def is_open(jobs: Sequence[JobStatus]) -> bool:
     """Whether a name is needed to choose a job: several run, or none runs and several exist."""
-    running = [job for job in jobs if not job.ended and job.live_nodes]
-    return len(running or jobs) > 1
+    return len([job for job in jobs if job.runs] or jobs) > 1
 
 
 OR_NEWEST = (
@@ -531,10 +540,9 @@ def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
     Raises:
         NoSuchJob: There is no job.
     """
-    running = [job for job in jobs if not job.ended and job.live_nodes]
     if not jobs:
-        return choose_job(jobs, None)
-    return max(running or jobs, key=lambda job: job.began)
+        return choose_job(jobs, None)  # raises
+    return max([job for job in jobs if job.runs] or jobs, key=lambda job: job.began)
 
 
 def choose_node(jobs: Sequence[JobStatus], node: str, name: str | None) -> JobStatus:

@@ -27,7 +27,7 @@ def selected(
 ) -> Iterator[Event]:
     """The events of a node, or of all, since a time (seconds since the epoch)."""
     for event in events:
-        late = since_s is None or _time_s(event) >= since_s
+        late = since_s is None or event.time_s >= since_s
         if late and node in (None, event.record.get("node")):
             yield event
 
@@ -52,16 +52,16 @@ class Recovery:
     @property
     def detection_s(self) -> float | None:
         """From the last step to the transition that ended the round; None without the latter."""
-        return None if self._end is None else max(0.0, _time_s(self._end) - self.from_s)
+        return None if self._end is None else max(0.0, self._end.time_s - self.from_s)
 
     @property
     def from_s(self) -> float:
         """When the round's last step has ended, or the first sign was; seconds since the epoch."""
-        first_s = _time_s(self.events[0])
+        first_s = self.events[0].time_s
         idle_s = self._end.record.get("idle_s") if self._end is not None else None
         if self._end is None or not isinstance(idle_s, int | float):
             return first_s  # no steps are reported, or it is of an older version
-        last_step_s = _time_s(self._end) - idle_s
+        last_step_s = self._end.time_s - idle_s
         is_failure = self._end.record.get("event") == "interrupt"
         return min(first_s, last_step_s) if is_failure else last_step_s  # they train until it
 
@@ -79,13 +79,13 @@ class Recovery:
     def took_s(self) -> float | None:
         """From the last step to the start of the next round's workers; None: not started yet."""
         begins = [e for e in self.events if e.record.get("event") in BEGINS]
-        return max(0.0, _time_s(begins[-1]) - self.from_s) if begins else None
+        return max(0.0, begins[-1].time_s - self.from_s) if begins else None
 
     @property
     def offsets_s(self) -> tuple[float, ...]:
         """The time of each event since the first one; not negative, if clocks differ."""
-        first_s = _time_s(self.events[0])
-        return tuple(max(0.0, _time_s(event) - first_s) for event in self.events)
+        first_s = self.events[0].time_s
+        return tuple(max(0.0, event.time_s - first_s) for event in self.events)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
     after it.
     """
     last = {str(event.record.get("event")): event for event in found.events}
-    at_s = {kind: _time_s(event) for kind, event in last.items()}
+    at_s = {kind: event.time_s for kind, event in last.items()}
     note = {kind: str(event.record.get("text", "")) for kind, event in last.items()}
     if read_bytes := last["restore"].record.get("read_bytes") if "restore" in last else 0:
         note["restore"] += f"; rank 0 has read {read_bytes:,} bytes"
@@ -157,7 +157,7 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
     """
     made: list[Band] = []
     for place, one in enumerate(found):
-        at = bisect_left(steps_s, _time_s(one.events[-1]))
+        at = bisect_left(steps_s, one.events[-1].time_s)
         step_s = steps_s[at] if at < len(steps_s) else math.inf
         if place + 1 < len(found) and found[place + 1].stepped:
             step_s = min(step_s, found[place + 1].from_s)  # its own step is not known
@@ -223,7 +223,3 @@ def _recovery(events: Sequence[Event], end: int, before: int, after: int) -> Rec
     first = min(within(range(before, end), CAUSES, of_round), default=end)
     last = max(within(range(end, after), BEGINS, of_round + 1), default=after - 1)
     return Recovery(round=of_round, events=tuple(events[first : last + 1]))
-
-
-def _time_s(event: Event) -> float:
-    return float(event.record.get("time", 0.0))

@@ -10,7 +10,7 @@ timeline has at most `SPANS` spans; they do not overlap, and are in order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -96,6 +96,7 @@ class Timeline:
         now = replace(self, usual_s=usual_s)._stalled(at_s - saving_s)
         if saving_s >= SAVE_S:
             now = now._saves(at_s - saving_s)
+        # A step is reported again with its saves: the last one anew is no repetition.
         phase = Phase.TRAINING if mark.step >= self.reached else Phase.REPEATING
         reached = max(self.reached, mark.step)
         step_s = self.step_s + saving_s if mark.step == self.step else at_s
@@ -164,14 +165,11 @@ def _bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
             (spans[place].phase is not Phase.SAVING, length_s, place)
             for place, length_s in enumerate(lengths_s, start=1)
         )
-        spans = _joined((*spans[:least], *spans[least + 1 :]))
+        rest = (*spans[:least], *spans[least + 1 :])
+        # The two spans around it may have the same phase: then they are one from now on.
+        pairs = zip((None, *rest), rest, strict=False)
+        spans = tuple(span for last, span in pairs if last is None or last.phase is not span.phase)
     return spans
-
-
-def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Two spans in a row of the same phase are one."""
-    pairs = zip((None, *spans), spans, strict=False)
-    return tuple(span for last, span in pairs if last is None or last.phase is not span.phase)
 
 
 def to_record(timeline: Timeline) -> dict[str, Any]:

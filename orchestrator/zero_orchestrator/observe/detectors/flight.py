@@ -66,28 +66,24 @@ class Mismatch:
 
 def compare(ranks: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
     """The first collective that does not match; None if all do, as far as they are known."""
-    groups = sorted({one.group for issued in ranks.values() for one in issued})
-    for group in groups:
+    for group in sorted({one.group for issued in ranks.values() for one in issued}):
         by_rank = {
             rank: own
             for rank, issued in ranks.items()
             if (own := {one.number: one for one in issued if one.group == group})
         }
-        if len(by_rank) > 1 and (found := _in_group(by_rank)) is not None:
-            return found
-    return None
-
-
-def _in_group(by_rank: Mapping[int, Mapping[int, Collective]]) -> Mismatch | None:
-    first = max(min(issued) for issued in by_rank.values())
-    last = max(max(issued) for issued in by_rank.values())
-    for number in range(first, last + 1):
-        under = {rank: issued.get(number) for rank, issued in by_rank.items()}
-        there = [one for one in under.values() if one is not None]
-        usual = Counter(one.kind for one in there).most_common(1)[0][0]
-        same = [one for one in there if one.kind == usual]
-        odd = {r: one for r, one in under.items() if one is None or one.kind != usual}
-        differ = len(same) < len(there)
-        if odd and (differ or not all(one.ended for one in same)):
-            return Mismatch(odd=odd, usual=same[0], others=len(same))
+        if len(by_rank) < 2:
+            continue
+        # Of what is before, a rank that has issued more of them knows nothing any more.
+        first = max(min(issued) for issued in by_rank.values())
+        last = max(max(issued) for issued in by_rank.values())
+        for number in range(first, last + 1):
+            under = {rank: issued.get(number) for rank, issued in by_rank.items()}
+            there = [one for one in under.values() if one is not None]
+            usual = Counter(one.kind for one in there).most_common(1)[0][0]
+            same = [one for one in there if one.kind == usual]
+            odd = {r: one for r, one in under.items() if one is None or one.kind != usual}
+            # A rank that has not issued it is late, and nothing else, if the others did not wait.
+            if odd and (len(same) < len(there) or not all(one.ended for one in same)):
+                return Mismatch(odd=odd, usual=same[0], others=len(same))
     return None

@@ -1,10 +1,8 @@
 """The verdict about a slow link: the network between two nodes is slower than that of the others.
 
-Pure. A probe measures the links of a job (`links`). A link is compared with all links without its
-source, then with all without its target: a node whose network is slow makes all of its links slow,
-which are most links of a small job. It is compared with its own rate in earlier probes as well, as
-two nodes have no other link. A verdict needs three probes in a row. The time in which either end
-waited for a CPU is left out: a busy machine is no slow link.
+Pure. A probe measures the links of a job (`links`). A link is compared with the others, and with
+its own rate in earlier probes, as two nodes have no other link. A verdict needs three probes in a
+row. The time in which either end waited for a CPU is left out: a busy machine is no slow link.
 
 The network is probed some time after the first steps of a round, when a job becomes slower and no
 rank explains it (`slowdown`), and again soon after a link was found to be slow. A probe costs each
@@ -87,7 +85,7 @@ def slow_links(links: Iterable[Link], earlier: Mapping[Way, float]) -> list[Slow
     measured = [link for link in links if link.bytes_per_s]
     judged = {link.way: _judge(link, measured, earlier) for link in measured}
     slow = {way: one for way, one in judged.items() if one is not None}
-    for place in (0, 1):
+    for place in (0, 1):  # what a node sends, and what it receives
         for node in {way[place] for way in slow}:
             own = [link.way for link in measured if link.way[place] == node]
             if len(own) > 1 and slow.keys() >= set(own):
@@ -96,6 +94,8 @@ def slow_links(links: Iterable[Link], earlier: Mapping[Way, float]) -> list[Slow
 
 
 def _judge(link: Link, measured: Sequence[Link], earlier: Mapping[Way, float]) -> SlowLink | None:
+    # Without its source, then without its target: in a small job, most links are of a node whose
+    # network is slow.
     groups = [
         [other for other in measured if link.source not in other.way],
         [other for other in measured if link.target not in other.way],
@@ -167,6 +167,7 @@ class SlowLinks:
                 self.asks = Question.NETWORK
         elif isinstance(report, Probed):
             self._known, self.asks = self._known.add(report.links), None
+            # A job that is slower for another reason is probed less and less often.
             self._pause_s = min(2 * self._pause_s, LATEST_S)
             self._next_s = now_s + self._pause_s
             pause_s = CONFIRM_S if self._known.verdict is None else RECHECK_S

@@ -61,9 +61,7 @@ class Storage:
             return self
         if len(rates) == len(self.last) and any(map(eq, rates, self.last)):
             return self  # a rank has not noticed the end of this save yet
-        found = _slow_rank(rates, report.write_s) or _slow_for_all(
-            rates, report.write_s, self.medians
-        )
+        found = _slow_write(rates, report.write_s, self.medians)
         if found is None:
             medians = (*self.medians, median(rates))[-_KEPT:]
             return Storage(last=rates, medians=medians)
@@ -71,23 +69,19 @@ class Storage:
         return replace(self, last=rates, slow=found, in_a_row=self.in_a_row + 1 if same else 1)
 
 
-def _slow_rank(rates: Sequence[float], write_s: Sequence[float]) -> SlowWrite | None:
-    slowest = min(range(len(rates)), key=rates.__getitem__)
-    others = [*rates[:slowest], *rates[slowest + 1 :]]
-    if not others or write_s[slowest] < LEAST_S or rates[slowest] * SLOWER > median(others):
-        return None
-    return SlowWrite(rank=slowest, bytes_per_s=rates[slowest], usual_bytes_per_s=median(others))
-
-
-def _slow_for_all(
+def _slow_write(
     rates: Sequence[float], write_s: Sequence[float], medians: Sequence[float]
 ) -> SlowWrite | None:
-    if len(medians) < EARLIER or median(write_s) < LEAST_S:
-        return None
-    rate, usual = median(rates), median(medians)
-    if rate * SLOWER > usual:
-        return None
-    return SlowWrite(rank=None, bytes_per_s=rate, usual_bytes_per_s=usual)
+    """The rank that is slower than the others; or else all ranks, if slower than before."""
+    slowest = min(range(len(rates)), key=rates.__getitem__)
+    others = [*rates[:slowest], *rates[slowest + 1 :]]
+    if others and write_s[slowest] >= LEAST_S and rates[slowest] * SLOWER <= median(others):
+        return SlowWrite(rank=slowest, bytes_per_s=rates[slowest], usual_bytes_per_s=median(others))
+    if len(medians) >= EARLIER and median(write_s) >= LEAST_S:
+        rate, usual = median(rates), median(medians)
+        if rate * SLOWER <= usual:
+            return SlowWrite(rank=None, bytes_per_s=rate, usual_bytes_per_s=usual)
+    return None
 
 
 class SlowStorage:

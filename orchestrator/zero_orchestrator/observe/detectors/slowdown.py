@@ -59,15 +59,12 @@ class Slowdown:
         if steps < WINDOW_STEPS or trained_s < WINDOW_S:
             return self
         step_s, wait_s = trained_s / steps, min(wait_s for _, wait_s in spent_s) / steps
-        if self._is_slow(step_s, wait_s):
-            return replace(self, begin=report, in_a_row=self.in_a_row + 1)
+        if len(self.usual) >= EARLIER:
+            usual_s = median(step_s for step_s, _ in self.usual)
+            usual_wait_s = median(wait_s for _, wait_s in self.usual)
+            # A rank that computes longer does not wait longer, and explains the slow step itself.
+            waited = wait_s - usual_wait_s >= WAITED * (step_s - usual_s)
+            if waited and step_s >= FACTOR * usual_s:
+                return replace(self, begin=report, in_a_row=self.in_a_row + 1)
         usual = (*self.usual, (step_s, wait_s))[-_KEPT:]
         return Slowdown(begin=report, usual=usual)
-
-    def _is_slow(self, step_s: float, wait_s: float) -> bool:
-        if len(self.usual) < EARLIER:
-            return False
-        usual_s = median(step_s for step_s, _ in self.usual)
-        usual_wait_s = median(wait_s for _, wait_s in self.usual)
-        longer_s = step_s - usual_s
-        return step_s >= FACTOR * usual_s and wait_s - usual_wait_s >= WAITED * longer_s

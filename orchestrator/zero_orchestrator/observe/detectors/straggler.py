@@ -110,12 +110,10 @@ class Stragglers:
         """What is known of a rank after a window in which it was slow, or was not."""
         known = self.slow.get(rank)
         if found is None:
-            over = known is None or not known.is_verdict or known.fast_windows + 1 >= WINDOWS
-            return (
-                None
-                if over or known is None
-                else replace(known, fast_windows=known.fast_windows + 1)
-            )
+            # One fast window ends what is no verdict yet; a verdict needs as many as have made it.
+            if known is None or not known.is_verdict or known.fast_windows + 1 >= WINDOWS:
+                return None
+            return replace(known, fast_windows=known.fast_windows + 1)
         factor, lost_s = found
         if known is None:
             return _Slow(since_step=begin_step, factor=factor, lost_s=lost_s)
@@ -148,6 +146,7 @@ def _others_median(values: Sequence[float]) -> list[float]:
     ordered = [values[rank] for rank in ranks]
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # of the others, one fewer
     medians = [0.0] * len(values)
+    # Sorted once, and each rank left out in turn: a job may have thousands.
     for place, rank in enumerate(ranks):
         medians[rank] = sum(ordered[at + (at >= place)] for at in (low, high)) / 2
     return medians
@@ -175,19 +174,15 @@ class SlowRanks:
             slow = {one.rank for one in self._known.verdicts}
             self._causes = {rank: why for rank, why in self._causes.items() if rank in slow}
         elif isinstance(report, Strains):
-            self._find_causes(report)
+            strain = report.by_node
+            nodes = {one.rank: self._members.node_of(one.rank).id for one in self._known.verdicts}
+            # What the nodes of the ranks that are not slow have as well is no cause.
+            fast = (one.id for one in self._members.nodes if one.id not in nodes.values())
+            others = [strain.get(node, {}) for node in fast]
+            for rank, node in nodes.items():
+                self._causes.setdefault(rank, cause(strain.get(node, {}), others))
         known = (one for one in self._known.verdicts if one.rank in self._causes)
         return [self._finding(one, self._causes[one.rank]) for one in known]
-
-    def _find_causes(self, report: Strains) -> None:
-        """What the nodes of the ranks that are not slow have as well is no cause."""
-        slow = {one.rank: self._members.node_of(one.rank).id for one in self._known.verdicts}
-        strain = report.by_node
-        others = [
-            strain.get(node.id, {}) for node in self._members.nodes if node.id not in slow.values()
-        ]
-        for rank, node in slow.items():
-            self._causes.setdefault(rank, cause(strain.get(node, {}), others))
 
     def _finding(self, one: Straggler, why: str) -> Finding:
         node = self._members.node_of(one.rank).id
