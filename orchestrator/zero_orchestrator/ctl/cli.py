@@ -30,7 +30,7 @@ from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
 from zero_contract.version import add_version
 from zero_orchestrator.addresses import host_port, who
-from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, with_dashes
+from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, whole, with_dashes
 from zero_orchestrator.ctl import (
     completion,
     dashboard_command,
@@ -143,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BrokenPipeError:  # `zero-ctl events | head`
+        # At its end Python writes what is left for stdout, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     except OSError as error:  # `zero-ctl render > file`, and the disk is full
@@ -262,7 +263,8 @@ def _add_gc(command: _Command) -> None:
         "--older-than", type=seconds, default=collect.OLDER_THAN_S, metavar="SECONDS", help=text
     )
     text = f"number of ended jobs to keep; older ones are deleted too (default {collect.KEEP})"
-    gc.add_argument("--keep", type=_count, default=collect.KEEP, metavar="N", help=text)
+    count = whole(0, "write a number of jobs, such as 50")
+    gc.add_argument("--keep", type=count, default=collect.KEEP, metavar="N", help=text)
     text = (
         "also delete jobs that did not end, if all their agents left longer ago than --older-than"
     )
@@ -270,12 +272,6 @@ def _add_gc(command: _Command) -> None:
     gc.add_argument(
         "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: write a number of jobs, such as 50")
-    return int(text)
 
 
 def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
@@ -329,28 +325,24 @@ def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
 
 
 def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
+    name = None if args.all else args.job
     try:
-        return _status_now(args, store, view)
+        if name is None:
+            jobs = status.read_all(store)
+            if args.all or status.is_open(jobs):
+                view.jobs(status.read_each(store))
+                return CtlExit.OK
+            name = status.choose_job(jobs, None).job
+        if args.watch:
+            view.watch(_looks(store, name))
+        else:
+            view.status(status.find(store, name))
     except StoreUnavailable:
+        # The store of the job's own ends with the job, whose last status is then in a file.
         if args.job is None or (last := ended.find(args.job)) is None:
             raise
         print("zero-ctl: etcd does not answer; this is its last word here", file=sys.stderr)
-        view.status(last)  # the store of the job's own has ended with it
-        return CtlExit.OK
-
-
-def _status_now(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
-    name = None if args.all else args.job
-    if name is None:
-        jobs = status.read_all(store)
-        if args.all or status.is_open(jobs):
-            view.jobs(status.read_each(store))
-            return CtlExit.OK
-        name = status.choose_job(jobs, None).job
-    if args.watch:
-        view.watch(_looks(store, name))
-    else:
-        view.status(status.find(store, name))
+        view.status(last)
     return CtlExit.OK
 
 

@@ -7,7 +7,7 @@ events is that of the nodes' clocks: the revisions of etcd are not in every one 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from zero_orchestrator.ctl.page.picture import Records
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.moves import LEGAL, Move
 from zero_orchestrator.observe.events import Event
-from zero_orchestrator.observe.goodput import Use, add_up, from_record, goodput, to_record
+from zero_orchestrator.observe.goodput import add_up, from_record, goodput, to_record
 from zero_orchestrator.observe.history import History
-from zero_orchestrator.observe.status import Condition, JobStatus, NodeRow, NoSuchJob
+from zero_orchestrator.observe.status import JobStatus, NodeRow, NoSuchJob
 
 ABSENT = (
     "Made from the event files in {directory} alone, without etcd. Loss, throughput, timelines and "
@@ -88,7 +88,12 @@ def _status(job: str, records: Sequence[Mapping[str, Any]]) -> JobStatus:
     interrupts = sum(record.get("event") == Move.INTERRUPT for record in moves)
     members = rounds[-1].get("nodes", ()) if rounds else ()
     sizes = [record["world_size"] for record in records if "world_size" in record]
-    used_ns = _used_ns(records)
+    of_job, of_agents = (
+        [from_record(record.get("ns", {})) for record in records if record.get("event") == kind]
+        for kind in ("job time", "time")
+    )
+    # The ledger of the job at its end; until then those of the agents that have ended.
+    used_ns = add_up(of_job[-1:] or of_agents)
     return JobStatus(
         job=job,
         state=str(state or ""),
@@ -96,17 +101,7 @@ def _status(job: str, records: Sequence[Mapping[str, Any]]) -> JobStatus:
         cause=str(last.get("text", "")),
         now="" if state in ENDED else "whether it still runs is not known without etcd",
         world_size=sizes[-1] if sizes else 0,
-        members=tuple(
-            NodeRow(
-                node=str(node),
-                condition=Condition.GONE,
-                alive=False,
-                first_rank=None,
-                slots=0,
-                address="",
-            )
-            for node in members
-        ),
+        members=tuple(NodeRow.gone(str(node)) for node in members),
         restarts=interrupts,
         restarts_spent=interrupts,
         state_time_s=last.get("time"),
@@ -114,12 +109,3 @@ def _status(job: str, records: Sequence[Mapping[str, Any]]) -> JobStatus:
         goodput=goodput(used_ns),
         time_ns=to_record(used_ns),
     )
-
-
-def _used_ns(records: Iterable[Mapping[str, Any]]) -> dict[Use, int]:
-    """The ledger of the job: that of its end, or those of the agents that have ended."""
-    told: dict[str, list[dict[Use, int]]] = {"job time": [], "time": []}
-    for record in records:
-        if (of_kind := told.get(str(record.get("event")))) is not None:
-            of_kind.append(from_record(record.get("ns", {})))
-    return add_up(told["job time"][-1:] or told["time"])

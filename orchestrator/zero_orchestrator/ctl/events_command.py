@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.arguments import seconds
+from zero_orchestrator.arguments import seconds, whole
 from zero_orchestrator.ctl.views import View, age
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.observe import events, status
@@ -32,15 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "the next workers, each with the time since the first; 1: the last recovery, 2: the one "
         "before (default of NUMBER: 1)"
     )
-    parser.add_argument("--recovery", type=_place, nargs="?", const=1, metavar="NUMBER", help=text)
-
-
-def _place(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text}: write 1 for the last recovery, 2 for the one before"
-        )
-    return int(text)
+    place = whole(1, "write 1 for the last recovery, 2 for the one before")
+    parser.add_argument("--recovery", type=place, nargs="?", const=1, metavar="NUMBER", help=text)
 
 
 def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -83,7 +76,7 @@ def _follow(
             continue
         try:
             now = status.read(store, job)
-        except StoreUnavailable:
+        except StoreUnavailable:  # the watch survives an outage, and shows then what was missed
             continue
         except NoSuchJob:  # it existed, and its keys have been deleted
             return

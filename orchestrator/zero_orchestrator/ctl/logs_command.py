@@ -18,6 +18,7 @@ from typing import Any
 from rich.text import Text
 
 from zero_contract.exit_codes import CtlExit
+from zero_orchestrator.arguments import whole
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
 from zero_orchestrator.observe import queries, status
@@ -49,13 +50,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--follow", "-f", action="store_true", help="print new output until the job ends"
     )
     text = f"number of last lines of each worker to print first (default {LINES})"
-    parser.add_argument("--lines", "-n", type=_lines, default=LINES, metavar="N", help=text)
-
-
-def _lines(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: write a number of lines, such as 100")
-    return int(text)
+    lines = whole(0, "write a number of lines, such as 100")
+    parser.add_argument("--lines", "-n", type=lines, default=LINES, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -215,7 +211,7 @@ class _Reader:
             nodes = _asked(job, self._rank)
         self.ask(asker, nodes)
         gone = [node for node in self._cursors if node not in job.live_nodes]
-        if gone:
+        if gone:  # what their workers have printed last may be in etcd
             self.show(one for one in self.left() if one.node in gone)
         for node in gone:
             if now_s - self._gone_s.setdefault(node, now_s) > LEAVING_S:

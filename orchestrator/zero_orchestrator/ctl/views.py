@@ -25,6 +25,7 @@ from zero_orchestrator.observe.events import Event
 from zero_orchestrator.observe.goodput import from_record, in_parts, total_ns
 from zero_orchestrator.observe.history import Saved
 from zero_orchestrator.observe.pace import Quantiles, Speed
+from zero_orchestrator.observe.stacks import in_ranges
 from zero_orchestrator.observe.status import (
     LOST,
     UNREADABLE,
@@ -286,7 +287,10 @@ def status_head(status: JobStatus) -> RenderableType:
         facts.add_row(Text(verdict.kind, style="bold red"), verdict.text)
     if status.owner:
         facts.add_row("owner", status.owner)
-    facts.add_row("command", _in_short(" ".join(status.command)))
+    command = " ".join(status.command)
+    if (more := len(command) - _COMMAND_CHARACTERS) > 0:  # it may have thousands of arguments
+        command = f"{command[:_COMMAND_CHARACTERS]}... ({more:,} more characters)"
+    facts.add_row("command", command)
     return Group(title, facts)
 
 
@@ -294,16 +298,15 @@ def status_tables(status: JobStatus) -> RenderableType:
     """The nodes of a job, and its slowest ranks."""
     tables: list[RenderableType] = [_nodes_table((*status.members, *status.spares))]
     if len(ranks := slowest_ranks(status)) > 1:
-        tables += ["", *_ranks_table(ranks)]
+        slowest = Fitted("rank", "node", "steps", "p50", "p90", "p99", least=("steps", "p90"))
+        for rank, node, of in ranks[:SLOWEST]:
+            times = (f"{took_s:.3g} s" for took_s in (of.p50_s, of.p90_s, of.p99_s))
+            slowest.add_row(rank, node, str(of.count), *times)
+        tables += ["", slowest]
+    if len(ranks) > SLOWEST:
+        text = f"the {SLOWEST} slowest of {len(ranks)} ranks; --json has all"
+        tables.append(Text(text, style="dim"))
     return Group(*tables)
-
-
-def _in_short(command: str) -> str:
-    """A command for people: of thousands of arguments the first are enough."""
-    more = len(command) - _COMMAND_CHARACTERS
-    return (
-        command if more <= 0 else f"{command[:_COMMAND_CHARACTERS]}... ({more:,} more characters)"
-    )
 
 
 def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
@@ -391,17 +394,6 @@ def _in_quantiles(found: Quantiles) -> str:
     return f"p50 {found.p50_s:g} s, p90 {found.p90_s:g} s, p99 {found.p99_s:g} s"
 
 
-def _ranks_table(ranks: Sequence[tuple[str, str, Quantiles]]) -> Iterator[RenderableType]:
-    """How long the steps of each rank take, the slowest ranks first."""
-    table = Fitted("rank", "node", "steps", "p50", "p90", "p99", least=("steps", "p90"))
-    for rank, node, of in ranks[:SLOWEST]:
-        times = (f"{took_s:.3g} s" for took_s in (of.p50_s, of.p90_s, of.p99_s))
-        table.add_row(rank, node, str(of.count), *times)
-    yield table
-    if len(ranks) > SLOWEST:
-        yield Text(f"the {SLOWEST} slowest of {len(ranks)} ranks; --json has all", style="dim")
-
-
 def _nodes_table(rows: Sequence[NodeRow]) -> Fitted:
     columns = ("rank", "node", "state", "workers", "pids", "address", "host", "step", "reported")
     optional = ("pids", "host", "devices", "memory", "prepares")
@@ -421,8 +413,7 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Fitted:
     for row in rows:
         ranks = "-"
         if row.first_rank is not None:
-            last = row.first_rank + row.slots - 1
-            ranks = str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
+            ranks = in_ranges(range(row.first_rank, row.first_rank + row.slots))
         used = "-"
         if row.ram_used_bytes is not None and row.ram_budget_bytes is not None:
             used = f"{row.ram_used_bytes / (1 << 20):.1f} of {row.ram_budget_bytes >> 20} MiB"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zero_orchestrator.arguments import whole
 from zero_orchestrator.jobfile.reading import checks, schema
 from zero_orchestrator.jobfile.reading.schema import Job
 
@@ -23,7 +24,8 @@ def add_to(commands: Any) -> None:
     text = "where the job runs (default: kubectl's cluster, else Slurm, else this machine)"
     run.add_argument("--on", choices=PLACES, help=text)
     text = "with --on local: number of agents (default: the minimum that the job needs)"
-    run.add_argument("--agents", type=_agents, metavar="N", help=text)
+    agents = whole(1, "write a number of agents, from 1")
+    run.add_argument("--agents", type=agents, metavar="N", help=text)
     run.add_argument(
         "--dry-run",
         action="store_true",
@@ -40,12 +42,6 @@ def add_to(commands: Any) -> None:
     text = "directory to write the files into instead of printing them"
     render.add_argument("--output", "-o", type=Path, metavar="DIR", help=text)
     render.set_defaults(act=_render)
-
-
-def _agents(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: write a number of agents, from 1")
-    return int(text)
 
 
 def _read(path: Path) -> Job:

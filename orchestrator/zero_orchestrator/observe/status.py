@@ -115,6 +115,13 @@ class NodeRow:
     pids: dict[str, int] = dataclasses.field(default_factory=dict)
     """Rank -> process id of its worker on that node, while it runs."""
 
+    @classmethod
+    def gone(cls, node: str) -> NodeRow:
+        """A node of which nothing but the name is known."""
+        return cls(
+            node=node, condition=Condition.GONE, alive=False, first_rank=None, slots=0, address=""
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:

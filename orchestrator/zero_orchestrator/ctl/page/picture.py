@@ -25,12 +25,14 @@ from zero_orchestrator.observe.events import (
     Event,
     goodput_prefix,
     history_key,
+    number,
     read_history,
     read_timeline,
 )
 from zero_orchestrator.observe.events import read as read_events
 from zero_orchestrator.observe.goodput import USES, from_record, total_ns
 from zero_orchestrator.observe.history import History, Point, Saved
+from zero_orchestrator.observe.stacks import in_ranges
 from zero_orchestrator.observe.status import JobStatus, NodeRow, slowest_ranks
 from zero_orchestrator.observe.story import ENDS, Band, bands, phases, recoveries
 from zero_orchestrator.observe.timeline import Phase, Span, Timeline, intervals
@@ -112,7 +114,7 @@ def picture(records: Records, *, now_s: float) -> Json:
     ]
     sections = {
         "job": {**_job(records, end_s, now_s), "note": records.note},
-        "tiles": _tiles(records, end_s),
+        "tiles": [*_tiles_of_steps(records), *_tiles_of_job(records, end_s)],
         "range": [_start_s(records, end_s), end_s],
         "curve": _curve(history),
         "timelines": timelines,
@@ -143,7 +145,8 @@ def _without_steps(records: Records, timelines: Sequence[Json], end_s: float) ->
         if phase in _STEPS
     ]
     steps_s += [point.time_s for point in records.history.points]
-    steps_s += [_time_s(e) for e in records.events if e.record.get("event") == "first step"]
+    # The history has points of many steps; the first one of a round is an event as well.
+    steps_s += [e.time_s for e in records.events if e.record.get("event") == "first step"]
     return bands(recoveries(records.events), sorted(steps_s), _over_s(records, end_s))
 
 
@@ -156,7 +159,7 @@ def _end_s(records: Records, now_s: float) -> float:
     if not job.ended and job.live_nodes:
         return now_s
     last_s = [timeline.until_s for timeline in records.timelines.values()]
-    last_s += [_time_s(event) for event in records.events[-1:]]
+    last_s += [event.time_s for event in records.events[-1:]]
     last_s += [point.time_s for point in records.history.points[-1:]]
     return max(last_s, default=job.state_time_s or now_s)
 
@@ -165,24 +168,14 @@ def _start_s(records: Records, end_s: float) -> float:
     first_s = [timeline.spans[0].from_s for timeline in records.timelines.values()]
     first_s += [point.time_s for point in records.history.points[:1]]
     if not first_s:
-        first_s = [_time_s(event) for event in records.events[:1]]
+        first_s = [event.time_s for event in records.events[:1]]
     return min(first_s, default=end_s)
 
 
 def _over_s(records: Records, end_s: float) -> float:
     """When the job has ended; until then, where the picture ends."""
-    ended = [_time_s(e) for e in records.events if e.record.get("event") in ENDINGS]
+    ended = [e.time_s for e in records.events if e.record.get("event") in ENDINGS]
     return min(end_s, ended[-1]) if ended and records.status.ended else end_s
-
-
-def _time_s(event: Event) -> float:
-    return _number(event.record.get("time")) or 0.0
-
-
-def _number(value: object) -> float | None:
-    """A finite number, or None."""
-    finite = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if finite else None  # type: ignore[arg-type]
 
 
 # ---- sections ----
@@ -190,7 +183,7 @@ def _number(value: object) -> float | None:
 
 def _job(records: Records, end_s: float, now_s: float) -> Json:
     job = records.status
-    opened = [_time_s(e) for e in records.events[:1] if e.record.get("event") == "open"]
+    opened = [e.time_s for e in records.events[:1] if e.record.get("event") == "open"]
     return {
         "name": job.job,
         "owner": job.owner,
@@ -206,90 +199,67 @@ def _job(records: Records, end_s: float, now_s: float) -> Json:
     }
 
 
-def _tiles(records: Records, end_s: float) -> list[Json]:
-    """The numbers at the head of the page: label, value, and a note."""
+def _tiles_of_steps(records: Records) -> Iterator[Json]:
+    """The numbers at the head of the page: how far the training is, and how fast."""
     job, points = records.status, records.history.points
     known = [(row.step, row.loss) for row in job.members if row.step is not None]
     known += [(point.step, point.loss) for point in points[-1:]]
     step, loss = max(known, key=lambda one: one[0], default=(None, None))
+    total = "" if job.total_steps is None else f"of {job.total_steps:,}; "
+    yield _tile("Step", NOTHING if step is None else f"{step:,}", f"{total}round {job.round}")
+    if job.total_steps is not None and job.left_s is not None and not job.ended:
+        steps = max(0, job.total_steps - (step or 0))
+        left = in_words(job.left_s).replace("minutes", "min").replace("hours", "h")
+        yield _tile("Time left", left, f"{steps:,} steps at this speed")
+    shown = NOTHING
+    if loss is not None:
+        shown = f"{loss:.4g}" if math.isfinite(loss) else "not finite"
+    yield _tile("Loss", shown, "mean of the last step")
     rates, unit = _rates(points)
-    rate = next((value for value in reversed(rates) if value is not None), None)
+    rate = ("0", "no step is taken") if job.stuck else (_short(_last(rates)), unit)
+    yield _tile("Throughput", *rate)
+    if points and points[-1].tokens:
+        rates = _rates_of([float(point.tokens) for point in points], points)
+        yield _tile("Tokens per second", _short(_last(rates)), f"{points[-1].tokens:,} in all")
+    if (times := job.step_times or job.run_step_times) is not None:
+        yield _tile("Step time", f"{times.p50_s:g} s", f"median; p99 {times.p99_s:g} s")
+
+
+def _tiles_of_job(records: Records, end_s: float) -> Iterator[Json]:
+    """Further numbers at the head of the page: nodes, and what failures have cost."""
+    job = records.status
+    goodput = NOTHING if job.goodput is None else f"{100 * job.goodput:.1f} %"
+    yield _tile("Goodput", goodput, "of all nodes' time")
+    # After the end, all nodes that have taken part; until then, those of the round.
     nodes = len(records.timelines) if job.ended and records.timelines else len(job.members)
     spares = sum(row.alive for row in job.spares)
-    total = "" if job.total_steps is None else f"of {job.total_steps:,}; "
     wanted = _count(job.world_size, "worker")
     if job.max_nodes:
         least = f"{job.min_nodes} to " if job.min_nodes < job.max_nodes else ""
         wanted = f"{least}{job.max_nodes} wanted, {wanted}"
     if spares and not job.ended:
         wanted = f"and {_count(spares, 'spare')}; {wanted}"
-    goodput = NOTHING if job.goodput is None else f"{100 * job.goodput:.1f} %"
-    return [
-        _tile("Step", NOTHING if step is None else f"{step:,}", f"{total}round {job.round}"),
-        *_left_tile(job, step),
-        _tile("Loss", _loss(loss), "mean of the last step"),
-        _tile("Throughput", *(("0", "no step is taken") if job.stuck else (_short(rate), unit))),
-        *_tokens_tile(points),
-        *_step_time_tile(job),
-        _tile("Goodput", goodput, "of all nodes' time"),
-        _tile("Nodes", str(nodes), wanted),
-        _tile("Restarts", *_restarts(records)),
-        _checkpoint_tile(job, end_s),
-    ]
-
-
-def _left_tile(job: JobStatus, step: int | None) -> list[Json]:
-    """The time that is left, if the script says how many steps there are."""
-    if job.total_steps is None or job.left_s is None or job.ended:
-        return []
-    note = f"{max(0, job.total_steps - (step or 0)):,} steps at this speed"
-    left = in_words(job.left_s).replace("minutes", "min").replace("hours", "h")
-    return [_tile("Time left", left, note)]
-
-
-def _tokens_tile(points: Sequence[Point]) -> list[Json]:
-    """The tokens, if the script counts them."""
-    total = points[-1].tokens if points else 0
-    if not total:
-        return []
-    rates = _rates_of([float(point.tokens) for point in points], points)
-    rate = next((value for value in reversed(rates) if value is not None), None)
-    return [_tile("Tokens per second", _short(rate), f"{total:,} in all")]
-
-
-def _step_time_tile(job: JobStatus) -> list[Json]:
-    """How long a step takes, if that is known: in this round, or else in all of them."""
-    found = job.step_times or job.run_step_times
-    if found is None:
-        return []
-    return [_tile("Step time", f"{found.p50_s:g} s", f"median; p99 {found.p99_s:g} s")]
-
-
-def _restarts(records: Records) -> tuple[str, str]:
-    job = records.status
-    if records.note:
-        return str(job.restarts), "in all"
-    return f"{job.restarts_spent} of {job.max_restarts}", "of the budget spent"
-
-
-def _checkpoint_tile(job: JobStatus, end_s: float) -> Json:
-    saved = job.checkpoint
-    if saved is None or "step" not in saved:
-        return _tile("Checkpoint", NOTHING, "none on disk")
-    saved_s = _number(saved.get("time"))
-    ago = "before the end" if job.ended else "ago"
-    when = "" if saved_s is None else f", {in_words(end_s - saved_s)} {ago}"
-    return _tile("Checkpoint", f"{saved['step']:,}", f"step on disk{when}")
+    yield _tile("Nodes", str(nodes), wanted)
+    if records.note:  # without etcd, the budget is not known
+        yield _tile("Restarts", str(job.restarts), "in all")
+    else:
+        spent = f"{job.restarts_spent} of {job.max_restarts}"
+        yield _tile("Restarts", spent, "of the budget spent")
+    saved, step, note = job.checkpoint, NOTHING, "none on disk"
+    if saved is not None and "step" in saved:
+        saved_s = number(saved.get("time"))
+        ago = "before the end" if job.ended else "ago"
+        when = "" if saved_s is None else f", {in_words(end_s - saved_s)} {ago}"
+        step, note = f"{saved['step']:,}", f"step on disk{when}"
+    yield _tile("Checkpoint", step, note)
 
 
 def _tile(label: str, value: str, note: str) -> Json:
     return {"label": label, "value": value, "note": note}
 
 
-def _loss(loss: float | None) -> str:
-    if loss is None:
-        return NOTHING
-    return f"{loss:.4g}" if math.isfinite(loss) else "not finite"
+def _last(rates: Sequence[float | None]) -> float | None:
+    return next((rate for rate in reversed(rates) if rate is not None), None)
 
 
 def _short(value: float | None) -> str:
@@ -305,9 +275,9 @@ def _curve(history: History) -> Json:
     return {
         "step": [point.step for point in points],
         "time": [point.time_s for point in points],
-        "loss": [_number(point.loss) for point in points],
-        "low": [_number(point.low) for point in points],
-        "high": [_number(point.high) for point in points],
+        "loss": [number(point.loss) for point in points],
+        "low": [number(point.low) for point in points],
+        "high": [number(point.high) for point in points],
         "rate": rate,
         "unit": unit,
         "workers": [point.workers for point in points],
@@ -333,51 +303,51 @@ def _rates_of(done: Sequence[float], points: Sequence[Point]) -> list[float | No
     return rates
 
 
-def _rows(records: Records) -> list[tuple[str, NodeRow | None]]:
+def _rows(records: Records) -> list[NodeRow]:
     """All nodes: those of the status, in rank order, then those that are gone, by name."""
     job = records.status
-    there: dict[str, NodeRow | None] = {row.node: row for row in (*job.members, *job.spares)}
-    return [*there.items(), *((n, None) for n in sorted(records.timelines) if n not in there)]
+    # An agent that was restarted is there twice: the spare is the one that lives.
+    there = {row.node: row for row in (*job.members, *job.spares)}
+    gone = sorted(records.timelines.keys() - there.keys())
+    return [*there.values(), *map(NodeRow.gone, gone)]
 
 
-def _timeline(records: Records, named: tuple[str, NodeRow | None], end_s: float) -> Json:
-    node, row = named
-    timeline, spans = records.timelines.get(node), []
+def _timeline(records: Records, row: NodeRow, end_s: float) -> Json:
+    timeline, spans = records.timelines.get(row.node), []
     if timeline is not None:
         starts = list(timeline.spans)
-        alive = row is not None and row.alive and not records.status.ended
+        alive = row.alive and not records.status.ended
         if alive:
-            starts += _since_written(records, node, timeline)
+            starts += _since_written(records, row.node, timeline)
         elif timeline.until_s < end_s - 1:
             starts.append(Span(from_s=timeline.until_s, phase=Phase.GONE))
         for place, span in enumerate(starts):
             if span.phase is Phase.GONE:
                 starts[place] = replace(span, from_s=_lost_s(records, span.from_s))
         spans = [[*one] for one in intervals(starts, None if alive else end_s)]
+    first = row.first_rank
     return {
-        "node": node,
+        "node": row.node,
         "spans": spans,
-        "condition": "gone" if row is None else str(row.condition),
-        "alive": row is not None and row.alive,
-        "ranks": "" if row is None else _ranks(row),
-        "address": "" if row is None else row.address,
-        "host": "" if row is None else row.host,
-        "devices": "" if row is None else row.devices,
-        "step": None if row is None else row.step,
-        "loss": None if row is None else _number(row.loss),
-        "told_s": None if row is None else _number(row.step_time_s),
+        "condition": str(row.condition),
+        "alive": row.alive,
+        "ranks": "" if first is None else in_ranges(range(first, first + row.slots)),
+        "address": row.address,
+        "host": row.host,
+        "devices": row.devices,
+        "step": row.step,
+        "loss": number(row.loss),
+        "told_s": number(row.step_time_s),
     }
 
 
 def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[Span]:
     """What a node has done since it wrote its timeline, by the rounds and steps of the job."""
-    phase, step_times_s = (
-        timeline.spans[-1].phase,
-        [point.time_s for point in records.history.points],
-    )
-    late = takewhile(lambda event: _time_s(event) > timeline.until_s, reversed(records.events))
+    phase = timeline.spans[-1].phase
+    step_times_s = [point.time_s for point in records.history.points]
+    late = takewhile(lambda event: event.time_s > timeline.until_s, reversed(records.events))
     for event in reversed(list(late)):
-        at_s, kind = _time_s(event), event.record.get("event")
+        at_s, kind = event.time_s, event.record.get("event")
         place = bisect_left(step_times_s, at_s)
         if kind in ENDS and phase in _WORKS:
             phase = Phase.RECOVERING
@@ -393,15 +363,8 @@ def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[
 def _lost_s(records: Records, written_s: float) -> float:
     """When a node was lost that wrote its timeline last then: the end of its round, if near."""
     within_s = GOODPUT.pause_s(len(records.timelines)) + NOTICE_S
-    ended = (_time_s(e) for e in records.events if e.record.get("event") in ENDS)
+    ended = (e.time_s for e in records.events if e.record.get("event") in ENDS)
     return next((t for t in ended if written_s <= t <= written_s + within_s), written_s)
-
-
-def _ranks(row: NodeRow) -> str:
-    if row.first_rank is None:
-        return ""
-    last = row.first_rank + row.slots - 1
-    return str(last) if row.slots == 1 else f"{row.first_rank}-{last}"
 
 
 def _recovery(band: Band) -> Json:
@@ -418,7 +381,7 @@ def _recovery(band: Band) -> Json:
         "over": band.over,
         "phases": [[one.name, round(one.to_s - one.from_s, 3), one.note] for one in phases(band)],
         "events": [
-            [round(max(0.0, _time_s(event) - band.from_s), 3), *_event(event)[2:]] for event in told
+            [round(max(0.0, event.time_s - band.from_s), 3), *_event(event)[2:]] for event in told
         ],
     }
 
@@ -442,8 +405,8 @@ def _checkpoints(history: History, events: Sequence[Event]) -> Json:
     read = {
         (bool(event.record.get("in_memory")), str(event.record.get("tag"))): [
             event.record.get("round"),
-            _time_s(event),
-            _number(event.record.get("load_s")),
+            event.time_s,
+            number(event.record.get("load_s")),
             event.record.get("read_bytes"),
         ]
         for event in events
@@ -493,7 +456,7 @@ def _event(event: Event) -> list[Any]:
     tone = "" if record.get("symptom") else TONES.get(kind, "")
     if withdraws(record):
         tone = "note"
-    return [_time_s(event), *told, kind, str(record.get("text", "")), tone]
+    return [event.time_s, *told, kind, str(record.get("text", "")), tone]
 
 
 # ---- the same in words, for whoever does not see the charts ----
@@ -508,9 +471,14 @@ def _in_words(history: History, timelines: Sequence[Json], found: Iterable[Json]
             f"failures: {sum(one['failures'] for one in failed)}, longest time without a step "
             f"{longest_s:.1f} s"
         )
+    throughput = "not known yet."
+    rates, unit = _rates(history.points)
+    if known := sorted(rate for rate in rates if rate is not None):
+        middle, most = _short(known[len(known) // 2]), _short(known[-1])
+        throughput = f"median {middle}, most {most} {unit}."
     return {
-        "loss": _curve_in_words("Loss", [(p.step, p.loss) for p in history.points]),
-        "rate": _rate_in_words(history),
+        "loss": f"Loss: {_loss_in_words(history.points)}.",
+        "rate": f"Throughput: {throughput}",
         "timelines": f"{_count(len(timelines), 'node')}, a timeline each; {lost}.",
     }
 
@@ -519,22 +487,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _curve_in_words(name: str, values: Sequence[tuple[int, float | None]]) -> str:
-    known = [(step, value) for step, value in values if value is not None]
+def _loss_in_words(points: Sequence[Point]) -> str:
+    known = [(point.step, point.loss) for point in points if point.loss is not None]
     if not known:
-        return f"{name}: not reported."
+        return "not reported"
     (first_step, first), (last_step, last) = known[0], known[-1]
     least_step, least = min(known, key=lambda one: one[1])
     return (
-        f"{name}: {first:.4g} at step {first_step:,}, {last:.4g} at step {last_step:,}, "
-        f"least {least:.4g} at step {least_step:,}."
+        f"{first:.4g} at step {first_step:,}, {last:.4g} at step {last_step:,}, "
+        f"least {least:.4g} at step {least_step:,}"
     )
-
-
-def _rate_in_words(history: History) -> str:
-    rates, unit = _rates(history.points)
-    known = sorted(rate for rate in rates if rate is not None)
-    if not known:
-        return "Throughput: not known yet."
-    middle = known[len(known) // 2]
-    return f"Throughput: median {_short(middle)}, most {_short(known[-1])} {unit}."

@@ -56,7 +56,7 @@ def problems(
     found: list[PageProblem] = []
     open_: dict[object, PageProblem] = {}
     for event in events:
-        record, at_s = event.record, float(event.record.get("time", 0.0))
+        record, at_s = event.record, event.time_s
         kind = str(record.get("event"))
         for about in [about for about, one in open_.items() if _ends(one.kind, kind)]:
             open_.pop(about).to_s = at_s
@@ -65,7 +65,7 @@ def problems(
             continue
         before = open_.pop(about, None)
         if withdraws(record):
-            _end(found, before, problem, record)
+            _end(found, before, problem, record, at_s)
             continue
         if before is not None and problem.kind in {SAVES, ETCD}:
             before.text = problem.text  # more nodes say so, or there is more to say
@@ -89,7 +89,10 @@ def _closed(
         for one in found:
             one.to_s = max(now_s, one.from_s) if one.to_s is None else one.to_s
         return found
-    _say_newest(found, status, now_s)
+    # The event of a save that fails tells the first one; the record of the job has the last.
+    for one in found:
+        if status.failing_saves is not None and one.kind == SAVES and one.to_s is None:
+            one.text = status.failing_saves.in_words(now_s)
     # The verdicts that hold now and whose events are not kept.
     told = {one.text for one in found}
     steps = [point.step for point in points]
@@ -116,9 +119,9 @@ def _end(
     before: PageProblem | None,
     told: PageProblem,
     record: Mapping[str, Any],
+    at_s: float,
 ) -> None:
     """A problem is over, at the time of the event that tells it."""
-    at_s = float(record.get("time", 0.0))
     if before is not None:
         before.to_s = at_s
     elif "after_s" in record:
@@ -128,11 +131,9 @@ def _end(
 
 
 def _joins_an_outage(found: Sequence[PageProblem], more: PageProblem) -> bool:
-    """Whether an outage of etcd is one that another node has told of, which then has both nodes.
-
-    Agents tell of an outage when etcd answers again, one after the other; of a long one, its
-    beginning is lost.
-    """
+    """Whether an outage of etcd is one that another node has told of, which then has both nodes."""
+    # Agents tell of an outage when etcd answers again, one after the other; of a long one, its
+    # beginning is lost.
     for one in found:
         if one.kind != ETCD or one.to_s is None:
             continue
@@ -169,11 +170,3 @@ def _told(
     if event == "aside":
         return (ASIDE, node), PageProblem(kind=ASIDE, text=text, from_s=at_s, nodes=[node])
     return None, None
-
-
-def _say_newest(found: Sequence[PageProblem], status: JobStatus, now_s: float) -> None:
-    """The event of a save that fails tells the first one; the record of the job has the last."""
-    failing = status.failing_saves
-    for one in found:
-        if failing is not None and one.kind == SAVES and one.to_s is None:
-            one.text = failing.in_words(now_s)

@@ -124,9 +124,8 @@ class Feed:
                 found = {**await run_in_threadpool(self._look), "trouble": ""}
             except ZeroError as error:
                 found = {"trouble": f"The page shows the job as it was: {error}"}
-            except (
-                Exception
-            ) as error:  # records that nobody expected; the page must not look current
+            except Exception as error:  # records that nobody expected
+                # The page goes on, and must not look current.
                 _log.exception("the job cannot be shown")
                 found = {"trouble": f"The page shows the job as it was: internal error, {error!r}"}
             async with self._changed:
@@ -217,6 +216,7 @@ def _said(code: int, sentence: str) -> Response:
 async def _body(request: Request) -> dict[str, str] | None:
     """The JSON object of a request, or None if it is something else, or too large."""
     body = b""
+    # Not read to its end if it is too large: its sender need not know the token.
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
