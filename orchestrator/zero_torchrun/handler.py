@@ -72,14 +72,12 @@ _FINISH_S = 2.0
 
 @contextlib.contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Let an error end torchrun with its message: a traceback would show torchrun's own code.
-
-    Python prints a SystemExit so. It is the error that it was, too, for torchrun's own records and
-    for a program that calls torchrun's launcher as a function.
-    """
+    """Let an error end torchrun with its message: a traceback would show torchrun's own code."""
     try:
         yield
     except (SpecError, RendezvousError) as error:
+        # Of a SystemExit Python prints the message alone. It is the error that it was as well, for
+        # torchrun's own records and for a program that calls torchrun's launcher as a function.
         kind = type(error)
         raise type(kind.__name__, (SystemExit, kind), {})(str(error)) from error
 
@@ -238,7 +236,12 @@ class EtcdV3Handler(RendezvousHandler):
             job = self._rdzv.poll()
             self._obey(job)
             self._show(job)
-            return int(self._is_left(job))
+            if job.n != self._round or job.state in (State.FORMING, State.FAILED, State.STOPPED):
+                self._workers.interrupt(f"round {self._round} is over: {job.cause}")
+                return 1
+            if job.yielding is None:
+                return int(self._workers.have_left)
+            return int(self._workers.ask_to_leave(job.yielding))
         return 0  # while etcd does not answer, the workers continue
 
     def is_closed(self) -> bool:
@@ -294,7 +297,7 @@ class EtcdV3Handler(RendezvousHandler):
         leaving = self._leaves_with is not None
         if leaving and not runs:
             raise SystemExit(self._leaves_with)
-        if leaving or job.n == self._round:
+        if leaving or job.n == self._round:  # torchrun has ended the workers of this round
             self._leave(job)
             return None
         return self._enter(job, index) if runs and index is not None else None
@@ -302,6 +305,8 @@ class EtcdV3Handler(RendezvousHandler):
     def _enter(self, job: Snapshot, index: int) -> RendezvousInfo | None:
         """The store of a round, which this node hosts if it is the first; None: not yet."""
         address = self._rdzv.node.address
+        # The fence and not the number: a round of this number may have been before etcd was
+        # restored.
         if index == 0 and self._hosted[0] != job.fence:
             self._hosted = (job.fence, _host_store(address))
         if index == 0 and job.master is None:
@@ -314,15 +319,6 @@ class EtcdV3Handler(RendezvousHandler):
         self._workers.begin(job, self._job)
         where = RendezvousStoreInfo(host, port)
         return RendezvousInfo(store, index, len(job.members.nodes), where)
-
-    def _is_left(self, job: Snapshot) -> bool:
-        """Whether the workers have left their round; asks them to, if they are to leave it."""
-        if job.n != self._round or job.state in (State.FORMING, State.FAILED, State.STOPPED):
-            self._workers.interrupt(f"round {self._round} is over: {job.cause}")
-            return True
-        if job.yielding is None:
-            return self._workers.have_left
-        return self._workers.ask_to_leave(job.yielding)
 
     def _leave(self, job: Snapshot) -> None:
         """Report that the workers of this round are gone, as a failure if none was reported."""
@@ -354,13 +350,11 @@ class EtcdV3Handler(RendezvousHandler):
         self._journal.tell("drain", text, revision=revision)
 
     def _leave_by_notice(self) -> None:
-        """Leave with the workers here, which a signal or a notice of the machine has reached.
-
-        torchrun's own thread may be waiting for them to end, and calls nothing here afterwards.
-        """
+        """Leave with the workers here, which a signal or a notice of the machine has reached."""
         with contextlib.suppress(StoreError), self._turn:
             if self._leaves_with is None:
                 self._drain(OF_MACHINE, "a signal, or a notice of this machine")
+                # At once: torchrun's thread may be waiting for them to end, and then calls nothing.
                 self._leave(self._rdzv.poll())
 
     def _show(self, job: Snapshot) -> None:
@@ -397,10 +391,8 @@ def _as_torchs_errors() -> Iterator[None]:
 
 
 def _host_store(address: str) -> TCPStore:
-    """Host a TCPStore on this address only.
-
-    It has no authentication, and torch's own would listen on all addresses.
-    """
+    """Host a TCPStore on this address only."""
+    # It has no authentication, and torch's own would listen on all addresses.
     family = family_of(address)
     try:
         ipaddress.ip_address(address)  # a name may resolve to the loopback here, and not elsewhere

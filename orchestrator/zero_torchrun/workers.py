@@ -67,7 +67,7 @@ class Workers:
         self._channel = Channel(self._hub, self._scratch.path / "agent", self._on_message)
         self._changed = threading.Lock()
         self._environ: dict[str, str | None] = {}
-        """What the variables held that the workers get by the environment of this process."""
+        """What the variables held before by which the workers get to know their round."""
         self._begin(0, 0)
 
     def _begin(self, round: int, fence: int) -> None:
@@ -91,7 +91,7 @@ class Workers:
         told[worker.ENV_LAUNCHER] = "torchrun"
         for key in told.keys() - self._environ.keys():
             self._environ[key] = os.environ.get(key)
-        os.environ |= told
+        os.environ |= told  # torchrun starts workers with its own environment
 
     @property
     def have_left(self) -> bool:
@@ -124,10 +124,8 @@ class Workers:
                 self._channel.send(rank, leave)
 
     def close(self) -> None:
-        """Hear nothing more.
-
-        Whoever calls torchrun's launcher as a function goes on afterwards, and has no agent.
-        """
+        """Hear nothing more."""
+        # Whoever calls torchrun's launcher as a function goes on afterwards, and has no agent.
         for key, before in self._environ.items():
             if before is None:
                 os.environ.pop(key, None)
@@ -155,7 +153,8 @@ class Workers:
                     self.preparing, self.progress = "", message
         match message:
             case CommitRequest():
-                # etcd may keep it waiting, and the thread that reads must not.
+                # Etcd may keep it waiting, and the hub's thread must not wait. The fence is that of
+                # now: the next round may have begun when the thread runs.
                 commit = threading.Thread(
                     target=self._commit, args=(rank, message, self._fence), daemon=True
                 )
@@ -165,7 +164,7 @@ class Workers:
                 self._channel.send(rank, PeerMemoryReply(request=message.request, reason=reason))
             case Left():
                 self._journal.tell("left", f"rank {rank} left at step {message.step}")
-                if message.notice:
+                if message.notice:  # on a thread as well: that waits for etcd, and for `_turn`
                     threading.Thread(target=self._on_notice, daemon=True).start()
             case _:
                 pass

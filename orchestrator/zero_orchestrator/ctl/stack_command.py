@@ -10,7 +10,7 @@ from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.arguments import seconds
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.observe import queries, status
-from zero_orchestrator.observe.stacks import RankStack, Thread, from_answer, groups, whose
+from zero_orchestrator.observe.stacks import RankStack, from_answer, groups, whose
 from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -73,7 +73,7 @@ def _page(job: JobStatus, found: Sequence[RankStack], *, all_threads: bool) -> I
         yield f"{count} worker{'s' if count > 1 else ''}: {whose(group.members)}"
         for thread in group.threads:
             if all_threads:
-                yield f"  thread {_name(thread)}"
+                yield f"  thread {thread.name}{' (main)' if thread.main else ''}"
             yield from (f"    {frame}" for frame in thread.frames)
             if not thread.frames:
                 yield "    no Python frame"
@@ -83,7 +83,3 @@ def _page(job: JobStatus, found: Sequence[RankStack], *, all_threads: bool) -> I
     for stack in problems:
         who = f"node {stack.node}" if stack.rank is None else whose([stack])
         yield f"{who}: {stack.problem}"
-
-
-def _name(thread: Thread) -> str:
-    return f"{thread.name} (main)" if thread.main else thread.name

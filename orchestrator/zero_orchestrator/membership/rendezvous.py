@@ -121,26 +121,19 @@ class Rendezvous:
             on_lost=on_change,
             works=works,
         )
-        self._snapshot = Snapshot(spec=spec)
+        self.snapshot = Snapshot(spec=spec)
+        """The job as last read."""
         self._jump: Jump | None = None
         """Not yet in the journal."""
-        self._reason = ""
-        self._waits_for: Wait | None = None
+        self.reason = ""
+        """What the job is doing or waiting for, as of the last poll."""
+        self.waits_for: Wait | None = None
+        """What the job waits for that may take for ever, as far as this agent decides."""
 
     @property
     def node(self) -> Node:
         """This agent as it is registered."""
         return self._registration.node
-
-    @property
-    def reason(self) -> str:
-        """What the job is doing or waiting for, as of the last poll."""
-        return self._reason
-
-    @property
-    def waits_for(self) -> Wait | None:
-        """What the job waits for that may take for ever, as far as this agent decides."""
-        return self._waits_for
 
     @property
     def lease(self) -> int:
@@ -226,12 +219,7 @@ class Rendezvous:
             self._look()
         while self._advance():
             self._look()
-        return self._snapshot
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The job as last read."""
-        return self._snapshot
+        return self.snapshot
 
     def evict(self, node: Node, *, ended: bool) -> bool:
         """Remove the registration of an agent that is dead, ahead of its lease.
@@ -373,14 +361,14 @@ class Rendezvous:
         job = self._seeing.look()
         # Kept until it is told: the check below raises if the store does not answer.
         self._jump = self._seeing.jump() or self._jump
-        if self._jump or (job.state in ENDED and job is not self._snapshot):
+        if self._jump or (job.state in ENDED and job is not self.snapshot):
             self._check_job()
         if self._jump:
             text = f"{self._jump}; it has the data of this job, and round {job.n} goes on"
             self._journal.tell("store", text, level=logging.WARNING)
             self._jump = None
-        if job is not self._snapshot:
-            self._snapshot = job
+        if job is not self.snapshot:
+            self.snapshot = job
             if self._seeing.whole:
                 self._durations.look(job)  # deciders measure durations
         mine = job.node(self.node.id)
@@ -406,28 +394,28 @@ class Rendezvous:
 
     def _advance(self) -> bool:
         """Try the transition that is due; returns whether the snapshot must be read again."""
-        job = self._snapshot
+        job = self.snapshot
         if not self._seeing.whole:
-            self._waits_for = None
+            self.waits_for = None
             if job.state in ENDED:
-                self._reason = f"the job is {job.state}: {job.cause}"
+                self.reason = f"the job is {job.state}: {job.cause}"
             elif job.state is not State.ACTIVE:
-                self._reason = f"round {job.n + 1} is forming; others see to it"
+                self.reason = f"round {job.n + 1} is forming; others see to it"
             else:
-                self._reason = job.yielding or runs(job)
+                self.reason = job.yielding or runs(job)
             return False
         decision = decide(job, self._durations.observed(), self._timing)
         if decision.transition is not None:
             due_s = self._durations.pending(decision.transition.move)
             if due_s < TURN_S * place(job, self.node.id):
                 return False  # another agent is about to make the transition
-        self._reason, self._waits_for = decision.reason, decision.waits_for
+        self.reason, self.waits_for = decision.reason, decision.waits_for
         if decision.transition is None:
             return False
         try:
             self._make(job, decision.transition, decision.reason)
         except StoreFull:
-            self._reason += "; that waits for room in etcd"
+            self.reason += "; that waits for room in etcd"
             raise
         self._seeing.distrust()
         return True

@@ -90,21 +90,13 @@ class LeaseKeeper:
         self._works = works
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._state = LeaseState.HELD
-        self._confirmed = self._clock.now()  # before the grant, which takes time of the lease
-        self._lease = store.grant(ttl_s)
-        self._phase_s = phase(self._lease) * self._ttl_s / 3
-        self._repeating = self._clock.repeat(self._beat, self._phase_s)
-
-    @property
-    def lease(self) -> int:
-        """The id of the lease, for `KeyValueStore.put`."""
-        return self._lease
-
-    @property
-    def state(self) -> LeaseState:
+        self.state = LeaseState.HELD
         """The present state of the lease."""
-        return self._state
+        self._confirmed = self._clock.now()  # before the grant, which takes time of the lease
+        self.lease = store.grant(ttl_s)
+        """The id of the lease, for `KeyValueStore.put`."""
+        self._phase_s = phase(self.lease) * self._ttl_s / 3
+        self._repeating = self._clock.repeat(self._beat, self._phase_s)
 
     @property
     def unconfirmed_s(self) -> float:
@@ -123,7 +115,7 @@ class LeaseKeeper:
         self._repeating.cancel()
         if was in (LeaseState.HELD, LeaseState.SILENT):
             try:
-                self._store.revoke(self._lease)
+                self._store.revoke(self.lease)
             except StoreError as error:
                 _log.info(
                     "the lease could not be revoked and expires in %d s: %s", self._ttl_s, error
@@ -135,7 +127,7 @@ class LeaseKeeper:
             return self._ttl_s / 3
         sent = self._clock.now()
         try:
-            self._store.keep_alive(self._lease)
+            self._store.keep_alive(self.lease)
         except LeaseLost as error:
             self._enter(LeaseState.LOST, str(error))
         except StoreError as error:
@@ -149,7 +141,7 @@ class LeaseKeeper:
                 _call_back(self._on_heard, f"the store answers again, after {silent_s:.1f} s")
                 # The end of the outage has brought all holders into step: back to the own phase.
                 return self._phase_s
-        return _PAUSES[self._state] * self._ttl_s if self._state in _PAUSES else None
+        return _PAUSES[self.state] * self._ttl_s if self.state in _PAUSES else None
 
     def _enter(self, state: LeaseState, reason: str) -> None:
         if self._move(state) not in (state, *_FINAL):
@@ -158,9 +150,9 @@ class LeaseKeeper:
     def _move(self, state: LeaseState) -> LeaseState:
         """Enter a state unless the present one is final; returns the state before."""
         with self._lock:
-            before = self._state
+            before = self.state
             if before not in _FINAL or state is LeaseState.CLOSED:
-                self._state = state
+                self.state = state
             return before
 
 

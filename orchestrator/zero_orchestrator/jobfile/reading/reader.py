@@ -100,11 +100,7 @@ def load(path: Path, cls: type[Any]) -> tuple[Any, JobSource]:
 
 @dataclass(frozen=True)
 class _Other:
-    """What stands in the place of a text, in words; no type accepts it.
-
-    A walk goes only as deep as the types of the keys: by anchors, a file of a few lines may be
-    nested in itself, or have more values than any memory.
-    """
+    """What stands in the place of a text, in words; no type accepts it."""
 
     kind: str
 
@@ -167,6 +163,8 @@ def _line(node: yaml.Node) -> int:
 
 
 def _text(node: yaml.Node) -> str | _Other:
+    # No deeper than the types of the keys: by anchors, a file of a few lines may be nested in
+    # itself, or have more values than any memory.
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
     return _Other("a list" if isinstance(node, yaml.SequenceNode) else "a mapping")

@@ -306,11 +306,9 @@ class JobFile:
 
     @property
     def drain_s(self) -> float:
-        """The part of the grace period in which workers drain, seconds.
-
-        A sixth of the grace period, and at least 4 s, is left for the end of the agent: 2 s for a
-        pod's preStop, 2 s for the agent itself.
-        """
+        """The part of the grace period in which workers drain, seconds."""
+        # A sixth, and at least 4 s, is left for the end of the agent: 2 s for a pod's preStop, 2 s
+        # for the agent itself.
         return self.grace - max(self.grace // 6, 4)
 
     def arguments(self, *, config: str, checkpoints: str) -> list[str]:

@@ -69,11 +69,9 @@ def render(job: Job) -> str:
 
 
 def files(job: Job, directory: Path) -> dict[str, str]:
-    """The kustomization for a directory: file name -> text.
-
-    It has two layers, because the variables of a component would win over those beside it.
-    """
+    """The kustomization for a directory: file name -> text."""
     file = job.file
+    # Two layers: the variables of a component would win over those beside it.
     top = Path(os.path.relpath(KUBERNETES, directory / _PARTS))
     components = {
         "gpu": file.resources.gpu > 0,

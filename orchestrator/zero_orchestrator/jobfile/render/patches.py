@@ -65,16 +65,12 @@ def merges(file: JobFile) -> list[Object]:
     budget = {"minAvailable": file.nodes.min}
     found.append(_object("policy/v1", "PodDisruptionBudget", "train", spec=budget))
     if file.kubernetes.pod:
-        found.append(_object("batch/v1", "Job", "train", spec={"template": _template(file)}))
+        template = dict(file.kubernetes.pod)
+        # A merge replaces a list without names: here it keeps what the base has.
+        if "tolerations" in (spec := template.get("spec", {})):
+            template["spec"] = {**spec, "tolerations": [*NODE_IS_LOST, *spec["tolerations"]]}
+        found.append(_object("batch/v1", "Job", "train", spec={"template": template}))
     return found
-
-
-def _template(file: JobFile) -> Object:
-    """The user's pod template, to be merged: lists without names keep what the base has."""
-    template = dict(file.kubernetes.pod)
-    if "tolerations" in (spec := template.get("spec", {})):
-        template["spec"] = {**spec, "tolerations": [*NODE_IS_LOST, *spec["tolerations"]]}
-    return template
 
 
 def _object(version: str, kind: str, name: str, **more: Any) -> Object:
@@ -117,8 +113,9 @@ def _agent(file: JobFile) -> Object:
     """The container with the agent and its workers."""
     wanted, opens = file.resources, file.checkpoint.secret
     each: Object = {"cpu": wanted.cpu, "memory": str(wanted.memory)}
-    if wanted.gpu:
+    if wanted.gpu:  # None takes the base's own kind away
         each |= {"nvidia.com/gpu": None, wanted.gpu_kind: str(wanted.gpu)}
+    # Two volumes may have this size each, and a pod that exceeds its limit is evicted.
     doubled = f"{2 * wanted.scratch.size_bytes // 2**20}Mi"
     found: Object = {
         "name": AGENT,

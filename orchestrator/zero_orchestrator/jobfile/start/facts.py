@@ -88,6 +88,7 @@ class Kubectl:
         if done.returncode == 0:
             found: Object = json.loads(done.stdout)
             return [found] if name else list(found["items"])
+        # kubectl has one exit code for all failures, such as missing rights.
         return [] if "(NotFound)" in done.stderr else None
 
     def has_kind(self, kind: str) -> bool | None:

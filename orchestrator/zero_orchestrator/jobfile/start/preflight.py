@@ -160,12 +160,10 @@ def _has_several_machines(cluster: Cluster) -> bool:
 
 
 def _machines(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
-    """A machine has the labels and the size for an agent.
-
-    No problem here is fatal: an autoscaler may add machines.
-    """
+    """A machine has the labels and the size for an agent."""
     if not cluster.machines:
         return
+    # No problem here is fatal: an autoscaler may add machines.
     selector = file.kubernetes.node_selector.items()
     labels = [one["metadata"].get("labels", {}) for one in cluster.machines]
     if selector and not any(selector <= one.items() for one in labels):

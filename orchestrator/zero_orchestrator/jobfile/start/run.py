@@ -103,7 +103,7 @@ def _start_agents(job: Job, how: StartOptions) -> int:
         return 0
     several = ["zero_agent.launch.local_agents", str(how.agents)]
     program = ["zero_agent"] if how.agents == 1 else several
-    sys.stdout.flush()
+    sys.stdout.flush()  # what is not yet written would be lost with this program
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it
     words = [*python, *program, *script]
     return os.execve(sys.executable, words, os.environ | variables)
@@ -113,11 +113,7 @@ def _start_agents(job: Job, how: StartOptions) -> int:
 
 
 def _kubernetes_problems(job: Job) -> list[Problem]:
-    """What would keep a job from running on the cluster of kubectl's context.
-
-    An etcd or an image registry that cannot be reached is not fatal: the cluster's nodes may
-    reach what this machine cannot.
-    """
+    """What would keep a job from running on the cluster of kubectl's context."""
     kubectl = facts.Kubectl(job.file.kubernetes.namespace)
     if (reason := kubectl.why_unreachable()) is not None:
         raise ToolMissing(
@@ -125,6 +121,7 @@ def _kubernetes_problems(job: Job) -> list[Problem]:
             "kubectl config use-context, or --on local"
         )
     found = preflight.check(job.file, facts.ask(kubectl, job.file))
+    # What cannot be reached from here is not fatal: the nodes of the cluster may reach it.
     found += _unreachable_etcd(job, is_fatal=False)
     registry = facts.registry_of(job.file.image)
     if registry is not None and (reason := facts.why_no_registry(registry)) is not None:

@@ -292,17 +292,13 @@ class Connection:
         self._lock = threading.Lock()
         self._closed = False
         # A random start spreads the clients over the members of a cluster.
-        self._session = self._open(random.choice(endpoints.known))
+        self.session = self._open(random.choice(endpoints.known))
+        """The connection in use."""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """The members of the cluster, as far as they are known."""
         return self._endpoints.known
-
-    @property
-    def session(self) -> EtcdSession:
-        """The connection in use."""
-        return self._session
 
     def call(
         self,
@@ -326,7 +322,7 @@ class Connection:
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         failures: list[str] = []
         while True:
-            session, began_s = self._session, time.monotonic()
+            session, began_s = self.session, time.monotonic()
             # While another endpoint remains to be tried, a call that may be repeated waits here for
             # half of the time that is left; but a login would be as slow at the other one.
             more = repeatable and len(failures) + 1 < len(self.endpoints)
@@ -357,7 +353,7 @@ class Connection:
         Raises:
             StoreUnavailable, StoreRefused: The login failed.
         """
-        session, began_s = self._session, time.monotonic()
+        session, began_s = self.session, time.monotonic()
         try:
             self.login.ensure(session, self.timeout_s)
         except (grpc.RpcError, NoAnswer) as error:
@@ -396,18 +392,18 @@ class Connection:
     def give_up(self, session: EtcdSession) -> None:
         """Fail over to the next endpoint, unless another thread has done so already."""
         with self._lock:
-            if session is not self._session or self._closed:
+            if session is not self.session or self._closed:
                 return
             # The old channel is not closed: calls of other threads may still be answered on it. It
             # is freed when the last of them has ended, each by its deadline.
-            self._session = self._open(self._endpoints.after(session.endpoint))
+            self.session = self._open(self._endpoints.after(session.endpoint))
         self._on_move()
 
     def close(self) -> None:
         """Close the channel; calls in progress end with StoreUnavailable. Safe to call twice."""
         with self._lock:
             self._closed = True
-        self._session.client.close()
+        self.session.client.close()
 
     def _open(self, endpoint: str) -> EtcdSession:
         host, _, port = endpoint.rpartition(":")
