@@ -44,10 +44,7 @@ def ctl() -> NoReturn:
 
 
 def run(module: str) -> NoReturn:
-    """Import a module, and end with what its `main` returns.
-
-    An error that nobody expected has a code of its own: Python's 1 would say that a job has failed.
-    """
+    """Import a module, and end with what its `main` returns."""
     # What the caller has closed (`>&-`) leads nowhere. Its number would else be that of the first
     # file to be opened, and what a library prints would be written there; and Python has no stream
     # in its place.
@@ -73,6 +70,7 @@ def run(module: str) -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        # A code of its own: Python's 1 would say that a job has failed.
         if isinstance(error, ModuleNotFoundError) and not f"{error.name}".startswith("zero_"):
             print(remedy(str(error.name)), file=sys.stderr)
             sys.exit(CRASHED)
@@ -88,6 +86,7 @@ def _killed_by_interrupt() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Unblocked last: what was pressed before ends the process now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         yield

@@ -228,10 +228,8 @@ class EtcdV3Handler(RendezvousHandler):
 
     @_in_one_line()
     def num_nodes_waiting(self) -> int:
-        """1 if torchrun is to restart the workers, which have left or must; else 0.
-
-        Of a restart for this reason torchrun does not count.
-        """
+        """1 if torchrun is to restart the workers, which have left or must; else 0."""
+        # Restarts for this reason torchrun does not count.
         with contextlib.suppress(StoreUnavailable), _as_torchs_errors(), self._turn:
             job = self._rdzv.poll()
             self._obey(job)

@@ -85,8 +85,6 @@ def trace_of(path: Path) -> Path:
 def write(records: Records, path: Path) -> None:
     """Write the report of a job, and its recoveries beside it.
 
-    A reader sees the old file or the whole new one.
-
     Raises:
         SpecError: A file cannot be written.
     """
@@ -98,6 +96,7 @@ def write(records: Records, path: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
+    # A reader sees the old file or the whole new one.
     part = path.with_name(f"{path.name}.part{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")

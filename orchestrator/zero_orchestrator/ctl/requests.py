@@ -43,9 +43,6 @@ class TooFewNodes(ZeroError):
 def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
     """Request a drain from the agent that now runs under this name.
 
-    The request has the agent's lease: it vanishes when the agent exits for any reason, so the next
-    agent of that name cannot take the request for its own.
-
     Raises:
         NoSuchNode: The agent has just exited, or registered again.
     """
@@ -54,6 +51,8 @@ def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
     if agent is not None:
         order = DrainOrder(node, Node.from_json(agent.value).incarnation, by)
         same = unchanged(agent.key, agent.mod_revision)
+        # Under the agent's lease the request vanishes with it, for whatever reason it exits: the
+        # next agent of that name cannot take the request for its own.
         put = Put(keys.drain(node), order.to_json(), agent.lease)
         with contextlib.suppress(LeaseLost):
             if store.txn([same], [put]).succeeded:

@@ -54,13 +54,7 @@ class Charge(Record):
 
 
 def in_force(charges: Sequence[Charge], committed: int, refill_after: int) -> int:
-    """How many charges still count.
-
-    Args:
-        charges: All of the job.
-        committed: The step of the newest checkpoint; 0 without one.
-        refill_after: Committed steps after which a charge is forgiven; 0: never.
-    """
+    """How many charges still count; one is forgiven after so many committed steps, 0: never."""
     if refill_after == 0:
         return len(charges)
     return sum(1 for charge in charges if committed < charge.committed + refill_after)
@@ -109,12 +103,10 @@ class Exclusion(Record):
 
 
 def in_a_row(charges: Sequence[Charge], host: str, *, lost: bool) -> list[Charge]:
-    """The latest charges in a row, newest first, for which this host was at fault.
-
-    A failure that no host is to blame for (several hosts lost at once, a symptom without a cause)
-    is skipped. A failure of workers on several hosts at once ends the row: this host is not the
-    cause. The loss of another host ends a row of losses, but no row of failed workers.
-    """
+    """The latest charges in a row, newest first, for which this host was at fault."""
+    # Skipped are losses of several hosts at once and symptoms without a cause: they say nothing
+    # about this host. If workers fail on several hosts at once, it is not the cause: that ends the
+    # row. The loss of another host ends a row of losses, but no row of failed workers.
     relevant = [
         charge
         for charge in reversed(charges)

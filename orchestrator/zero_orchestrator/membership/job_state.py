@@ -183,13 +183,7 @@ def with_addresses(members: Members, nodes: Collection[str]) -> list[str]:
 
 
 def link_in_words(members: Members, ends: Collection[str], why: str) -> str:
-    """A dead link between two of the nodes of a round.
-
-    Args:
-        members: Of the round.
-        ends: The two nodes.
-        why: What one of them has found.
-    """
+    """A dead link between two of the nodes of a round, and what one of them has found."""
     return f"the link between {' and '.join(with_addresses(members, ends))} is dead: {why}"
 
 

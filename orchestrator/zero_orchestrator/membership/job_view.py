@@ -70,15 +70,10 @@ class JobView:
         clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
-        """Look for the first time.
+        """Look for the first time, as the agent `node`, which has registered.
 
-        Args:
-            store: Each of its calls ends in bounded time.
-            keys: Of the job.
-            spec: Of the job.
-            node: The id of this agent, which has registered.
-            clock: Paces the looks that no change asks for.
-            on_change: Called on a thread of the store when looking is worth while.
+        `on_change` is called on a thread of the store when looking is worth while; the clock paces
+        the looks that no change asks for.
 
         Raises:
             StoreUnavailable: The store did not answer; nothing is being watched.

@@ -82,13 +82,8 @@ def unpack(text: str) -> bytes:
 def check_protocol(theirs: int, mine: int, job: str) -> None:
     """Refuse to take part in a job whose agents mean something else by what they write.
 
-    Args:
-        theirs: The version that the job was started with.
-        mine: The version of the agent that wants to take part.
-        job: Its name.
-
     Raises:
-        SpecMismatch: They do.
+        SpecMismatch: The job was started with another version of the protocol.
     """
     if theirs != mine:
         raise SpecMismatch(

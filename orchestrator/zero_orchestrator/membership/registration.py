@@ -39,16 +39,8 @@ class Registration:
     ) -> None:
         """Nothing is written before `write`.
 
-        Args:
-            store: Shared by all agents of the job.
-            key: Of the record.
-            node: This agent.
-            ttl_s: Of the lease.
-            clock: Of the lease's keeper.
-            durations: Records when the store stops answering, and when it answers again.
-            journal: Records the loss of the lease.
-            on_lost: Called after that, on the thread of the lease's keeper.
-            works: Whether this agent makes progress; while it does not, the lease is not refreshed.
+        `on_lost` is called when the lease is lost, and `works` before each refresh: both on the
+        thread of the lease's keeper, as is what `durations` gets to know of the store.
         """
         self._store = store
         self._key = key

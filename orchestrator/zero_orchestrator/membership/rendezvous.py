@@ -224,11 +224,7 @@ class Rendezvous:
     def evict(self, node: Node, *, ended: bool) -> bool:
         """Remove the registration of an agent that is dead, ahead of its lease.
 
-        An agent that was declared dead and is not registers again at its next poll.
-
-        Args:
-            node: The agent.
-            ended: Its process is known to have ended: nobody waits for it to register again.
+        If its process is known to have `ended`, nobody waits for it to register again.
         """
         if ended:
             self._durations.ended(node)
@@ -237,6 +233,7 @@ class Rendezvous:
         self._seeing.gone(node)  # also if another agent has removed it before
         if held is None or Node.from_json(held.value).incarnation != node.incarnation:
             return False
+        # If it is not dead, it registers again at its next poll.
         return self._store.txn([unchanged(key, held.mod_revision)], [Delete(key)]).succeeded
 
     def lease_left_s(self, node: Node) -> float | None:
@@ -332,8 +329,6 @@ class Rendezvous:
     ) -> bool:
         """Publish a checkpoint; a stale worker, whose round is over, is refused by its fence.
 
-        The fence counts in one store: one that has followed it refuses whoever knows the old one.
-
         Raises:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.
         """
@@ -341,6 +336,7 @@ class Rendezvous:
             step=step, tag=tag, digest=digest, samples=samples, time=time.time(), root=root
         )
         put = Put(self.keys.in_memory if in_memory else self.keys.latest, new.to_json())
+        # The fence counts in one store: one that has followed it refuses whoever knows the old one.
         compares = [unchanged(self.keys.round, fence), self._seeing.no_heir]
         return self._store.txn(compares, [put]).succeeded
 

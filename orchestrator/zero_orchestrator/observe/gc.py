@@ -58,14 +58,14 @@ def due(
 ) -> list[Doomed]:
     """The jobs whose keys may be deleted, newest first: too old, or `keep` that ended later stay.
 
-    Jobs that are `lost` are judged as well. The wall clock is compared with those of nodes: a
-    difference of minutes does not matter to an age of days.
+    With `lost`, jobs that have lost all their agents are judged as well.
     """
     doomed: list[Doomed] = []
     kept = 0
     for remains in sorted(found, key=lambda one: one.revision, reverse=True):
         if not (remains.ended or lost):
             continue
+        # By the clocks of two machines: minutes do not matter to an age of days.
         age_s = now_s - remains.last_s if remains.last_s else 0.0
         since = f"for {in_words(age_s)}" if remains.last_s else "for an unknown time"
         what = f"{remains.state} {since}" if remains.ended else f"without an agent {since}"

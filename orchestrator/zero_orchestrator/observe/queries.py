@@ -126,17 +126,12 @@ class Asker:
             self._store.revoke(self._lease)
 
     def ask(self, kind: str, arguments: Mapping[str, Mapping[str, Any]], *, within_s: float) -> int:
-        """Ask some nodes, each with its arguments; returns the number of the question.
-
-        A question before is withdrawn where it has no answer yet.
-
-        Returns:
-            The number of the question, which its answers have.
-        """
+        """Ask some nodes, each with its arguments; returns the number that the answers have."""
         self._number += 1
         puts = []
         for node, its in arguments.items():
             query = Query(number=self._number, kind=kind, arguments=dict(its), within_s=within_s)
+            # One key for each node: a question before is withdrawn where it has no answer yet.
             key = queries_prefix(self._job, node) + self._name
             puts.append(Put(key, encode(query), self._lease))
         for first in range(0, len(puts), _BATCH):
@@ -147,7 +142,7 @@ class Asker:
         """The answers that come within some seconds; the caller stops when it has all."""
         deadline_s = time.monotonic() + wait_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if time.monotonic() - self._kept_s > LEASE_S / 3:
+            if time.monotonic() - self._kept_s > LEASE_S / 3:  # the asker has no thread for it
                 self._store.keep_alive(self._lease)
                 self._kept_s = time.monotonic()
             try:

@@ -101,11 +101,7 @@ class Span:
 
 
 def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
-    """The parts of a recovery, without gaps, from the last step to the next round's first step.
-
-    A part whose events are not kept, as those of the nodes of a large job, belongs to the part
-    after it.
-    """
+    """The parts of a recovery, without gaps, from the last step to the next round's first step."""
     last = {str(event.record.get("event")): event for event in found.events}
     at_s = {kind: event.time_s for kind, event in last.items()}
     note = {kind: str(event.record.get("text", "")) for kind, event in last.items()}
@@ -123,6 +119,7 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
     parts: list[Span] = []
     from_s = found.from_s
     for name, to_s in marks:
+        # A part whose events are not kept, as in a large job, belongs to the part after it.
         if to_s is not None:
             until_s = min(max(from_s, to_s), max(from_s, first_step_s))
             why = note.get({"detection": end, **_LEADS_TO}.get(name, ""), "")
@@ -150,11 +147,7 @@ class Band:
 
 
 def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> tuple[Band, ...]:
-    """The time that recoveries took: no two bands overlap, and nothing is in two of them.
-
-    A recovery lasts until a step ends after it. One without is over when the next failure comes;
-    both are then one band.
-    """
+    """The time that recoveries took: no two bands overlap, and nothing is in two of them."""
     made: list[Band] = []
     for place, one in enumerate(found):
         at = bisect_left(steps_s, one.events[-1].time_s)
@@ -168,6 +161,7 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
             to_s=max(min(step_s, end_s), one.from_s),
             over=over,
         )
+        # A recovery lasts until a step ends after it. Without one, the next failure is part of it.
         while made and (band.from_s < made[-1].to_s or not made[-1].over):
             before = made.pop()
             band = Band(
@@ -181,15 +175,13 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
 
 
 def phases(band: Band) -> tuple[Span, ...]:
-    """The parts of time without a step: without gaps, and together as long as it.
-
-    Those of a recovery that has ended in the next failure end with it.
-    """
+    """The parts of time without a step: without gaps, and together as long as it."""
     found: list[Span] = []
     at_s = band.from_s
     ends_s = [*(one.from_s for one in band.recoveries[1:]), band.to_s]
     for place, (one, end_s) in enumerate(zip(band.recoveries, ends_s, strict=True), start=1):
         *parts, last = spans(one, end_s)
+        # The last part leads to a first step only if there has been one.
         if place < len(ends_s):
             last = replace(last, name="until the next failure")
         elif not band.over:

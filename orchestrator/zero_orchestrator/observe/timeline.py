@@ -143,14 +143,11 @@ class Timeline:
 def intervals(
     spans: Iterable[Span], end_s: float | None
 ) -> list[tuple[float, float | None, Phase]]:
-    """Each span with its end: without gaps, in order, none of them empty.
-
-    A span whose start is known too late, after that of the next one, lasts no time. Without an end,
-    the last one lasts until now.
-    """
+    """Each span with its end, None for now: without gaps, in order, none of them empty."""
     found: list[tuple[float, float | None, Phase]] = []
     to_s = end_s
     for span in reversed(list(spans)):
+        # One whose start is known too late, after that of the next one, lasts no time.
         if to_s is None or span.from_s < to_s:
             found.append((span.from_s, to_s, span.phase))
             to_s = span.from_s

@@ -39,10 +39,8 @@ class LeaseState(StrEnum):
 
 
 def phase(lease: int) -> float:
-    """The phase of a lease's refresh as a share of the period, in (0, 1]: even over a fleet.
-
-    It is a hash, because consecutive lease ids are not spread evenly.
-    """
+    """The phase of a lease's refresh as a share of the period, in (0, 1]: even over a fleet."""
+    # A hash, because consecutive lease ids are not spread evenly.
     digest = hashlib.sha256(f"{lease:x}".encode()).digest()
     return (int.from_bytes(digest[:4], "big") + 1) / 2**32
 
@@ -106,15 +104,12 @@ class LeaseKeeper:
         return self._clock.now() - self._confirmed
 
     def close(self) -> None:
-        """Revoke the lease, so that others see at once that this node has left; safe to call twice.
-
-        Revoking is tried once, within the store's timeout; if it fails, the lease expires.
-        """
+        """Revoke the lease: others see at once that this node has left; safe to call twice."""
         # First the state: a refresh that is under way then calls nobody back.
         was = self._move(LeaseState.CLOSED)
         self._repeating.cancel()
         if was in (LeaseState.HELD, LeaseState.SILENT):
-            try:
+            try:  # once, within the store's timeout: if that fails, the lease expires
                 self._store.revoke(self.lease)
             except StoreError as error:
                 _log.info(

@@ -54,10 +54,7 @@ class Replica:
     def __init__(self, store: KeyValueStore, prefix: str, on_change: Callable[[], None]) -> None:
         """Read the keys, and watch them from that revision.
 
-        Args:
-            store: A store whose calls end in bounded time.
-            prefix: Prefix of the keys to copy.
-            on_change: Called on a thread of the store after each change.
+        `on_change` is called on a thread of the store after each change.
 
         Raises:
             StoreUnavailable: The store did not answer; nothing is being watched.
