@@ -257,11 +257,12 @@ class EtcdV3Handler(RendezvousHandler):
             if self._registered:
                 job = self._rdzv.poll()
                 if failed:
-                    if self._leaves_with is None:
+                    if self._leaves_with is None:  # else the job goes on without this node
                         self.set_closed()
                     self._leave(job)
                 else:  # the job is done when the last node has reported it
                     self._rdzv.report_done(self._round)
+                    # Not at once away: an agent has to see the last report, and to finish the job.
                     deadline = time.monotonic() + _FINISH_S
                     while not self._over(self._rdzv.poll()) and time.monotonic() < deadline:
                         time.sleep(_POLL_S)

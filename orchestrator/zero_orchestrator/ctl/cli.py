@@ -288,7 +288,7 @@ def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
     by_environment = {n: v for n, v in variables.items() if given[n] == os.environ.get(v)}
     with named_as_set(by_environment):
         for name in _ETCD_FILES:
-            try:
+            try:  # here, since the client's error does not name the flag
                 if given[name]:
                     Path(given[name]).read_bytes()
             except OSError as error:

@@ -63,7 +63,7 @@ def complete(
 
     def names(of: Callable[[JobStatus], Iterable[str]]) -> Callable[..., list[str]]:
         def there(parsed_args: argparse.Namespace, **_: object) -> list[str]:
-            with contextlib.suppress(ZeroError):
+            with contextlib.suppress(ZeroError):  # an error would be printed between the names
                 store: KeyValueStore
                 with contextlib.closing(open_store(parsed_args, WAIT_S)) as store:
                     return [name for job in status.read_all(store) for name in of(job)]

@@ -75,7 +75,7 @@ def _record(line: str) -> dict[str, Any] | None:
         record["time"] = float(record["time"])
     except (ValueError, TypeError, KeyError):
         return None
-    record.pop("revision", None)
+    record.pop("revision", None)  # only some have one: the order is that of the clocks
     return record
 
 

@@ -133,6 +133,7 @@ class _Reader:
         arguments = {}
         for node in nodes:
             cursor = self._cursors.get(node, _Cursor("", 0))
+            # --lines is about what was printed before: later everything that is new is shown.
             lines = _ALL if self._begun else self._lines
             asked = {"agent": cursor.agent, "after": cursor.number, "lines": lines}
             arguments[node] = {**asked, "rank": self._rank}
@@ -164,6 +165,7 @@ class _Reader:
                 continue
             agent, of_node = answer.record["agent"], answer.record["chunks"]
             cursor = self._cursors.get(answer.node)
+            # Another agent process, after a restart, numbers its output from the beginning.
             shown = cursor.number if cursor is not None and cursor.agent == agent else 0
             first = of_node[0]["number"] if of_node else answer.record["number"]
             if answer.record["lost"] and shown and first > shown + 1:

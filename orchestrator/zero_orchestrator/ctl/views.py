@@ -229,9 +229,11 @@ class Fitted:
             for name, of in zip(self._columns, cells, strict=True)
             if name in self._optional and all(str(cell) in {"", "-"} for cell in of)
         }
+        # One column fewer at a time, until the table fits, or none is left to be left out.
         for count in range(len(self._least) + 1):
             left_out = [name for name in self._least[:count] if name not in empty]
             table = self._with({*left_out, *empty})
+            # Measured as if there were room: rich would fold the cells, and report that they fit.
             if Measurement.get(console, options.update_width(10_000), table).maximum <= (
                 options.max_width
             ):

@@ -70,6 +70,7 @@ def who_goes(order: Sequence[str], dead: Iterable[Pair]) -> dict[str, str]:
     place = {node: index for index, node in enumerate(order)}
     while left:
         counts = Counter(node for pair in left for node in pair)
+        # At a tie the later rank goes: rank 0 coordinates checkpoints, and stays if it can.
         node = max(counts, key=lambda one: (counts[one], place[one]))
         tied = sum(count == counts[node] for count in counts.values()) > 1
         links = f"{counts[node]} dead link{'s' if counts[node] > 1 else ''}"

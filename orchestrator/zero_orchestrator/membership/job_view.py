@@ -250,6 +250,7 @@ class _FollowerView:
 
     def look(self) -> Snapshot:
         found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)
+        # Nothing is parsed anew, and the snapshot stays the same object, until one of them differs.
         if found != self._seen:
             round_state, orders, *_ = found
             own = (self._own,) if self._own is not None else ()
@@ -257,6 +258,7 @@ class _FollowerView:
             job = parse(
                 self._keys, Range(round_state.revision, items, round_state.cluster), self._spec
             )
+            # It sees no other registration: a member lives as far as it knows.
             others = [m for m in job.members.nodes if m.id != self._id]
             if self._dead:
                 others = [m for m in others if m.agent not in self._dead]

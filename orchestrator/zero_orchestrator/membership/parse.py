@@ -104,7 +104,7 @@ def _names(items: Sequence[KeyValue], prefix: str) -> frozenset[str]:
 def failures(items: Sequence[KeyValue], *prefixes: str) -> tuple[Failure, ...]:
     """The reports under these prefixes, in the order in which they were written."""
     reports = [item for item in items if item.key.startswith(prefixes)]
-    reports.sort(key=lambda item: item.create_revision)
+    reports.sort(key=lambda item: item.create_revision)  # the range is in the order of the names
     return tuple(
         replace(Failure.from_json(item.value), revision=item.create_revision) for item in reports
     )

@@ -139,7 +139,7 @@ class JobSpec(Record):
         different = [
             f"{name} is {_show(theirs[name])} there and {_show(mine[name])} here"
             for name in mine
-            if name != "owner" and mine[name] != theirs[name]
+            if name != "owner" and mine[name] != theirs[name]  # another user may add a node
         ]
         if different:
             raise SpecMismatch(

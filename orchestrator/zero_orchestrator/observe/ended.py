@@ -31,6 +31,7 @@ def keep(store: KeyValueStore, job: str) -> None:
             with contextlib.suppress(OSError):  # another agent removes it
                 if time.time() - old.stat().st_mtime > KEPT_S:
                     old.unlink()
+        # Several agents of a machine may write it: each its own file, and the last one counts.
         new = directory / f".{job}.{os.getpid()}"
         new.write_text(last.to_json(), encoding="utf-8")
         new.replace(_file(job))

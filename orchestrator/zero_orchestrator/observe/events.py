@@ -253,6 +253,7 @@ class Publisher:
         told_s = time.monotonic()
 
         def put(key: str) -> int:
+            # Measured anew at each attempt: it waits as long as the store is away.
             late_s = time.monotonic() - told_s
             late = {"late_s": round(late_s, 3)} if late_s > LATE_S else {}
             return self._store.put(key, json.dumps({**json.loads(line), **late}) if late else line)
@@ -266,6 +267,7 @@ class Publisher:
                 trim(self._store, prefix, KEEP, KEEP_DETAILS)
 
         with self._changed:
+            # Half of the room is for the story, which details must not displace.
             if len(self._events) < (_WAITING // 2 if detail else _WAITING):
                 self._events.append(write)
                 self._changed.notify_all()
@@ -289,6 +291,7 @@ class Publisher:
         of the round is `preparing`. The functions are called at each write.
         """
         shown = progress, preparing, pids
+        # The store need not hear the same twice: a job that takes no step writes nothing.
         if shown == self._shown or not self._is_due(PROGRESS, nodes):
             return
         self._shown = shown
@@ -338,6 +341,7 @@ class Publisher:
         used, shown = used_ns(), timeline()
 
         def write() -> None:
+            # Read on this thread, which may wait, and once: no other agent has this node's id.
             if self._ledger_before is None:
                 kept = self._store.get(key)
                 self._ledger_before = read_goodput(kept), read_timeline(kept)
@@ -437,6 +441,7 @@ def trim(store: KeyValueStore, prefix: str, keep: int, keep_details: int = KEEP_
     details = [item for item in items if item.key.startswith(prefix + _DETAIL)]
     oldest = [Delete(item.key) for item in (*story[:-keep], *details[:-keep_details])]
     for first in range(0, len(oldest), _DELETES):
+        # Nothing is compared: what another agent has deleted meanwhile is gone in any case.
         store.txn([], oldest[first : first + _DELETES])
 
 

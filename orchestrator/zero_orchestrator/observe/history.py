@@ -214,12 +214,14 @@ class History:
         return now
 
     def _place(self, point: Point) -> int:
+        # By the step alone, whichever the first one was: two places join when the stride doubles.
         return (point.step - 1) // self.stride
 
 
 def _merged(points: Sequence[Point]) -> Point:
     """Points in a row as one."""
     losses = sum(point.losses for point in points)
+    # A point counts as often as it has losses: the mean is that of all steps.
     parts = [(p.loss, p.losses / losses) for p in points if p.loss is not None]
     lows = [point.low for point in points if point.low is not None]
     highs = [point.high for point in points if point.high is not None]
@@ -304,4 +306,5 @@ def _short(value: Any) -> Any:
     """Seconds and losses with as many digits as anyone can see."""
     if not isinstance(value, float):
         return value
+    # Of a time since the epoch six digits would be days.
     return round(value, 2) if abs(value) > 1e6 else float(f"{value:.6g}")

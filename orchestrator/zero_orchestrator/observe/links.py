@@ -71,6 +71,8 @@ def turns(nodes: Sequence[str]) -> list[dict[str, str]]:
     """Whom each node probes, turn by turn."""
     others = len(nodes) - 1
     count = min(TURNS, others)
+    # One stride for all in a turn, so that each node receives from one. The strides are spread
+    # out: neighbours in rank are often neighbours in the network.
     strides = [1 + turn * others // count for turn in range(count)]
     return [
         {node: nodes[(at + stride) % len(nodes)] for at, node in enumerate(nodes)}

@@ -81,6 +81,7 @@ def collected(
         made: Any = _FAMILIES[row.type](row.name, row.help, labels=[*common, *row.labels])
         for shared, source in of:
             found = row.read(source)
+            # With labels there are several values, each after those of its labels.
             for *values, value in found if row.labels else ((found,),):
                 if isinstance(value, Histogram):
                     bounds = (*map(str, HISTOGRAM_S), "+Inf")
@@ -128,7 +129,7 @@ class Metrics(Collector):
     @property
     def registry(self) -> CollectorRegistry:
         """A registry of these metrics alone."""
-        registry = CollectorRegistry(auto_describe=False)
+        registry = CollectorRegistry(auto_describe=False)  # else it collects once to know the names
         registry.register(self)
         return registry
 

@@ -88,6 +88,7 @@ def pack(answer: Answer) -> str:
         return packed
     sizes = f"{len(packed)} bytes, {len(whole)} unpacked, the limit is {ANSWER_BYTES}"
     text = f"the answer has {sizes}; ask for one --rank"
+    # Once more without the record: that is small enough.
     return pack(dataclasses.replace(answer, record={}, problem=text))
 
 

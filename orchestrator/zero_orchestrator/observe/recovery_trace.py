@@ -110,6 +110,7 @@ class _File:
     def thread(self, node: str, name: str) -> _Thread:
         """A thread of the process of a node, or of the job."""
         if (node, name) not in self._threads:
+            # In the format a node is a process; its number is the order of appearance.
             pids = {of: pid for (of, _), (pid, _) in self._threads.items()}
             pid, tid = pids.get(node, len(pids)), len(self._threads)
             self._threads[node, name] = pid, tid

@@ -78,7 +78,7 @@ def from_answer(node: str, record: Mapping[str, Any]) -> Iterator[RankStack]:
                 threads = from_spy(one["spy"])
             elif "text" in one:
                 threads = from_faulthandler(one["text"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:  # it is of another version, or damaged
             problem = f"its stacks cannot be read: {error!r}"
         yield RankStack(
             rank=one["rank"],
@@ -127,6 +127,7 @@ def _users(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames of the user's program, without those that started it."""
     starts = (place for place, one in enumerate(frames) if one.file.endswith(_STARTER))
     own = list(frames[: next(starts, len(frames))])
+    # `python -m` runs a module by these; frozen or not, as the interpreter was built.
     while own and own[-1].file in ("<frozen runpy>", "runpy.py"):
         own.pop()
     return tuple(own)

@@ -53,6 +53,7 @@ UNREADABLE = "UNREADABLE"
 """State that is shown for a job whose keys cannot be parsed."""
 
 _JUST_NOW = Observation(nodes_s=0.0, symptom_s=0.0)
+"""What somebody sees who looks once: no time has passed, so what waits for a time is waiting."""
 
 
 class NoSuchJob(ZeroError):
@@ -436,7 +437,7 @@ def rows(
 ) -> tuple[tuple[NodeRow, ...], tuple[NodeRow, ...]]:
     """The members of the round in rank order, and the live nodes outside of the round."""
     known, members = _Known(view), view.members.nodes
-    ranks = accumulate((node.slots for node in members), initial=0)
+    ranks = accumulate((node.slots for node in members), initial=0)  # and, last, the world size
     return (
         tuple(
             _row(known, node, rank, progress) for node, rank in zip(members, ranks, strict=False)
@@ -476,6 +477,7 @@ def _row(known: _Known, node: Node, rank: int | None, progress: Mapping[str, Any
         host=node.machine,
         devices=str(last.get("devices", "")),
         step=last.get("step"),
+        # The time is that of the record, which a node writes before its first step as well.
         step_time_s=last.get("time") if "step" in last else None,
         loss=last.get("loss"),
         ram_used_bytes=ram.get("used_bytes"),

@@ -242,6 +242,7 @@ def _shrink(view: View) -> Decision | None:
     return _remove(one, f"{view.wanted} voters are enough for {count} machines, not {one.node}'s")
 
 
+# Dead voters go before anybody gets a vote, and living ones after it (the module says why).
 _RULES: tuple[Callable[[View], Decision | None], ...] = (
     _announce,
     _drop_learner,

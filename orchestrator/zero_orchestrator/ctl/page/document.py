@@ -27,6 +27,7 @@ def page(picture: Json, *, live: bool) -> str:
         "JS": js,
         "PICTURE": embedded(picture),
     }
+    # Split before anything is put in: an "@CSS@" in a text of the job stays what it is.
     pieces = (files / "page.html").read_text(encoding="utf-8").split("@")
     return "".join(parts.get(piece, piece) for piece in pieces)
 
@@ -47,6 +48,7 @@ def policy(css: str, js: str, *, live: bool) -> str:
 def embedded(picture: Json) -> str:
     """The picture as JSON that may stand inside of a script element."""
     text = json.dumps(picture, separators=(",", ":"), allow_nan=False)
+    # "</script>" or "<!--" in a text of the job would end the element, or change how it is read.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

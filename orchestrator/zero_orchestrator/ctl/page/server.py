@@ -164,6 +164,7 @@ class Server:
 
     async def _stream(self, request: Request) -> Response:
         async def lines() -> AsyncIterator[str]:
+            # Closed at once when the browser leaves: the feed counts who watches.
             async with contextlib.aclosing(self._feed.news()) as news:
                 async for changed in news:
                     if changed is None:

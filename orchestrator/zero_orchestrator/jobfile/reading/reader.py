@@ -129,7 +129,7 @@ class _Walk:
     def _value(self, kind: Any, node: yaml.Node, path: str) -> Any:
         wanted = parts(kind)[0]
         if kind == Tree and isinstance(node, yaml.MappingNode):
-            try:
+            try:  # a loader of no text, for its constructors alone
                 return yaml.SafeLoader("").construct_document(node)
             except (yaml.YAMLError, ValueError) as error:
                 self.problems.append(Problem(key=path, text=f"cannot be read: {error}"))
@@ -150,7 +150,7 @@ class _Walk:
             name = str(_text(key))
             where = join(path, name)
             self.lines[where] = _line(key)
-            if name in seen:
+            if name in seen:  # YAML itself would take the last one without a word
                 text = f"is given twice, first in line {seen[name]}; keep one"
                 self.problems.append(Problem(key=where, text=text))
             else:

@@ -45,6 +45,7 @@ def _bounds(text: Any) -> Any:
     try:
         low, high = parse_nnodes(text)
     except SpecError as error:
+        # Its text begins with the flag --nnodes, which nobody has typed here.
         raise Wrong("", f"{text}: {str(error).partition(': ')[2]}") from None
     return {"min": low, "max": high}
 

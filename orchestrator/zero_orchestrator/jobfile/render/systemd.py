@@ -29,6 +29,7 @@ def files(job: Job) -> dict[str, str]:
     words = [file.script, *places(job, config=f"/{config}")]
     variables = settings(file) | etcd_settings(file)
     for text in (*words, *variables.values()):
+        # systemd splits ZERO_SCRIPT at white space, and reads quotes and backslashes in any value.
         among = " \t\n\"'\\" if text in words else "\n\"'\\"
         if any(letter in text for letter in among):
             wrong = f"{text!r}: an environment file of systemd cannot hold it; put it into a file"

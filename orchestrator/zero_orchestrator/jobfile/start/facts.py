@@ -74,6 +74,7 @@ class Kubectl:
         done = self._run("get", "--raw=/version", *self._flags)
         if done is None:
             return "kubectl did not end in time"
+        # Above the last line kubectl may have logged each attempt.
         return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
     def get(self, kind: str, name: str | None = None) -> list[Object] | None:

@@ -55,6 +55,7 @@ def _stub_class(service: str, methods: Any, classes: dict[str, Any]) -> type:
 
     def bind(self: Any, channel: Any) -> None:
         for method in methods:
+            # gRPC names its four kinds of calls by who streams: `unary_stream`, for example.
             sides = (method.client_streaming, method.server_streaming)
             kind = "_".join("stream" if streams else "unary" for streams in sides)
             multi_callable = getattr(channel, kind)(
