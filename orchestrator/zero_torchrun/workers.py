@@ -67,7 +67,7 @@ class Workers:
         self._channel = Channel(self._hub, self._scratch.path / "agent", self._on_message)
         self._changed = threading.Lock()
         self._environ: dict[str, str | None] = {}
-        """What the variables held before by which the workers get to know their round."""
+        """The former values of the variables by which the workers get to know their round."""
         self._begin(0, 0)
 
     def _begin(self, round: int, fence: int) -> None:
@@ -75,7 +75,7 @@ class Workers:
         self.pids: dict[int, int] = {}
         self.preparing = ""
         self.progress: Progress | None = None
-        """Of the last step of the lowest rank here."""
+        """The report of the last step of the lowest rank here."""
         self._can_leave: set[int] = set()
         self._left: set[int] = set()
         self._asked: dict[int, When] = {}

@@ -45,7 +45,7 @@ def choose(log_dir: Path, job: str | None) -> str:
 
 
 def read(log_dir: Path, job: str) -> Records:
-    """What the event files of a job show. Raises OSError: a file cannot be read."""
+    """The records in the event files of a job. Raises OSError: a file cannot be read."""
     lines = [
         line
         for pattern in _PATTERNS

@@ -109,7 +109,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class _Cursor:
-    """What has been shown of a node's output."""
+    """The position in a node's output up to which it was shown."""
 
     agent: str
     number: int
@@ -149,7 +149,7 @@ class _Reader:
         return sorted(missing)
 
     def left(self) -> list[Answer]:
-        """What agents that have ended have left in etcd."""
+        """The output that agents which have ended have left in etcd."""
         found = []
         for item in self._store.range(output_prefix(self._job)).items:
             with contextlib.suppress(ValueError):  # of another version

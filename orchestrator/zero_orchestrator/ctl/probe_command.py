@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def conclusions(slow: Sequence[SlowLink], silent: Sequence[Link], links: int) -> list[str]:
-    """What a probe has found, in sentences; what cannot be reached comes last."""
+    """The findings of a probe, in sentences; links that were not measured come last."""
     texts = [one.text for one in slow]
     if silent:
         which = ", ".join(f"{link.source} -> {link.target}" for link in silent)

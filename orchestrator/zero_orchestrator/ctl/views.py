@@ -267,7 +267,7 @@ def _jobs_table(jobs: Sequence[JobStatus]) -> Fitted:
 
 
 def _now(status: JobStatus) -> str:
-    """What a job does; if it is LOST, also how long ago an agent was last alive."""
+    """The present activity of a job; if it is LOST, also how long ago an agent was last alive."""
     if status.state != LOST or status.seen_time_s is None:
         return status.now
     return f"{status.now}; one was alive {age(status.seen_time_s)}"
@@ -279,7 +279,7 @@ def status_page(status: JobStatus) -> RenderableType:
 
 
 def status_head(status: JobStatus) -> RenderableType:
-    """What is known of a job as a whole, a line for each fact."""
+    """The facts about a job as a whole, a line for each."""
     title = Text.assemble("job ", (status.job, "bold"), ": ", _styled(status.state or "not begun"))
     facts = _table("", "")
     facts.show_header = False
@@ -312,7 +312,7 @@ def status_tables(status: JobStatus) -> RenderableType:
 
 
 def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
-    """What the job does, with which nodes, and what failures have cost."""
+    """The facts about the round: its state, its nodes, and the cost of failures."""
     yield "round", f"{status.round}, world size {status.world_size}"
     yield "now", _now(status)
     if status.cause:
@@ -339,7 +339,7 @@ def _facts_of_round(status: JobStatus) -> Iterator[tuple[str, str]]:
 
 
 def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
-    """How far the training is, how fast, and what the time went to."""
+    """The facts about the training: its progress, its speed, and the use of the time."""
     if status.reduction:
         yield "reduction", f"{status.reduction}: the number of ranks changes the result"
     yield "checkpoint", _checkpoint(status.checkpoint, status.saved, status.last_save)

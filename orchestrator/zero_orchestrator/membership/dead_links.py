@@ -32,12 +32,12 @@ class DeadLink:
     to: str
     """The node that it does not reach."""
     why: str = ""
-    """What happened instead, with the address."""
+    """The error, with the address."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkReport(Record):
-    """What the agent of one node has found when it looked at its links to the other members."""
+    """The findings of one node's agent about its links to the other members."""
 
     node: str
     dead: tuple[DeadLink, ...] = ()

@@ -54,7 +54,7 @@ class Charge(Record):
 
 
 def in_force(charges: Sequence[Charge], committed: int, refill_after: int) -> int:
-    """How many charges still count; one is forgiven after so many committed steps, 0: never."""
+    """The number of charges in force; each ends after so many committed steps, 0: never."""
     if refill_after == 0:
         return len(charges)
     return sum(1 for charge in charges if committed < charge.committed + refill_after)

@@ -77,7 +77,7 @@ class Node(Record):
     slots: int
     """Workers on this node."""
     draining: bool = False
-    """It is leaving: it keeps its round until the next step boundary, and joins no other."""
+    """The node is leaving: it keeps its round until the next step boundary, and joins no other."""
     ring: str = ""
     """Address of its liveness ring, `host:port`."""
     role: str = "default"
@@ -244,7 +244,7 @@ class Snapshot:
     nodes: tuple[Node, ...] = ()
     """Live agents in order of arrival."""
     members: Members = NOBODY
-    """Of round n."""
+    """The nodes of round n."""
     master: str | None = None
     yielding: str | None = None
     yield_revision: int = 0
@@ -255,7 +255,7 @@ class Snapshot:
     failures: tuple[Failure, ...] = ()
     """Reports of round n, first one first."""
     links: tuple[LinkReport, ...] = ()
-    """Of the nodes of round n that have looked at their links to the other members."""
+    """Reports of the nodes of round n that have looked at their links to the other members."""
     charged: tuple[Charge, ...] = ()
     """Charges to the restart budget, in order of rounds."""
     took_s: float = 0.0

@@ -56,7 +56,7 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """What all of them start with."""
+        """The prefix of all keys that agents watch."""
         return f"/zero/v1/{self.job}/"
 
     @property
@@ -66,12 +66,12 @@ class Keys:
 
     @property
     def secret(self) -> str:
-        """What the job's agents prove to each other that they know; no other process reads it."""
+        """The secret that agents prove to each other to know; no other process reads it."""
         return f"{self.secrets}key"
 
     @property
     def secrets(self) -> str:
-        """What the keys start with that the job's agents alone may read."""
+        """The prefix of the keys that the job's agents alone may read."""
         return f"/zero/secret/{self.job}/"
 
     @property
@@ -91,7 +91,7 @@ class Keys:
 
     @property
     def events(self) -> str:
-        """What the keys of the job's events start with."""
+        """The prefix of the keys of the job's events."""
         return f"/zero/events/{self.job}/"
 
     def told(self, fence: int, move: str) -> str:
@@ -105,12 +105,12 @@ class Keys:
 
     @property
     def round_state(self) -> str:
-        """What the keys start with that every agent must know."""
+        """The prefix of the keys that every agent must know."""
         return self.prefix + "round"
 
     @property
     def nodes(self) -> str:
-        """What the keys of the live agents start with."""
+        """The prefix of the keys of the live agents."""
         return self.node("")
 
     def drain(self, node: str) -> str:
@@ -123,7 +123,7 @@ class Keys:
 
     @property
     def charges(self) -> str:
-        """What the keys of the charges start with."""
+        """The prefix of the keys of the charges."""
         return f"{self.prefix}charged/"
 
     def charged(self, n: int) -> str:
@@ -135,15 +135,15 @@ class Keys:
         return f"{self.prefix}excluded/{host}"
 
     def store_part(self, *parts: str) -> str:
-        """What the agents tell each other of the job's own etcd."""
+        """A key about the job's own etcd, for its agents."""
         return self.prefix + "/".join(("store", *parts))
 
     def heir(self, store: str) -> str:
-        """That the store with this id was followed by the one that has this key."""
+        """Present if the store that has this key has followed the one with this id."""
         return self.store_part("heir", store)
 
     def aside(self, node: str) -> str:
-        """That a node is set aside; every agent must know."""
+        """Present while a node is set aside; every agent must know."""
         return f"{self.prefix}rounds/aside/{node}"
 
     def of_round(self, n: int, *parts: str) -> str:
@@ -151,5 +151,5 @@ class Keys:
         return "/".join((f"{self.prefix}rounds/{n}", *parts))
 
     def report(self, n: int, *parts: str) -> str:
-        """What a node says about its part of round n: kind, node."""
+        """A node's report about its part of round n; the parts are its kind and the node."""
         return "/".join((f"{self.prefix}reports/{n}", *parts))

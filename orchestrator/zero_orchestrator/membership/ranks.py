@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 """The parts of the network that a node is in, the widest first, such as a block and a rack."""
 
 SEPARATOR = "."
-"""Of the parts, as in Slurm's SLURM_TOPOLOGY_ADDR; the value of a label may contain it, too."""
+"""Separates the parts, as in Slurm's SLURM_TOPOLOGY_ADDR; values of labels may contain it, too."""
 
 
 def path_of(topology: str) -> Path:

@@ -20,9 +20,9 @@ from zero_orchestrator.errors import SpecMismatch
 from zero_orchestrator.store.kv import KeyValue
 
 PROTOCOL = 2
-"""Of what agents tell each other in the store, of the keys and of the moves of a job."""
+"""Version of the records, keys and moves of a job, as this agent writes and reads them."""
 FIRST_PROTOCOL = 1
-"""That of records which do not say."""
+"""The version of records that name none."""
 
 LARGEST_BYTES = 16 << 20
 """The largest text that is packed in a value of the store."""
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Record:
-    """What the value of a key is: a dataclass, as JSON."""
+    """The value of a key: a dataclass, as JSON."""
 
     def to_json(self) -> str:
         """The value of its key."""

@@ -60,7 +60,7 @@ from zero_orchestrator.store.kv import (
 from zero_orchestrator.store.replica import Jump
 
 TURN_S = 0.25
-"""How much longer the next agent in turn waits before it tries a transition itself."""
+"""Additional wait of each further agent in turn, before it tries a transition itself."""
 
 
 class NodeTaken(ZeroError):
@@ -137,7 +137,7 @@ class Rendezvous:
 
     @property
     def lease(self) -> int:
-        """Under which this agent is registered."""
+        """The lease under which this agent is registered."""
         return self._registration.lease
 
     def register(self, *, starting: bool = False) -> None:

@@ -69,7 +69,7 @@ _NAMED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long to wait before acting where acting at once would be hasty. Seconds."""
+    """The waits before a move that would be hasty if it were made at once. Seconds."""
 
     settle_s: float = 1.0
     """No node came or went for so long before a round begins below the maximum with newcomers."""
@@ -408,7 +408,7 @@ def _interrupt(
 
 
 def _no_more(job: Snapshot, charge: Charge) -> tuple[Move, str] | None:
-    """How this failure ends the job: restart budget spent, or a crash loop; None: it does not."""
+    """The end of the job by this failure, and why: budget spent, or a crash loop; None: no end."""
     budget, refill = job.spec.max_restarts, job.spec.refill_after_steps
     if job.spent >= budget:
         text = f"all {budget} restarts are spent" if budget else "no restarts are allowed"

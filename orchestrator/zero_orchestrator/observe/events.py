@@ -169,7 +169,7 @@ class _Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """What orders an event."""
+    """The fields that order an event."""
 
     revision: int | None = None
     late_s: float = 0.0
@@ -182,7 +182,7 @@ class _Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Paced:
-    """How often an agent writes a key: the more nodes a job has, the rarer each of them does."""
+    """The pace at which an agent writes a key: the more nodes a job has, the slower."""
 
     every_s: float
     """Seconds between two writes."""
@@ -421,7 +421,7 @@ class Publisher:
                 _log.exception("an event is not published")
 
     def _next(self) -> Callable[[], object] | None:
-        """What is to be written next; None at the end."""
+        """The next write; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._newest or self._events or self._closing)
             # Of these there are few, and none of them twice; of the events a thousand may wait.
@@ -527,7 +527,7 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
 
 
 def _later_s(one: Event, other: Event) -> float:
-    """How much later one event was than another one; 0 if a record lacks the time."""
+    """The time from another event to this one, seconds; 0 if a record lacks the time."""
     first, second = one.record.get("time"), other.record.get("time")
     return first - second if isinstance(first, float) and isinstance(second, float) else 0.0
 

@@ -15,7 +15,7 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 TURNS = 4
 TURN_S = 12.0
-"""How long the answers of one turn are waited for: longer than an agent may take for a probe."""
+"""Wait for the answers of one turn: longer than an agent may take for a probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def probe(store: KeyValueStore, job: str, nodes: Sequence[str]) -> list[Link]:
 
 
 def link_of(source: str, target: str, answer: Answer) -> Link:
-    """What an agent has measured."""
+    """The link that an agent has measured."""
     record: Mapping[str, object] = answer.record
     latency_s, rate = record.get("latency_s"), record.get("bytes_per_s")
     if not isinstance(latency_s, float) or not isinstance(rate, float):

@@ -47,7 +47,7 @@ def trace(events: Sequence[Event], lost: Sequence[Band]) -> Json:
 
 
 def _add_nodes(file: _File, one: Recovery, of_next: Sequence[Mapping[str, Any]]) -> None:
-    """What each node did in a recovery, given the events of the round after it."""
+    """Add the doings of each node in a recovery, given the events of the round after it."""
     begins = next((record for record in of_next if record.get("event") == "activate"), {})
     starts, firsts = (
         {str(record.get("node")): record for record in of_next if record.get("event") == kind}
@@ -74,7 +74,7 @@ def _add_nodes(file: _File, one: Recovery, of_next: Sequence[Mapping[str, Any]])
 
 
 def shift_s(begins: Mapping[str, Any], start: Mapping[str, Any]) -> float:
-    """What is added to the times of a node, given the beginning of a round and its start there."""
+    """The shift of a node's times, given the beginning of a round and its start there."""
     if not begins or begins.get("node") == start.get("node"):
         return 0.0
     begins_s, stopped_s = _time_s(begins), number(start.get("stopped_s"))

@@ -53,7 +53,7 @@ UNREADABLE = "UNREADABLE"
 """State that is shown for a job whose keys cannot be parsed."""
 
 _JUST_NOW = Observation(nodes_s=0.0, symptom_s=0.0)
-"""What somebody sees who looks once: no time has passed, so what waits for a time is waiting."""
+"""The observation of a single look: no time has passed, so a wait for a time has not ended."""
 
 
 class NoSuchJob(ZeroError):
@@ -411,7 +411,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
 
 
 def _trained(progress: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the members of a round have published of its steps, taken together."""
+    """The training as the members of a round have published it, taken together."""
     words = (str(of.get("reduction", "")) for of in progress)
     paced = [pace.from_record(of.get("pace")) for of in progress]
     fastest = (of.speed for of in paced if of.speed is not None)

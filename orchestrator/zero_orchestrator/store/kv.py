@@ -44,7 +44,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What to read: one key, or with `prefix` every key that starts with it."""
+    """One read: of a key, or with `prefix` of every key that starts with it."""
 
     key: str
     prefix: bool = False
@@ -53,7 +53,7 @@ class Read:
 
 
 class Field(StrEnum):
-    """What a comparison looks at; a missing key compares as revision 0."""
+    """The revision that a comparison looks at; a missing key compares as revision 0."""
 
     CREATE_REVISION = "create_revision"
     MOD_REVISION = "mod_revision"

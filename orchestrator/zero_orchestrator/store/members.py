@@ -33,7 +33,7 @@ START_S = 30.0
 
 
 class Step(StrEnum):
-    """What may be done to the members."""
+    """A kind of change of the members."""
 
     ANNOUNCE = "announce"
     """Write for all agents where the voters are."""
@@ -77,12 +77,12 @@ class Change:
     member: Member | None = None
     """Which one is promoted or removed."""
     node: str = ""
-    """Who is invited."""
+    """The node that is invited."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What one agent sees of the members and the nodes."""
+    """The members and the nodes as one agent sees them."""
 
     members: tuple[Member, ...]
     nodes: tuple[Place, ...]
@@ -97,7 +97,7 @@ class View:
 
     @cached_property
     def endpoints(self) -> tuple[str, ...]:
-        """Where clients are served: a learner does not serve them."""
+        """The endpoints that serve clients: a learner does not."""
         return tuple(sorted(one.endpoint for one in self.voters if one.endpoint))
 
     @cached_property
@@ -107,7 +107,7 @@ class View:
 
     @cached_property
     def alive(self) -> int:
-        """How many voters have a live node."""
+        """The number of voters that have a live node."""
         return sum(one.id not in self.gone_s for one in self.voters)
 
     @cached_property
@@ -141,12 +141,12 @@ class View:
 
 
 def quorum(voters: int) -> int:
-    """How many of so many voters must agree."""
+    """The number of voters that must agree, of so many."""
     return voters // 2 + 1
 
 
 def wanted(machines: int) -> int:
-    """How many voters a job of so many machines should have: an even number survives no more."""
+    """The number of voters for a job of so many machines: an even one survives no more losses."""
     return 5 if machines >= 5 else 3 if machines >= 3 else min(machines, 1)
 
 

@@ -24,7 +24,7 @@ _ANSWER_S = 1.0
 
 
 def state_directory() -> Path:
-    """Where files are that outlive an agent: the data of its servers, how its jobs ended."""
+    """The directory of files that outlive an agent: the data of its servers, how its jobs ended."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state, "zero-elastic")
 

@@ -22,7 +22,7 @@ from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore, Range
 
 
 class Position(NamedTuple):
-    """How far the history of a store was known."""
+    """The point up to which the history of a store was known."""
 
     cluster: int
     revision: int
@@ -68,7 +68,7 @@ class Replica:
         self._range: Range | None
         self._stale = False
         self._later: list[Change] | None = None
-        """What the watch has delivered since it left changes out; None: it has left out none."""
+        """The changes delivered by the watch since it left some out; None: it has left out none."""
         self._jump: Jump | None = None
         self._replace(store.range(prefix))
         self._watch = store.watch(

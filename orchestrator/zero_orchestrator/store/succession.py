@@ -29,7 +29,7 @@ WATCH_S = 10.0
 
 
 class Act(StrEnum):
-    """What a node without a store does."""
+    """The choices of a node without a store."""
 
     JOIN = "join"
     """Go on with the store that has followed."""
@@ -46,9 +46,9 @@ class Heir:
     store: str
     """Its id: that of its etcd cluster, hex."""
     endpoint: str
-    """Where it began."""
+    """The endpoint at which it began."""
     node: str
-    """Who began it."""
+    """The node that began it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +61,23 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a node knows that has had no answer from the store for --etcd-grace."""
+    """The knowledge of a node that has had no answer from the store for --etcd-grace."""
 
     root: str
-    """Where the job's checkpoints are; empty: this node knows of none."""
+    """The directory or URL of the job's checkpoints; empty: this node knows of none."""
     round: int = 0
     """The last round that it knows."""
     step: int = 0
     """The newest published step that it knows."""
     newest: Checkpoint | None = None
-    """What it sees at `root` now."""
+    """The newest checkpoint at `root` now."""
     heir: Heir | None = None
     lives: bool = False
     """The store has shown meanwhile that it lives."""
 
 
 def decide(seen: Seen) -> tuple[Act, str]:
-    """What this node does now, and the reason."""
+    """The choice of this node, and the reason."""
     if seen.heir is not None:
         heir = seen.heir
         return Act.JOIN, f"node {heir.node} has begun a new store at {heir.endpoint}"

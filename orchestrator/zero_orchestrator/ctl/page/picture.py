@@ -103,7 +103,7 @@ def read(store: KeyValueStore, job: str) -> Records:
 
 
 def picture(records: Records, *, now_s: float) -> Json:
-    """What the page shows, section by section."""
+    """The sections of the page."""
     job, history, told = records.status, records.history, records.events
     end_s = _end_s(records, now_s)
     timelines = [_timeline(records, row, end_s) for row in _rows(records)]
@@ -154,7 +154,7 @@ def _without_steps(records: Records, timelines: Sequence[Json], end_s: float) ->
 
 
 def _end_s(records: Records, now_s: float) -> float:
-    """Where the picture ends: now, or when the job ended, or when it was last seen."""
+    """The end of the picture: now, or when the job ended, or when it was last seen."""
     job = records.status
     if not job.ended and job.live_nodes:
         return now_s
@@ -173,7 +173,7 @@ def _start_s(records: Records, end_s: float) -> float:
 
 
 def _over_s(records: Records, end_s: float) -> float:
-    """When the job has ended; until then, where the picture ends."""
+    """The time of the job's end; until then, the end of the picture."""
     ended = [e.time_s for e in records.events if e.record.get("event") in ENDINGS]
     return min(end_s, ended[-1]) if ended and records.status.ended else end_s
 
@@ -293,7 +293,7 @@ def _rates(points: Sequence[Point]) -> tuple[list[float | None], str]:
 
 
 def _rates_of(done: Sequence[float], points: Sequence[Point]) -> list[float | None]:
-    """What is done in a second at each point, over the points before it."""
+    """The rate per second at each point, over the points before it."""
     back = max(1, len(points) // WINDOWS)
     rates: list[float | None] = []
     for place, point in enumerate(points):
@@ -342,7 +342,7 @@ def _timeline(records: Records, row: NodeRow, end_s: float) -> Json:
 
 
 def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[Span]:
-    """What a node has done since it wrote its timeline, by the rounds and steps of the job."""
+    """The spans of a node since it wrote its timeline, by the rounds and steps of the job."""
     phase = timeline.spans[-1].phase
     step_times_s = [point.time_s for point in records.history.points]
     late = takewhile(lambda event: event.time_s > timeline.until_s, reversed(records.events))
@@ -361,7 +361,7 @@ def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[
 
 
 def _lost_s(records: Records, written_s: float) -> float:
-    """When a node was lost that wrote its timeline last then: the end of its round, if near."""
+    """The time when a node was lost that wrote its timeline last: the end of its round, if near."""
     within_s = GOODPUT.pause_s(len(records.timelines)) + NOTICE_S
     ended = (e.time_s for e in records.events if e.record.get("event") in ENDS)
     return next((t for t in ended if written_s <= t <= written_s + within_s), written_s)
@@ -387,7 +387,7 @@ def _recovery(band: Band) -> Json:
 
 
 def _paces(job: JobStatus) -> Json:
-    """How long steps take: of all ranks and of the run, and of the slowest ranks."""
+    """The durations of steps: of all ranks and of the run, and of the slowest ranks."""
     together = (
         ("all ranks, this round", job.step_times),
         ("one rank, all rounds", job.run_step_times),

@@ -152,7 +152,7 @@ def _ends(kind: str, event: str) -> bool:
 def _told(
     record: Mapping[str, Any], at_s: float, points: Sequence[Point]
 ) -> tuple[object, PageProblem | None]:
-    """What an event is about, and the problem of which it tells the beginning or the end."""
+    """The subject of an event, and the problem of which it tells the beginning or the end."""
     event, text, node = record.get("event"), str(record.get("text", "")), str(record.get("node"))
     if event in tuple(Kind):
         nodes = [str(host) for host in record.get("hosts", [record.get("host")]) if host]

@@ -31,7 +31,7 @@ SUBMIT_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """How a job is to be started."""
+    """The options of a start."""
 
     agents: int
     """Number of agents on this machine."""
@@ -47,7 +47,7 @@ class Place:
     without: str = ""
     """Remedy if the program is not on the PATH."""
     problems: Callable[[Job], list[Problem]]
-    """What would keep a job from running there."""
+    """Finds the problems that keep a job from running there."""
     start: Callable[[Job, StartOptions], int]
     """Starts the job; returns the exit code."""
 
@@ -73,7 +73,7 @@ def _unreachable_etcd(job: Job, *, is_fatal: bool) -> list[Problem]:
 
 
 def _local_problems(job: Job) -> list[Problem]:
-    """What would keep a job from starting in this directory, with this environment."""
+    """The problems that keep a job from starting in this directory, with this environment."""
     found = []
     if not Path(job.file.script).is_file():
         text = f"{job.file.script}: there is no such file here; run this where it is"
@@ -113,7 +113,7 @@ def _start_agents(job: Job, how: StartOptions) -> int:
 
 
 def _kubernetes_problems(job: Job) -> list[Problem]:
-    """What would keep a job from running on the cluster of kubectl's context."""
+    """The problems that keep a job from running on the cluster of kubectl's context."""
     kubectl = facts.Kubectl(job.file.kubernetes.namespace)
     if (reason := kubectl.why_unreachable()) is not None:
         raise ToolMissing(

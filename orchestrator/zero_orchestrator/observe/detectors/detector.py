@@ -33,21 +33,21 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class Strains:
-    """What slows the nodes down, as they publish it."""
+    """The strains of the nodes, as they publish them."""
 
     by_node: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What a probe of the network between the nodes has measured."""
+    """The result of a probe of the network between the nodes."""
 
     links: Sequence[Link]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the agents of all nodes answer when no rank takes a step."""
+    """The answers of the agents of all nodes when no rank takes a step."""
 
     dead: Mapping[Pair, str] = field(default_factory=dict)
     """The dead links between them, and what was found."""
@@ -59,7 +59,7 @@ Report = RankTimes | Idle | Strains | Probed | Evidence
 
 
 class Question(StrEnum):
-    """What a detector needs to know; the answer is a report."""
+    """A question of a detector; the answer is a report."""
 
     STRAIN = "strain"
     """What slows the nodes down? `Strains`."""
@@ -71,7 +71,7 @@ class Question(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What holds about the ranks of a round."""
+    """A verdict that holds about the ranks of a round."""
 
     verdict: Verdict
     over: str
@@ -93,7 +93,7 @@ class Detector(Protocol):
 
     @property
     def asks(self) -> Question | None:
-        """What is to be asked now; None: nothing."""
+        """The question to ask now; None: none."""
 
     def add(self, report: Report, now_s: float) -> Sequence[Finding]:
-        """What holds after one more report; a report that it does not know changes nothing."""
+        """The findings after one more report; a report that it does not know changes nothing."""

@@ -25,14 +25,14 @@ class Collective:
     """Its number among those of the group."""
     name: str
     sizes: str
-    """Those of its inputs."""
+    """The sizes of its inputs."""
     at: str = ""
     """The function and line of the script that has issued it; empty: not known."""
     ended: bool = False
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What must be the same on all ranks."""
+        """The part that must be the same on all ranks."""
         return self.name, self.sizes if self.name in _EQUAL_SIZES else ""
 
     @property

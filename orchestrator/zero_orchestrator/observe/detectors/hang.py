@@ -38,7 +38,7 @@ SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What one rank does."""
+    """The state of one rank."""
 
     rank: int
     node: str
@@ -59,7 +59,7 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """Where its program is: the innermost function that is the user's own."""
+        """The place of its program: the innermost function that is the user's own."""
         if not self.frames:
             return self.problem or "unknown"
         frame = next((f for f in self.frames if is_own(f.file)), self.frames[0])
@@ -93,7 +93,7 @@ def states(answers: Mapping[str, Mapping[str, Any]]) -> list[RankState]:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Who is waited for."""
+    """The ranks that others wait for."""
 
     ranks: tuple[int, ...]
     """The ranks that the others wait for; all, if none can be told from the others."""
@@ -226,7 +226,7 @@ class StuckRanks:
         self._found: Finding | None = None
 
     def add(self, report: Report, now_s: float) -> list[Finding]:
-        """Who is waited for, if it is known."""
+        """The ranks that are waited for, if they are known."""
         if isinstance(report, Idle):
             if report.idle_s is None:
                 self._since, self._found, self._asks_again_s = None, None, 0.0

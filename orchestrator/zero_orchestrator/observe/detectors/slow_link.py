@@ -54,7 +54,7 @@ class SlowLink:
     link: Link
     usual_latency_s: float
     usual_bytes_per_s: float
-    """Of the links that it was compared with."""
+    """The usual rate of the links that it was compared with."""
     node: str = ""
     """The node whose links are all slow in this direction; empty: it is this link alone."""
 
@@ -115,7 +115,7 @@ def _judge(link: Link, measured: Sequence[Link], earlier: Mapping[Way, float]) -
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What is known of the links of a round."""
+    """The knowledge about the links of a round."""
 
     earlier: Mapping[Way, float] = field(default_factory=dict)
     """The highest rate of each link."""
@@ -129,7 +129,7 @@ class Network:
         return self.slow if self.in_a_row >= IN_A_ROW else None
 
     def add(self, links: Sequence[Link]) -> Network:
-        """What is known after one more probe; the same as before if it has measured nothing."""
+        """The knowledge after one more probe; the same as before if that has measured nothing."""
         if not any(link.bytes_per_s for link in links):
             return self
         rates = {link.way: max(link.bytes_per_s, self.earlier.get(link.way, 0.0)) for link in links}

@@ -35,12 +35,12 @@ class SlowWrite:
     """The slow rank; None: all ranks."""
     bytes_per_s: float
     usual_bytes_per_s: float
-    """Of the other ranks, or of all ranks earlier."""
+    """The rate of the other ranks, or of all ranks earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What is known of the storage."""
+    """The knowledge about the storage."""
 
     last: tuple[float, ...] = ()
     """The rates of the last checkpoint, by rank."""
@@ -55,7 +55,7 @@ class Storage:
         return self.slow if self.in_a_row >= IN_A_ROW else None
 
     def add(self, report: RankTimes) -> Storage:
-        """What is known after one more report; most are of no new checkpoint."""
+        """The knowledge after one more report; most reports are of no new checkpoint."""
         rates = report.write_bytes_per_s
         if not rates or not all(rates):
             return self

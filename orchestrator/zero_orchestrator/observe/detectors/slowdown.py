@@ -29,7 +29,7 @@ _KEPT = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """What is known of the steps of a round."""
+    """The knowledge about the steps of a round."""
 
     begin: RankTimes | None = None
     """The report with which the current window begins."""
@@ -44,7 +44,7 @@ class Slowdown:
         return self.in_a_row >= WINDOWS
 
     def add(self, report: RankTimes) -> Slowdown:
-        """What is known after one more report."""
+        """The knowledge after one more report."""
         begin = self.begin
         if begin is None or len(begin.wait_s) != len(report.wait_s) or not report.wait_s:
             return Slowdown(begin=report)

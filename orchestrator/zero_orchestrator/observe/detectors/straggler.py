@@ -107,7 +107,7 @@ class Stragglers:
         return Stragglers(begin=report, slow=slow)
 
     def _next(self, rank: int, found: tuple[float, float] | None, begin_step: int) -> _Slow | None:
-        """What is known of a rank after a window in which it was slow, or was not."""
+        """The record of a rank after a window in which it was slow, or was not."""
         known = self.slow.get(rank)
         if found is None:
             # One fast window ends what is no verdict yet; a verdict needs as many as have made it.

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """What one client proves its identity with, and whom it trusts."""
+    """The certificates with which one client proves its identity, and those that it trusts."""
 
     def __init__(self, ca: Path, cert: Path | None, key: Path | None) -> None:
         """Read the files.
@@ -34,7 +34,7 @@ class Certificates:
         self._reported = ""
 
     def newest(self) -> grpc.ChannelCredentials:
-        """Those of the files as they are now, or else as they were when they were last right."""
+        """The credentials in the files as they are now, or else as they were when last right."""
         try:
             self._good, self._reported = _read(*self._files), ""
         except SpecError as error:

@@ -82,7 +82,7 @@ class EtcdStore:
         self._shared = shared
         self._watches = EtcdWatches(self._connection, self._check_version)
         self._warned: set[str] | None = None
-        """What was said of the versions of servers; None: nothing is to be said."""
+        """The warnings about versions of servers so far; None: none is to be given."""
         self._ttl_s: dict[int, float] = {}
 
     def sibling(self) -> EtcdStore:
