@@ -55,7 +55,7 @@ def _fill(
     ties: Mapping[str, str],
     path: Path,
 ) -> None:
-    # A torch file knows ties; in safetensors each name of a tensor has bytes of its own.
+    # A torch file knows ties; in safetensors each name of a tensor has separate bytes.
     names = {name: [name, *(n for n, first in ties.items() if first == name)] for name in table}
     out: ModelFile
     if path.suffix == ".safetensors":

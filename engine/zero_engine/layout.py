@@ -102,7 +102,7 @@ class Choice:
 
     @property
     def sentence(self) -> str:
-        """What is logged."""
+        """The line that is logged."""
         return f"{self.chosen}: {self.reason}" if self.reason else self.chosen
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ def of_the_model(config: Config, dtypes: frozenset[str]) -> tuple[Config, str]:
 
 
 def _sums(config: Config, facts: Facts) -> tuple[Accumulation, str]:
-    """Where this round adds, and why not where the config says."""
+    """The place where this round adds, and why that is not the one of the config."""
     native, stage = config.elastic.is_native, STAGES[config.zero_optimization.stage]
     topology = alone(facts.topology.world) if native else facts.topology
     where = Where(config.elastic.accumulate)

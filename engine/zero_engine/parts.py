@@ -114,7 +114,7 @@ class Run:
 
     @property
     def assignment(self) -> Assignment:
-        """Who runs which micro-batch; data that a script divides by itself go from rank to rank."""
+        """The rank of each micro-batch; data that a script divides go from rank to rank."""
         return self.accumulation.assignment if self._is_planned else strided(self.world)
 
     def reduction_plan(self) -> Plan | None:
@@ -128,7 +128,7 @@ class Run:
         return by_backend or self.reduction_plan() is not None
 
     def acting(self, block: int) -> Accumulation:
-        """Where sums are formed, as this run loads its batches, in blocks of so many."""
+        """The way in which sums of this block are formed, as this run loads its batches."""
         where = self.accumulation.where if self.withholds else Where.OWNER
         return replace(self.accumulation, where=where, block=block)
 

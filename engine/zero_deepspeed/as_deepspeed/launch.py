@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """What accelerate prepares; then the script becomes an argument of `as_deepspeed`.
+    """Prepare as accelerate does; then make the script an argument of `as_deepspeed`.
 
     Raises:
         UsageExit: The workers would be started by DeepSpeed's launcher, or not by Python.

@@ -160,7 +160,7 @@ def check_schedule(record: RunRecord, start: RunStart, *, steps: int, samples: i
 
 
 def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> str:
-    """Why the last step of each epoch depends on the number of ranks; empty if it does not.
+    """The reason why the last step of an epoch depends on the number of ranks; empty: it does not.
 
     From the samples of an epoch, of a step over all ranks, and of a micro-batch of one rank.
     """
@@ -177,7 +177,7 @@ def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> st
 
 
 def place_in_stream(epoch: float, step: int, steps: int) -> tuple[int, int]:
-    """Where a checkpoint was made in a stream, whose length nobody knows: its epoch, and the step.
+    """The epoch and its step at which a checkpoint was made in a stream of unknown length.
 
     The Trainer counts the steps of each epoch as parts of all `steps` of the run, so that the
     `epoch` of its state says both.

@@ -36,6 +36,6 @@ def _place(data: Tensor) -> tuple[Any, ...]:
     """A key that is equal for tensors of the same elements in the same order; unique if empty."""
     if data.numel() == 0:
         return (id(data),)
-    # Meta tensors have no address, but each a storage of its own, unless they are tied.
+    # Meta tensors have no address, but each its own storage, unless they are tied.
     start = data.data_ptr() or (data.untyped_storage()._cdata, data.storage_offset())
     return (start, data.dtype, data.shape, data.stride(), data.device)

@@ -79,7 +79,7 @@ def _paths(data: Mapping[str, Any], parent: str) -> list[str]:
 
 
 def _others(path: str, key: str, value: Any, fields: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with a key that is no field: without effect, or of a missing feature."""
+    """Problems of a key that is no field: it is without effect, or of a missing feature."""
     where = join(path, key)
     if key.startswith(keys.COMMENT):
         return

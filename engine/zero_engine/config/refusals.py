@@ -29,7 +29,7 @@ class Refusal:
 
 
 def refusals(config: Config) -> Iterator[Refusal]:
-    """Those of a config, in the order of the table."""
+    """The refusals of a config, in the order of the table."""
     rows = [*_stages(config), *_reduction(config), *_precision(config)]
     return (Refusal(name, text) for name, holds, text in rows if holds)
 

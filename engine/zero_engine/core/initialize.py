@@ -212,7 +212,7 @@ def _make(
 
 
 def _staying(engine: Engine, given: _Given, began: Standing, came_after_s: float) -> Staying:
-    """How this engine goes on in its process when the ranks change."""
+    """The way in which this engine goes on in its process when the ranks change."""
     why_not = ""
     if given.dataset is None:
         why_not = "its batches do not come from initialize(training_data=...)"

@@ -68,7 +68,7 @@ def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: b
     mends = moved.inconsistent is not None and not moved.inconsistent.optimizer
     moved.need("load_state_dict()", WEIGHTS, refills=mends)
     opened, recorded = _prepare(core, root)
-    # A module that loads by code of its own may read its parameters, and writes to them at once.
+    # A module whose own code loads may read its parameters, and writes to them at once.
     with GatheredParameters([p for unit in opened for p in unit.params], modifier_rank=0):
         keys, error = _attempt(root, recorded, load, given=given)
     answers = _agree(core, keys, error, given=given)

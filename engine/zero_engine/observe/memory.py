@@ -172,7 +172,7 @@ def _at_rest(layout: Layout, device: str) -> Counter[tuple[str, str]]:
 
 
 def _sums(layout: Layout, parameters: int) -> tuple[int, float | None]:
-    """What is kept of sums between micro-steps, and the bytes of each element on its way.
+    """Bytes of sums that are kept between micro-steps, and of each element on its way.
 
     None: gradients are sent to their owners.
     """

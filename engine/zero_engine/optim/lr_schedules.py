@@ -186,11 +186,11 @@ class OneCycle(Schedule):
         return self._cycled(self.last_batch_iteration)
 
     def _intervals(self, iteration: int) -> float:
-        """How far the decay is; 0 for ever if it has no step size."""
+        """The progress of the decay; 0 for ever if it has no step size."""
         return (iteration - self.total_size + 1) / self._decay_size if self._decay_size else 0.0
 
     def _height(self, iteration: int) -> float:
-        """Where in the cycle, from 0 at its ends to 1 at the peak."""
+        """The height in the cycle, from 0 at its ends to 1 at the peak."""
         done = (iteration + 1) % self.total_size
         rising = done <= self._first
         stairs = self._first_stairs if rising else self._second_stairs

@@ -252,7 +252,7 @@ class MuonOfTorch(LooksAtWhole):
 
 
 def _orthogonal_by_torch(direction: Tensor, **options: Any) -> Tensor:
-    """How far torch's Muon moves a matrix of zeros, at a rate of 1, without momentum."""
+    """The step of torch's Muon for a matrix of zeros, at a rate of 1, without momentum."""
     assert TORCH_MUON is not None
     matrix = nn.Parameter(torch.zeros_like(direction))
     matrix.grad = direction

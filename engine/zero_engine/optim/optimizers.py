@@ -199,14 +199,14 @@ def _is_known(cls: type[torch.optim.Optimizer]) -> bool:
 
 
 def describe(optimizer: torch.optim.Optimizer) -> OptimizerFacts:
-    """What the layout depends on of an optimizer."""
+    """The facts of an optimizer that the layout depends on."""
     declared = getattr(optimizer, NEEDS_WHOLE, None) is not None or _is_known(type(optimizer))
     whole, advice = needs_whole(optimizer), "" if declared else _ELEMENTWISE
     return OptimizerFacts(name=type(optimizer).__name__, whole=whole, advice=advice)
 
 
 def _why_not(cls: type) -> tuple[str, str] | None:
-    """Why an optimizer cannot be used, and what to use instead; None if it can be used."""
+    """The reason why an optimizer cannot be used, and what to use instead; None: it can be used."""
     knows_how = cls is TORCH_MUON or issubclass(cls, LooksAtWhole)
     return None if knows_how else _WHY_NOT.get(cls.__name__)
 

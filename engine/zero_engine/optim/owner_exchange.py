@@ -32,7 +32,7 @@ class Shared:
         return self.unit.master.numel() != self.unit.padded
 
     def piece(self, rank: int) -> slice:
-        """What a rank holds of it, possibly nothing, as elements of the parameter."""
+        """The elements of the parameter that a rank holds, possibly none."""
         held = self.unit.interval_of(rank) if self.divided else (0, self.unit.padded)
         start, stop = overlap(self.slot.start, self.slot.stop, *held)
         return slice(start - self.slot.start, stop - self.slot.start)

@@ -4,7 +4,7 @@ For optimizers that look at more of a parameter than one element, such as torch'
 step, weights and gradients come to their owners, and new weights go back. Must always hold:
 
 - An optimizer is called once a step, on every rank, with the parameters that the rank owns:
-  whole, in their shape, in fp32, in memory of their own. So the bits are those of a process alone,
+  whole, in their shape, in fp32, in separate memory. So the bits are those of a process alone,
   and what an optimizer counts in its groups are steps.
 - Who owns what follows from layout and world size alone.
 - Between steps a parameter of the optimizer has its shape and no memory; its state stays with the
@@ -117,7 +117,7 @@ class StepByOwners:
                 }
 
     def state_of(self, owned: Owned) -> dict[str, Any]:
-        """What the optimizer remembers of a parameter; empty before its first step."""
+        """The optimizer's state of a parameter; empty before its first step."""
         state: dict[str, Any] = self.optimizer.state.get(owned.param, {})
         return state
 

@@ -118,7 +118,7 @@ class ZeroOptimizer:
 
     @property
     def scale(self) -> float:
-        """What the loss is multiplied with before backward; 1 outside fp16 training."""
+        """The factor of the loss before backward; 1 outside fp16 training."""
         return self.scale_state.scale
 
     def scale_to_json(self) -> dict[str, Any]:

@@ -153,9 +153,9 @@ class DividedConstruction(TorchFunctionMode):
         self._unwritten.clear()
 
     def _shrink(self, elements: int, keep: int = 0) -> None:
-        """Divide open parameters, the oldest first, until at most so many elements are open.
+        """Divide open parameters, the oldest first, until at most `elements` are open.
 
-        As many as `keep` of those that were used last stay open all the same.
+        The `keep` parameters that were used last stay open all the same.
         """
         assert self._group is not None
         while len(self._open) > keep and (self._count > elements or not elements):
@@ -170,7 +170,7 @@ class DividedConstruction(TorchFunctionMode):
 
 
 def _address(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from that of others; 0 if it has none of its own."""
+    """A number of the memory of a tensor, different from others'; 0 if it has no memory."""
     try:
         return tensor.untyped_storage()._cdata
     except RuntimeError:  # a sparse one, for example

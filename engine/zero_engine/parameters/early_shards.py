@@ -217,7 +217,7 @@ def _refuse_to_load(
 
 
 def early_shares(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, EarlyShare]:
-    """Those of the parameters that are divided and belong to no engine. Not collective.
+    """The parameters among these that are divided and belong to no engine. Not collective.
 
     Their order is the same on all ranks, whatever that of the parameters is.
     """

@@ -90,7 +90,7 @@ def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> UnitLa
 
 
 def unit_facts(spec: UnitSpec, world: int) -> UnitFacts:
-    """What the layout of a run depends on of a unit that is not made yet."""
+    """The facts of a unit, which is not made yet, that the layout of a run depends on."""
     layout = plan_layout([(m.fqn, m.param.shape, m.group) for m in spec.members])
     short = {dtype: name for name, dtype in DTYPES.items()}
     return UnitFacts(
@@ -218,7 +218,7 @@ class FlatUnit:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """Where this rank's shard lies: [start, stop)."""
+        """The elements [start, stop) of this rank's shard."""
         return self.interval_of(self._collectives.rank)
 
     @property
@@ -227,7 +227,7 @@ class FlatUnit:
         return self._shown.full
 
     def interval_of(self, rank: int) -> tuple[int, int]:
-        """Where a rank's shard lies: [start, stop)."""
+        """The elements [start, stop) of a rank's shard."""
         return self._collectives.interval(self.padded, rank)
 
     def leave_arriving(self, pending: Pending) -> None:

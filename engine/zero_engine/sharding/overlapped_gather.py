@@ -94,7 +94,7 @@ class OverlappedGather:
             let_go(unit.params)
 
     def gather(self, units: Sequence[FlatUnit], *_of_the_hook: object) -> None:
-        """As `wait`, for these units."""
+        """Return when these units are there; see `wait`."""
         if all(unit.gathered for unit in units):  # in each forward but the first after a step
             return
         try:

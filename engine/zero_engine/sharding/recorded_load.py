@@ -61,7 +61,7 @@ class RecordedLoad(TorchFunctionMode):
         return id(tensor) in self._chosen
 
     def source(self, tensor: Tensor) -> Tensor | None:
-        """What is to be copied to a tensor; None: nothing."""
+        """The tensor that is to be copied to this one; None: nothing is."""
         return self._sources.get(id(tensor))
 
     def copy(self, tensors: Iterable[Tensor]) -> None:

@@ -68,7 +68,7 @@ class SmallParams:
     ) -> None:
         """Take parameters, each with its name and its offset in the unit, ascending.
 
-        Apart, they have memory of their own, since that of `full` is freed.
+        Apart, they have separate memory, since that of `full` is freed.
         """
         self._collectives = collectives
         self._padded = full.numel()
@@ -113,7 +113,7 @@ class SmallParams:
         return self._collectives.share(rows, f"small parameters beside {self._padded} elements")
 
     def _row(self, rank: int) -> Tensor:
-        """What a rank's shard holds of them, with the padding in between."""
+        """The part of their memory that a rank's shard holds, with the padding in between."""
         assert self._apart is not None
         inside = list(self._inside(*self._interval(rank)))
         if not inside:
@@ -135,9 +135,9 @@ class SmallParams:
     # ---- what a script writes ----
 
     def beside(self, held: Tensor, low: int) -> list[Beside]:
-        """What each shows of the weights `held`, which begin with element `low` of the unit.
+        """The values that each shows, beside its weights in `held`, whose first element is `low`.
 
-        Nothing if they show these weights themselves.
+        No pairs if they show these weights themselves.
         """
         for each in self.members:
             self._put_back(each)

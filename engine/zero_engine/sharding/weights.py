@@ -67,7 +67,7 @@ def module_state_dict(
     """The state_dict of the module on the CPU, without the names that are left out. Collective.
 
     Highest: floating-point tensors are fp32, from master weights if they are trained. A rank that
-    wants none `here` holds one unit at a time; what others get has memory of its own.
+    wants none `here` holds one unit at a time; what others get is in separate memory.
     """
     dtypes = {name: dtype for name, (dtype, _) in state_table(module, units).items()}
     whole: dict[str, Tensor] = {}

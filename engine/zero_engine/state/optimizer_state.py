@@ -43,7 +43,7 @@ class OptimizerState(Protocol):
         """All tensors of all ranks."""
 
     def tensors_after(self, manifest: Manifest) -> Mapping[TensorId, TensorInfo]:
-        """What `tensors` will be after `make`, but for dtypes; nothing is changed."""
+        """The later `tensors`, after `make`, but for dtypes; nothing is changed."""
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's pieces of the tensors."""

@@ -218,7 +218,7 @@ class EngineTraining:
 
     @property
     def before_change(self) -> list[Callable[[], object]]:
-        """What is called before weights or optimizer state change."""
+        """Functions that are called before weights or optimizer state change."""
         return self._core.moved.before_change
 
     def loading(self, options: LoadOptions = _WHOLE) -> Loading:
@@ -263,7 +263,7 @@ class EngineTraining:
         )
 
     def _reduction(self) -> dict[str, Any] | None:
-        """How the run sums gradients; None if it trains nothing."""
+        """The record of how the run sums gradients; None if it trains nothing."""
         zero, layout = self._core.zero, self._core.layout
         if zero is None:
             return None

@@ -31,7 +31,7 @@ class FlopsProfiler:
 
     @classmethod
     def of_engine(cls, model: nn.Module, counted: FlopCounterMode) -> FlopsProfiler:
-        """What an engine has counted of its module."""
+        """The counts that an engine has made of its module."""
         shown = cls(model)
         shown._counter = counted
         return shown
