@@ -313,9 +313,27 @@ class Engine(WholeWeights):
             raise
         finally:
             zero.changing = False
+        self._after_step(outcome, zero.scale_state.unanswered)
+
+    def _after_step(self, outcome: StepOutcome, unanswered: int) -> None:
+        """Report a step that has ended, save if one is due, and leave if the agent has asked."""
+        cursor = self._run.cursor
         self._profile.report(cursor.step - 1)
         if not outcome.applied:
-            self._report_skip(outcome)
+            cursor.skipped += 1
+            what = (
+                f"step {cursor.step} skipped: loss {self.mean_loss:g}, gradient norm "
+                f"{outcome.norm}, first in {outcome.culprit}; {outcome.scaling}; {cursor.skipped} "
+                "skipped so far"
+            )
+            if self.global_rank == 0:
+                _log.warning("%s", what)
+            if unanswered >= self._config.elastic.max_skipped_steps:
+                raise ZeroError(
+                    f"{what}, the last {unanswered} of them in a row: look at the data of these "
+                    "steps and at that parameter, lower the learning rate, or raise "
+                    "elastic.max_skipped_steps"
+                )
         elif outcome.scaling and self.global_rank == 0:
             _log.info("step %d: %s", cursor.step, outcome.scaling)
         self._seed_step()  # a script may draw some before its next forward
@@ -336,23 +354,6 @@ class Engine(WholeWeights):
     def _seed_step(self, *, acts: bool = False) -> None:
         if self._run.loader is not None and self._link.is_alone():
             self._run.loader.seed_step(acts=acts)
-
-    def _report_skip(self, outcome: StepOutcome) -> None:
-        assert self._core.zero is not None
-        cursor, state = self._run.cursor, self._core.zero.scale_state
-        cursor.skipped += 1
-        what = (
-            f"step {cursor.step} skipped: loss {self.mean_loss:g}, gradient norm {outcome.norm}, "
-            f"first in {outcome.culprit}; {outcome.scaling}; {cursor.skipped} skipped so far"
-        )
-        if self.global_rank == 0:
-            _log.warning("%s", what)
-        if state.unanswered >= self._config.elastic.max_skipped_steps:
-            raise ZeroError(
-                f"{what}, the last {state.unanswered} of them in a row: look at the data of these "
-                "steps and at that parameter, lower the learning rate, or raise "
-                "elastic.max_skipped_steps"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last optimizer step, to leave a batch out of it.
