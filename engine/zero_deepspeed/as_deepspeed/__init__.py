@@ -84,7 +84,17 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in _AMENDED:
-            return _amended(PathFinder.find_spec(fullname, path, target))
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def execute_and_install(module: ModuleType) -> None:
+                    execute(module)
+                    importlib.import_module(_AMENDED[fullname]).install()
+
+                # On this loader alone: its class loads all other modules.
+                vars(spec.loader)["exec_module"] = execute_and_install
+            return spec
         if fullname.partition(".")[0] != _NAME:
             return None
         ours = find_spec(_OURS + fullname.removeprefix(_NAME))
@@ -95,21 +105,6 @@ class _Finder(MetaPathFinder):
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
         return [_Metadata()] if context.name in (None, _NAME) else []
-
-
-def _amended(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """The spec of a library's module that is amended after its execution."""
-    if spec is None or spec.loader is None:
-        return spec
-    execute = spec.loader.exec_module
-
-    def execute_and_install(module: ModuleType) -> None:
-        execute(module)
-        importlib.import_module(_AMENDED[spec.name]).install()
-
-    # On this loader alone: its class loads all other modules.
-    vars(spec.loader)["exec_module"] = execute_and_install
-    return spec
 
 
 if _late := [name for name in _TOO_LATE if name in sys.modules]:
