@@ -136,9 +136,15 @@ class FreedStorage:
 
     def fill(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Allocate memory again, with undefined contents."""
-        if self._swapped:
+        if not self._swapped:
+            storage.resize_(size_bytes)
+            return
+        self._swap(storage)
+        try:
+            storage.resize_(size_bytes)
+        except RuntimeError:  # no memory: views that a script has kept still show NaN
             self._swap(storage)
-        storage.resize_(size_bytes)
+            raise
 
     def _swap(self, storage: torch.UntypedStorage) -> None:
         if self._nothing is not None:
