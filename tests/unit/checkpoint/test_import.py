@@ -235,6 +235,24 @@ def test_a_layout_of_another_release_is_one_sentence(tmp_path):
         read_deepspeed(source, allow_pickle=False)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_value_of_a_deepspeed_model_file_is_a_traceback(tmp_path, stage):
+    source = shutil.copytree(DEEPSPEED / f"stage{stage}", tmp_path / "ds")
+    path = next((source / "t").glob("*mp_rank_00_model_states.pt"))
+    content = torch.load(path, weights_only=False)
+    raised = []
+    for key in content:
+        for value in (None, "x", -1, [], {}, ["x"], {"x": "x"}, torch.zeros(())):
+            torch.save(content | {key: value}, path)
+            try:
+                read_deepspeed(source, allow_pickle=False)
+            except CheckpointError:
+                pass
+            except Exception as error:
+                raised.append(f"{key} = {value!r}: {error!r}")
+    assert raised == []
+
+
 def test_a_directory_that_is_no_deepspeed_checkpoint_says_so(tmp_path):
     with pytest.raises(CheckpointError, match=r"no \*_model_states.pt in it"):
         read_deepspeed(tmp_path, allow_pickle=False)

@@ -67,7 +67,7 @@ def read_deepspeed(source: Path, *, allow_pickle: bool) -> Foreign:
     directory = _tag_directory(source)
     try:
         return _read(_Parts(directory, allow_pickle))
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{directory}: not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
             f"{error}); load and save it with DeepSpeed 0.19, or import its weights --from torch"
