@@ -109,6 +109,8 @@ class Rendezvous:
         self._job_view: JobView | None = None
         self.secret = Secret("")
         """Shared by the job's agents; known once registered."""
+        self._same_job = absent(self.keys.secret)
+        """Holds in a store that has this very job: of the secret, which nobody writes again."""
         self._durations = Durations(clock)
         self._registration = Registration(
             store,
@@ -157,6 +159,7 @@ class Rendezvous:
         for key, agreed in ((self.keys.spec, spec), (self.keys.secret, self.secret)):
             if (held := self._store.get(key)) is None or held.value != agreed:
                 raise StoreUnavailable("etcd has gone back in time while this agent registered")
+            self._same_job = unchanged(key, held.mod_revision)  # of the last one, the secret
         # Leases may have lapsed in an outage that has just ended: this agent has not seen it.
         self._durations.heard("this agent has joined")
         self._job_view = JobView(
@@ -385,6 +388,7 @@ class Rendezvous:
             )
         if (heir := self._store.get(self._seeing.no_heir.key)) is not None:
             raise StoreReplaced(f"job {self.keys.job} has a new store: {heir.value}")
+        self._same_job = unchanged(self.keys.secret, held.mod_revision)
 
     # ---- moving on ----
 
@@ -433,13 +437,17 @@ class Rendezvous:
             self.keys, job, transition, lease, at_s=time.time(), took_s=took_s
         )
         event = Put(self.keys.told(job.fence, move), self._journal.line(move, reason, **facts))
-        done = self._store.txn([*compares, self._seeing.no_heir], [*writes, event])
+        # Where no round has been, its absence is no fence: any store without the job has that.
+        compares += [self._seeing.no_heir, self._same_job]
+        done = self._store.txn(compares, [*writes, event])
         if done.succeeded:
             level = logging.INFO if transition.charge is None else logging.WARNING
             facts["revision"] = done.revision
             self._journal.tell(move, reason, level=level, stored=True, **facts)
-        elif lease != NO_LEASE:
+            return
+        if lease != NO_LEASE:
             self._store.revoke(lease)
+        self._check_job()  # most often another agent was faster
 
     # ---- writing ----
 

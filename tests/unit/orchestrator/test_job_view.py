@@ -203,6 +203,21 @@ def test_a_store_that_lost_the_job_is_noticed_and_named():
             cluster.agents[name].poll()
 
 
+def test_no_round_begins_in_a_store_that_loses_the_job_at_that_moment(monkeypatch):
+    cluster = Cluster()
+    agent = cluster.join("a")
+
+    def restored(*arguments):
+        cluster.store._shared.database = Database()
+        return begin(*arguments)
+
+    begin = agent._store.txn
+    monkeypatch.setattr(agent._store, "txn", restored)
+    with pytest.raises(StoreReplaced, match="has lost the data of job job"):
+        cluster.settle()
+    assert cluster.store._shared.database.items == {}
+
+
 def test_an_ended_job_of_the_same_name_in_a_later_store_of_the_same_id_ends_no_other():
     cluster, ended = running(NAMES[:2]), running(NAMES[:1])
     ended.agents["n00"].report_done(1)
