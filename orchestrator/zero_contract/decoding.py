@@ -186,6 +186,8 @@ def located(wrong: msgspec.ValidationError, data: object, words: str = "") -> tu
     expected, lacks = _EXPECTED.fullmatch(problem), _LACKS.fullmatch(problem)
     is_key = at.startswith("`key`")
     got = dict if is_key or not expected else _KINDS.get(expected[2], ("", object))[1]
+    # msgspec names no key of an object whose keys are any: the first value there that is of the
+    # type which it got is meant.
     where, value = next(
         (
             (place, value)

@@ -48,6 +48,7 @@ def answer(connection: socket.socket, key: Key, name: str = "") -> Key:
         WireError: It hung up.
         OSError: The connection failed, or nothing came in time.
     """
+    # Both ends give a nonce: a recorded proof is of no use to either of them later.
     mine = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(mine)
     theirs, proof = _divided(receive(connection, NONCE_BYTES + PROOF_BYTES), NONCE_BYTES)

@@ -97,6 +97,8 @@ def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
                 continue
             if not is_new:
                 _check_left(lock_file, path, can_lock=can_lock)
+            # Only now may others sweep it: they take a directory without a boot id for one in the
+            # making.
             if can_lock:
                 with contextlib.suppress(OSError):  # a full disk: nobody sweeps this one
                     os.ftruncate(lock_file, 0)

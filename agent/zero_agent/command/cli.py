@@ -130,6 +130,7 @@ def _meet(
     access = Access.of(args, conf, args.rdzv_endpoint)
     config, numbers = resolve(args, conf, os.environ), signals_to_handle(args.signals_to_handle)
     world = Static.of(args, config.join_timeout_s) if way is Way.STATIC else None
+    # Before anything is started: etcd, the forkserver and the workers inherit the limit.
     allow_files(config.slots)
     backend = backend if way is Way.NAMED else ""
     threads = ""
@@ -140,6 +141,7 @@ def _meet(
         )
     for sentence in filter(None, (backend, note, *conf.notes, threads, oom.group_note())):
         log.info("%s", sentence)
+    # From here on there are servers to end, and files to remove.
     came: list[int] = []
     signals.install(partial(_end_start, came, numbers), numbers)
     with (

@@ -119,6 +119,7 @@ class Limits:
         if self._outage.stop():
             text = f"etcd answers again, after {after_s:.0f} s"
             self._journal.tell("store", text, away=False, after_s=round(after_s, 3))
+        # Only a write shows that there is room again, and a new fence has been written.
         if fence != self._fence and self._full.running:
             after_s = self._full.elapsed_s or 0.0
             text = f"etcd has room again, after {after_s:.0f} s"

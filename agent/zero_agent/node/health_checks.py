@@ -324,6 +324,7 @@ class _Run:
 
     def finding(self) -> HealthProblem:
         """Wait for the check until its deadline; its finding, or the finding that it hangs."""
+        # A thread that hangs in a call of the kernel cannot be ended: it is left alone.
         self._thread.join(max(0.0, self._deadline_s - time.monotonic()))
         hangs = f"no answer within {self._limit_s:g} s"
         return self._result or self._finding(False, hangs, "the machine or a disk of it hangs")

@@ -122,6 +122,7 @@ class NodeTime:
         return self._timeline.shown(time.time(), reports=self._reports)
 
     def _mark(self, mark: Mark) -> None:
+        # The ledger adds up durations, by the agent's clock; the timeline has times for people.
         self._ledger = self._ledger.add(mark)
         self._timeline = self._timeline.add(mark, time.time())
 

@@ -121,6 +121,7 @@ class RecentOutput:
                 if rank in (None, chunk.rank)
             ]
             count = self._count
+        # Newest first while the limit cuts, and in their order again on the page.
         newest = _within(limit_bytes, sorted(found, key=lambda chunk: -chunk.number))
         lost = len(newest) < len(found)
         return Page(chunks=newest[::-1], number=count, lost=lost)
@@ -142,6 +143,7 @@ class RecentOutput:
             )
             count = self._count
         found = _within(limit_bytes, sorted(every, key=lambda chunk: chunk.number))
+        # The next page begins after what had room on this one.
         if len(found) < len(every):
             count = found[-1].number
         return Page(chunks=found, number=count, lost=lost)

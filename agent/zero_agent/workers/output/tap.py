@@ -55,6 +55,7 @@ class _Behind:
 
     def write(self, data: bytes) -> None:
         """Queue all of `data`, or drop it if the queue is full."""
+        # The note stands where bytes are missing: before the next output that fits.
         dropped_bytes = self._dropped_bytes
         note = f"\n[zero: {dropped_bytes} bytes are missing here]\n" if dropped_bytes else ""
         if self.writer.put(self._write_now, note.encode() + data):
@@ -293,7 +294,7 @@ class Tap:
             data = os.read(self._read_fd, CHUNK_BYTES)
         except BlockingIOError:
             return
-        if not data:
+        if not data:  # the last line may have no end
             self._pass_on(self._rest)
             self._rest = b""
             for sink in (*self._raw, *self._by_line):
@@ -321,6 +322,7 @@ def _shown(terminal: Terminal, route: Route) -> Sink:
     if not route.prefix:
         return terminal
     prefix = route.prefix.encode()
+    # One of six colours, from red to cyan, so that neighbours differ.
     if terminal.has_colours:
         prefix = b"\x1b[%dm%b\x1b[0m" % (31 + route.facts.get("rank", 0) % 6, prefix)
     return Changed(terminal, partial(_prefixed, prefix))
