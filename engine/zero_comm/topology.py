@@ -112,13 +112,14 @@ def concluded(places: Sequence[Place]) -> Topology:
     unknown = [rank for rank, (node, _) in enumerate(places) if node == UNKNOWN]
     if unknown:
         return alone(world, f"the node of rank {unknown[0]} is unknown: LOCAL_RANK is not set")
-    runs = [(node, len(list(run))) for node, run in groupby(places, key=lambda place: place[0])]
-    numbers = [node for node, _ in runs]
-    for node in numbers:
-        # As where a launcher deals ranks out to the nodes in turn.
-        if numbers.count(node) > 1:
+    members = [(node, list(run)) for node, run in groupby(places, key=lambda place: place[0])]
+    numbers = [node for node, _ in members]
+    for node, run in members:
+        # As where a launcher deals ranks out to the nodes in turn; if it does not number the nodes,
+        # a run of ranks then has no first one.
+        if numbers.count(node) > 1 or min(local for _, local in run) > 0:
             return alone(world, f"the ranks of node {node} are not consecutive")
-    return Topology(nodes=tuple(count for _, count in runs))
+    return Topology(nodes=tuple(len(run) for _, run in members))
 
 
 # ---- slices and shards ----

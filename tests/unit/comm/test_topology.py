@@ -43,6 +43,11 @@ def test_ranks_of_one_node_are_found_by_the_variables_of_any_launcher(
             [{"GROUP_RANK": node, "LOCAL_RANK": "0"} for node in "0101"],
             "the ranks of node 0 are not consecutive",
         ),
+        # Two hosts of two, dealt out in turn by a launcher that does not number the hosts.
+        (
+            [{"LOCAL_RANK": local} for local in "0011"],
+            "the ranks of node 2 are not consecutive",
+        ),
     ],
 )
 def test_each_rank_counts_as_a_node_where_the_ranks_do_not_know_or_nodes_are_scattered(
