@@ -217,8 +217,8 @@ def misuse(kind: str) -> None:
         ("no step", r"step\(\) without backward\(\): call engine"),
         ("boundary", r"a step ends where step\(\) is called; leave it out"),
         ("coalesce", r"a step ends where step\(\) is called; leave it out"),
-        ("next epoch", r"call engine\.step\(\) at the end of"),
-        ("own batches", r"call engine\.step\(\) at the end of"),
+        ("next epoch", r"call step\(\) at the end of"),
+        ("own batches", r"call step\(\) at the end of"),
     ],
 )
 def test_what_does_not_go_with_it_is_named(worlds: WorldPool, kind: str, message: str) -> None:
