@@ -136,14 +136,25 @@ def _is_dense(value: np.ndarray[Any, Any] | np.generic) -> bool:
 
 def check_dense(value: Tensor, path: str) -> None:
     """Refuse a tensor that is not its elements in memory: raises CheckpointError."""
-    kind = str(value.layout).removeprefix("torch.")
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-        kind = type(value).__name__
-    elif value.is_quantized or value.is_meta or value.is_nested:
-        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else "nested"
-    elif value.layout is torch.strided:
-        return
-    raise CheckpointError(
+        raise _of_another_kind(path, type(value).__name__)
+    check_elements(value, path)
+
+
+def check_elements(value: Tensor, path: str) -> None:
+    """Refuse a tensor that does not have all elements, whatever its class: CheckpointError."""
+    kinds = {
+        "quantized": value.is_quantized,
+        "meta": value.is_meta,
+        "nested": value.is_nested,
+        str(value.layout).removeprefix("torch."): value.layout is not torch.strided,
+    }
+    if kind := next((name for name, holds in kinds.items() if holds), ""):
+        raise _of_another_kind(path, kind)
+
+
+def _of_another_kind(path: str, kind: str) -> CheckpointError:
+    return CheckpointError(
         f"{path} is a tensor of another kind ({kind}); store a dense one that has all elements, "
         "such as x.to_dense() or x.full_tensor()"
     )

@@ -75,6 +75,17 @@ def test_a_state_dict_keeps_its_ties_and_its_running_statistics_are_buffers(tmp_
     assert torch.equal(tensors[TensorId(PARAM, "0.weight")], model[0].weight.detach())
 
 
+@pytest.mark.parametrize("kind", ["sparse_coo", "meta"])
+def test_a_tensor_without_all_its_elements_is_refused_by_name(tmp_path, kind):
+    made = {
+        "sparse_coo": lambda: torch.eye(3).to_sparse(),
+        "meta": lambda: torch.empty(3, device="meta"),
+    }
+    torch.save({"w": torch.ones(3), "odd": made[kind]()}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=rf"^odd is a tensor of another kind \({kind}\)"):
+        from_torch(tmp_path / "m.pt")
+
+
 def test_a_state_dict_of_a_torch_before_1_6_is_read_as_well(tmp_path):
     weight = torch.arange(6.0).reshape(2, 3)
     torch.save({"w": weight}, tmp_path / "m.bin", _use_new_zipfile_serialization=False)

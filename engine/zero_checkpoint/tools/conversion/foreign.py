@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zero_checkpoint.errors import CheckpointError
+from zero_checkpoint.state.client_state import check_elements
 from zero_checkpoint.state.torch_state import is_buffer
 from zero_checkpoint.tools.conversion.export import INDEX
 from zero_checkpoint.tools.conversion.pickles import load_torch
@@ -112,12 +113,17 @@ def _safetensors_files(path: Path) -> list[Path]:
 
 
 def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:
-    """Parameters, buffers and ties of a state_dict."""
+    """Sort the tensors of a state_dict into parameters, buffers and ties.
+
+    Raises:
+        CheckpointError: A tensor is sparse, or on the meta device, or the like.
+    """
     params: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, data in tensors.items():
+        check_elements(data, name)
         if is_buffer(name, data.dtype, buffers):
             others[name] = data
             continue
