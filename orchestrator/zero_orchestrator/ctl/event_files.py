@@ -6,7 +6,6 @@ events is that of the nodes' clocks: the revisions of etcd are not in every one 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from zero_orchestrator.ctl.page.picture import Records
 from zero_orchestrator.membership.job_state import ENDED, State
 from zero_orchestrator.membership.moves import LEGAL, Move
-from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.events import Event, parse
 from zero_orchestrator.observe.goodput import add_up, from_record, goodput, to_record
 from zero_orchestrator.observe.history import History
 from zero_orchestrator.observe.status import JobStatus, NodeRow, NoSuchJob
@@ -70,10 +69,8 @@ def read(log_dir: Path, job: str) -> Records:
 
 def _record(line: str) -> dict[str, Any] | None:
     """The event of a line; None if it is none, such as the last line of a node that lost power."""
-    try:
-        record = dict(json.loads(line))
-        record["time"] = float(record["time"])
-    except (ValueError, TypeError, KeyError):
+    record = parse(line)
+    if record is None or "time" not in record:
         return None
     record.pop("revision", None)  # only some have one: the order is that of the clocks
     return record

@@ -44,6 +44,7 @@ from zero_contract.clock import Clock
 from zero_contract.journal import Retention
 from zero_contract.worker import Progress
 from zero_orchestrator.errors import SpecMismatch, StoreError
+from zero_orchestrator.membership import records
 from zero_orchestrator.membership.keys import ROUND, Keys
 from zero_orchestrator.membership.records import kept
 from zero_orchestrator.observe import history as histories
@@ -167,14 +168,32 @@ class _Ledger:
     timeline: timelines.KeptTimeline | None = None
 
 
+_Time = Annotated[float, Meta(ge=0, lt=253_402_300_800)]
+"""Seconds since the epoch, before the year 10000: no calendar of Python goes on."""
+_Span = Annotated[float, Meta(gt=-1e9, lt=1e9)]
+"""Seconds between two events of a job, by one clock or by two."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """The fields that order an event."""
+    """The fields of events that are more than words to a reader, with their types."""
 
-    revision: int | None = None
-    late_s: float = 0.0
-    time: Annotated[float, Meta(ge=0, lt=253_402_300_800)] = 0.0
-    """Before the year 10000: no calendar of Python goes on."""
+    event: str = ""
+    node: str = ""
+    round: int = 0
+    time: _Time = 0.0
+    stopped_s: _Time | None = None
+    revision: int = 0
+    late_s: _Span = 0.0
+    after_s: _Span = 0.0
+    idle_s: _Span = 0.0
+    load_s: _Span = 0.0
+    read_bytes: int = 0
+    world_size: int = 0
+    rank: int | None = None
+    nodes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    ns: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 # ---- writing ----
@@ -464,6 +483,14 @@ class Event:
         return number(self.record.get("time")) or 0.0
 
 
+def parse(text: str) -> dict[str, Any] | None:
+    """The record of an event; None if it is none, or a field has not the type that readers need."""
+    with contextlib.suppress(SpecMismatch):
+        records.read(_Told, text)
+        return records.read(dict[str, Any], text)
+    return None
+
+
 def read(store: KeyValueStore, job: str) -> tuple[Event, ...]:
     """All events of a job that are kept, oldest first."""
     return tuple(_in_order(store.range(events_prefix(job)).items))
@@ -508,8 +535,8 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
     """Events in the order in which they happened, as far as that is known."""
     found: list[tuple[float, Event]] = []
     for item in items:
-        record = kept(dict[str, Any], item)
-        if record is None or kept(_Told, item) is None:
+        record = parse(item.value)
+        if record is None:
             record = {"event": "?", "text": item.value}  # that must not hide the others
         # A transition has the revision of its transaction. Any other event gets its own when it is
         # written: a little after it happened, or much if it waited for the store.

@@ -44,6 +44,9 @@ from zero_contract.errors import ConfigError
 from zero_contract.handshake import WireError
 from zero_contract.worker import ContractError
 from zero_engine.config import load_config
+from zero_orchestrator.ctl import event_files
+from zero_orchestrator.ctl.page.picture import Records, picture, without_steps
+from zero_orchestrator.ctl.views import event_line
 from zero_orchestrator.errors import SpecError, SpecMismatch
 from zero_orchestrator.jobfile.reading.reader import JobFileError
 from zero_orchestrator.jobfile.reading.schema import load
@@ -61,7 +64,10 @@ from zero_orchestrator.membership.job_state import (
 from zero_orchestrator.membership.records import LARGEST_BYTES
 from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import events, history, pace, queries, timeline, verdicts
+from zero_orchestrator.observe.events import Event
+from zero_orchestrator.observe.recovery_trace import trace
 from zero_orchestrator.observe.status import JobStatus
+from zero_orchestrator.observe.story import selected
 from zero_orchestrator.store.kv import KeyValue
 from zero_torch.settings import read as read_settings
 
@@ -144,6 +150,35 @@ CONFIG = {
     "elastic": {"reduction_block": 8},
     "checkpoint": {"async": True, "keep_last": 2},
 }
+BEGIN: dict[str, Any] = {"text": "x", "node": "a", "round": 2, "time": 4.5}
+EVENTS: Sequence[dict[str, Any]] = (
+    {**BEGIN, "event": "interrupt", "nodes": [], "idle_s": 0.5, "revision": 3},
+    {**BEGIN, "event": "activate", "round": 3, "nodes": ["a", "b"], "revision": 4},
+    {**BEGIN, "event": "start", "round": 3, "world_size": 4, "stopped_s": 4.0, "late_s": 0.5},
+    {**BEGIN, "event": "restore", "tag": "t", "in_memory": True, "load_s": 0.5, "read_bytes": 9},
+    {**BEGIN, "event": "first step", "round": 3, "ranks": {"0": [["loading", 1.5]]}},
+    {**BEGIN, "event": "store", "away": False, "after_s": 2.5},
+    {**BEGIN, "event": "stuck", "hosts": ["a"], "ranks": [1], "step": 3, "stuck": True},
+    {**BEGIN, "event": "straggler", "rank": 1, "host": "a", "slow": True, "factor": 2.5},
+    {**BEGIN, "event": "job time", "ns": {"idle": 3}, "missing": []},
+)
+AROUND = [
+    KeyValue(f"/key{at}", json.dumps({**event, "time": float(at), "round": at // 2}), at, at)
+    for at, event in enumerate((*EVENTS[:2], *EVENTS[:2], *EVENTS[:2]), start=1)
+]
+"""Three ends of rounds, each with the beginning of the next one."""
+
+
+def shown(found: Sequence[Event]) -> None:
+    """All that is made of events: lines, the report, and the trace of the recoveries."""
+    for event in selected(found, since_s=1.0):
+        event_line(event)
+    job = JobStatus(job="gpt", state="ACTIVE", now="round 3 runs")
+    records = Records(status=job, events=found, history=history.History(), timelines={})
+    json.dumps(picture(records, now_s=99.0), allow_nan=False)
+    json.dumps(trace(found, without_steps(records, now_s=99.0)))
+
+
 FORMATS: dict[str, Format] = {
     "Message": Format(
         worker.decode, (ContractError,), [worker.encode(m).decode() for m in MESSAGES]
@@ -185,9 +220,7 @@ FORMATS: dict[str, Format] = {
         [json.dumps({"step": 3, "time": 1.5, "pace": pace.to_record(pace.Pace(counts={3: 2}))})],
     ),
     "events": Format(
-        item(lambda one: events._in_order([one])),
-        (),
-        ['{"event": "start", "text": "x", "time": 1.5, "revision": 3, "late_s": 0.5}'],
+        item(lambda one: shown(events._in_order([*AROUND, one]))), (), [*map(json.dumps, EVENTS)]
     ),
     "seen": Format(item(events.seen_s), (), ['{"time": 1.5}']),
     "ledger": Format(item(events.read_goodput), (), ['{"ns": {"idle": 3}, "time": 1.5}']),
@@ -316,8 +349,16 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Format]:
         (root / "error.json").write_bytes(data)
         return read_error_file(root / "error.json")
 
+    def read_events(data: bytes) -> object:
+        lines = [item.value.encode() for item in AROUND]
+        (root / "gpt").mkdir(exist_ok=True)
+        (root / "gpt/events-a.jsonl").write_bytes(b"\n".join([*lines, data]))
+        records = event_files.read(root, "gpt")
+        return shown(records.events), records.status.to_json()
+
     failed = {"message": "it died", "extraInfo": {"py_callstack": "line 3", "permanent": True}}
     files = {
+        "event file": Format(read_events, (), [*map(json.dumps, EVENTS)]),
         "error file": Format(read_error, (), [json.dumps({"message": failed})]),
         "manifest": Format(manifest_of, (ManifestError,), [json.dumps(manifest)], signed),
         "job file": Format(read_job, (JobFileError,), [json.dumps(job, default=str)], as_yaml),
@@ -325,7 +366,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Format]:
     return {**FORMATS, **files}
 
 
-NAMES = (*FORMATS, "manifest", "job file", "error file")
+NAMES = (*FORMATS, "manifest", "job file", "error file", "event file")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -333,6 +374,12 @@ def test_a_real_record_is_read(formats: dict[str, Format], name: str) -> None:
     one = formats[name]
     for text in one.samples:
         one.read(one.write(text))
+
+
+def test_an_event_as_agents_write_it_has_all_of_its_fields():
+    first = {**BEGIN, "event": "start", "stopped_s": None, "rank": None}
+    written = [*EVENTS, first]
+    assert [events.parse(json.dumps(event)) for event in written] == written
 
 
 @pytest.mark.parametrize("name", NAMES)
