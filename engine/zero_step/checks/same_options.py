@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ def check(
         return
     everybodys = gather_objects(_options(optimizer, more), "param groups", collectives.everybodys)
     for rank, others in enumerate(everybodys):
-        for number, (ours, theirs) in enumerate(zip(everybodys[0], others, strict=False)):
+        none: dict[str, Any] = {}  # a rank may have a further group
+        for number, (ours, theirs) in enumerate(zip_longest(everybodys[0], others, fillvalue=none)):
             for key in sorted(ours.keys() | theirs.keys()):
                 if (mine := ours.get(key)) != (other := theirs.get(key)):
                     raise ZeroError(_DIFFERS.format(number, key, mine, other, rank))

@@ -160,6 +160,26 @@ def test_a_learning_rate_of_one_rank_alone_is_refused_before_weights_change(
             assert "param group 0: lr is 0.01 on rank 0 and 0.02 on rank 1" in told[0], place
 
 
+def with_a_group_of_its_own(model: nn.Module) -> Optimizer:
+    """Of a frozen parameter, so that each rank trains the same ones."""
+    params = [*model.parameters()]
+    params[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(params[dist.get_rank() :], lr=0.01)
+    if dist.get_rank():
+        optimizer.add_param_group({"params": params[:1], "lr": 0.02})
+    return optimizer
+
+
+def test_a_param_group_of_one_rank_alone_is_refused_before_weights_change(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    places = [("ddp", 2), ("fsdp2", 2)]
+    recipe = Recipe(optimizer=with_a_group_of_its_own)
+    for place, told in everywhere(worlds, recipe, tmp_path, places).items():
+        assert len(told) == 1, place
+        assert "param group 1: dampening is None on rank 0 and 0 on rank 1" in told[0], place
+
+
 def clipped_to_a_norm_of_its_own(back_end: str) -> str:
     own = training(Recipe(optimizer=sgd, max_norm=1.0 + dist.get_rank()), back_end)
     with pytest.raises(ZeroError) as refused:
