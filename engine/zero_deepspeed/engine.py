@@ -436,8 +436,8 @@ class DeepSpeedEngine(Engine):
         Args:
             backend: As for `torch.compile`.
             compile_kwargs: Other options of `torch.compile`.
-            schedule: Must be None: there is no DeepCompile.
-            compiled_autograd_enabled: Must be False, likewise.
+            schedule: Has no effect: there is no DeepCompile.
+            compiled_autograd_enabled: Has no effect, likewise.
         """
         self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
 
