@@ -27,7 +27,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.order import NATIVE
 from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
 from zero_contract.worker import Progress
-from zero_data.global_batch import Cursor
+from zero_data.global_batch import Cursor, MicroBatch
 from zero_step.agree import Agreement
 from zero_step.checks import alike
 from zero_step.phase import Move, Phase, State
@@ -114,6 +114,7 @@ class Checkpoints(Session):
         """Whether a step has ended since the last save."""
         self._losses: dict[int, Tensor | None] = {}
         """Of this rank's micro-batches of the step, weighted; on the device; None: not seen."""
+        self._tells_unseen_loss = True
         self._tokens: list[float] = []
         """Of this rank's micro-batches of the step: the number of each, or NOT_GIVEN."""
         self._correction = 1.0
@@ -229,6 +230,18 @@ class Checkpoints(Session):
             loss += sum(self._collectives.to_host(torch.stack(seen), "losses").tolist())
         notes = [*notes_of(self), *self._of_loader(), loss, *self._tokens]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
+
+    def _note_loss(self, microbatch: MicroBatch) -> None:
+        """Take the loss of a micro-batch as it is at the end of its backward."""
+        loss = self._losses.setdefault(self._cursor.micro, None)
+        if microbatch.padding:  # it has no share in the mean
+            del self._losses[self._cursor.micro]
+        elif loss is None and self._tells_unseen_loss and self._collectives.rank == 0:
+            self._tells_unseen_loss = False
+            _log.info(
+                "loss.backward(): this loss is not seen, so run.loss and its curve are nan; call "
+                "run.backward(loss) to have them"
+            )
 
     def _of_loader(self) -> list[int]:
         """The notes of the loader for those of the other ranks; equally many numbers on all."""

@@ -129,7 +129,6 @@ class Run(Checkpoints):
         self._norms = Norms(*normed, is_ready=self._norm_is_ready, guard=partial(outlived, self))
         self._watches = False
         """Whether forwards are watched."""
-        self._tells_unseen_loss = True
         self._owed = False
         """Whether the script may still call the step() of the micro-step before."""
         self._count = NOT_GIVEN
@@ -524,16 +523,7 @@ class Run(Checkpoints):
         self._owed = False
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
-        loss = self._losses.setdefault(self._cursor.micro, None)
-        if microbatch.padding:
-            # It has no share in the mean.
-            del self._losses[self._cursor.micro]
-        elif loss is None and self._tells_unseen_loss and self._rank == 0:
-            self._tells_unseen_loss = False
-            _log.info(
-                "loss.backward(): this loss is not seen, so run.loss and its curve are nan; call "
-                "run.backward(loss) to have them"
-            )
+        self._note_loss(microbatch)
         if ticket is None or ticket.start != self._cursor.samples + microbatch.start:
             raise ZeroError(NOT_ITS_TURN)
         self._writes.end_micro_step()
