@@ -4,12 +4,6 @@ A save runs beside training and may outlive its process group, so it must not us
 collectives. Each rank puts its vote under its own key, rank 0 judges all votes, and every rank
 reads the one verdict: ranks cannot disagree.
 
-Must always hold: a key is never reused (every call draws the next number, and all ranks make
-the same calls in the same order); every wait ends, by an answer or by its deadline. With a secret
-key, a stranger that can connect to the store can neither cast a vote nor pass a verdict: each
-record is signed together with its name, and a record without a valid signature counts as
-not there yet.
-
 Source of the idea: torchsnapshot's LinearBarrier on a store.
 """
 
@@ -135,6 +129,7 @@ class StoreConsensus:
         return self._await_verdict(question)
 
     def _next_question(self) -> str:
+        # No key is used twice: all ranks make the same calls in the same order.
         self._asked += 1
         return f"consensus/{self._asked}"
 
@@ -213,6 +208,7 @@ class StoreConsensus:
         sizes = {name: len(value) for name, value in raw.items()}
         text = zlib.compress(json.dumps([others, sizes]).encode(), level=1)
         packed = b"".join([b"%d " % len(text), text, *raw.values()])
+        # With its name: a stranger can neither forge a record nor pass one off as another.
         proof = sign(self._key, key.encode(), packed) if self._key else b""  # of the name, too
         value = proof + packed
         parts = [value[i : i + _PART_BYTES] for i in range(0, len(value), _PART_BYTES)]
@@ -260,6 +256,7 @@ class StoreConsensus:
                 self.rank,
                 key,
             )
+        # Counts as not there yet: the rank's own record may still come.
         raise _Unsigned(key)
 
     def _delete(self, keys: Iterable[str]) -> None:

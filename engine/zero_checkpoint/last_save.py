@@ -2,12 +2,8 @@
 
 A save that fails costs a warning, because the next one may succeed. So the last one is owed: at the
 end of the script it is tried again, and without it the script does not exit with 0. If etcd did not
-let it be published, its files are written already, and rank 0 alone publishes them.
-
-Must always hold: all ranks agree on which save is owed, because the votes decide it; what
-was written and not published is removed only when a newer checkpoint is published, or written, or
-when the workers leave; a worker that waits sends heartbeats; a script whose saves are refused again
-and again is told by an exception.
+let it be published, its files are written already, and rank 0 alone publishes them. The votes
+decide which save is owed, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -112,6 +108,7 @@ class LastSave:
         error = outcome.error
         if outcome.path is not None:
             self._schedule.committed(outcome.write_s)
+            # A newer checkpoint is published: what was only written is of no use any more.
             self._refused, self._owed, self._request = 0, None, None
             self._drop_written()
             self.succeeded()
@@ -183,6 +180,7 @@ class LastSave:
         if sys.exc_info()[0]:
             return
         if self._link.leaving and not self._saver.last_lacked_room:  # it has waited for etcd
+            # The workers leave, and the next round resumes from what is published.
             self._owed = None
             self._drop_written()
         written, request = self._written, self._due

@@ -2,11 +2,8 @@
 
 Decides what neither the format nor the state decides: which directory the checkpoints of this run
 go to, whether the script has a client_state in them, when they are due. A `Training` gives and
-takes the state. Must always hold: a checkpoint is taken between steps; after a load, position,
-counters and batch are those of the checkpoint; what all ranks must do alike (save, skip a save) is
-decided from the notes of a step, so that they do it at the same boundary.
-
-`saving.saver` and `saving.in_memory` do the work, `last_save` knows what becomes of it.
+takes the state; `saving.saver` and `saving.in_memory` do the work, and `last_save` knows what
+becomes of it.
 """
 
 from __future__ import annotations
@@ -154,6 +151,7 @@ class Persistence:
         if self.ram is not None and self.known_to_script_alone:
             self.ram.disown(_SCRIPT_ALONE)
         waits = leaving or (not self._config.asynchronous if blocking is None else blocking)
+        # From the notes of the last step, so that all ranks skip it, or none.
         if self._some_rank_busy and not waits and self._config.when_busy == SKIP:
             if self.training.rank == 0:
                 _log.info("no checkpoint of step %d: the one before is still being written", step)
@@ -312,6 +310,7 @@ class Persistence:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the newest valid checkpoint. See `Engine.load_checkpoint`."""
         begin_s = time.monotonic()
+        # A step under way ends here: what was computed in it belongs to other weights.
         self._begun_beside = {}
         self.last.take(self.saver.wait_for_room())
         self.saver.staging.settle()  # a save may have failed before its copy ended
@@ -373,6 +372,8 @@ class Persistence:
 
     def notes(self) -> list[float]:
         """[NOTES] for all ranks: exit code or 0, saves in flight, times, the schedule's."""
+        # What all ranks must do alike (save, skip a save, leave) is decided from these, at one
+        # boundary.
         in_memory = self.ram is not None and self.ram.busy
         own = [self._link.leave_asked, self.saver.busy, in_memory, *self._link.step_times()]
         return [float(note) for note in (*own, *self.schedule.notes())]

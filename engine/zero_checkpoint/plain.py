@@ -6,11 +6,7 @@
 A structure is dictionaries, lists and tuples of tensors and of values that `client_state` can
 store. Its tensors become tensors of the universal format, named by the keys that lead to them
 (`model.layer.weight`); the other values go into the manifest. In a process group every rank calls
-both functions, with the part that it has; without a group, a process is alone. The commit, its
-verification and its fallback are those of `commit` and `restore`.
-
-Must always hold: elements that several ranks hold (replicated tensors) are written once; a tensor
-that no rank has whole is saved only if the parts of all ranks cover it.
+both functions, with the part that it has; without a group, a process is alone.
 """
 
 from __future__ import annotations
@@ -227,6 +223,7 @@ def agree(votes: Sequence[Record | None]) -> Record:
             if known != [dtype, shape]:
                 here, there = f"{dtype} {shape}", f"{known[0]} {known[1]}"
                 return {"problem": f"{name} is {here} on rank {rank} and {there} on one before it"}
+            # Elements that several ranks hold are written once; `commit` checks that all are there.
             holders.setdefault((name, start, count), []).append(rank)
     bytes_of, writes = [0] * len(votes), [list[str]() for _ in votes]
     for (name, _, count), ranks in holders.items():

@@ -1,9 +1,6 @@
 """Kernels that repeat themselves, and the hardware that the bits of a run depend on.
 
-Owns `elastic.deterministic`: torch's switches, and the record of what computes. Must always hold:
-what a script has switched on by itself stays on; ranks whose bits may differ are named before they
-train together, or refused, and after the step by which a script has made them differ; a record has
-everything of the hardware, and only what decides the bits is compared.
+Owns `elastic.deterministic`: torch's switches, and the record of what computes.
 """
 
 from __future__ import annotations
@@ -128,6 +125,7 @@ def choose_kernels(mode: Deterministic) -> None:
     if not torch.are_deterministic_algorithms_enabled():
         # Else torch fills all memory that it allocates, to show reads of what nobody has written.
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # What a script has switched on by itself stays on.
     elif not torch.is_deterministic_algorithms_warn_only_enabled():
         return  # the script refuses the others
     torch.use_deterministic_algorithms(True, warn_only=mode is Deterministic.WARN)
@@ -236,6 +234,7 @@ class Hardware:
 
     def note(self) -> int:
         """A checksum of 24 bits, which fp32 holds, of what a script has changed since; else 0."""
+        # A script may change kernels in any step: ranks that differ then are named after it.
         if (
             self.mode is Deterministic.OFF
             or (now := self._as_between_steps()) == self._between_steps
@@ -319,6 +318,7 @@ def meet(
 
 
 def _checksum(record: Record) -> int:
+    # The record has everything; only what decides the bits is compared.
     decisive = {key: record[key] for key in (*_names(record), *_OF_RUN)}
     return zlib.crc32(json.dumps(decisive, sort_keys=True).encode())
 

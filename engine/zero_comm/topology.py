@@ -1,11 +1,7 @@
 """Which ranks share a node, and what each adds up for its node.
 
-Owns what a rank knows of its node, and what all ranks conclude from that. Must always hold: every
-rank concludes the same, and the conclusion changes no bit of a sum, only where sums are formed.
-Where the ranks do not know, or those of a node are not consecutive, each counts as a node by
-itself.
-
-Standard library only.
+Every rank concludes the same from what all of them know, and the conclusion changes no bit of a
+sum, only where sums are formed. Standard library only.
 """
 
 from __future__ import annotations
@@ -110,6 +106,7 @@ def concluded(places: Sequence[Place]) -> Topology:
     """The topology, from the places of all ranks, by rank."""
     world = len(places)
     unknown = [rank for rank, (node, _) in enumerate(places) if node == UNKNOWN]
+    # One unknown place makes all nodes of one rank: that is slower, and right for any cluster.
     if unknown:
         return alone(world, f"the node of rank {unknown[0]} is unknown: LOCAL_RANK is not set")
     members = [(node, list(run)) for node, run in groupby(places, key=lambda place: place[0])]
@@ -150,11 +147,7 @@ class Relay:
 
 
 def relay(topology: Topology, owners: Sequence[int], rank: int) -> Relay:
-    """How a rank takes part in such an all-gather; `owners`: by shard, the rank that has it.
-
-    The rank whose slice has the middle of a shard receives it for its node: so what it passes on
-    is as long as what others do, and mostly in one run.
-    """
+    """How a rank takes part in such an all-gather; `owners`: by shard, the rank that has it."""
     own_node, _ = topology.place(rank)
 
     def first(node: int, shard: int) -> int:
@@ -162,6 +155,8 @@ def relay(topology: Topology, owners: Sequence[int], rank: int) -> Relay:
         owner = owners[shard]
         if topology.place(owner)[0] == node:
             return owner
+        # The rank whose slice has the middle of the shard: so what it passes on is as long as what
+        # others do, and mostly in one run.
         ranks = topology.ranks(node)
         return ranks[(2 * shard + 1) * len(ranks) // (2 * len(owners))]
 

@@ -1,17 +1,9 @@
-"""Waits for exchanges that can be interrupted.
+"""Waits for exchanges that can be interrupted, and the meaning of a transport's errors.
 
-Owns the thread that waits inside the transport. Must always hold:
-
-- The caller waits in Python, never inside the transport: an interrupt ends the wait within
-  milliseconds, and so does a signal (Ctrl-C), though a silent peer blocks the transport for ever.
-- An interrupt is final: a group that is left is not waited for again.
-- Abandoned exchanges are kept for ever, with their group: the transport may still write into the
-  buffers, and the destructor of a gloo group waits for its exchanges, also when the process ends.
-
-The thread is needed because gloo can neither abort an exchange nor test whether a receive has
+The caller waits in Python, never inside the transport: an interrupt ends the wait within
+milliseconds, and so does a signal (Ctrl-C), though a silent peer blocks the transport for ever. A
+thread waits inside, because gloo can neither abort an exchange nor test whether a receive has
 completed. A GPU's exchanges are waited for by its stream, which blocks no thread.
-
-Errors of a transport whose peer is lost are distinguished here from errors of the program.
 """
 
 from __future__ import annotations
@@ -84,10 +76,10 @@ _NOISE = re.compile(r"\[\S+\.(cc|h|cpp):\d+\] |\. This is typically caused by.*"
 def cause_of(error: RuntimeError, *, of_script: bool) -> Cause:
     """The meaning of an error that came out of a call of the transport.
 
-    If code of the script ran in that call as well, its errors may have any text: only torch's own
-    classes and gloo's own form count then.
+    `of_script`: code of the script ran in that call as well.
     """
     text = str(error).lower()
+    # A script's own errors may have any text: only torch's classes and gloo's form count then.
     if of_script and not (isinstance(error, dist.DistError) or _GLOO in text):
         return Cause.OWN
     otherwise = Cause.PEER if isinstance(error, dist.DistError) else Cause.OWN
@@ -145,6 +137,7 @@ class Interrupt:
     def request(self, reason: str) -> None:
         """End every wait, now and later."""
         with self.changed:
+            # Final, and the first reason stays: a group that is left is not waited for again.
             self.reason = self.reason or reason
             self.changed.notify_all()
 
@@ -257,10 +250,8 @@ class Waiter:
         self._waits, self._chains = _Line(), _Line()
 
     def watch(self, works: Sequence[Work]) -> list[Watched]:
-        """Exchanges whose end is known without a wait: the thread waits for them, in this order.
-
-        gloo does not say of a send or a receive whether it has ended until somebody waits for it.
-        """
+        """Exchanges whose end is known without a wait: the thread waits for them, in this order."""
+        # gloo does not say of a send or a receive whether it has ended until somebody waits for it.
         watched = [work for work in works if isinstance(work, Watched)]
         if others := [work for work in works if not isinstance(work, Watched)]:
             job = _Job(others, self.interrupt.changed)
@@ -277,16 +268,13 @@ class Waiter:
     ) -> Watched:
         """Begin further exchanges when some have ended; nobody has to wait for that.
 
-        A thread does it, one for each chain: an exchange that others have not begun then keeps no
-        other one waiting.
-
-        `in_order`: one thread does it for all chains, in the order of these calls: where exchanges
-        are matched by their order, they also end in it.
+        `in_order`: chains end in the order of these calls.
         """
         job = _Chain(works, begin_next, self.interrupt.changed)
-        if in_order:
+        if in_order:  # exchanges are matched by their order: one thread for all chains
             self._chains.put(job)
         else:
+            # One for each: what others have not begun then keeps no other chain waiting.
             threading.Thread(target=job.run, daemon=True).start()
         return job
 
@@ -307,7 +295,8 @@ class Waiter:
             self._wait_until_settled(watched, look)
         finally:
             if not _ended(watched):
-                # Not even the end of the interpreter may destroy these.
+                # The transport may still write into the buffers, and a gloo group that is destroyed
+                # waits for its exchanges: not even the end of the interpreter may do that.
                 for kept in (watched, self._group):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         for each in watched:

@@ -2,11 +2,7 @@
 
 A DCP checkpoint is one flat table. The names that the user chose, and how deep they are nested, are
 in the keys: `{"app": AppState(...)}`, as in PyTorch's own tutorial, makes `app.model.0.weight` and
-`app.optim.state.0.weight.exp_avg`. An optimizer is known by its form, `state` and `param_groups`;
-the model is at the prefix of the parameters that an optimizer has state for, or at `model`.
-
-Must always hold: no key of an optimizer is taken for weights; keys that are not used are named in
-`left_out`; if two answers are possible, the error asks the user to choose.
+`app.optim.state.0.weight.exp_avg`. If two answers are possible, the error asks the user to choose.
 """
 
 from __future__ import annotations
@@ -73,6 +69,7 @@ def find_layout(
         wanted = {prefix: optimizers[prefix]}
     else:
         wanted = optimizers
+    # No key of an optimizer is taken for weights, also of one that is not wanted.
     others = {key for key in keys if not any(_is_of(key, prefix) for prefix in optimizers)}
     if model_key is not None:
         model = _given(model_key, keys, "--model-key")

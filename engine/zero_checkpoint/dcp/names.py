@@ -1,8 +1,8 @@
 """Between the keys of a DCP state and the tensors of a universal checkpoint.
 
-Must always hold: where it is clear which keys are a model and its optimizer, their tensors get the
-names and kinds that `zero_engine` and `zero_torch` give them, so each loads the checkpoints of the
-other; all other tensors keep their keys. What was saved under a key is loaded under it.
+Where it is clear which keys are a model and its optimizer, their tensors get the names and kinds
+that `zero_engine` and `zero_torch` give them, so each loads the checkpoints of the other; all other
+tensors keep their keys.
 """
 
 from __future__ import annotations

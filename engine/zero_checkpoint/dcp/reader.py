@@ -1,8 +1,7 @@
 """The storage reader for `torch.distributed.checkpoint.load`: universal checkpoints by its keys.
 
-Must always hold: all ranks read the same checkpoint, and every block that is read is verified; if
-the newest is damaged, all ranks fall back to the one before. A rank reads the elements that it
-wants, whatever the ranks were that have saved them.
+All ranks read the same checkpoint. A rank reads the elements that it wants, whatever the ranks were
+that have saved them.
 """
 
 from __future__ import annotations
@@ -130,6 +129,8 @@ class Reader(StorageReader):
             PeerLost: A rank is lost.
         """
         filling = _Filling(plan, planner, self._keys)
+        # If a block is damaged, all ranks fall back to the checkpoint before; then `wanted` is
+        # asked again.
         self.path = self._restore(filling.wanted).path
         filling.finish()
         done: Future[None] = Future()

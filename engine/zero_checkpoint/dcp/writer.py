@@ -1,8 +1,7 @@
 """The storage writer for `torch.distributed.checkpoint.save`: its state as a universal checkpoint.
 
 DCP decides who writes what; `commit` writes and publishes it, so a checkpoint is there whole, or
-not at all. Must always hold: a rank that cannot write votes all the same; every rank raises the
-same error, and DCP passes it on.
+not at all.
 """
 
 from __future__ import annotations
@@ -217,6 +216,7 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
                 values[key] = pack(data, key)
         tensors = {key: [name_of(i.dtype), list(i.shape)] for key, i, _, _ in boxes}
     except Exception as error:
+        # It votes all the same: every rank then raises the same error, and DCP passes that on.
         return [], {"problem": f"{type(error).__name__}: {error}"}
     # Where the keys are in the state, if the planner has flattened that.
     known = plan.planner_data if isinstance(plan.planner_data, dict) else {}

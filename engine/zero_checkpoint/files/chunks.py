@@ -1,11 +1,7 @@
 """The bytes of a file, copied from the tensors into memory that suits the disk: huge pages.
 
-Direct reads and writes cost less with huge pages, because the kernel has fewer pages to pin. If
-the kernel has no huge pages to give, the memory has small pages.
-
-Must always hold: the copies of a file are in the order of its bytes. Chunks begin on a page, and
-all but the last of a file have one size, as direct writing needs it. A child process does not
-inherit the memory, or each page that is written to meanwhile would be copied once.
+Direct reads and writes cost less with huge pages, because the kernel has fewer pages to pin. Chunks
+begin on a page, and all but the last of a file have one size, as direct writing needs it.
 """
 
 from __future__ import annotations
@@ -43,6 +39,7 @@ def zeros(size_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
+    # Or each page that is written to while a child lives would be copied once.
     memory.madvise(mmap.MADV_DONTFORK)
     return memory
 

@@ -2,12 +2,8 @@
 
 A checkpoint is written once and not read again, so it gains nothing from the page cache: the bytes
 are copied once more, and the kernel evicts the data that training reads. But not every file system
-is faster without the cache. So the first large chunks that go to a device are written in both ways
-in turn, each made durable, and the faster way is kept until the next trial: other load on the disk
-may have spoilt this one.
-
-Must always hold: the bytes are the same either way; bytes that cannot be written directly (the end
-of a file, a file system that refuses) go through the cache.
+is faster without the cache, so the first large chunks that go to a device are written in both ways
+in turn, and the faster way is kept until the next trial.
 """
 
 from __future__ import annotations
@@ -76,6 +72,7 @@ class Trial:
     def use(self, size_bytes: int) -> None:
         """Count bytes written in the way that was found; after 8 GiB the trial is repeated."""
         self._used_bytes += size_bytes
+        # Other load on the disk may have spoilt the last trial.
         if self._used_bytes >= _GOOD_FOR_BYTES and not self.refused:
             self._used_bytes, self.seconds = 0, {way: [] for way in Way}
 

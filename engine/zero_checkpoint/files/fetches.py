@@ -1,15 +1,10 @@
 """Prefetching: ranges of files are read past the page cache, several at a time, into huge pages.
 
 The ranges of a file that a rank wants have gaps, which hold what other ranks want. The kernel's own
-read-ahead falters at each gap or reads what is in it, and allocates a page of memory for every
-4 KiB that are read once. The ranges are known beforehand: they are fetched straight into a few
-chunks of huge pages, while earlier ranges are taken out of other chunks. With small pages that can
-be half as fast as through the page cache: each page is one more segment to the disk.
-
-Must always hold: only expected ranges are fetched, rounded up to whole pages; memory is bounded by
-the chunks, however much is expected; a range that is not fetched, for whatever reason, is left to
-the reader, which reads it plainly and receives the error. Short ranges are announced to the kernel
-(posix_fadvise), so that they are in the page cache when they are read.
+read-ahead falters at each gap or reads what is in it, and allocates a page of memory for every 4
+KiB that are read once. The ranges are known beforehand: they are fetched straight into a few
+chunks, while earlier ranges are taken out of other chunks. A range that is not fetched, for
+whatever reason, is left to the reader, which reads it plainly and receives the error.
 """
 
 from __future__ import annotations
@@ -67,6 +62,8 @@ class Fetches:
 
     def expect(self, spans: Iterable[tuple[Path, Span]]) -> None:
         """Fetch these ranges, in this order, as far as it pays; call it once for all reads."""
+        # With small pages it can be half as fast as through the page cache: each page is one more
+        # segment to the disk.
         if has_huge_pages():
             with suppress(OSError):  # no memory for chunks: then all is read plainly
                 memory = memoryview(zeros(_CHUNKS * READ_BYTES))
@@ -83,6 +80,7 @@ class Fetches:
             file = self._opened(path)
             if file.descriptor is None:
                 continue
+            # Announced only: it is in the page cache when it is read.
             if length < LEAST_BYTES and self._hints_left:
                 self._hints_left -= 1
                 with suppress(OSError):  # it is no file
@@ -116,6 +114,7 @@ class Fetches:
         fetch = self._coming.popleft()
         while self._files[0] is not fetch.file:
             _close(self._files.popleft())  # no fetch of this file is in flight any more
+        # Whatever went wrong: the reader reads it again, and meets the error in its turn.
         try:
             whole = fetch.got.result() >= span[1]
         except OSError:

@@ -1,10 +1,8 @@
-"""A file of this machine as a `Source`.
+"""A file of this machine as a `Source`; a failed read is tried again before its error is raised.
 
-Must always hold: a read that fails is retried before the error is raised; nothing but reading is
-repeated. A disk that has lost a sector returns EIO for good. A network file system returns EIO,
-ESTALE or ETIMEDOUT while its server fails over or admits a client again, and works a second later.
-Only an error that stays is evidence against a checkpoint. An object store's client retries by
-itself, and a node whose memory holds a checkpoint is not waited for.
+A disk that has lost a sector returns EIO for good. A network file system returns EIO, ESTALE or
+ETIMEDOUT while its server fails over or admits a client again, and works a second later. Only an
+error that stays is evidence against a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Files of a whole model for other tools, written tensor by tensor: safetensors, torch.save.
 
-Must always hold: one tensor is in memory at a time, as far as the writer is concerned; the bytes
-can be put in any order; a full disk is an OSError and never ends the process.
+One tensor is in memory at a time, as far as the writer is concerned.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Reading an object store through the interface of a directory: `ObjectPath` in place of `Path`.
 
 It has those operations of `pathlib.Path` that look at checkpoints, with the same meaning, through
-fsspec. Must always hold: only an answer of the store means that an object is missing. fsspec's
-own `exists` and `isdir` take every error for "no", and a run with expired credentials would start
-from scratch; here an error is an OSError that names the remedy. Listings are never cached,
-because other nodes write.
+fsspec. Only an answer of the store means that an object is missing; any error is an OSError that
+names the remedy.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ def file_system(url: str) -> Any:
     The file system finds endpoint and credentials in its own way (AWS_ENDPOINT_URL, profiles,
     FSSPEC_S3_*, GOOGLE_APPLICATION_CREDENTIALS, ...).
     """
+    # Listings are not cached, because other nodes write.
     return fsspec.filesystem(url.partition(":")[0], use_listings_cache=False)
 
 
@@ -139,6 +138,8 @@ class ObjectPath:
         return self._listed or self._ask()
 
     def _ask(self) -> Mapping[str, Any] | None:
+        # Not by fsspec's `exists` and `isdir`: these take every error for "no", and a run with
+        # expired credentials would start from scratch.
         try:
             with as_os_errors(self.url):
                 info: Mapping[str, Any] = file_system(self.url).info(self.url)

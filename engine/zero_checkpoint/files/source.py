@@ -1,8 +1,7 @@
 """Ranged reads from one file of a checkpoint: on a disk, in an object store, or on another node.
 
-Must always hold: a source delivers the bytes of its file or fewer, never other ones; the reader
-verifies them. Errors are OSErrors: ENOENT and EIO mean that the file is damaged, any other errno
-that the file could not be reached.
+A source delivers the bytes of its file or fewer; the reader verifies them. Errors are OSErrors:
+ENOENT and EIO mean that the file is damaged, any other errno that it could not be reached.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """The few file operations of a save, in one place so that tests can make each of them fail.
 
-A save uses no other operations, so that it can also write to an object store: `object_disk`.
-
-Must always hold: a file is created, never overwritten; data survive a power cut once `sync` and
-`sync_directory` have returned; `publish` is atomic.
-
-Tests subclass `Disk` to die, fail or record at any operation; reading needs no such object, because
-tests can damage real files.
+A save uses no other operations, so that it can also write to an object store: `object_disk`. Data
+survive a power cut once `sync` and `sync_directory` have returned; `publish` is atomic. Reading
+needs no such object, because tests can damage real files.
 """
 
 from __future__ import annotations
@@ -94,6 +90,8 @@ class Disk:
             The directory's new path.
         """
         manifest = path / MANIFEST
+        # First, and durably: a directory without a manifest is no checkpoint, whatever is left of
+        # it.
         if committed:
             self.publish(manifest, manifest.with_name(REMOVED + MANIFEST))
             self.sync_directory(path)

@@ -1,11 +1,8 @@
 """Writes one rank's file from its image, hashed on the way, then fsynced.
 
 An image is the bytes of the file, in order. There are two: `LiveImage` reads tensor memory while
-training waits, `staging.FrozenImage` reads a snapshot while training continues.
-
-Must always hold: the digests are those of the bytes handed to the kernel, in the order of the file;
-the file is on stable storage when `write_file` returns; a live image makes no second copy of the
-state: it is copied chunk by chunk.
+training waits, chunk by chunk and without a second copy of the state; `staging.FrozenImage` reads a
+snapshot while training continues.
 """
 
 from __future__ import annotations
@@ -111,6 +108,7 @@ def write_file(
 
     def hashed() -> Iterator[memoryview]:
         for chunk in image.chunks():
+            # The bytes that the kernel gets, and not the tensor's, which somebody may write to.
             hasher.update(chunk)
             yield chunk
 

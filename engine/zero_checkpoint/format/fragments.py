@@ -1,12 +1,8 @@
 """Which bytes of which file hold which elements of which tensor: five columns of integers.
 
-A fragment is a non-empty run of elements of one flattened tensor, stored as one run of bytes of
-one file. The columns are NumPy arrays, because a large job has hundreds of thousands of
-fragments and each rank searches all of them.
-
-Must always hold: rows are sorted by (tensor, start); after `check_cover` every element of every
-tensor is in exactly one fragment. A row names its tensor and its file by their index in the
-manifest.
+A fragment is a non-empty run of elements of one flattened tensor, stored as one run of bytes of one
+file. The columns are NumPy arrays, because a large job has hundreds of thousands of fragments and
+each rank searches all of them. Rows are sorted by (tensor, start).
 """
 
 from __future__ import annotations

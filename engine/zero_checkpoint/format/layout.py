@@ -1,12 +1,7 @@
 """The image of one rank's file, as a pure function of its pieces.
 
 The file is a valid safetensors file: eight bytes of header length, a JSON header, the data. The
-header is padded with spaces so that the data starts on a page, and the pieces follow each other
-without holes, widest elements first, so every piece is aligned to its element. Pieces of one
-kind stay together in the order of the tensor table: a rank that owned a long interval of the
-flat state owns few long runs of the file, whatever the next world size is.
-
-Must always hold: the offsets equal those in the header and those in the manifest.
+pieces follow each other without holes.
 
 The format is https://github.com/huggingface/safetensors.
 """
@@ -84,7 +79,9 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
     """
     table = table_of(state.tensors)
     given = extents(state.pieces, table)
-    # Pieces that are not empty: widest elements first, then by kind, then as in the table.
+    # Pieces that are not empty. Widest elements first, so that each is aligned; then by kind, in
+    # the order of the table: a rank that owned a long interval of the flat state owns few long runs
+    # of the file, whatever the next world size is.
     order = np.lexsort((given.start, given.tensor, table.kinds[given.tensor], -given.itemsize))
     order = order[given.length[order] > 0]
     placed = Extents(*(column[order] for column in given))
@@ -105,6 +102,7 @@ def lay_out(state: State, comment: Mapping[str, str]) -> FileLayout:
             raise CheckpointError(f"piece {key!r} is there twice; a rank owns an element once")
         header[key] = {"dtype": names[info.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces, so that the data begin on a page, as direct reads want it.
     padded = -(-(LENGTH_BYTES + len(text)) // PAGE_BYTES) * PAGE_BYTES - LENGTH_BYTES
     head = padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded)
     # Pieces that follow each other in the file become one vector if they do so in memory.

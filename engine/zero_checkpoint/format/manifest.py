@@ -4,12 +4,9 @@ The text is one JSON object whose first member is the SHA-256 of all the bytes b
 
     {"digest":"<64 hex>","files":...,"format":2,...}
 
-Every byte of the file is thus covered. The envelope (this first member) stays the same in every
-later format, so that an older reader can tell a newer manifest from a damaged one.
-
-Must always hold: a manifest exists under its final name if and only if every byte that it names
-is on stable storage. A change that an old reader would misread raises `MIN_READER`. `parse` is the
-only way to read one.
+Every byte of the file is thus covered. This envelope stays the same in every later format, so that
+an older reader can tell a newer manifest from a damaged one; a change that an old reader would
+misread raises `MIN_READER`. `parse` is the only way to read a manifest.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Does a checkpoint belong to this model? A pure comparison of two tables of tensors.
 
-Names are resolved through the ties of the checkpoint: a tensor stored once may be wanted under
-either of its names, or under both. A dtype that differs counts as another shape, because bytes
-are read in place and never cast.
-
-Must always hold: a load proceeds only if every wanted tensor is stored with the wanted shape and
-dtype, and every stored tensor is wanted or listed in `State.spare`; anything else would silently
-train a different model.
+Every wanted tensor must be stored with the wanted shape and dtype, and every stored tensor wanted
+or listed in `State.spare`; anything else would silently train a different model.
 """
 
 from __future__ import annotations
@@ -41,6 +36,7 @@ def resolve(state: State, manifest: Manifest) -> Ints:
         f"{wanted} is {_show(manifest.tensors[source])} in the checkpoint, "
         f"{_show(state.tensors[wanted])} in the model"
         for wanted, source in stored.items()
+        # A dtype that differs counts as another shape: bytes are read in place and never cast.
         if source in manifest.tensors and manifest.tensors[source] != state.tensors[wanted]
     ]
     if missing or extra or reshaped:

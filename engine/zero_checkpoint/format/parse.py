@@ -1,11 +1,9 @@
 """From the bytes of a manifest to a `Manifest` that can be trusted, or an error that says why not.
 
-A manifest decides how much memory is allocated and which bytes of which files are read, so
-nothing in it is trusted: not the names (`../`), the sizes (2**63), the offsets (overlaps,
-gaps, beyond the end), nor that a key is there once.
-
-Must always hold: parsing allocates in proportion to the manifest itself, never to a size that
-it names, and opens no other file.
+A manifest decides how much memory is allocated and which bytes of which files are read, so nothing
+in it is trusted: not the names (`../`), the sizes (2**63), the offsets (overlaps, gaps, beyond the
+end), nor that a key is there once. Parsing allocates in proportion to the manifest itself, never to
+a size that it names.
 """
 
 from __future__ import annotations
@@ -145,13 +143,10 @@ def parse(text: bytes) -> Manifest:
 
 
 def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
-    """The members of a manifest, the text of its table of tensors, and that table if it is known.
-
-    A known table is not parsed again, and is not among the members. A text that cannot be cut out
-    is "".
-    """
-    # A text that is a whole array, followed by the end of the outermost object, is no other member,
-    # and nothing inside one.
+    """The members of a manifest, the text of its table of tensors, and the table if it is known."""
+    # All checkpoints of a run have the same table, which is most of the text: it is cut out, and
+    # not parsed again. A text that is a whole array, followed by the end of the outermost object,
+    # is no other member, and nothing inside one.
     head, key, rest = text.rpartition(b',"tensors":')
     table, world, end = rest.rpartition(b',"world":')
     try:

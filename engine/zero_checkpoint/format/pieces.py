@@ -1,11 +1,10 @@
 """The state that is saved and loaded, as plain records: tensors, and each rank's pieces of them.
 
 The atom of a checkpoint is a run of elements of one tensor, counted in the row-major flattened
-*unpadded* tensor: `(kind, fqn)[start : start + len]`. A rank owns some pieces; the owned pieces
-of all ranks cover every tensor exactly once, at any ZeRO stage and world size. The same list of
-pieces serves to save (read from) and to load (filled in place), so a change of world size or
-stage is nothing but interval intersection. A model may have tens of thousands of tensors, so the
-records of each tensor are named tuples: cheap to make, to hash and to compare.
+*unpadded* tensor: `(kind, fqn)[start : start + len]`. The owned pieces of all ranks cover every
+tensor exactly once, at any ZeRO stage and world size. The same list of pieces serves to save (read
+from) and to load (filled in place), so a change of world size or stage is nothing but interval
+intersection.
 
 Source of the idea: DeepSpeed's universal checkpoint atoms (arXiv 2406.18820), without the
 conversion; torchsnapshot's plan of plain requests.
@@ -29,6 +28,9 @@ OTHER = "other"
 """A tensor of neither a model nor an optimizer, under the key that its script gave it."""
 # Any other kind is an optimizer key under its own name: "exp_avg", with one value per element, or,
 # of an optimizer that is stepped whole, "row_var" or "factors.0", in another shape.
+#
+# A model may have tens of thousands of tensors, so the records of each are named tuples: cheap to
+# make, to hash and to compare.
 
 
 class TensorId(NamedTuple):

@@ -1,14 +1,9 @@
 """Plan of a rank's reads: from wanted runs of elements to ranges of files, as a pure function.
 
 A change of world size, or of ZeRO stage (resharding), is nothing but this intersection of
-intervals. The unit of reading is a block, because the block is the unit of verification:
-consecutive touched blocks are read together, with one scattered read that puts the wanted bytes
-straight into the target tensors and the others (at the edges of a run) into scratch memory. So the
-number of reads does not depend on the size of the blocks. Bytes that are adjacent both in the file
-and in memory are one part, so the number does not depend on the size of the tensors either.
-
-Must always hold: every wanted element comes from exactly one part of one read; the parts of a
-read are in ascending order and do not overlap.
+intervals. The unit of reading is a block, because the block is the unit of verification: blocks
+that follow each other are read together, with one scattered read that puts the wanted bytes
+straight into the target tensors and the others (at the edges of a run) into scratch memory.
 """
 
 from __future__ import annotations
@@ -113,6 +108,7 @@ def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
     parts = parts[:, np.lexsort((offset, file))]
     file, offset, length, want, at = parts
     memory, address = wants.memory[want], wants.address[want] + at
+    # One part: so the number of reads does not depend on the size of the tensors.
     follows = (
         (file[1:] == file[:-1])
         & (offset[1:] == offset[:-1] + length[:-1])

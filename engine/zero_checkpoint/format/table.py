@@ -1,11 +1,8 @@
 """The tensors of a checkpoint and the pieces of a rank, all at once: order, sizes, JSON, columns.
 
 A model may have tens of thousands of tensors, and a save or a load needs the same facts of each of
-them several times. So each fact is computed once for all tensors, in NumPy if it is a number.
-
-Must always hold: nothing changes a table after it was made; pieces that cannot be stored have no
-columns; the garbage collector runs again after the last thread has left `uncollected`, if it ran
-before.
+them several times. So each fact is computed once for all tensors, in NumPy if it is a number;
+nothing changes a table after it was made.
 """
 
 from __future__ import annotations
@@ -245,5 +242,7 @@ def uncollected() -> Iterator[None]:
     finally:
         with _collector_lock:
             _uncollected_threads -= 1
+            # Only the last one, and only if it ran before: a script may have switched it off for
+            # itself.
             if not _uncollected_threads and _was_enabled:
                 gc.enable()

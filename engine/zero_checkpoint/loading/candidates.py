@@ -1,10 +1,8 @@
 """Which checkpoints there are: the directories of a root, newest first, each usable or not.
 
 The order is (round, step) of the directory names, so a manifest is read only when its checkpoint is
-looked at. `latest` is never consulted: it is a hint for people and other tools.
-
-Must always hold: a directory is a candidate if and only if its manifest is whole and no
-QUARANTINE marker is beside it. Nothing is ever deleted here.
+looked at. `latest` is never consulted: it is a hint for people and other tools. Nothing is ever
+deleted here.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Each rank reports the files on its node; rank 0 gathers the reports, and `restor
 checkpoints found beside those on disk, in one order. A checkpoint in memory is a candidate if some
 node has its manifest and every file of it is on some node: the survivors' own images and, for lost
 nodes, the copies on their replica peers.
-
-Must always hold: a node's report decides only where to look; manifest and blocks are verified as
-those from disk are.
 """
 
 from __future__ import annotations
@@ -109,6 +106,8 @@ class MemorySearch:
             self._votes = votes
             return {}
 
+        # A report decides only where to look: manifest and blocks are verified as those from disk
+        # are.
         consensus.ask({"address": address, "holdings": self._holdings}, keep)
 
     def candidates(self, root: object) -> Iterator[tuple[MemoryCheckpoint, Manifest]]:

@@ -1,16 +1,9 @@
 """Whose the checkpoints of a directory are: those of this run, or those of another one.
 
 Two jobs that are given one directory would delete, and after a failure load, each other's
-checkpoints. Must always hold: a run saves into a directory, and deletes from it, only if every
-checkpoint there that is newer than the last one that this run has loaded or written was there when
-it loaded, or is its own.
-
-A run has an id. Under an agent the job has it, and keeps it over all restarts; without one, a
-process draws its own. A manifest names the run that wrote it and the runs that this one continues,
-each by a load: so a script that is started again by hand knows the checkpoints of its earlier
-starts also in a directory from which it has not loaded, such as that of the best ones.
-
-Rank 0 decides; its process keeps what it has seen.
+checkpoints. So a run saves into a directory, and deletes from it, only if every checkpoint there
+that is newer than the last one that this run has loaded or written was there when it loaded, or is
+its own. Rank 0 decides; its process keeps what it has seen.
 """
 
 from __future__ import annotations
@@ -46,6 +39,7 @@ _seen = _Seen()
 
 def runs() -> tuple[str, ...]:
     """For a manifest: the runs that this one continues, oldest first, and this one."""
+    # Under an agent the job has an id, and keeps it over all restarts.
     own = os.environ.get(contract.ENV_RUN) or _drawn(os.getpid())
     before = [run for run in _seen.continued if run != own]
     return (*before[1 - _MOST_RUNS :], own)
@@ -91,7 +85,9 @@ def refusal(root: Place) -> str:
         except (ManifestError, FileNotFoundError):  # it is no candidate, or is being deleted
             continue
         ours = runs()
-        # Where it has not loaded, those of the runs that this one continues are its own as well.
+        # Where it has not loaded, such as from the directory of the best ones, those of the runs
+        # that this one continues are its own as well: a script that is started again by hand knows
+        # the checkpoints of its earlier starts.
         if manifest.runs[-1:] == ours[-1:] or (known is None and {*manifest.runs[-1:]} & {*ours}):
             break
         when = "since this run has loaded from there" if known is not None else "by another run"

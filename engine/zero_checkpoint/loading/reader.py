@@ -1,12 +1,8 @@
 """Fills pieces from the files of a checkpoint, and verifies the checksum of every block.
 
-The weights are read first: their owner can pass them on while the rest is read.
-
-Must always hold: `fill` returns only if every block that it touched has the digest in the
-manifest; a block counts as damaged only if a second read, past the page cache, finds the same. Host
-tensors are read into before that is known, so after a failure the pieces hold anything; the caller
-then fills all of them from another checkpoint. The safetensors headers are not needed and not read,
-except as bytes of the blocks that they share with data.
+Host tensors are read into before a block is verified, so after a failure the pieces hold anything;
+the caller then fills all of them from another checkpoint. The safetensors headers are not needed
+and not read, except as bytes of the blocks that they share with data.
 """
 
 from __future__ import annotations
@@ -81,6 +77,7 @@ def fill(
         of_weights = {m for m, p in zip(memory, state.pieces, strict=True) if p.id.kind == PARAM}
         held = [each in of_weights for each in memory]
         first = [any(held[part.want] for part in read.parts) for read in reads]
+        # The weights first: their owner can pass them on while the rest is read.
         weights, others = list(compress(reads, first)), list(compress(reads, map(not_, first)))
     with closing(Fetches()) as ahead:
 
@@ -139,6 +136,7 @@ class _Reader:
         count = 0
         for number, group in groupby(reads, key=lambda read: read.file):
             file, of_file = self._manifest.files[number], list(group)
+            # A block counts as damaged only if a second read, past the page cache, finds the same.
             damage: DamagedCheckpoint | None = None
             for copy in self._copies(file.name):
                 if damage is not None:

@@ -5,13 +5,8 @@
     and then its others, and meets all ranks   vote: good, damaged, mismatched or failed
     rank 0 takes the worst vote                verdict: done; try the one before; or stop
 
-Must always hold: all ranks end with tensors of one checkpoint, or all raise the same error.
-Damage makes all ranks fall back to the checkpoint before; a checkpoint of another model does not,
-because the one before it is of that model too. If nothing else is left, checkpoints that are
-quarantined are verified again. A root in which every checkpoint is unusable is an error: starting
-from scratch there would silently throw the training away. A load writes nothing, see `suspects`.
-Checkpoints in the memory of the nodes are tried in the same order; those that are lost with their
-nodes are logged. Every rank calls `load`, in step.
+All ranks end with tensors of one checkpoint, or all raise the same error. Every rank calls `load`,
+in step. A load writes nothing, see `suspects`.
 """
 
 from __future__ import annotations
@@ -140,7 +135,8 @@ def load(
         attempt = _try(offered, read, wanted, exchange, consensus.rank)
         meet(f"all ranks have read {offered.path.name}")
         verdict = consensus.ask(attempt.vote, partial(search.judge, offered))
-        # Damage alone leads to the next candidate: all ranks go round once more.
+        # Damage alone leads to the next candidate: all ranks go round once more. After a mismatch
+        # they do not, because the checkpoint before is of that other model, too.
         if verdict["outcome"] == LoadOutcome.GOOD:
             assert attempt.loaded is not None
             return attempt.loaded
@@ -315,6 +311,7 @@ class _Search:
     def _conclusion(self) -> Record:
         """Why there is no further checkpoint to try; {} if nothing was ever saved."""
         unusable = self.damaged + [entry.reason for entry in self.rejected]
+        # An error: starting from scratch here would silently throw the training away.
         if self.damaged or (unusable and self.tag is None):
             return {
                 "outcome": LoadOutcome.DAMAGED,
@@ -347,6 +344,8 @@ class _Search:
         if verdict["outcome"] == LoadOutcome.DAMAGED:
             _log.warning("falling back to the checkpoint before: %s", verdict["reason"])
             if isinstance(offered, _OnDisk):
+                # One in memory is not among the unusable: it is lost with its nodes, which is no
+                # fault of the root.
                 self.damaged.append(verdict["reason"])
                 if verdict.get("where") is not None:
                     file, block = verdict["where"]

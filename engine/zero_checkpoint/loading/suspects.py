@@ -1,9 +1,7 @@
 """Checkpoints that a load has found damaged: they are marked only by a run that saves.
 
 A reader harms nobody: its disk or its memory may be what is wrong, and the checkpoint good for all
-others. Must always hold: a load writes nothing; rank 0 marks a checkpoint (`QUARANTINE`) after a
-commit of its own in the same directory, and only if it reads the damaged block itself, past the
-page cache, and finds that it is not what was saved.
+others. Rank 0 marks a checkpoint (`QUARANTINE`) after a commit of its own in the same directory.
 """
 
 from __future__ import annotations
@@ -62,6 +60,7 @@ def mark(root: Place) -> None:
 
 
 def _is_damaged(found: Suspect) -> bool:
+    # Read again, past the page cache: it must be damaged for this rank as well, and still be there.
     manifest = read_manifest(found.path / MANIFEST)
     file = manifest.files[found.file]
     begin, length = span(manifest, file, range(found.block, found.block + 1))

@@ -8,9 +8,6 @@
 
 The files are those of a checkpoint on disk, byte for byte. `home` is a hash of the root on disk
 that these steps belong to: checkpoints of another directory belong to another run.
-
-Must always hold: an image is linked before its rank votes, a manifest is written after all ranks
-have voted; a checkpoint loses its manifest before any of its files.
 """
 
 from __future__ import annotations
@@ -64,6 +61,7 @@ class MemoryNode:
         for name in names:
             directory = self.directory_of(home, name)
             with suppress(OSError):  # memory that is not freed now is freed later
+                # First: a checkpoint without all of its files has no manifest.
                 (directory / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(directory)
 
@@ -96,4 +94,5 @@ def keep_manifest(directory: Path, text: bytes) -> None:
     temporary = directory / f"{_TEMPORARY}{os.getpid()}"
     directory.mkdir(parents=True, exist_ok=True)
     temporary.write_bytes(text)
+    # Whole or not at all; the workers of a node write the same bytes.
     temporary.replace(directory / MANIFEST)

@@ -5,17 +5,13 @@
     rank 0 checks the votes, writes and fsyncs
     MANIFEST.json.tmp, asks the fence, RENAMES      verdict: published, or why not, or unknown
 
-Must always hold: the rename is the only commit point. A process that dies before it leaves a
-directory without a manifest, which no load chooses; one that dies after it leaves a whole
-checkpoint. A rank that has voted removes its file only on the verdict "not published": without a
-verdict the rename may have happened, and if the storage has failed in it, rank 0 does not know
-either. Then no rank removes anything: a load takes a complete checkpoint, a later sweep
-removes a directory without a manifest. Nor does a rank remove anything if the fence cannot be asked
-for now: rank 0 may publish the files later, alone. Earlier checkpoints are never touched.
+The rename is the only commit point. A process that dies before it leaves a directory without a
+manifest, which no load chooses and a later sweep removes; one that dies after it leaves a whole
+checkpoint. Earlier checkpoints are never touched. Every rank calls `save`, in step, on the thread
+of its saves.
 
-Every rank calls `save`, in step, on the thread of its saves. Source of the protocol: two-phase
-commit with the rename as its decision record; torchsnapshot writes its metadata last in the same
-way.
+Source of the protocol: two-phase commit with the rename as its decision record; torchsnapshot
+writes its metadata last in the same way.
 """
 
 from __future__ import annotations
@@ -146,7 +142,8 @@ def save(
             withdraw(directory, disk)
         raise
     if "problem" in verdict and not (verdict.get("unknown") or verdict.get("written")):
-        # Rank 0 has removed the attempt already, unless this rank was still writing then.
+        # Only on the verdict "not published": without one the rename may have happened. Rank 0 has
+        # removed the attempt already, unless this rank was still writing then.
         with suppress(OSError):
             disk.remove(path)
             disk.remove_directory(path.parent)
@@ -293,6 +290,7 @@ def publish_or_withdraw(attempt: Attempt, fence: Fence | None) -> Record:
         return {}
     except Unsure as error:
         verdict = problem(where, error.failure)
+        # The storage has failed in the rename itself, so rank 0 does not know either.
         # Only a manifest that is surely gone makes it a failure like any other.
         if not withdraw(directory, disk, committing=True):
             return {"problem": verdict["problem"] + _UNKNOWN, "unknown": True}

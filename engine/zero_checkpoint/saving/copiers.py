@@ -2,11 +2,8 @@
 
 A device copies into memory that is registered with its driver (pinned), on a stream of its own,
 which first waits for the current one. The host does not wait: forward and backward run meanwhile,
-and whoever changes the state next waits for the copy by its stream (`hold`).
-
-Must always hold: the bytes are those of the moment at which the copy began; memory to which a
-device may still write is neither written to again nor unmapped; a copy that fails, or does not end
-in time, is an error of the save that reads it, and never of training.
+and whoever changes the state next waits for the copy by its stream (`hold`). A copy that fails is
+an error of the save that reads it, and never of training.
 """
 
 from __future__ import annotations
@@ -283,6 +280,7 @@ def _all_ended(begun: list[_Streamed]) -> bool:
 def _unpin(device: torch.device, memory: mmap.mmap, address: int, begun: list[_Streamed]) -> None:
     """Take the memory back from the driver. It is unmapped with its last reference."""
     if not _all_ended(begun):
+        # The device may still write there: neither another save nor another mapping may have it.
         _kept.append((memory, begun))
         _log.warning(
             "%s has not ended a copy of the state within %g s; %d MiB of memory are not freed",

@@ -60,8 +60,7 @@ def choose_departure(
         directory_known: The script has saved to or loaded from a checkpoint directory.
         script_has_state: The script has saved or loaded a client_state that is not empty, or runs a
             library's loop: only the script can make a complete checkpoint.
-        script_has_saved: The script has saved or loaded a checkpoint: before that, whether it has
-            a client_state is unknown.
+        script_has_saved: The script has saved or loaded a checkpoint.
         script_asks: The script calls `checkpoint_due()`, and saves when it returns True.
         engines: The number of engines that train in this process; the other arguments are True if
             they are True of any of them.
@@ -71,6 +70,7 @@ def choose_departure(
             "its client_state is known to the script alone; registered with keep_client_state(), "
             "it is saved at once"
         )
+    # Before its first save or load, nobody knows whether it has a client_state.
     if script_asks and not script_has_saved:
         return Departure.AWAIT_SAVE, "the script saves when checkpoint_due() says so"
     if directory_known and engines > 1:

@@ -1,8 +1,7 @@
 """After a commit: mark damaged checkpoints, delete expired ones, and what dead saves have left.
 
-Must always hold: only the rank that has just committed removes anything, so a stale worker, whose
-commits are refused, removes nothing; nothing is removed where another run saves as well; the
-checkpoint just committed stays; a failure here is a warning, because the save itself has succeeded.
+Only the rank that has just committed removes anything, so a stale worker, whose commits are
+refused, removes nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ def tidy(root: Place, committed: Place, keep: Keep) -> None:
     `committed` is the newest checkpoint, which was committed just now.
     """
     try:
+        # Another run saves here as well: its checkpoints are not this one's to count or to delete.
         if problem := refusal(root):
             _log.warning("nothing was deleted: %s", problem)
             return

@@ -2,12 +2,8 @@
 
 At the end of a step the state is copied into a staging buffer, and training continues; a thread
 commits the copy with the other ranks (`memory_commit`). A worker that dies afterwards has lost
-nothing: the staging buffer is in the agent's directory, and the next round loads it from there.
-
-Must always hold: the staging buffer of the newest committed checkpoint is not written to; all ranks
-begin the same saves, decided from the consensus of a step; training never waits for a save in
-flight: steps have no checkpoint until it is done. If in-memory checkpoints cannot work, that is
-logged once, and training continues with checkpoints on disk alone.
+nothing: the staging buffer is in the agent's directory, and the next round loads it from there. If
+in-memory checkpoints cannot work, that is logged once, and training continues with those on disk.
 """
 
 from __future__ import annotations
@@ -163,6 +159,7 @@ class InMemoryCheckpoints:
 
     def due(self, step: int, *, some_rank_busy: bool) -> bool:
         """Whether to save after this step; equal on all ranks."""
+        # Training never waits for a save in flight: steps have no checkpoint until it is done.
         if self._off or some_rank_busy:
             return False
         self._take_outcome()  # no rank was busy, so every rank knows how the last save has ended
@@ -266,7 +263,8 @@ class InMemoryCheckpoints:
         match outcome.error:
             case None:
                 self.kept_step = outcome.step
-                self._stagings.reverse()  # the other one is free now
+                # The buffer of the newest committed checkpoint is not written to.
+                self._stagings.reverse()
             case CommitRefused() | NotKept() as error:
                 kept = "and nothing else is"
                 if self.kept_step is not None:

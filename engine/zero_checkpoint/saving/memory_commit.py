@@ -9,10 +9,7 @@
     each rank keeps the manifest and frees older
     checkpoints
 
-Must always hold: a manifest is on a node only after every rank has sealed and the fence has
-agreed; until then no older checkpoint is freed. A copy that a replica peer did not take makes the
-checkpoint poorer, not invalid: it still survives the death of every worker. A process that dies at
-any line leaves the checkpoint before, or this one, whole.
+A process that dies at any line leaves the checkpoint before, or this one, whole.
 
 Source of the idea: Gemini (SOSP 2023) and NVRx keep checkpoints in the memory of peers; theirs load
 at the same world size only.
@@ -120,6 +117,7 @@ def commit_in_memory(
     raise_problem(verdict, failure=NotKept)
     with suppress(OSError):  # rank 0 has it, and a manifest is read from anywhere
         keep_manifest(directory, verdict["manifest"])
+    # Not before: until then the checkpoint before is the newest that is whole.
     node.forget_before(home, name)
     return Kept(name=name, poorer=tuple(verdict["poorer"]))
 
@@ -155,6 +153,7 @@ def _seal_own(
     assert image is not None
     path = f"{place}/{name}"
     assert image.path is not None, "an in-memory checkpoint is in shared staging memory"
+    # Linked before this rank votes: the image then outlives its worker.
     seal(image.path, node.directory / path)
     block_bytes = block_bytes_for(save.state.tensors)
     hasher = BlockHasher(block_bytes)
@@ -162,6 +161,8 @@ def _seal_own(
         hasher.update(chunk)
     size, head = image.layout.size_bytes, len(image.layout.head)
     file = FileRecord(name, size, head, hasher.digests())
+    # A copy that a peer did not take makes the checkpoint poorer, not invalid: it still survives
+    # the death of every worker.
     poorer = [
         f"rank {rank}: {why}"
         for address in replica_peers(roster, node.address, save.replicas)

@@ -1,9 +1,4 @@
-"""Rank 0's part of a save: check the votes, then publish the checkpoint as a whole, or nothing.
-
-Must always hold: `publish` renames only when every byte that the manifest names is durable and
-visible from here, and after the fence has agreed; `withdraw` removes the manifest before any file
-that it names.
-"""
+"""Rank 0's part of a save: check the votes, then publish the checkpoint as a whole, or nothing."""
 
 from __future__ import annotations
 
@@ -187,6 +182,7 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
         store = os.environ.get(contract.ENV_STORE)
         if store and (heir := directory.parent / heir_of(store)).exists():
             raise CommitRefused(f"the job has a new store, which {heir} names")
+    # From here on the checkpoint may exist: all that it names is durable, and the fence has agreed.
     final = directory / MANIFEST
     temporary = final.with_name(MANIFEST + _TEMPORARY)
     try:

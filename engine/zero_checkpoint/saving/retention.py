@@ -1,9 +1,7 @@
 """Which checkpoints may be deleted, and how to delete one so that no half of it is ever loaded.
 
-Must always hold: a directory stops being a checkpoint, durably, before any byte of it is deleted; a
-process that dies at any line leaves a directory that `abandoned` finds later. The newest
-`keep_last` checkpoints stay, and so do those that the caller protects. The decisions are pure; only
-`remove` and `sweep` write.
+The decisions are pure; only `remove` and `sweep` write. A process that dies in them at any line
+leaves a directory that `abandoned` finds later.
 """
 
 from __future__ import annotations
@@ -164,6 +162,7 @@ def remove(path: Place, disk: Disk | None = None) -> None:
     """
     disk = disk or disk_of(path)
     with going(path):
+        # Retired first, durably: from then on no load takes it, whatever is left of it.
         _delete(disk.retire(path, committed=(path / MANIFEST).exists()), disk)
 
 

@@ -1,9 +1,8 @@
 """The saves of one rank: copied and written in the background, or written while training waits.
 
-Both are one path: a save always runs on the thread of `Background`. If the state can be copied,
-that thread begins to write during the copy, and training continues after the copy; if not, training
-waits for the end of the save. Must always hold: at most one save is in flight; its failure is
-reported once and stops nothing; rank 0 tidies up after each commit.
+Both are one path: a save always runs on the thread of `Background`, one at a time. If the state can
+be copied, that thread begins to write during the copy, and training continues after the copy; if
+not, training waits for the end of the save.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """When a save is due, by the intervals of the script and the config, in steps or in seconds.
 
-Must always hold: all ranks decide alike. Clocks differ, so every rank uses rank 0's numbers, which
-travel with the notes of each step; a number that rank 0 has measured since counts from the next
-step on.
-
 The interval chosen by `"auto"` is Young's optimum between the time of saves and that of steps that
 a failure makes compute again, in Daly's second order.
 
@@ -100,6 +96,7 @@ class Schedule:
 
     def take_notes(self, notes: Sequence[float]) -> None:
         """Use rank 0's notes, on every rank."""
+        # Clocks differ: all ranks decide by one, so they decide alike.
         self._since_save_s, self._auto_s, retries = notes
         self._retries = bool(retries)
 

@@ -2,14 +2,8 @@
 
 A staging buffer is mapped memory, reused from save to save; a frozen image in it is byte for byte
 the file that goes to disk, or that is a checkpoint in memory. `staging_memory` allocates it,
-`copiers` fills it.
-
-Must always hold: a chunk of an image is read only when all of it is copied; a reader that waits
-for one receives an error when the copy is broken off, or fails. At most one save of a rank is in
-flight. Its outcome, a path or an error, is returned once, by `wait` or by `finished`, and never
-lost; a save in flight when the interpreter ends is finished first (`concurrent.futures` joins its
-threads there). No thread is killed: a save ends by the deadlines of its copies and votes, or when
-their `on_wait` raises.
+`copiers` fills it. No thread is killed: a save ends by the deadlines of its copies and votes, or
+when their `on_wait` raises.
 """
 
 from __future__ import annotations
@@ -251,6 +245,7 @@ class Background:
 
 
 def _one_thread() -> ThreadPoolExecutor:
+    # Joined when the interpreter ends: a save in flight is finished first.
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
 
 

@@ -3,10 +3,6 @@
 A save to disk needs it only while its process lives: `PrivateStaging` is plain memory in huge
 pages, the fastest to copy into and to write from, and limited by the machine's memory, not by the
 size of /dev/shm. A checkpoint in memory outlives its process: `SharedStaging` is a file in a tmpfs.
-
-Must always hold: a shared file is locked for as long as its process lives. The kernel drops the
-lock with the process, whatever ends it, so `sweep` removes exactly the files of dead processes, of
-any job and in any pid namespace.
 """
 
 from __future__ import annotations
@@ -132,6 +128,8 @@ def sweep(directory: Path) -> None:
             with suppress(OSError):  # gone meanwhile, or another user's
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
+                    # The kernel drops the lock with its process, whatever ends it, of any job and
+                    # any pid namespace.
                     if lock(descriptor):
                         path.unlink()
                         _log.info("removed %s, left by a process that died", path)

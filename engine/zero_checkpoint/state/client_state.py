@@ -1,9 +1,9 @@
 """The script's own state (client_state), as JSON and back.
 
 JSON cannot hold some values that scripts keep: a best loss that is a tensor, random states, tuples,
-keys that are no text. Such a value is written as a dictionary whose only key is a *mark*. Must
-always hold: a value is restored as it was stored, tensors on the CPU, mappings as dictionaries; a
-value that cannot be is refused by name; plain JSON stays as it is.
+keys that are no text. Such a value is written as a dictionary whose only key is a *mark*. A value
+is restored as it was stored, tensors on the CPU, mappings as dictionaries; plain JSON stays as it
+is.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _unpacked(value: Any) -> Any:
 
 def _is_plain(value: Mapping[Any, Any]) -> bool:
     """Whether a mapping becomes a JSON object as it is."""
+    # A key that is a mark would be read as one, so such a mapping is marked itself.
     texts = all(type(key) is str and key not in _MARKS for key in value)
+    # A defaultdict has more than its items.
     return texts and not hasattr(value, "__missing__")
 
 

@@ -1,9 +1,8 @@
 """The weight hash: two runs with the same one have the same weights, bit for bit.
 
-Must always hold: it depends on names, dtypes, shapes and values alone; not on how the weights were
-sharded, nor on their order, nor on the device. One weight is hashed at a time, so a caller that
-gathers the weights need not hold all of them, and weights on a device are hashed there. The hash
-says of which version it is, so that those of two versions are not mistaken for other weights.
+It depends on names, dtypes, shapes and values alone; not on how the weights were sharded, nor on
+their order, nor on the device. One weight is hashed at a time, so a caller that gathers the weights
+need not hold all of them, and weights on a device are hashed there.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ def weight_hash(weights: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(block_digests(weight.detach().contiguous().reshape(-1)))
         digests[name] = digest.digest()
     whole = hashlib.sha256(b"".join(digests[name] for name in sorted(digests)))
+    # With its version: hashes of two versions are not mistaken for those of other weights.
     return f"v2:{whole.hexdigest()}"
 
 

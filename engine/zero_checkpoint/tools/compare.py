@@ -1,7 +1,6 @@
 """Where two checkpoints differ, tensor by tensor.
 
-Tensors are equal if their bits are: two NaNs of the same bits are, -0.0 and 0.0 are not. Numbers
-are compared in float64, so a bf16 tensor can be compared with its fp32 original.
+Tensors are equal if their bits are: two NaNs of the same bits are, -0.0 and 0.0 are not.
 """
 
 from __future__ import annotations
@@ -101,6 +100,7 @@ def distance(a: Tensor, b: Tensor) -> tuple[float, float]:
     max_abs = max_rel = 0.0
     for x, y in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+        # So that a bf16 tensor can be compared with its fp32 original.
         left, right = x.to(wide), y.to(wide)
         same = (left == right) | (left.isnan() & right.isnan())
         # What is finite on one side only differs infinitely, also from NaN.

@@ -1,8 +1,4 @@
-"""From what a user typed to a checkpoint: a root (its newest), one directory, or `DIR@TAG`.
-
-Libraries make a root for each save: the Trainer `checkpoint-10`, accelerate `checkpoint_0`. So the
-directory above such roots stands for all of them.
-"""
+"""From what a user typed to a checkpoint: a root (its newest), one directory, or `DIR@TAG`."""
 
 from __future__ import annotations
 
@@ -125,6 +121,7 @@ def roots(path: Place) -> list[Place]:
     """The directory itself if there are checkpoints in it; else its directories that hold some."""
     if _steps(path):
         return [path]
+    # Libraries make a root for each save: the Trainer `checkpoint-10`, accelerate `checkpoint_0`.
     steps = {inner: _steps(inner) for inner in directories(path)}
     return sorted((i for i, found in steps.items() if found), key=lambda i: steps[i], reverse=True)
 

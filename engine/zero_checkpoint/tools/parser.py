@@ -1,7 +1,7 @@
-"""The command line of `zero-ckpt`: its commands and flags.
+"""The command line of `zero-ckpt`: its commands and flags; `cli` has the function of each command.
 
-Must always hold: nothing here imports torch, directly or not, so that a shell can ask for the
-flags (`main`) without waiting for it; `cli` has the function of each command.
+Nothing here imports torch, directly or not, so that a shell can ask for the flags (`main`) without
+waiting for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Whole tensors out of a checkpoint, every byte of them verified.
-
-Tensors are read in batches: neighbours in a file share blocks, and a block is the unit of
-verification, so reading one small tensor at a time would read most blocks many times.
-"""
+"""Whole tensors out of a checkpoint, every byte of them verified."""
 
 from __future__ import annotations
 
@@ -43,6 +39,8 @@ def read_tensors(
             raise CheckpointError(f"there is no tensor {tensor} in it")
         return numel(table[tensor]) * table[tensor].dtype.itemsize
 
+    # In batches: neighbours in a file share blocks, the unit of verification, so reading one small
+    # tensor at a time would read most blocks many times.
     for batch in grouped(tensors, size_bytes, batch_bytes):
         whole = {t: torch.empty(numel(table[t]), dtype=table[t].dtype) for t in batch}
         pieces = tuple(Piece(t, 0, data) for t, data in whole.items())

@@ -1,9 +1,6 @@
 """Deleting old checkpoints, and putting a root in order: `prune` and `repair`.
 
 Both first plan what to do, as plain values, and then do exactly that. `retention` decides.
-
-Must always hold: `prune` never deletes the newest checkpoint whose every byte was just verified,
-and deletes nothing when there is no such checkpoint.
 """
 
 from __future__ import annotations
@@ -62,7 +59,8 @@ def plan_prune(
     protected: tuple[Place, ...] = ()
     plan = UpkeepPlan()
     if candidates:
-        # The newest complete checkpoint stays, whatever the policy says.
+        # The newest checkpoint whose every byte is good now stays, whatever the policy says; if
+        # there is none, nothing is deleted.
         for candidate in candidates:
             if not (damages := check(candidate)):
                 plan.notes.append(f"{candidate.path}: verified, every byte is what was saved")

@@ -1,8 +1,7 @@
 """Is every byte of a checkpoint the byte that was saved? All blocks of all files, in threads.
 
-Unlike a load, which verifies what it touches, this reads everything, finds all the damage there
-is and changes nothing. As in a load, consecutive blocks are read together, so short blocks cost no
-more reads. Reading and hashing release the interpreter's lock, so threads are enough.
+Unlike a load, which verifies what it touches, this reads everything, finds all the damage there is
+and changes nothing.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ def verify(
     """
     damages: list[Damage] = []
     manifest = checkpoint.manifest
+    # Threads are enough: reading and hashing release the interpreter's lock.
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 8)) as pool:
         futures: list[Future[tuple[int, list[Damage]]]] = [
             pool.submit(_check, checkpoint, number, blocks)

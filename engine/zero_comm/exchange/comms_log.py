@@ -1,10 +1,7 @@
 """The number of exchanges of each kind, their bytes, and how long this rank has waited for them.
 
-Owns the tallies of this process. They count the engine's exchanges, and not a script's calls of
-torch.distributed. An exchange during a computation costs nothing, so the time is that of the waits,
-not that of the transfers.
-
-Source of the idea: DeepSpeed's comms logger.
+They count the engine's exchanges, and not a script's calls of torch.distributed. Source of the
+idea: DeepSpeed's comms logger.
 """
 
 from __future__ import annotations
@@ -78,6 +75,7 @@ class CommsLog:
         if not (self._settings.enabled and chosen and operation):
             yield
             return
+        # The wait, not the transfer: an exchange during a computation costs nothing.
         begun_s = perf_counter()
         yield
         waited_s = perf_counter() - begun_s

@@ -1,13 +1,7 @@
 """Deadlock detection: finds ranks that wait for each other in a circle, and names them.
 
-Owns what a rank posts when its wait grows long, and the decision. Must always hold:
-
-- A slow rank is no error: only a circle is, in which each rank waits for an exchange that the next
-  rank has not begun. It cannot end by itself, however slow the network is.
-- The rank that decides is in the circle. It is waiting now, so a rank that waits for it is still
-  waiting, and so on around the circle: stale posts of the others do no harm.
-
-An exchange is identified by its name and the number of earlier ones of that name.
+A slow rank is no error: only a circle is, in which each rank waits for an exchange that the next
+rank has not begun. It cannot end by itself, however slow the network is.
 
 Source of the idea: wait-for graphs; torch's flight recorder compares sequences after the fact.
 """
@@ -139,6 +133,7 @@ class DeadlockDetector:
             self._board.set(str(self._rank), json.dumps(asdict(own)))
             self._posted = True
             others = [rank for rank in range(self._world) if rank != self._rank]
+            # Checked first: `get` waits for a key that does not exist.
             posted = {
                 rank: decode(
                     Standing | None, self._board.get(str(rank)), f"what rank {rank} awaits"
@@ -152,6 +147,8 @@ class DeadlockDetector:
         standings = {self._rank: own} | {
             rank: standing for rank, standing in posted.items() if standing is not None
         }
+        # Through this rank, which waits now: so a rank that waits for it still does, and so on
+        # around. What others have posted long ago does no harm.
         found = circle(standings, self._rank)
         if found:
             return describe(standings, found)

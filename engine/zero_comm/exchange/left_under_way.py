@@ -1,8 +1,6 @@
 """Exchanges that are left under way: whoever has begun them may wait late, or never.
 
-Owns the record of them. Must always hold: such an exchange is kept until it has ended, though all
-that knows of it be dropped; and the process does not end before, because other ranks may still read
-from its memory.
+Such an exchange is kept until it has ended, though all that knows of it be dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def finish(pending: Pending) -> None:
 
 
 def _end() -> None:
-    """At the end of the process."""
+    # Other ranks may still read from the memory of this process.
     with suppress(Exception):  # a peer is lost, and nobody is left who would use what is coming
         for pending in list(_UNDER_WAY.values()):
             finish(pending)

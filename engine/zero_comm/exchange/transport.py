@@ -1,11 +1,8 @@
 """The transport of tensors between ranks: the calls of torch.distributed.
 
-Owns those calls. Must always hold: every exchange that is begun here is returned, so that the
-caller waits for it, and no call waits by itself. Ranks of `near` are left out: this rank, and those
-that a subclass reaches in another way.
-
-Devices with streams use this class over NCCL. `cpu.transport` has the subclasses for CPUs, and
-`transports` chooses, and has the one for devices that only gloo connects.
+Every exchange that is begun here is returned, so that the caller waits for it, and no call waits by
+itself. Devices with streams use this class over NCCL. `cpu.transport` has the subclasses for CPUs,
+and `transports` chooses, and has the one for devices that only gloo connects.
 """
 
 from __future__ import annotations
@@ -70,9 +67,6 @@ class Transport:
     ) -> None:
         """Find the fastest ways between the ranks. Collective.
 
-        Here there is one way, which begins with an exchange of all ranks: NCCL connects them in
-        the first one, and what only some of them begin would never end.
-
         Args:
             everybodys: A row [n] and a name -> the rows of all ranks, [world, n].
             changed: Notified when an exchange ends that no thread waits for.
@@ -81,6 +75,8 @@ class Transport:
             OSError: A rank of this host is gone.
         """
         del everybodys, changed
+        # NCCL connects all ranks in the first exchange: one that only some of them begin would
+        # never end.
         own = torch.zeros(1, device=self.device)
         _gather_into(own.new_empty(self._world), own, group=self._group)
 
@@ -108,40 +104,35 @@ class Transport:
         return True
 
     def to_host(self, tensor: Tensor, waiter: Waiter, look: Callable[[], None]) -> Tensor | None:
-        """A copy in host memory.
+        """A copy in host memory; None if the wait for it was interrupted.
 
-        The host asks for the end of the copy instead of blocking inside the driver: exchanges of a
-        lost peer never end, and nothing reaches a thread that blocks there.
-
-        None if the wait for it was interrupted. `look` is called now and then; what it raises ends
-        the wait.
+        `look` is called now and then; what it raises ends the wait.
         """
         copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
         with torch.cuda.device(tensor.device):  # the script's current device may be another one
             copied.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
+        # Asked for, and not waited for inside the driver: exchanges of a lost peer never end, and
+        # nothing reaches a thread that blocks there.
         return copied if waiter.poll(event.query, look) else None
 
     def from_host(self, values: Sequence[float]) -> Tensor:
-        """Numbers as an fp32 tensor on the device.
-
-        Through pinned memory: a copy from other memory waits for the stream inside the driver, and
-        so for every exchange before it.
-        """
+        """Numbers as an fp32 tensor on the device."""
+        # A copy from other memory waits in the driver for the stream, and so for every exchange
+        # before it.
         pinned = torch.tensor(values, dtype=torch.float32, device="cpu", pin_memory=True)
         return pinned.to(self.device, non_blocking=True)
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
         """Wait for what was begun here; raises what the transport raises.
 
-        A device's stream is what waits, so it can be neither interrupted nor looked at.
-
         `look` is called now and then; what it raises ends the wait.
 
         Returns:
             False if the wait was interrupted.
         """
+        # A device's stream is what waits, so it can be neither interrupted nor looked at.
         del waiter, look
         for work in works:
             work.wait()
@@ -155,11 +146,10 @@ class Transport:
     def scatter(self, out: Tensor, into: Tensor, what: str, turn: int) -> list[Work]:
         """Send row j of `out` [world, n] to every other rank j.
 
-        Their rows are received into `into` [world - 1, n], by rank. There are two exchanges, one
-        with the ranks below and one with those above, so that a rank's own row is neither sent nor
-        copied.
+        Their rows are received into `into` [world - 1, n], by rank.
         """
         del what, turn
+        # With the ranks below and those above, so that a rank's own row is neither sent nor copied.
         # `into` has no row of this rank: from there on, rank j's is row j - 1.
         low, high = self.near.start, self.near.stop
         below, above = range(low), range(high, self._world)
@@ -226,20 +216,21 @@ class Transport:
     ) -> list[Work]:
         """Begin exchanges, and further ones when those have ended.
 
-        A stream of its own waits in between, so neither the host nor what it computes does. All
-        ranks begin all exchanges in the order of these calls.
+        All ranks begin all exchanges in the order of these calls.
 
         Args:
             begin: Begins the first ones.
             begin_next: Begins the others.
             waiter: For exchanges that this process has to wait for.
-            buffers: All that they read and write. Their memory is not given to others before this
-                stream has got there, also if nobody waits for the exchanges, as after an error.
+            buffers: All that they read and write.
         """
         del waiter
+        # A stream of its own waits in between: neither the host nor the stream that computes does.
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        # Their memory is not given to others before this stream has got there, also if nobody waits
+        # for the exchanges, as after an error.
         for buffer in buffers:
             buffer.record_stream(self._stream)
         with torch.cuda.stream(self._stream):

@@ -65,13 +65,11 @@ def own_group(
 ) -> dist.ProcessGroup:
     """This rank's of some groups of ranks, in the numbers of the default group.
 
-    Every rank creates all of them, so that all name them alike: torch names a group that its own
-    ranks alone create by how many this rank is in, and that differs if a script has made groups of
-    some ranks.
-
     Collective of the job.
     """
     timeout = timedelta(seconds=timeout_s)
+    # Every rank creates all of them: torch names a group that its own ranks alone create by how
+    # many this rank is in, which differs among ranks if a script has made groups of some.
     made: list[dist.ProcessGroup] = [
         dist.new_group(list(ranks), backend=backend, timeout=timeout) for ranks in groups
     ]
@@ -121,13 +119,12 @@ class Transports:
         return self._by_kind[device.type]
 
     def divide(self, device: torch.device, nodes: Sequence[range], *, equal: bool) -> None:
-        """Let tensors on `device` travel between nodes first and then inside of them.
+        """Let tensors on `device` travel between nodes first and then inside of them. Collective.
 
-        What has names needs no groups of its own for that.
-
-        Collective. `equal`: connect the ranks of the same number on all nodes, too.
+        `equal`: connect the ranks of the same number on all nodes, too.
         """
         transport = self.of(device)
+        # What has names needs no groups of its own.
         if transport.any_order:
             return
         everybody = dist.get_process_group_ranks(self._group or dist.group.WORLD)
@@ -169,8 +166,7 @@ class StagedTransport(Transport):
     """A transport of tensors on a device that only gloo connects: through host memory.
 
     It is slow, and there for ranks that share one device, which NCCL refuses: tests on a machine
-    with one GPU run through it. What was received reaches its tensor in `finish`, on the thread
-    that calls it.
+    with one GPU run through it.
     """
 
     any_order = True
@@ -196,6 +192,8 @@ class StagedTransport(Transport):
         staged = [work for work in works if isinstance(work, _Staged)]
         if not self._by_host.finish([each for work in staged for each in work.works], waiter, look):
             return False
+        # Here and not by a thread: the copy goes through the stream of the thread that uses the
+        # tensor.
         for work in staged:
             for tensor, copy in work.arriving:
                 tensor.copy_(copy)

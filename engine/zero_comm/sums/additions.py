@@ -1,11 +1,8 @@
 """The additions of one call: what is added to what, and doing it one after the other.
 
-Owns the names of memory, and the plain way to run additions, on a CPU piece of memory by piece of
-memory, while that is in its cache. Must always hold: each is one addition in fp32 of two numbers,
-which are widened first, in the order of the list, or in fp64 of fp64 numbers; or the rounding of
-one number.
-
-`ordered_sum` and `node.HeldPieces` decide what is added; `fold` runs it, on a GPU in one pass.
+Each is one addition in fp32 of two numbers, which are widened first, in the order of the list, or
+in fp64 of fp64 numbers; or the rounding of one number. `ordered_sum` and `node.HeldPieces` decide
+what is added; `fold` runs it, on a GPU in one pass.
 """
 
 from __future__ import annotations
@@ -73,6 +70,7 @@ def run_one_by_one(
 ) -> None:
     """See `fold.run_additions`; on a CPU piece of memory after piece of memory."""
     pieces: Iterable[Mapping[Memory, Tensor]] = (memory,)
+    # On a CPU the fp32 copy of a piece is added while it is in the cache.
     if not next(iter(memory.values())).is_cuda:
         columns = [tensor.split(_PIECE) for tensor in memory.values()]
         pieces = (dict(zip(memory, row, strict=True)) for row in zip(*columns, strict=True))

@@ -1,9 +1,4 @@
-"""Memory for gradients on their way, used again.
-
-Must always hold: a buffer is handed out again only on the stream on which it was given back, so
-what uses it next comes after what used it before, also where the script's modules run on streams of
-their own; and its memory is not freed before the stream that used it last has got there.
-"""
+"""Memory for gradients on their way, used again."""
 
 from __future__ import annotations
 
@@ -40,6 +35,8 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer with undefined contents, to be used on the current stream."""
+        # By stream: what uses a buffer next comes after what used it before, also where the
+        # script's modules run on streams of their own.
         idle = self._idle[numel, dtype, self._stream()]
         if idle:
             return idle.pop()

@@ -1,11 +1,9 @@
 """The additions of one call as one pass over memory: in a CPU's cache, or as one kernel of a GPU.
 
-Owns the choice, and the kernels. On a GPU each list of additions becomes one kernel, by
-torch.compile, that reads every gradient and every sum once and writes every sum once; one after the
-other, additions read and write several times as much. Must always hold: the bits are those of
-`run_one_by_one`. A kernel does the same additions in the same order, and nothing but additions, so
-there is nothing to contract or to reassociate; before its first use it is compared on numbers of
-all kinds. Where it cannot be made, or differs, additions run one by one, with a warning.
+On a GPU each list of additions becomes one kernel, by torch.compile, that reads every gradient and
+every sum once and writes every sum once; one after the other, additions read and write several
+times as much. The bits are those of `run_one_by_one`: where a kernel cannot be made, or differs,
+additions run one by one, with a warning.
 """
 
 from __future__ import annotations
@@ -117,6 +115,7 @@ class Fold:
                 dynamic=True,
                 options=_OPTIONS if self._backend == "inductor" else None,
             )
+            # Compared once, on numbers of all kinds: a compiler may be wrong on one device alone.
             with _beside(key[2]):
                 differs = _differs(kernel, key, dtype)
             if differs:
@@ -163,6 +162,7 @@ def graph_of(
     }
     written: dict[Memory, int] = {}
     at = {name: number for name, number, _ in places}
+    # Nothing but additions, in their order: a compiler has nothing to contract or to reassociate.
     for target, left, right in additions:
         value = values[left]
         if right is not None:

@@ -1,11 +1,7 @@
 """The reduction of the backend: its own reduce-scatter or all-reduce, for speed and no promise.
 
-Owns the sums that a rank makes on its own, what is handed to the backend, and in which dtype. Must
-always hold: what padding micro-batches give does not count; nothing else is exchanged in the group,
-so all ranks begin the same sums in the same order. The bits depend on the backend, on the number of
-ranks and on how they are connected.
-
-`reduction` is the ordered one, and the interface of both.
+The bits depend on the backend, on the number of ranks and on how they are connected. `reduction` is
+the ordered one, and the interface of both.
 """
 
 from __future__ import annotations
@@ -45,6 +41,8 @@ class NativeReduction:
 
         If `into` is as long as the gradient, every rank gets all.
         """
+        # What a padding micro-batch gives does not count, and the backend adds what every rank
+        # hands over.
         if self.collectives.rank >= turn.live:
             gradient.zero_()
         if turn.first:

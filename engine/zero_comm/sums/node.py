@@ -2,13 +2,8 @@
 
 Owns the two exchanges of a micro-step, each in a group of its own. In the first each rank gets, of
 all micro-batches of its node, the slice that it adds up; in the second the owners get what their
-shards are in the pieces of all nodes, whole blocks as int8 if the sum rounds them. Must always
-hold: a rank adds siblings alone (`form_pieces`, `HeldPieces`), in fp32, and the gradient of a
-single micro-batch keeps its dtype, so the bits are those of the flat reduction; what travels
-follows from the plan of the step, or without one from the number of micro-batches and the topology,
-so every rank knows what it is sent.
-
-`reduction` is the flat one, and the interface of both.
+shards are in the pieces of all nodes, whole blocks as int8 if the sum rounds them. A rank adds
+siblings alone, so the bits are those of the flat reduction, `reduction`, whose interface this has.
 """
 
 from __future__ import annotations
@@ -163,6 +158,7 @@ class NodeReduction:
         held = self._held.get(into)
         if held is None:
             held = self._held[into] = _Held(HeldPieces(into.spill), HeldPieces(into.spill))
+        # A step that ended in an error has left pieces.
         if turn.first:
             held.own.clear()
             held.of_node.clear()
@@ -171,6 +167,7 @@ class NodeReduction:
     def schedule(self, turn: Turn, into: OrderedSum) -> _Schedule:
         """The schedule of a micro-step: the same object for all gradients."""
         begin, known = 0 if turn.first else into.count, self._schedule
+        # By identity: the turn of a micro-step is one object, whose plan is too large to compare.
         if known is None or known[0] is not turn or known[1:3] != (begin, into.block):
             found = _Schedule.of(turn, begin, into.block, self.nodes)
             self._schedule = known = turn, begin, into.block, found
@@ -255,6 +252,7 @@ class _Divided(Reducing):
         """See `Reducing`."""
         for pending in self.pending:
             wait(pending)
+        # Every rank knows from the plan what it is sent, so no sizes are exchanged first.
         if self._arrived is None:
             self._exchange_between()
             return True

@@ -1,8 +1,4 @@
-"""The order in which a run sums its gradients, as its checkpoints record it.
-
-Must always hold: a run that resumes sums in the order of its checkpoint, unless its config names
-another mode; else it does not resume.
-"""
+"""The order in which a run sums its gradients, as its checkpoints record it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """The reduce-scatter's order of addition at an owner: a chain over blocks, a tree inside a block.
 
-Owns the owner's half of `plan`: which buffers are added to which, in fp32. Must always hold: only
-siblings are added to each other and only whole blocks to the chain, however many micro-batches come
-at once, so the sum depends on their indices alone; a sum that rounds its blocks rounds each once,
-and whoever completes a block does it; what is pending is log2(block) pieces at most, and the piece
-that begins the sum lies where the sum is going to be.
+Owns the owner's half of `plan`. Only siblings are added to each other and only whole blocks to the
+chain, however many micro-batches come at once, so the sum depends on their indices alone. What is
+pending is log2(block) pieces at most.
 
 What is to be added is decided before (`next_sums`, a pure function), then done by `fold`.
-`reduction` receives what is added here; `zero_optimizer` has one sum for each unit.
 """
 
 from __future__ import annotations
@@ -107,6 +104,7 @@ def next_sums(
     stack = _Stack(block, list(progress.pending), progress.chain, rounds)
     given, stop = len(levels), progress.count
     for index, level in enumerate(levels):
+        # Whoever completes a block has rounded it, and a block is rounded once.
         if given_rounded and 1 << level == block:
             stack.rounded.add(Memory("given", index))
         stack.push(Piece(stop, level), Memory("given", index))
@@ -122,6 +120,7 @@ def next_sums(
     for piece, memory in stack.pending:
         home = memory
         if memory.kind == "given":
+            # The piece that begins the sum lies where the sum is going to be.
             begins = piece.start == 0 and stack.chain is None
             home = TOTAL if begins else Memory("kept", next(free))
             lead(stack.additions, memory, home)

@@ -7,19 +7,16 @@ for micro-batches 0 .. L-1 and a block of B of them, B a power of two:
     T(a, k) = T(a, k-1) + T(a + 2**(k-1), k-1)      a micro-batch that is absent: x + nothing = x
     S       = ((T_0 + T_1) + T_2) + ...              T_q = T(q * B, log2 B)
 
-A run may round each T_q to int8 and back before it is added to the chain; see `quantization`.
-
-Must always hold: which numbers are added to which depends on the numbers of the micro-batches
-alone. Assignment, nodes, the world size and the mode decide only where a sum is formed. Whoever
-holds pieces adds two siblings, or a whole block to the chain, and nothing else.
+It depends on the numbers of the micro-batches alone. Assignment, nodes, the world size and the mode
+decide only where a sum is formed. A run may round each T_q to int8 and back before it is added to
+the chain; see `quantization`.
 
 A plan has three tiers. A *rank* has the gradients of its own micro-batches. Each rank of a *node*
 holds one slice of the pieces that the node forms of them: the n-th of G. The *owner* of a shard
 receives the pieces of all nodes and ends the sum. In a tier everybody does the same, each on its
 own part of the elements.
 
-Standard library only: the engine, the memory estimate, models of large clusters and the docs read
-the same plan.
+Standard library only: the memory estimate, models of large clusters and the docs read plans, too.
 """
 
 from __future__ import annotations

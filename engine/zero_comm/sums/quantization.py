@@ -1,9 +1,8 @@
 """Quantization to int8: blocks of 256 values, each with its own scale.
 
 Owns the format. A row of n values is sent as n codes and then n / 256 scales in fp32, in one buffer
-of bytes: a quarter of fp32, half of bf16. Must always hold: blocks lie on the flat grid, so the
-result depends neither on the world size nor on the sender; a block with a value that is not finite
-becomes NaN, so that overflows are seen as without quantization.
+of bytes: a quarter of fp32, half of bf16. Blocks lie on the flat grid, so the result depends
+neither on the world size nor on the sender.
 
 It serves weights (qwZ) and gradients (qgZ). Source of the idea: ZeRO++ (arXiv 2306.10209), which
 quantizes gradients to int4 and reduces them in two hops; here the sum of a block of micro-batches
@@ -49,6 +48,8 @@ def unpack(packed: Tensor, into: Tensor) -> Tensor:
     codes, scales = _parts(packed)
     for row, row_codes, row_scales in zip(into, codes, scales, strict=True):
         blocks = row_codes.view(-1, QUANT_BLOCK).float()
+        # One value that is not finite makes the block NaN: an overflow is seen as without
+        # quantization.
         scale = torch.where(torch.isfinite(row_scales), row_scales, float("nan"))
         row.copy_(blocks.mul_(scale.unsqueeze(1)).flatten())
     return into

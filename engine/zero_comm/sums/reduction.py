@@ -1,13 +1,8 @@
 """The ordered reduction: sums that depend on micro-batches, never on who computed them.
 
-Owns the order of every addition that crosses ranks or micro-steps. Must always hold:
-
-- The owner of an interval receives the gradients of micro-batches in the order of their numbers
-  and adds them as `ordered_sum` says, in fp32. What padding micro-batches give is received and not
-  added.
-
-It knows flat tensors and ranks alone. `zero_step.gradients.pipeline` reduces with it. `node` does
-the same sums inside of nodes first.
+Owns the order of every addition that crosses ranks or micro-steps. It knows flat tensors and ranks
+alone. `zero_step.gradients.pipeline` reduces with it. `node` does the same sums inside of nodes
+first.
 """
 
 from __future__ import annotations
@@ -131,6 +126,7 @@ class _Flat(Reducing):
         via, turn = self._via, self._turn
         wait(self.pending[0])
         gradients = via.collectives.in_microbatch_order(self._sent, self._received)
+        # What padding micro-batches give is received and not added.
         self._into.add(gradients[: turn.live], via.pool, first=turn.first, last=turn.last)
         via.pool.give(self._received)
         return False

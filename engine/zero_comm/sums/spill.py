@@ -1,10 +1,5 @@
 """Pieces that a rank keeps between micro-steps: on the device, beyond a budget in host memory.
 
-Owns the record of what is kept, and the copies to the host and back. Must always hold: what is
-taken has the bits of what was kept; a copy runs on the current stream, after what writes the piece
-and before what reads it, so the host waits for none; more than the budget is on the device only
-while the pieces of one gradient are added.
-
 `ordered_sum` keeps what is pending or early at its owner, `node.HeldPieces` what a sender holds.
 """
 
@@ -65,6 +60,8 @@ class Spill:
             if not each.is_away and self.here_bytes > self.budget_bytes:
                 here, each.is_away = each.tensor, True
                 each.tensor = self._host.take(here.numel(), here.dtype)
+                # On the current stream, after what writes the piece and before what reads it: no
+                # host waits.
                 each.tensor.copy_(here, non_blocking=True)
                 self.here_bytes -= here.nbytes
                 pool.give(here)

@@ -1,22 +1,9 @@
 """The worker's link to its agent: the socket and its messages.
 
-Owns the socket, the thread that reads it, and the exit of a worker that leaves its group. A process
-has one link, however many engines it has (a GAN, actor and critic): the agent sees one worker.
-
-- Requests have numbers, so each engine receives the replies to its own requests.
-- Progress: each engine's step is a heartbeat; the step of the most advanced engine is reported.
-- SIGTERM: a scheduler such as Slurm signals every process of a job. The agent decides then what its
-  workers do, so a worker with a link ignores the signal, unless the script handles it.
-- Without an agent, what `zero_contract.notices` hears takes the place of its request. Under
-  torchrun with our plug-in there are both: a socket for commits and requests, and torchrun's
-  signals. A worker that has left, or lost a peer, waits there for torchrun to end it.
-- Leaving: as soon as the consensus of one engine's step decides it, it holds for all engines; the
-  process leaves at the script's next save of all, because the script alone knows at which point
-  their states belong together.
-
-Must always hold: without an agent (plain torchrun, or one process) everything here does nothing; a
-lost socket never stops training, because the agent has other means to stop a worker; and a commit
-is granted by a reply only, never by a timeout.
+A process has one link, however many engines it has (a GAN, actor and critic): the agent sees one
+worker. Without an agent (plain torchrun, or one process) everything here does nothing, and what
+`zero_contract.notices` hears takes the place of a request to leave. Under torchrun with our plug-in
+there are both: a socket for commits and requests, and torchrun's signals.
 """
 
 from __future__ import annotations
@@ -115,6 +102,7 @@ class AgentLink:
         self._pid = os.getpid()
         self._sigterm_came = False
         self._last_save_by_s = 0.0
+        # Each engine gets the replies to its own requests.
         self._numbers = itertools.count(1)
         self._answers: dict[int, CommitReply | PeerMemoryReply] = {}
         self._changed = threading.Condition()
@@ -185,6 +173,8 @@ class AgentLink:
     @property
     def leaving(self) -> bool:
         """Whether some rank was asked to leave; equal on all ranks after each step of an engine."""
+        # Decided by the step of any engine, for all: the process leaves at the next save of them
+        # all, because the script alone knows at which point their states belong together.
         return self.leaves_with > 0
 
     def raise_if_leaving(self, what: str) -> None:
@@ -303,14 +293,14 @@ class AgentLink:
     def stay(self, step: int, lost: str = "") -> Mapping[str, str]:
         """Leave the group after `step`, and wait for the next round; returns its environment.
 
-        `lost` says how a peer was lost, if that is why. The agent ends the wait: it sends the next
-        round, or closes the connection, as its own end does.
+        `lost` says how a peer was lost, if that is why.
 
         Raises:
             SystemExit: There is none for this process, as `leave`.
         """
         leave_group()
         self._send(contract.Left(round=self.round, step=step, stays=True, lost=lost))
+        # No timeout: the agent sends the next round or closes the connection, as its own end does.
         with self._changed:
             self._changed.wait_for(
                 lambda: self._join is not None or self._socket is None or self._must_end
@@ -326,6 +316,7 @@ class AgentLink:
 
     def await_end(self) -> None:
         """Wait for torchrun, if that is the launcher, to end this process, which has no group."""
+        # torchrun charges a restart for a worker that ends by itself, and none for one it signals.
         by_s = time.monotonic() + ENDED_WITHIN_S
         while self.launched and heard() is None and time.monotonic() < by_s:
             with self._changed:
@@ -388,6 +379,7 @@ class AgentLink:
             answer = self._answers.pop(number, None)
         if answer is not None:
             return answer
+        # A commit is granted by a reply only, never by a timeout.
         if self._socket is None:
             return "the agent is gone"
         return f"the agent did not answer within {timeout_s:g} s"
@@ -445,6 +437,7 @@ class AgentLink:
                 return
             try:
                 self._socket.sendall(contract.encode(message))
+            # A lost socket never stops training: the agent has other means to stop a worker.
             except OSError as error:
                 self._disconnect(f"cannot send to the agent: {error}")
 
@@ -548,6 +541,7 @@ def agent_link(rank: int) -> AgentLink:
         _link = AgentLink(rank)
         in_main_thread = threading.current_thread() is threading.main_thread()
         agent = _link.present and not _link.launched
+        # Slurm and others signal every process of a job; the agent decides what its workers do.
         # A handler of the script's own stays.
         if agent and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)

@@ -1,8 +1,7 @@
 """The process group and the device of this worker.
 
 Owns how a worker finds its rank: from the environment of torchrun and zero-agent, or of mpirun and
-srun (`discover`), or as a world of one; and how it leaves its group. Must always hold: leaving
-waits for no peer, and the process can join another group afterwards.
+srun (`discover`), or as a world of one; and how it leaves its group, to join another one.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ def group_timeout_s() -> float:
 def leave_failures_to_agent() -> None:
     """Under an agent: keep the threads of NCCL from ending this process because of its peers.
 
-    The agent decides that, and a process that is told to leave aborts its group by itself. Called
-    before the group is made, which reads the variables. The agent sets the first one to 1, as
-    torchrun does; any other value is the user's and stays.
+    Called before the group is made, which reads the variables.
     """
     if ENV_SOCKET in os.environ:
+        # The agent decides that, and a process that is told to leave aborts its group by itself.
+        # The agent sets 1, as torchrun does; any other value is the user's and stays.
         if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":
             os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -119,23 +118,19 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
 
 
 def await_round_in_script() -> None:
-    """Let `init_process_group` of a script wait for a round, in a worker that has none yet.
-
-    Rank and world are then those of the round, whatever the script has read before.
-    """
+    """Let `init_process_group` of a script wait for a round, in a worker that has none yet."""
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = partial(_in_round, handlers["env"])
 
 
 def _in_round(rendezvous: Callable[..., Iterator[Any]], url: str, **given: Any) -> Iterator[Any]:
+    # Rank and world are those of the round, whatever the script has read before: they come from the
+    # environment, and not from the URL.
     return rendezvous("env://" if _await_round() else url, **given)
 
 
 def _await_round() -> bool:
     """In a worker that was started before it has a round: wait for one, and take its environment.
-
-    It has run the script up to here meanwhile. Its agent ends the wait: with the round, or by
-    closing the connection, as the agent's own end does.
 
     Returns:
         Whether it had none.
@@ -149,6 +144,7 @@ def _await_round() -> bool:
     hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid())
     with suppress(OSError), connect_to_agent(path) as connection:
         connection.sendall(encode(hello) + encode(Left(round=0, step=0, stays=True)))
+        # No timeout: the agent ends the wait with the round, or by closing the connection.
         for line in connection.makefile("rb"):
             if isinstance(message := decode(line), Join):
                 os.environ.update(message.env)
@@ -185,14 +181,13 @@ def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:
 def leave_group() -> bool:
     """Leave all process groups, also if exchanges are under way that never end.
 
-    `destroy_process_group` would wait for them.
-
     Returns:
         Whether everything has been aborted in time.
     """
     if not dist.is_initialized():
         return True
-    # In a thread of its own: an abort that waits for a device must not keep the process.
+    # Not by `destroy_process_group`, which waits for exchanges; and in a thread of its own: an
+    # abort that waits for a device must not keep the process.
     thread = threading.Thread(target=_abort, daemon=True, name="zero-abort")
     thread.start()
     thread.join(ABORT_TIMEOUT_S)
@@ -204,11 +199,11 @@ def leave_group() -> bool:
 def hang_up_on_store() -> None:
     """End every call to the store of the default group, now and later: the group is lost.
 
-    A host that is suspended closes no connection, and torch's store waits for its answers for as
-    long as the group's timeout, in threads that nothing else can interrupt. They get the error that
-    a store whose host has died gives them.
+    Threads that wait for it get the error that a store whose host has died gives them.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+    # A host that is suspended closes no connection, and torch's store waits for its answers for as
+    # long as the group's timeout, in threads that nothing else can interrupt.
     with suppress(OSError):
         known = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         for number in map(int, os.listdir("/proc/self/fd")):
@@ -234,11 +229,9 @@ def _is_at(number: int, hosts: Collection[object], port: int) -> bool:
 def found_again(environ: Mapping[str, str], within_s: float = GROUP_TIMEOUT_S) -> None:
     """Leave the process group and found the next one, with other variables, in the same process.
 
-    The other ranks are waited for `within_s`; the timeout of their collectives is the usual one.
-
-    Rank, world size and store are those of `environ`, such as a `Join` has. What was made of the
-    group before, such as `Collectives`, must be made anew. Threads, devices, compiled code and
-    memory stay.
+    Rank, world size and store are those of `environ`, such as a `Join` has. The other ranks are
+    waited for `within_s`. What was made of the group before, such as `Collectives`, must be made
+    anew. Threads, devices, compiled code and memory stay.
 
     Raises:
         PeerLost: The former group has not been aborted in time; or a rank of the next one, or the

@@ -1,10 +1,7 @@
 """How long a rank computes in a step, and how long it waits for other ranks.
 
-`WAITS` measures the waits of this process: on its threads, and, on a GPU, on the stream that waits
-for an exchange. Everything else between the ends of two steps, without saves, is computing: the
-script's own work and the loading of data as well. Rank 0 adds up what all ranks have measured.
-
-Must always hold: measuring blocks nothing, a GPU's stream is read only when it is past the wait.
+Everything but waits and saves is computing: the script's own work and the loading of data as well.
+Rank 0 adds up what all ranks have measured.
 """
 
 from __future__ import annotations
@@ -81,6 +78,7 @@ class WaitClock:
     def spent_s(self) -> float:
         """Seconds of all waits that have ended; waits at the same time count once."""
         with self._lock:
+            # Read only when the stream is past the wait: measuring blocks nothing.
             while self._on_streams and self._on_streams[0][1].query():
                 begin, end = self._on_streams.popleft()
                 self._spent_s += begin.elapsed_time(end) / 1e3

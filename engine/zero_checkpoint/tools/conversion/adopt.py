@@ -1,8 +1,7 @@
 """Turns what an import brought into a checkpoint of ours, by the same save that training uses.
 
-Must always hold: a value that the source lacks is left open in the new checkpoint (None, or no
-param groups at all), never guessed; a parameter of a group that has moments has all of them,
-because the engine keeps them for every element that it trains.
+A value that the source lacks is left open in the new checkpoint (None, or no param groups at all),
+never guessed.
 """
 
 from __future__ import annotations
@@ -141,7 +140,8 @@ def _plain(data: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _completed(foreign: Foreign) -> dict[str, dict[str, Tensor]]:
     """The moments, with zeros for parameters of a group whose others have some."""
-    # torch makes no state for a parameter without gradient; its moments would be zero.
+    # torch makes no state for a parameter without gradient; its moments would be zero. The engine
+    # keeps them for every element that it trains.
     whole = {key: dict(moments) for key, moments in foreign.moments.items()}
     for group in foreign.groups:
         for moments in whole.values():

@@ -1,11 +1,8 @@
 """torch.distributed.checkpoint directories, with optimizer state, without running their pickles.
 
-The metadata of a DCP checkpoint is a pickle; it is read with nothing but DCP's own records
-allowed. What the user saved under which key is their choice: `dcp.layout` finds it, or the user
-names it. The optimizer is expected as `torch.distributed.checkpoint.state_dict` makes it, with or
-without `flatten_optimizer_state_dict`.
-
-Must always hold: a tensor is used only if its chunks cover all of it.
+What the user saved under which key is their choice: `dcp.layout` finds it, or the user names it.
+The optimizer is expected as `torch.distributed.checkpoint.state_dict` makes it, with or without
+`flatten_optimizer_state_dict`.
 """
 
 from __future__ import annotations
@@ -126,6 +123,7 @@ class _Store:
             raise CheckpointError(
                 f"{source}: no .metadata in it: no DCP checkpoint, or a save that died"
             ) from None
+        # The metadata are a pickle, in which nothing but DCP's own records may occur.
         records = load_listed(data, str(path), _ALLOWED)
         if not isinstance(records, metadata.Metadata):
             raise CheckpointError(f"{path}: holds a {type(records).__name__}, not DCP's metadata")

@@ -8,9 +8,6 @@ The layouts (a directory per tag, `latest` names one):
     stage 3      the same per rank; each parameter is cut into equal parts, one per rank, the
                  last padded, and the parts follow each other in the order of `param_shapes`
 
-Must always hold: fp32 masters and moments come from the optimizer files, frozen parameters and
-buffers from the model files; a parameter that is not covered whole is an error.
-
 Source of the layouts: deepspeed/utils/zero_to_fp32.py of DeepSpeed 0.19.8.
 """
 
@@ -81,6 +78,8 @@ def _read(parts: _Parts) -> Foreign:
     kinds = dict.fromkeys(kind for kind, _ in flats)
     params = {name: data for (kind, name), data in flats.items() if kind == _MASTER}
     elsewhere = {*params, *shared, *model["buffer_names"]}
+    # Masters and moments come from the optimizer files; what is not trained is in the model files
+    # alone.
     frozen = parts.frozen(elsewhere)
     client: dict[str, Any] = {}
     left_out = [name for name in _NO_PLACE if model.get(name)]

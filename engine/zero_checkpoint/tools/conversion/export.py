@@ -1,11 +1,7 @@
 """The model of a checkpoint for others: one torch file, or a directory for Hugging Face.
 
-Only parameters and buffers are exported, under every name that they have: a tied weight is in a
-torch file once, with two names, and in a Hugging Face directory once per name, because whether a
-reader ties it again depends on a config that this tool does not understand.
-
-Must always hold: the output appears under its final name whole or not at all, and never replaces
-an existing file.
+Only parameters and buffers are exported, under every name that they have. The output appears under
+its final name whole or not at all, and never replaces an existing file.
 """
 
 from __future__ import annotations
@@ -211,6 +207,8 @@ def _write_shards(
         with path.open("xb") as target:
             shard = SafetensorsFile(target, header)
             for tensor, data in read_tensors(checkpoint, by_tensor):
+                # A tied weight once per name: whether a reader ties it again depends on a config
+                # that this tool does not understand.
                 for name in by_tensor[tensor]:
                     shard.put(name, selection.convert(data))
                 progress(data.numel() * data.element_size())

@@ -1,8 +1,4 @@
-"""The result of an import, and the two plain sources: a torch state_dict, a Hugging Face directory.
-
-Neither says which tensors are buffers. Tensors of integers and booleans are, and so are the running
-statistics of normalisation layers; the user names others.
-"""
+"""What an import has found, and two plain sources: a torch state_dict, a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -124,6 +120,8 @@ def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:
     seen: dict[tuple[Any, ...], str] = {}
     for name, data in tensors.items():
         check_elements(data, name)
+        # Neither source says which tensors are buffers: `is_buffer` knows torch's own, the user
+        # names others.
         if is_buffer(name, data.dtype, buffers):
             others[name] = data
             continue

@@ -1,8 +1,7 @@
 """torch files of others, read without running what they contain.
 
 A pickle is a program. torch's own reader of tensors and plain values runs none; the few classes
-that DeepSpeed puts beside them are replaced by inert records. Everything else is refused, unless
-the user declares the file trusted.
+that DeepSpeed puts beside them are replaced by inert records. All else is refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Settings of malloc for training on CPUs: memory that a step frees stays for the next step.
 
-Owns the two settings of glibc's malloc that decide it. By default glibc returns the free end of its
-heap to the kernel whenever much of it is free, so after every backward; the next forward then
-allocates it again, zeroed and by one page fault for each 4 KiB, which costs time in every step.
-Results and peak memory do not depend on it: what stays allocated is what the next step allocates.
-
-Set it after the long-lived buffers are allocated: these keep separate mappings, and short-lived
-memory is in the heap.
+By default glibc returns the free end of its heap to the kernel after every backward, and the next
+forward allocates it again, zeroed, by a page fault for each 4 KiB. Results and peak memory do not
+depend on it: what stays allocated is what the next step allocates.
 """
 
 from __future__ import annotations
@@ -23,7 +19,10 @@ which ends when the first is set. Larger tensors have separate mappings, as befo
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory, unless the environment configures its malloc."""
+    """Let glibc keep freed memory, unless the environment configures its malloc.
+
+    Call it after the long-lived buffers are allocated: these keep separate mappings then.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not is_set(os.environ):  # other C libraries have none
         mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)

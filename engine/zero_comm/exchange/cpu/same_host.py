@@ -1,21 +1,9 @@
 """Same-host peers: ranks of one host read exchanged tensors from each other's memory.
 
 Owns the system call, the introduction at the start, and the messages of such ranks afterwards, over
-a Unix socket for each pair, with the thread that reads. Must always hold:
-
-- At the start every rank sends its place and the address of a token; a rank that can read the token
-  can read the rest of the memory. All ranks compute the same division into runs of consecutive
-  ranks, each of which can read every other of its run. A rank outside, or a kernel that forbids it,
-  costs nothing but speed: sockets are used instead.
-- An exchange is identified by its name and the number of earlier ones of that name. What a peer
-  offers is copied to where this rank wants it under that name, whichever of the two comes first.
-- An offered tensor must not change until every peer has reported that it has read it: only then has
-  the exchange ended for the rank that offers it.
-- Progress needs no rank to wait: the thread reads as soon as both sides have begun.
-- When a peer's socket closes, or its memory cannot be read, the exchanges that need it fail.
-
-Each byte is copied once; loopback sockets copy it twice and wake the ranks in between. The kernel
-allows it where a debugger would be allowed: the same user, and no Yama that forbids it.
+a Unix socket for each pair, with the thread that reads. Each byte is copied once; loopback sockets
+copy it twice and wake the ranks in between. Where the kernel forbids it, or a rank is elsewhere,
+sockets are used instead.
 
 Source of the idea: cross-memory attach, as MPI libraries use it.
 """
@@ -111,6 +99,7 @@ class Reading(Watched):
         self.wanted = wanted
         self.unread = set(wanted)
         """The ranks that this rank has not read from."""
+        # An offered tensor must not change until all of them have reported that they have read it.
         self.unreleased = set(held)
         """The ranks that have not read from this rank."""
 
@@ -129,6 +118,7 @@ class SameHostPeers:
         """
         self._changed = changed
         self._exchanges = _Exchanges(members)
+        # It reads as soon as both sides have begun, whether or not a rank waits.
         threading.Thread(target=self._exchanges.serve, daemon=True).start()
         # The thread holds the exchanges alone, so it ends with this object.
         weakref.finalize(self, self._exchanges.close)
@@ -324,6 +314,7 @@ def meet(
     Raises:
         OSError: A peer is lost.
     """
+    # A rank that can read the token can read the rest of the memory.
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         card: dict[str, Any] = {"willing": False}
@@ -339,6 +330,7 @@ def meet(
         mutual = gather(
             torch.tensor(sees, dtype=torch.uint8, device="cpu"), "who reads whose memory"
         ).bool()
+        # All ranks have the same matrix, and so divide alike.
         run = next(run for run in runs(mutual & mutual.t()) if rank in run)
         members = _connect(listener, rank, run, cards)
     if rank == run.start and len(run) > 1:

@@ -91,11 +91,9 @@ class CpuTransport(HostTransport):
         return list(waiter.watch(works))
 
     def gather(self, full: Tensor, rows: Sequence[Tensor], what: str, turn: int) -> list[Work]:
-        """See `Transport.gather`, in pairs.
-
-        Each exchange has its tag: if ranks wrongly gather different units at the same time, their
-        shards do not match.
-        """
+        """See `Transport.gather`, in pairs."""
+        # Each has its name: if ranks wrongly gather different units at the same time, shards do not
+        # match.
         del full
         wanted = {rank: rows[rank] for rank in self._others}
         return self.exchange(dict.fromkeys(wanted, rows[self._rank]), wanted, what, turn)
