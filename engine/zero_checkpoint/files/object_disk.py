@@ -9,10 +9,6 @@ none of its name, and of two writers one is refused (S3 `If-None-Match: *`, GCS
     sweep a dead save   creates a tombstone under the manifest's name: of the save and the sweep,
                         the second is refused
 
-Must always hold: an object exists whole or not at all; an upload that is not `sync`ed leaves
-nothing; a committed checkpoint is removed by overwriting its manifest with the tombstone, which
-goes last.
-
 Source of the idea: the conditional puts that Delta Lake and Iceberg commit with on S3.
 """
 
@@ -129,16 +125,17 @@ class ObjectDisk(Disk):
 
     def remove_tree(self, path: Place) -> None:
         """Remove all objects of a directory, its manifest last, and the parts of dead uploads."""
-        for removal in (_abort_uploads, self._remove_objects):
-            try:
-                removal(path)
-            except OSError as error:
-                _log.warning("%s could not be removed: %s", path, error)
-
-    def _remove_objects(self, path: Place) -> None:
-        every: list[Place] = list(path.iterdir())
-        for inner in sorted(every, key=lambda inner: inner.name == MANIFEST):
-            self.remove(inner)
+        try:
+            _abort_uploads(path)
+        except OSError as error:  # a store may not let everybody list uploads
+            _log.warning("%s could not be removed: %s", path, error)
+        try:
+            every: list[Place] = list(path.iterdir())
+            # Last: its tombstone says what the rest is, whenever the process dies.
+            for inner in sorted(every, key=lambda inner: inner.name == MANIFEST):
+                self.remove(inner)
+        except OSError as error:
+            _log.warning("%s could not be removed: %s", path, error)
 
 
 OBJECTS = ObjectDisk()

@@ -1,18 +1,8 @@
 """The collectives: gradients to their owners, all-gather of shards, pieces, a broadcast.
 
-Owns the names, the counts and the waits of everything that ranks send to each other. Must always
-hold:
-
-- The reduction is *ordered*: `exchange_gradients` delivers gradients unreduced, and the owner adds
-  them as `ordered_sum` does. A sum depends on the micro-batches, never on who computed them. Only
-  `reduce_scatter` and `all_reduce` leave the order to the backend.
-- All ranks issue the same exchanges in the same order. If they do not, nothing is mixed up: shards
-  are sent under the name of what they belong to, and a deadlock raises `Diverged`, which names the
-  exchanges.
-- What is divided among the ranks is divided into *shards* of equal length. Which rank has which is
-  `owners`: where sums begin inside of nodes, the slice that a rank adds up is whole shards.
-- Every wait goes through `wait`, which ends at once when this rank is asked to leave, ends with the
-  group's timeout at the latest, and turns a broken connection into `PeerLost`.
+Owns the names, the counts and the waits of everything that ranks send to each other. All ranks
+issue the same exchanges in the same order; if they do not, nothing is mixed up (`IssueOrder`,
+`DeadlockDetector`).
 
 A `Transport` sends the bytes; `transports` chooses one for each kind of device. Nothing here asks
 for the device.
@@ -138,6 +128,7 @@ class Collectives:
         `owners`: by shard, the rank that has it, where a framework decides that.
         """
         self.topology = topology
+        # Where sums begin inside of nodes, the slice that a rank adds up is whole shards.
         self.owners = tuple(owners) if owners is not None else rail_order(topology.nodes)
         """By shard, the rank that has it."""
         self.shards = tuple(self.owners.index(rank) for rank in range(self.world))
@@ -258,6 +249,7 @@ class Collectives:
             # A wait that was given up stays posted: the rank never begins what others wait for.
             self.detector.end_wait()
         except PeerLost as error:
+            # A step that will have no effect ends without its peer.
             if not interrupt.covers(error):
                 raise
 
@@ -322,9 +314,10 @@ class Collectives:
     def exchange_gradients(self, microbatches: Tensor, received: Tensor, what: str) -> Pending:
         """Send every other rank its shard of `microbatches` [world * n].
 
-        `received` [(world - 1) * n] gets this rank's shard of the micro-batches of the other
-        ranks; `in_microbatch_order` sorts these and its own. Only for shards in the order of ranks.
+        `received` [(world - 1) * n] gets this rank's shard of the micro-batches of the other ranks;
+        `in_microbatch_order` sorts these and its own. Only for shards in the order of ranks.
         """
+        # Unreduced: the owner adds them in an order that the backend does not know (`ordered_sum`).
         sent_bytes = self._count("gradients", microbatches)
         out, into = microbatches.view(self.world, -1), received.view(self.world - 1, -1)
 
@@ -345,7 +338,11 @@ class Collectives:
             return self._gather(full, self._by_rank(full), what)
         transport = self.transports.of(full.device)
         if transport.gathers_in_parts:
-            return self._gather_in_parts(full, what)
+
+            def start(transport: Transport, _turn: int) -> list[Work]:
+                return transport.gather_in_parts(full, self._waiter)
+
+            return self._begin("gather", what, (full,), self._count("gather", full), start)
         if transport.crosses_once:
             return self._gather(full, self._by_rank(full), what)
         rows = full.view(self.world, -1)
@@ -412,12 +409,6 @@ class Collectives:
 
         buffers = tuple(each for sequence in inside.values() for each in sequence)
         return self._begin("gather", what, buffers, sent_bytes, start)
-
-    def _gather_in_parts(self, full: Tensor, what: str) -> Pending:
-        def start(transport: Transport, _turn: int) -> list[Work]:
-            return transport.gather_in_parts(full, self._waiter)
-
-        return self._begin("gather", what, (full,), self._count("gather", full), start)
 
     def _gather(self, full: Tensor, rows: Sequence[Tensor], what: str) -> Pending:
         """Fill `rows`, by rank, the views that `full` is divided into."""
