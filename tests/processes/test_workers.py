@@ -6,8 +6,10 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from tests.support.cluster import COLD, agent, descendants, environment, is_aliv
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.workers.exits import read_error_file
-from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient
+from zero_agent.workers.forkserver import PACKET_BYTES
+from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient, _Outbox
 from zero_agent.workers.output.tap import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
 from zero_contract.hub import Hub
@@ -32,7 +35,7 @@ def forking(tmp_path):
     """A forkserver that has imported nothing, and the news it sends."""
     hub, news = Hub(), queue.SimpleQueue()
     forkserver = ForkserverClient(hub, environment(), [], lambda _, said: news.put(said))
-    yield lambda code: _start(forkserver, hub, tmp_path, code), forkserver, news
+    yield lambda code, **more: _start(forkserver, hub, tmp_path, code, **more), forkserver, news
     forkserver.close()
     hub.close()
     close_files()
@@ -64,6 +67,15 @@ def status_of(worker: int, news: queue.SimpleQueue) -> int:
         said = news.get(timeout=120)
         if said.get("id") == worker and "status" in said:
             return said["status"]
+
+
+def ends_of(workers: int, news: queue.SimpleQueue) -> dict[int, int]:
+    """The status of each of so many workers, in whichever order they end."""
+    ended: dict[int, int] = {}
+    while len(ended) < workers:
+        said = news.get(timeout=120)
+        ended |= {said["id"]: said["status"]} if "status" in said else {}
+    return ended
 
 
 @pytest.mark.parametrize(
@@ -167,11 +179,7 @@ def test_orders_of_any_number_are_taken_while_the_forkserver_still_imports(impor
     workers = [start("pass", PAD="x" * 20_000) for _ in range(30)]
     assert not forkserver.ready
     go.touch()
-    ended: dict[int, int] = {}
-    while len(ended) < len(workers):
-        said = news.get(timeout=120)
-        ended |= {said["id"]: said["status"]} if "status" in said else {}
-    assert ended == dict.fromkeys(workers, 0)
+    assert ends_of(len(workers), news) == dict.fromkeys(workers, 0)
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all pipes to be closed")
 
 
@@ -188,6 +196,56 @@ def test_a_worker_that_waits_for_the_imports_is_stopped_without_them(importing, 
     assert status_of(wanted, news) == 0
     assert not (tmp_path / "ran").exists()
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all pipes to be closed")
+
+
+@pytest.fixture
+def standing_still(forking):
+    """A forkserver that reads nothing until it gets SIGCONT."""
+    start, forkserver, news = forking
+    wait_for(lambda: forkserver.ready, 150, "the forkserver to be ready")
+    os.kill(forkserver.pid, signal.SIGSTOP)
+    yield start, forkserver, news
+    os.kill(forkserver.pid, signal.SIGCONT)
+
+
+def test_orders_of_any_number_are_taken_while_the_forkserver_stands_still(standing_still):
+    """The agent that gives them has leases to keep alive meanwhile."""
+    start, forkserver, news = standing_still
+    held = len(os.listdir("/proc/self/fd"))
+    workers: list[int] = []
+
+    def give():
+        workers.extend(start("pass", PAD="x" * 20_000) for _ in range(30))
+
+    giving = threading.Thread(target=give, daemon=True)  # a call that waits must not hang the test
+    giving.start()
+    giving.join(60)
+    assert (len(workers), giving.is_alive()) == (30, False)
+    os.kill(forkserver.pid, signal.SIGCONT)
+    assert ends_of(len(workers), news) == dict.fromkeys(workers, 0)
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= held, 150, "all pipes to be closed")
+
+
+def test_of_the_orders_that_the_forkserver_has_no_room_for_only_a_start_is_withdrawn():
+    """A signal has the id of its process: what has been sent would never hear of it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    with ours, theirs:
+        outbox, large = _Outbox(ours), {"op": "start", "pad": "x" * 50_000}
+        outbox.open()
+        for number in range(20):
+            outbox.give(number, large, [])
+        outbox.give(0, {"op": "signal", "signal": 15}, [])
+        outbox.give(19, {"op": "signal", "signal": 15}, [])
+        assert [outbox.withdraw(number) for number in (0, 18)] == [False, True]
+        assert outbox.given == 21
+        read = []
+        while outbox.given > len(read):
+            read.append(json.loads(theirs.recv(PACKET_BYTES)))
+            outbox.open()
+        starts = [order["id"] for order in read if order["op"] == "start"]
+        assert (starts, [order["id"] for order in read[-2:]]) == ([*range(18), 19], [0, 19])
+        outbox.close()
 
 
 def test_an_order_to_a_forkserver_that_is_gone_is_nothing_to_worry_about(importing, caplog):

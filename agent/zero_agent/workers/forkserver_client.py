@@ -1,7 +1,7 @@
 """The agent's end of the forkserver: starts and ends it, sends it orders, receives its messages.
 
-The forkserver reads no messages while it imports, and the agent never waits for the imports: orders
-are held until the forkserver is ready.
+The forkserver reads no messages while it imports, or while it stands still (SIGSTOP, a full swap),
+and the agent waits for neither: orders are held until the forkserver, and its socket, take them.
 
 Must always hold: orders arrive in the order in which they were given, from any thread; descriptors
 that an order carries stay open until it is sent, and are closed afterwards.
@@ -19,6 +19,8 @@ import socket
 import subprocess
 import sys
 import threading
+from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,8 @@ log = logging.getLogger("zero")
 
 CLOSE_TIMEOUT_S = 8.0
 KILL_TIMEOUT_S = 5.0
+SIGNAL = "signal"
+"""The order that begins no process."""
 ANSWER_S = 10.0
 """A forkserver that has not carried an order out for this long is stuck: it takes milliseconds."""
 
@@ -111,7 +115,7 @@ class ForkserverClient:
         if self._outbox.withdraw(worker):
             self._on_news(self, {"id": worker, "status": -int(number)})
         else:
-            self._outbox.give(worker, {"op": "signal", "signal": int(number)}, [])
+            self._outbox.give(worker, {"op": SIGNAL, "signal": int(number)}, [])
 
     def stuck_s(self, imports_s: float) -> float | None:
         """Seconds that the forkserver has owed an answer, if that is too long; to be polled."""
@@ -179,8 +183,9 @@ class ForkserverClient:
         news = json.loads(data)
         if "ready" in news:
             self.ready = True
-            self._outbox.open()
         self._obeyed += "obeyed" in news
+        if self.ready:  # it has read an order, so there is room for another
+            self._outbox.open()
         self._on_news(self, news)
 
 
@@ -189,6 +194,8 @@ class _Packet:
     """An order, and copies of its descriptors."""
 
     id: int
+    begins: bool
+    """Whether it begins the process; a signal has the id of its process, too."""
     data: bytes
     fds: list[int]
 
@@ -199,7 +206,7 @@ class _Outbox:
     def __init__(self, to_forkserver: socket.socket) -> None:
         self._socket = to_forkserver
         self._lock = threading.Lock()
-        self._held: list[_Packet] = []
+        self._held: deque[_Packet] = deque()
         self._open = self._closed = False
         self.given = 0
         """How many orders were given and not withdrawn."""
@@ -217,14 +224,14 @@ class _Outbox:
                 with os.fdopen(descriptor, "wb", closefd=False) as file:
                     file.write(data)
                 data, copies = LONG_ORDER, [descriptor, *copies]
-            packet = _Packet(id, data, copies)
+            packet = _Packet(id, order["op"] != SIGNAL, data, copies)
             self.given += 1
             self._held.append(packet)
             if self._open:
                 self._send_held()
 
     def open(self) -> None:
-        """Send the held orders: the forkserver reads messages from now on."""
+        """Send the held orders: the forkserver reads messages; callable any number of times."""
         with self._lock:
             self._open = True
             self._send_held()
@@ -232,8 +239,8 @@ class _Outbox:
     def withdraw(self, id: int) -> bool:
         """Drop the held order to start a process; False if it is not held any more."""
         with self._lock:
-            found = [packet for packet in self._held if packet.id == id]
-            self._held = [packet for packet in self._held if packet.id != id]
+            found = [packet for packet in self._held if packet.id == id and packet.begins]
+            self._held = deque(packet for packet in self._held if packet not in found)
             self.given -= len(found)
         _close(found)
         return bool(found)
@@ -242,20 +249,23 @@ class _Outbox:
         """Send nothing any more, not even the held orders."""
         with self._lock:
             self._closed = True
-            found, self._held = self._held, []
+            found, self._held = self._held, deque()
         _close(found)
 
     def _send_held(self) -> None:
-        for packet in self._held:
-            try:
-                socket.send_fds(self._socket, [packet.data], packet.fds)
+        while self._held:
+            packet = self._held[0]
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", packet.fds))
+            try:  # not `send_fds`: it ignores flags before Python 3.13
+                self._socket.sendmsg([packet.data], [rights], socket.MSG_DONTWAIT)
+            except BlockingIOError:  # full of orders: the answer to one of them comes back here
+                return
             except OSError as error:
                 log.warning("the forkserver cannot be reached: %s", error)  # its end is reported
-        _close(self._held)
-        self._held = []
+            _close([self._held.popleft()])
 
 
-def _close(packets: Sequence[_Packet]) -> None:
+def _close(packets: Collection[_Packet]) -> None:
     for packet in packets:
         for fd in packet.fds:
             os.close(fd)
