@@ -12,7 +12,6 @@ a file system that hangs blocks no caller, since the journal has its writer thre
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from zero_contract.decoding import line_of
 from zero_contract.writer import Writer
 
 log = logging.getLogger("zero")
@@ -294,7 +294,7 @@ class Journal:
     def line(self, event: str, sentence: str, **facts: Any) -> str:
         """The record of one of `EVENTS`, as of now: a JSON object."""
         record = {"time": time.time(), "node": self._node, "round": self.round, "event": event}
-        return json.dumps({**record, "text": sentence, **facts})
+        return line_of({**record, "text": sentence, **facts})
 
     def tell(
         self,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+from zero_contract.decoding import line_of
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.ctl import event_files
 from zero_orchestrator.ctl.page import document
@@ -92,7 +92,7 @@ def write(records: Records, path: Path) -> None:
     lost = pictures.without_steps(records, now_s=now_s)
     page = document.page(pictures.picture(records, now_s=now_s), live=False)
     _replace(path, page)
-    _replace(trace_of(path), json.dumps(recovery_trace.trace(records.events, lost)))
+    _replace(trace_of(path), line_of(recovery_trace.trace(records.events, lost)))
 
 
 def _replace(path: Path, text: str) -> None:

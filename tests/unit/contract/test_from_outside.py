@@ -39,7 +39,7 @@ from zero_checkpoint import StoreConsensus
 from zero_checkpoint.format.parse import ManifestError
 from zero_checkpoint.format.parse import parse as manifest_of
 from zero_contract import peer_memory, worker
-from zero_contract.decoding import MalformedError, decode, encode
+from zero_contract.decoding import MalformedError, decode, encode, line_of
 from zero_contract.errors import ConfigError
 from zero_contract.handshake import WireError
 from zero_contract.worker import ContractError
@@ -176,7 +176,7 @@ def shown(found: Sequence[Event]) -> None:
     job = JobStatus(job="gpt", state="ACTIVE", now="round 3 runs")
     records = Records(status=job, events=found, history=history.History(), timelines={})
     json.dumps(picture(records, now_s=99.0), allow_nan=False)
-    json.dumps(trace(found, without_steps(records, now_s=99.0)))
+    line_of(trace(found, without_steps(records, now_s=99.0)))
 
 
 FORMATS: dict[str, Format] = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import pytest
@@ -16,6 +18,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.unit.observe.test_status import Job
 from zero_agent.loop.answers import Answers
+from zero_contract.journal import Journal
 from zero_orchestrator.ctl import cli
 from zero_orchestrator.ctl.views import JsonView
 from zero_orchestrator.errors import SpecError
@@ -100,6 +103,35 @@ def test_a_loss_that_is_not_finite_is_null_and_no_change_in_itself(store, capsys
     (line,) = capsys.readouterr().out.splitlines()
     assert "NaN" not in line
     assert [row["loss"] for row in json.loads(line)["members"]] == [None, None]
+
+
+def strict(text: str) -> Any:
+    """What a reader other than Python's makes of a text: NaN and infinities are no JSON."""
+    return json.loads(text, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
+
+
+def test_no_number_that_an_event_holds_makes_the_files_of_a_job_unreadable(store, tmp_path, capsys):
+    """Perfetto refuses a trace with one NaN as a whole."""
+    odd = {"factor": math.nan, "ranks": [math.inf, -math.inf], "time": 2.0}
+    with contextlib.closing(Journal("a", tmp_path / "logs/gpt/events-a.jsonl")) as journal:
+        journal.tell("start", "a begins", round=2, **odd)
+        journal.tell("interrupt", "a broke", round=2, **odd)
+        journal.tell("first step", "a trains", round=3, **odd)
+    (written,) = (tmp_path / "logs/gpt").iterdir()
+    lines = written.read_text().splitlines()
+    assert [(strict(line)["factor"], strict(line)["ranks"]) for line in lines] == 3 * [
+        (None, [None, None])
+    ]
+    for at, line in enumerate(lines):
+        record = json.loads(line) | odd  # as an older version has written it
+        store.put(events_prefix("gpt") + f"a.2.{at}", json.dumps(record))
+    for line in ("events gpt", f"report gpt -o {tmp_path}/r.html", "status gpt", "metrics gpt"):
+        args = cli.make_parser().parse_args([*line.split(), "--json"])
+        cli._COMMANDS[args.command](args, store, JsonView())
+    assert all(map(strict, capsys.readouterr().out.splitlines()))
+    found = strict((tmp_path / "r.trace.json").read_text())["traceEvents"]
+    (failure,) = (one for one in found if one["name"] == "interrupt")
+    assert (failure["args"]["factor"], failure["args"]["ranks"]) == (None, [None, None])
 
 
 def test_what_gc_deletes_is_a_record(capsys):
