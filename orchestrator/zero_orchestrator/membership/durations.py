@@ -58,8 +58,11 @@ class Durations:
             self._nodes, self._nodes_since_s = job.alive, now_s
         if job.state is State.ACTIVE and job.n != self._round:
             self._round, self._round_since_s = job.n, now_s
-        # A re-forming after a failure is not measured: the round may wait for nodes, for long.
-        if job.yielding is not None and job.n != self._left:
+            # What began an older round says nothing of this one. After a failure a node that is
+            # back joins at once, as with an agent that has measured nothing.
+            self._reform_s = 0.0
+        # A re-forming after a failure is not measured, nor is a wait for nodes: it may be long.
+        if job.yielding is not None and (job.n != self._left or _waits_for_nodes(job)):
             self._left, self._left_since_s = job.n, now_s
         symptom = job.failures[0].revision if job.failures else None
         if symptom != self._symptom:
@@ -106,3 +109,8 @@ class Durations:
         if self._pending != (self._fence, move):
             self._pending, self._pending_since_s = (self._fence, move), now_s
         return now_s - self._pending_since_s
+
+
+def _waits_for_nodes(job: Snapshot) -> bool:
+    few = job.spec.usable(len(job.eligible)) < job.spec.min_nodes
+    return job.state is State.FORMING and few

@@ -361,7 +361,7 @@ def _growth_wait(job: Snapshot, seen: Observation, timing: Timing) -> tuple[floa
     # The additional nodes must earn back what a re-forming costs all nodes. Nobody knows how long
     # the next round will last; so this one first runs for as long as that takes, and nodes that
     # come one after the other cost about half of the time at most. The first growth waits for
-    # nothing, since no cost is known yet.
+    # nothing, since no cost is known yet, nor does one after a failure: a node is back.
     cost_s = max(job.took_s, seen.reform_s)
     wait_s = min(cost_s * here / more, timing.longest_growth_wait_s)
     return wait_s, f"a re-forming takes {here} nodes {cost_s:.1f} s"
