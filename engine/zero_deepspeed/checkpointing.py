@@ -1,8 +1,7 @@
 """DeepSpeed's `deepspeed.checkpointing`: activation checkpointing of a function of the script.
 
-Owns the settings of `checkpoint`, one for the process: those of the last config that has the
-section "activation_checkpointing", or of `configure`. What they mean is in
-`zero_engine.core.activations`. Must always hold: no setting changes a bit.
+The settings are one for the process: those of the last config that has the section
+"activation_checkpointing", or of `configure`. What they mean is in `zero_engine.core.activations`.
 
 Source: deepspeed.runtime.activation_checkpointing.checkpointing.
 """

@@ -1,7 +1,7 @@
 """Exports of the trained model as plain files and dictionaries, for other tools.
 
-Must always hold: an export has every parameter and persistent buffer under its own name, frozen and
-tied ones included, at every stage; a file appears whole under its name or not at all.
+An export has every parameter and persistent buffer under its own name, frozen and tied ones
+included, at every stage; a file appears whole under its name or not at all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What DeepSpeed's optimizers show, as attributes of the one that an engine steps.
-
-Must always hold: the optimizer refers to the engine weakly, so that a script which keeps it keeps
-no gradients; every number is that of now.
-"""
+"""What DeepSpeed's optimizers show, as attributes of the one that an engine steps."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ class LossScaler:
     scale_factor = 2.0
 
     def __init__(self, zero: ZeroOptimizer) -> None:
+        # A script that keeps the optimizer must not keep gradients.
         self._zero = weakref.proxy(zero)
         rules = zero.scaling
         self.dynamic = self.dynamic_loss_scale = rules.dynamic

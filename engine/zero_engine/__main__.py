@@ -2,8 +2,7 @@
 
 python -m zero_engine ds_config.json --parameters 7e9
 
-Must always hold: it exits with 0 only if `initialize` accepts the config, apart from what depends
-on the model, and from "auto", which libraries such as the Trainer fill in.
+It exits with 0 only if `initialize` accepts the config, apart from what depends on the model.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(written)
         # Raises ConfigError where `initialize` would, though each key alone is valid.
         check_sections(config)
+        # Libraries such as the Trainer fill these in.
         if AUTO not in (written.get(key) for key in _BATCH):
             check_batch(config)
         sizes = options.parameters, options.largest, options.node_ranks

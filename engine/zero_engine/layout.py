@@ -1,9 +1,7 @@
 """The layout of a run: what is divided, in which dtypes, where it rests, and where sums are formed.
 
 A pure function of the config and of the facts of a round, without a process group or a tensor;
-`initialize` builds what it says. Must always hold: equal facts give equal layouts, so all ranks
-have the same one; facts give a layout or a refusal with a name; each choice has its reason, which
-`print(layout)` shows.
+`initialize` builds what it says. Equal facts give equal layouts, so all ranks have the same one.
 """
 
 from __future__ import annotations

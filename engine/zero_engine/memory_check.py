@@ -1,8 +1,6 @@
 """Whether the sums that are kept between the micro-steps of a step fit into memory, and where.
 
-Owns the comparison in the first backward, and again with another batch or block, as a checkpoint
-may bring them: what a GPU has no room for waits in host memory. Must always hold: all ranks come to
-the same answer, and where sums wait changes no bit.
+What a GPU has no room for waits in host memory, which changes no bit.
 """
 
 from __future__ import annotations
@@ -65,6 +63,7 @@ def check_memory(core: Core, run: Run) -> None:
     ranks = collectives.topology.nodes[collectives.topology.place(run.rank)[0]]
     own = HostMemory(kept, by_owner, available_bytes() // ranks)
     numbers = torch.tensor(astuple(own), device="cpu")
+    # All ranks compare all numbers, and so come to the same answer.
     rows = collectives.everybodys(numbers, "memory that is left").tolist()
     compare(chosen, [HostMemory(*row) for row in rows])
 

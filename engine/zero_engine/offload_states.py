@@ -2,13 +2,8 @@
 
 Owns the record of what has been moved to host memory, has gone to another engine with the module,
 or is inconsistent after a failed load. A moved tensor keeps everything but its bytes: its storage
-is empty until the reload, so every view of it is right again afterwards. Must always hold: after a
-reload all bytes are what they were; the use of a moved tensor is an error that names it, and never
-the read of an empty storage; half a load is never trained on. What scripts read without the engine
-is never empty: a module's parameters show NaN meanwhile, and the optimizer's tensors are in host
-memory, as in DeepSpeed.
-
-Source of the names: DeepSpeed.
+is empty until the reload, so every view of it is right again afterwards. What scripts read without
+the engine is never empty. Source of the names: DeepSpeed.
 """
 
 from __future__ import annotations
@@ -194,6 +189,8 @@ class MovedStates:
         Raises:
             ZeroError: A state is moved or inconsistent, or another engine has the module.
         """
+        # In this order: what has not arrived cannot be moved, and a save may read what is to
+        # change.
         self._await_weights()
         self._wait_for_reader()
         self.hold_copies()

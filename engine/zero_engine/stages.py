@@ -1,8 +1,7 @@
 """The ZeRO stages as a table: what each one divides among the ranks.
 
-Owns the policy and nothing else. Must always hold: a stage changes where bytes live and when
-they are sent, never a result. Everything that depends on the stage reads one of the three flags
-below; nothing compares stage numbers.
+A stage changes where bytes live and when they are sent, never a result. Everything that depends on
+the stage reads one of the three flags below; nothing compares stage numbers.
 
 Source of the idea: ZeRO (arXiv 1910.02054), P_os, P_os+g, P_os+g+p.
 """

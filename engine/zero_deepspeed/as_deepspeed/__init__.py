@@ -5,9 +5,6 @@ metadata of a distribution of that name. Importing this package puts a finder be
 that finds both: `deepspeed.x` is the very module `zero_deepspeed.x`. Nothing is installed, and it
 ends with the process.
 
-Must always hold: a library that has already looked makes the import fail, so that none has half of
-one and half of the other; a name that `zero_deepspeed` does not have, `deepspeed` does not have.
-
 Scripts import it before anything else; `python -m zero_deepspeed.as_deepspeed` runs an unchanged
 script.
 """
@@ -107,6 +104,7 @@ class _Finder(MetaPathFinder):
         return [_Metadata()] if context.name in (None, _NAME) else []
 
 
+# A library that has already looked would have half of DeepSpeed and half of this.
 if _late := [name for name in _TOO_LATE if name in sys.modules]:
     raise ImportError(
         f"zero_deepspeed.as_deepspeed comes too late: {_late[0]} is imported already; "

@@ -2,10 +2,8 @@
 
 Such a loop saves and loads by itself. In a restarted round it may begin again although there is a
 checkpoint, or resume with a batch that has changed with the number of ranks. Neither can be
-corrected from here, so both are refused. The Trainer's loop is exempt: `trainer` guides it.
-An Accelerator that counts fewer processes than there are, or drops the plugin that makes it use the
-engine, is refused as well. What makes the bits of such a loop depend on the number of ranks is a
-warning.
+corrected from here, so both are refused. What makes the bits of such a loop depend on the number of
+ranks is a warning.
 
 Imported after accelerate.accelerator; `resuming` decides.
 """

@@ -1,9 +1,5 @@
 """`save_pretrained` of transformers on a rank that does not write, with a model that is sharded.
 
-Loops of accelerate call it on every rank with `accelerator.get_state_dict(engine)`, which is None
-on the ranks that do not write. transformers then takes the module's own state_dict, of empty
-tensors, and divides these into the experts of a mixture, which fails.
-
 Imported after transformers.modeling_utils.
 """
 
@@ -29,6 +25,9 @@ def install() -> None:
         *more: Any,
         **named: Any,
     ) -> None:
+        # Loops of accelerate call it with `accelerator.get_state_dict(engine)`, which is None on
+        # the ranks that do not write. transformers then takes the module's own state_dict, of empty
+        # tensors, and divides these into the experts of a mixture, which fails.
         sharded = any(hasattr(param, "ds_id") for param in self.parameters())
         if state_dict is None and sharded and not is_main_process:
             state_dict = {}

@@ -2,11 +2,7 @@
 
 A library's loop begins at step 0 unless its script resumes it, and its global batch grows and
 shrinks with the ranks. Under `zero-agent` a script is started once per round, so the decisions of
-the first start of a run are kept in its output directory, in `zero_run.json`: the samples per step,
-the number of steps, and the checkpoints of other runs that were there already.
-
-Must always hold: a run never resumes from another run's checkpoint unless the script says so; a run
-that cannot resume ends with an error, and does not begin again over its checkpoints.
+the first start of a run are kept in its output directory, in `zero_run.json`.
 """
 
 from __future__ import annotations
@@ -255,6 +251,7 @@ def choose(asked: str | bool | None, record: RunRecord | None, seen: Sequence[Se
         CannotGoOn: The run has checkpoints, and none that it can resume from.
     """
     if record is not None:
+        # Not those of other runs, which were here when this one began.
         own = [one for one in seen if record.others.get(one.path.name) != one.written_ns]
         return _newest(own) or _anew(asked, "this run has no complete checkpoint yet")
     if asked is True:
@@ -285,6 +282,7 @@ def _newest(own: Sequence[Seen]) -> BatchChoice | None:
         return BatchChoice(
             path=str(whole[0].path), reason=f"training resumes from {whole[0].path}{newer}"
         )
+    # It does not begin again over its own checkpoints.
     if any(one.weights_only for one in own):
         raise CannotGoOn(
             f"training cannot resume from {own[0].path}: the checkpoints there hold weights alone "

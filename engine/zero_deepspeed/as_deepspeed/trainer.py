@@ -1,12 +1,8 @@
 """transformers' Trainer under an agent: resumes by itself, keeps its batch, leaves with a save.
 
 The amended methods of `TrainingArguments` and `Trainer` change nothing without `zero-agent`, for a
-Trainer without DeepSpeed, and in a hyperparameter search.
-
-Must always hold: rank 0 alone reads the output directory and decides; if it finds the run
-impossible, every rank raises the same error.
-
-Imported after transformers.trainer; `resuming` decides.
+Trainer without DeepSpeed, and in a hyperparameter search. Imported after transformers.trainer;
+`resuming` decides.
 """
 
 from __future__ import annotations
@@ -199,6 +195,7 @@ class _Guide(TrainerCallback):
     def _agree(self, decide: Callable[[], Any]) -> Any:
         """The decision of rank 0, as JSON; raises on every rank if rank 0 raises CannotGoOn."""
         verdict: dict[str, Any] = {}
+        # Rank 0 alone reads the output directory, so that all ranks go by one look at it.
         if self._is_first:
             try:
                 verdict = {"decided": decide()}

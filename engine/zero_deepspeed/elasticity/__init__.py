@@ -1,8 +1,6 @@
 """DeepSpeed's `deepspeed.elasticity`: what a config's "elasticity" section chooses.
 
-Owns nothing: the engine chooses the batch by itself, with `zero_engine.config.elasticity`, and
-trains at every world size. This is for programs that plan how many workers a job is given.
-
+For programs that plan how many workers a job is given; the engine trains at every world size.
 Source of the signature: DeepSpeed 0.19.6, deepspeed/elasticity; removed in 0.19.8.
 """
 

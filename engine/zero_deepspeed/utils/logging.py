@@ -1,8 +1,4 @@
-"""DeepSpeed's `deepspeed.utils.logging`: the logger of scripts, and lines from some ranks only.
-
-Must always hold: a script that has not configured logging reads its own lines, whatever the config
-asks the engine to report, and before `initialize` as well.
-"""
+"""DeepSpeed's `deepspeed.utils.logging`: the logger of scripts, and lines from some ranks only."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ __all__ = ["log_dist", "logger", "print_rank_0", "set_log_level_from_string"]
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 logger = logging.getLogger("DeepSpeed")
+# Now, and whatever the config asks the engine to report: a script reads its own lines.
 logger.setLevel(logging.INFO)
 add_handler(logger)
 

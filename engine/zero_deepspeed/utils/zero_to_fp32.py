@@ -2,8 +2,7 @@
 
 python -m zero_deepspeed.utils.zero_to_fp32 CHECKPOINTS OUT
 
-Must always hold: the result has every parameter and buffer, frozen and tied ones included, at
-every stage; checksums of all that is read are verified. `zero-ckpt export` does the same and more.
+`zero-ckpt export` does the same and more.
 """
 
 from __future__ import annotations

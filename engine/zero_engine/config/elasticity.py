@@ -1,10 +1,8 @@
 """DeepSpeed's "elasticity" section: a global batch that divides well, from a few micro-batches.
 
-Owns the choice. Must always hold: the batch is DeepSpeed's; the micro-batch is the largest that
-divides it, at every world size, so that the result does not depend on the world. The worlds that
-divide the batch without a remainder are listed, and no world is refused.
-
-Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; removed in 0.19.8.
+The batch is DeepSpeed's. The worlds that divide it without a remainder are listed, and no world is
+refused. Source: DeepSpeed 0.19.6, deepspeed/elasticity, version 0.1 of its solver; removed in
+0.19.8.
 """
 
 from __future__ import annotations
@@ -80,6 +78,7 @@ def choose_batch(wanted: Elasticity) -> ElasticBatch:
         reverse=wanted.prefer_larger_batch,
     )
     samples = max(candidates, key=lambda each: len(_worlds(each, wanted)))
+    # The largest that divides it, at every world size: the result does not depend on the world.
     micro_batch = max(size for size in sizes if samples % size == 0)
     return ElasticBatch(samples, micro_batch, tuple(_worlds(samples, wanted)))
 

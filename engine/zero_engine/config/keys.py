@@ -1,8 +1,8 @@
 """DeepSpeed's keys that have no effect here, with the reasons, and those of missing features.
 
-Owns two tables. Must always hold: every key of DeepSpeed's documentation is a field of `schema`, or
-in one of them; a key without effect changes no result, so a run may ignore it; a key that enables a
-missing feature is refused.
+Every key of DeepSpeed's documentation is a field of `schema`, or in one of these two tables. A key
+without effect changes no result, so a run may ignore it; one that enables a missing feature is
+refused.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> Config:
             gradient_accumulation_steps=None,
         )
     check(config)
+    # In one line: a config made for DeepSpeed has many of them.
     if inert := without_effect(data):
         _log.info(
             "config keys without effect here: %s; python -m zero_engine FILE shows why",

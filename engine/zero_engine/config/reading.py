@@ -1,8 +1,7 @@
 """From text to a dict: JSON, and the parts of HJSON that DeepSpeed's users write.
 
-Must always hold: text that strict JSON refuses is read only if it has one possible meaning, and is
-then logged; all other text is an error with the line and the character in words. HJSON itself would
-read `8 "bf16": ...`, after which a comma is missing, as one long string.
+Text that strict JSON refuses is read only if it has one possible meaning, and is then logged; all
+other text is an error with the line and the character in words.
 """
 
 from __future__ import annotations
@@ -107,6 +106,7 @@ def _from_hjson(text: str, name: str) -> Any:
 
 def _without_quotes(text: str, outline: str, name: str, otherwise: json.JSONDecodeError) -> Any:
     """Read all of HJSON, except a string that it makes of a line in which a comma is missing."""
+    # HJSON would read `8 "bf16": ...`, after which a comma is missing, as one long string.
     gap = _NO_COMMA.search(outline)
     if gap and otherwise.msg != _UNCLOSED:
         problem = otherwise.msg if otherwise.pos == gap.end() else _COMMA

@@ -1,8 +1,7 @@
 """The configuration as frozen dataclasses: DeepSpeed's names and defaults, and a few of ours.
 
-Owns the keys that have an effect, their types, and their forbidden combinations. Must always hold:
-a `Config` is consistent in itself; what depends on the world is checked when the world is known
-(`global_batch.resolve_batch`).
+Owns the keys that have an effect and their types. What depends on the world is checked when the
+world is known (`global_batch.resolve_batch`).
 
 Source: https://www.deepspeed.ai/docs/config-json/ and DeepSpeed 0.19.8, for the defaults.
 """

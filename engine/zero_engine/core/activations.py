@@ -1,10 +1,7 @@
 """What is kept between forward and backward: inputs, the results of some operators, or everything.
 
 Owns `policy` and `cpu_checkpointing` of the config, for modules that it names and for functions of
-the script. Must always hold: no bit changes, since a forward that runs again draws the same random
-numbers; parameters are never copied, since at stage 3 their memory is given back between uses.
-
-Source: DeepSpeed's activation checkpointing, torch.utils.checkpoint.
+the script. No bit changes. Source: DeepSpeed's activation checkpointing, torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -56,6 +53,7 @@ def run(
     selective = settings.policy == Policy.SELECTIVE
     contexts = partial(create_selective_checkpoint_contexts, _choose)
     with _in_host_memory() if settings.cpu_checkpointing else nullcontext():
+        # A forward that runs again draws the same random numbers: torch keeps their state.
         return checkpoint(
             function,
             *args,
@@ -77,6 +75,7 @@ def _in_host_memory() -> AbstractContextManager[None]:
 def goes_to_host(tensor: Tensor) -> bool:
     """Whether autograd's copy of a tensor is moved: parameters and views of them stay."""
     owner = tensor if tensor._base is None else tensor._base
+    # At stage 3 the memory of parameters is given back between uses: a copy would keep them whole.
     return tensor.device.type != "cpu" and not isinstance(owner, nn.Parameter)
 
 

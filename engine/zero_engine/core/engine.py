@@ -1,12 +1,7 @@
 """The engine: forward, backward, step, save and load of a script's module.
 
-Owns the order of events within a step. Must always hold: position, step count and scheduler move
-together, at the end of a step and nowhere else; decisions that must be equal on all ranks (skip,
-leave) are made from numbers that all ranks have; the mean loss, the norm and the weights of a step
-are the same at every world size and stage. If the engine loads the batches, the global batch
-decides where a step ends.
-
-`zero_deepspeed.engine` has DeepSpeed's further names.
+Owns the order of events within a step. The mean loss, the norm and the weights of a step are the
+same at every world size and stage. `zero_deepspeed.engine` has DeepSpeed's further names.
 """
 
 from __future__ import annotations
@@ -252,6 +247,7 @@ class Engine(WholeWeights):
         if not self._micro_steps.ends_step():
             self._micro_steps.end_if_awaited()
             return
+        # Now: the written values are compared among the ranks in this step, before they count.
         self._core.moved.take_writes()
         if self._core.zero is not None:
             self._core.as_given.check(self._core.zero.units)
@@ -280,6 +276,7 @@ class Engine(WholeWeights):
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
             with self._stopwatch.measure("step"):
+                # Skip and leave are decided from these, so that all ranks decide alike.
                 own = [*notes_of(self._session), *(lanes.notes() if lanes is not None else ())]
                 outcome = zero.step(
                     torch.cat(
@@ -301,6 +298,7 @@ class Engine(WholeWeights):
             cursor.tokens += self._micro_steps.counted(of_micro_steps, plan)
             if outcome.applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
+            # Position, step count and scheduler move together, here and nowhere else.
             cursor.step, cursor.samples, cursor.micro = (
                 cursor.step + 1,
                 plan.position + plan.samples,

@@ -1,8 +1,6 @@
 """`initialize`: from the user's model, optimizer, data and config to an engine.
 
-Owns the order in which the parts are made, and what is done to the user's model: parameters
-become views of flat buffers, and floating-point ones are cast in bf16 and fp16 training; buffers
-keep their dtype unless the config names one. Everything afterwards belongs to `engine`.
+Owns the order in which the parts are made. Everything afterwards belongs to `engine`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The micro-steps of one step: weights a loss, runs its backward, records what it consumed.
 
 Owns the weighted losses and the numbers of tokens of a step, and its order of calls, of which
-`zero_step.phase` says what is legal. Must always hold: a micro-step has one batch, of which there
-may be several losses, each with its backward; the global batch decides which micro-step is the last
-of a step, and a script that declares otherwise gets an error, unless the script decides; the
-samples in the ledger are those that were run.
+`zero_step.phase` says what is legal. A micro-step has one batch, of which there may be several
+losses, each with its backward.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """A plain `.backward()` of the script, on a loss that the engine has not seen.
 
-DeepSpeed allows it in place of `engine.backward(loss)`. Must always hold: it is the backward of a
-micro-step, with everything that belongs to one; gradients have the weight of their micro-batch,
-whatever the loss was computed from; no gradient is dropped. The loss itself is unknown, so the
+DeepSpeed allows it in place of `engine.backward(loss)`. The loss itself is unknown, so the
 gradients are weighted instead, and its value is known only if forward has returned it.
 
 Autograd does not announce a backward. It is noticed by the first of: a hook of the output of
-forward, which also marks the end of the outermost backward if there are backwards inside it
-(reentrant activation checkpointing); a hook of a sharded module's output, before which nothing
-may be gathered; and the first gradient of a parameter. Only the last two begin the micro-step:
-`torch.autograd.grad` calls the first kind, too, and leaves no gradients.
+forward, a hook of a sharded module's output, and the first gradient of a parameter.
 """
 
 from __future__ import annotations
@@ -74,6 +69,8 @@ class PlainBackward:
         """Note that a backward has come to the output of forward; `value`: its only number."""
         if is_weighted(torch._C._current_graph_task_id()):
             return
+        # It does not begin a micro-step: `torch.autograd.grad` calls this hook, too, and leaves no
+        # gradients.
         self.notice()
         if value is not None:  # the loss, or its part in one
             self._loss = (value * gradient).reshape(())
@@ -85,7 +82,8 @@ class PlainBackward:
             return
         self._core.overlap.wait()  # of a step since that forward
         self._await_end(task)
-        # At stage 3 weights are gathered before there is a gradient, and within a micro-step only.
+        # At stage 3 weights are gathered before there is a gradient, and within a micro-step only:
+        # this may be the hook of a sharded module's output.
         if self._core.stage.shards_parameters and not self._begun and task != self._looked_into:
             try:
                 ends_at_parameters = any(
@@ -120,6 +118,7 @@ class PlainBackward:
             self._micro_steps.begin_unweighted()
 
     def _await_end(self, task: int) -> None:
+        # The outermost one: reentrant activation checkpointing has backwards inside of it.
         if self._task == -1:
             self._task, self._loss = task, None
             Variable._execution_engine.queue_callback(self._end)

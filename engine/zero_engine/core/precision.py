@@ -1,8 +1,6 @@
 """The precision of forward: the dtype of the model, of its inputs, and torch's autocast.
 
-Owns the names of dtypes in the config, and the call of the module under them. Must always hold:
-gradient sums and the arithmetic of a step are fp32 whatever is chosen here; master weights and
-moments are fp32 as well, or rest in 16 bits.
+Gradient sums and the arithmetic of a step are fp32 whatever is chosen here.
 """
 
 from __future__ import annotations
@@ -59,14 +57,13 @@ class Precision:
 
 
 def check_dtypes(model: nn.Module, groups: Mapping[int, int], dtype: torch.dtype) -> None:
-    """In fp32 training, a trained parameter must be fp32: casting would hide a mistake.
-
-    A complex one would lose a part of each number.
+    """Refuse parameters that the engine cannot sum, or that a cast would change.
 
     Raises:
         ConfigError: A trained parameter has another dtype.
     """
     for name, param in model.named_parameters():
+        # A cast would lose a part of each number; that of a real one would hide a mistake.
         if id(param) in groups and param.is_complex():
             raise ConfigError(
                 f"parameter {name} is {param.dtype}, and the engine sums and steps real numbers: "

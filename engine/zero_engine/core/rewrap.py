@@ -1,9 +1,8 @@
 """Takes a module from its engine when it is given to `initialize` once more.
 
-Libraries do that: Lightning makes one engine to train a module and another to test it. Must always
-hold: the new engine begins with the weights of the old one, in their full precision; the module
-does not call the old engine any more, which raises if a script calls it; weights that were sharded
-stay so on their way, one unit is whole at a time.
+Libraries do that: Lightning makes one engine to train a module and another to test it. The new
+engine begins with the weights of the old one, in their full precision; the old one raises if a
+script calls it.
 """
 
 from __future__ import annotations

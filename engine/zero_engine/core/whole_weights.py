@@ -1,15 +1,9 @@
 """The engine's base: an nn.Module around the script's module, and its weights as dictionaries.
 
-Must always hold: as torch's wrappers do, it puts `module.` before every name; no parameter can be
-taken away from the buffer that it is a view of; every rank calls the methods of weights, at every
-stage; a rank that does not receive a dictionary holds its shards and one unit. For a load:
-
-- torch's own code decides what is loaded, what is missing and what is wrong. It is run first, and
-  its copies are recorded; nothing changes before all ranks know that none of them has failed.
-- Beside its dictionary and its shards a rank then holds one unit. A module that loads by code of
-  its own is an exception: its weights are whole while that code runs, and are changed by it at
-  once, as torch does.
-- If one rank fails, all of them raise; if that is half way, all of them refuse to use the weights.
+As torch's wrappers do, it puts `module.` before every name. Every rank calls the methods of
+weights, at every stage. In a load torch's own code decides what is loaded, what is missing and what
+is wrong: it is run first, and its copies are recorded. Beside its dictionary and its shards a rank
+then holds one unit.
 """
 
 from __future__ import annotations
@@ -48,16 +42,13 @@ class _Answers:
 
 
 def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: bool) -> Any:
-    """Load the dictionaries of all ranks.
+    """Load the dictionaries of all ranks; returns torch's answer, of rank 0 where a rank has none.
 
     Args:
         core: The parts of the engine.
         root: The engine, whose names are in the dictionary.
         load: torch's load of this rank's dictionary.
         given: Whether this rank has one; if not, it takes the parameters and buffers of rank 0.
-
-    Returns:
-        What `load` returns; of rank 0 where this rank has no dictionary.
 
     Raises:
         Exception: That of `load`, on the ranks where it has failed.
@@ -71,6 +62,7 @@ def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: b
     # A module whose own code loads may read its parameters, and writes to them at once.
     with GatheredParameters([p for unit in opened for p in unit.params], modifier_rank=0):
         keys, error = _attempt(root, recorded, load, given=given)
+    # Nothing changes before all ranks know that none of them has failed.
     answers = _agree(core, keys, error, given=given)
     written = _written(core, recorded)
     # Inconsistent weights are mended by a whole dictionary only.
@@ -234,6 +226,8 @@ class WholeWeights(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to()`, `.half()` and `.cuda()`: refused, unless they change nothing."""
         for name, param in self.named_parameters():
+            # A view of the engine's buffer, which the optimizer steps: no parameter may be taken
+            # away from it.
             if fn(param) is not param:
                 raise ZeroError(
                     f"to(), half() and the like would take {name} away from the engine, which "

@@ -1,7 +1,7 @@
 """A config in words: the resolved values, the keys without effect, warnings, and the memory.
 
-Everything here is a pure function to lines of text, or checks a config without a model: what
-`initialize` would refuse is refused here, in the same words, because the same functions make it.
+What `initialize` would refuse is refused here, in the same words, because the same functions make
+it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The number of floating-point operations of one step, and the rate at which rank 0 does them.
 
-Owns the counting, which torch does from the operations that it dispatches: matrix products,
-convolutions and attention, in forward and backward; nothing elementwise. Must always hold: counting
-changes no result, and costs nothing except in the profiled step.
-
-Source of the idea: DeepSpeed's flops profiler; torch.utils.flop_counter.
+torch counts matrix products, convolutions and attention, as it dispatches them; nothing
+elementwise. Source of the idea: DeepSpeed's flops profiler; torch.utils.flop_counter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The memory that a rank needs for the state of training, before anything is allocated.
 
-Owns the arithmetic on the layout of a run; tests compare it with what an engine really allocates.
+The arithmetic on the layout of a run; tests compare it with what an engine really allocates.
 Activations are left out, as are the gradients of the module that backward is in.
 """
 
@@ -172,10 +172,7 @@ def _at_rest(layout: Layout, device: str) -> Counter[tuple[str, str]]:
 
 
 def _sums(layout: Layout, parameters: int) -> tuple[int, float | None]:
-    """Bytes of sums that are kept between micro-steps, and of each element on its way.
-
-    None: gradients are sent to their owners.
-    """
+    """Bytes of sums that are kept between micro-steps, and of each element on its way."""
     config, sums, topology = layout.config, layout.sums, layout.sums.topology
     batch, micro_batch = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if batch is not None and micro_batch is not None:

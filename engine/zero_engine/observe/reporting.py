@@ -1,8 +1,6 @@
 """The reports of a run about its steps: log lines, monitors, times.
 
-Must always hold: rank 0 reports for all ranks, with numbers of the whole run; nothing here changes
-a result, and a monitor never stops training. If the script has not configured logging and the
-config asks for lines, they go to stderr.
+Rank 0 reports for all ranks, with numbers of the whole run.
 """
 
 from __future__ import annotations
@@ -231,6 +229,7 @@ class _Unconfigured(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _configure_logging(config: Config) -> None:
+    # A script that has not configured logging gets the lines that its config asks for on stderr.
     loggers = [logging.getLogger(name) for name in LOGGERS]
     if config.log_level is not None:
         levels = logging.getLevelNamesMapping()

@@ -1,8 +1,7 @@
 """Whether a script has changed what `initialize` was given: param groups, what is trained, memory.
 
-An engine lays out what it trains once. Must always hold: what a script changes afterwards and the
-engine cannot follow is an error at the next step, before anything has changed: the weights would
-stay as they are, and the loss would be the only sign of it.
+An engine lays out what it trains once. What it cannot follow is an error at the next step: the
+weights would stay as they are, and the loss would be the only sign of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The Lion optimizer: signs of a momentum, one state per parameter.
 
-Elementwise, so it works on shards as it does on whole parameters. Scripts may make it like any
-torch optimizer.
-
-Source: Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675),
-algorithm 2; defaults as in DeepSpeed.
+Elementwise, so it works on shards as it does on whole parameters. Source: Chen et al., Symbolic
+Discovery of Optimization Algorithms (arXiv 2302.06675), algorithm 2; defaults as in DeepSpeed.
 """
 
 from __future__ import annotations

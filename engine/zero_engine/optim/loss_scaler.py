@@ -1,11 +1,8 @@
 """The loss scale of fp16 training: a state machine without tensors.
 
-Owns the change of the scale after a step with or without overflow. Must always hold: the next state
-depends on the state and the overflow alone, so ranks that see the same overflows have the same
-scale; the states are plain numbers, kept in checkpoints; every decision comes with its reason.
-
-Training without a scale (fp32, bf16) and with a fixed one are the same machine with `dynamic` off:
-then it only counts the skipped steps that it cannot react to.
+The next state depends on the state and the overflow alone, so ranks that see the same overflows
+have the same scale. Training without a scale (fp32, bf16) and with a fixed one are the same machine
+with `dynamic` off: then it only counts the skipped steps that it cannot react to.
 
 Source: the series is that of DeepSpeed's DynamicLossScaler: an overflow first uses up the
 hysteresis, then halves the scale; `window` steps without overflow double it.

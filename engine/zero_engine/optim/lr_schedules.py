@@ -1,14 +1,10 @@
-"""DeepSpeed's learning-rate schedules, with DeepSpeed's values.
+"""DeepSpeed's learning-rate schedules, with DeepSpeed's values, even the odd ones.
 
-Owns the curves: each is a pure function of the number of applied steps. Must always hold: a
-schedule's state is one integer, so a checkpoint of any world size continues it; the values,
-also before and at the very first steps, are those of DeepSpeed, even the odd ones.
+Each is a pure function of the number of applied steps, so a checkpoint has one integer of it.
+Scripts may make one by hand, with DeepSpeed's arguments.
 
-The engine steps the schedule after every optimizer step that was applied. Scripts may make one by
-hand, with DeepSpeed's arguments.
-
-Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle are from Smith
-(arXiv 1803.09820).
+Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle are from Smith (arXiv
+1803.09820).
 """
 
 from __future__ import annotations

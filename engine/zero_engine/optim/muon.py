@@ -1,16 +1,8 @@
 """The Muon optimizer: the orthogonal factor of the momentum for matrices, Adam for the rest.
 
 Owns both kinds of it, that of the config and `torch.optim.Muon` of a script, and the Newton-Schulz
-iteration that finds the orthogonal factor roughly: all singular values are brought near to 1.
-
-A parameter is a matrix if its attribute `use_muon`, or that key of its param group, is True; `mark`
-sets the attribute on the parameters of a model by DeepSpeed's rule. Must always hold:
-
-- A group is all of one kind, so that its parameters have the same state.
-- The iteration depends on the values and the shape alone, so its result is the same on every rank.
-- torch's own step wants whole matrices. On shards the momentum is under the key that torch has it
-  under, a matrix is orthogonalized by torch's own step, and the script's object is stepped after
-  all, with no parameters, so that its hooks and its schedulers see every step.
+iteration that finds the orthogonal factor roughly: all singular values are brought near to 1. A
+parameter is a matrix if its attribute `use_muon`, or that key of its param group, is True.
 
 Source: K. Jordan, Muon (2024), also for the quintic and its coefficients, which leave singular
 values between 0.7 and 1.2; T. Dao et al., Gram Newton-Schulz (2026), for the second way to compute
@@ -181,6 +173,7 @@ def _groups_of_one_kind(
                 f"its attribute {_FLAG}, or that key of the group, to True for a hidden matrix and "
                 "to False for anything else"
             )
+        # A group is all of one kind, so that its parameters have the same state.
         for kind, own in options.items():
             chosen = [p for p, flag in zip(members, kinds, strict=True) if bool(flag) is kind]
             if chosen:
@@ -223,13 +216,15 @@ class MuonOfTorch(LooksAtWhole):
 
     def __init__(self, given: torch.optim.Optimizer) -> None:
         """Take over the groups of an optimizer, which keeps them."""
+        # The same groups and state: the momentum stays under the key that torch has it under.
         super().__init__(given.param_groups, {})
         self.state = given.state
         self._given = given
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step all parameters, then the given optimizer without any, for its hooks."""
+        """Step all parameters, then the given optimizer without any."""
         loss = super().step(closure)
+        # So that its hooks and its schedulers see every step.
         with only(self, ()):
             self._given.step()
         return loss

@@ -1,10 +1,9 @@
 """Which torch optimizer steps the shards: made from the config, or the user's own.
 
-Owns the names of the config, and what an optimizer may be given: pieces of parameters if it is
-elementwise or a `LooksAtWhole`, which asks for norms and orthogonal factors of the rest; whole
-parameters, on the rank that owns each, if it looks at them one by one. The optimizer is made on the
-user's parameters, so that groups, defaults and schedulers come out as in plain torch;
-`zero_optimizer` then puts what the rank steps in their place.
+An optimizer is given pieces of parameters if it is elementwise or a `LooksAtWhole`; whole ones, on
+the rank that owns each, if it looks at them one by one. It is made on the user's parameters, so
+that groups, defaults and schedulers come out as in plain torch; `zero_optimizer` then puts what the
+rank steps in their place.
 """
 
 from __future__ import annotations
@@ -183,14 +182,11 @@ def _made(
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is to be given whole parameters, on the ranks that own them.
-
-    An unknown optimizer is: that is right in any case, since an elementwise one gives the same bits
-    on whole parameters as on shards.
-    """
+    """Whether an optimizer is to be given whole parameters, on the ranks that own them."""
     says = getattr(optimizer, NEEDS_WHOLE, None)
     if says is not None:
         return bool(says)
+    # An unknown one is: an elementwise one gives the same bits on whole parameters as on shards.
     return not _is_known(type(optimizer)) or isinstance(optimizer, torch.optim.Adafactor)
 
 
@@ -223,8 +219,7 @@ def _check(cls: type, says: Any = None) -> None:
 def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:
     """id(parameter) -> param group, for what the optimizer trains.
 
-    A parameter in a group that does not require gradients is left alone, as in plain torch. One
-    that requires gradients but is in no group stops requiring them.
+    Parameters that require gradients and are in no group stop requiring them.
 
     Raises:
         ConfigError: A group holds a parameter that is not the model's.
@@ -239,7 +234,7 @@ def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) ->
                     f"{tuple(param.shape)}, is not one of the model's; make the optimizer from "
                     "the parameters of the model that is given to initialize()"
                 )
-            if param.requires_grad:
+            if param.requires_grad:  # else it is left alone, as in plain torch
                 groups[id(param)] = index
     stray = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
     for _, param in stray:

@@ -1,8 +1,6 @@
 """Whole parameters, each on one rank for a moment, from the pieces that all ranks hold, and back.
 
-Owns which rank gets which parameter. Must always hold: parameters go round in *exchange groups* of
-one per rank, largest first, in the same order on every rank; a whole one is contiguous, in separate
-memory, so the bits of a result depend neither on the rank that computes it nor on the division.
+They go round in *exchange groups* of one per rank, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -66,6 +64,8 @@ class OwnerExchange:
         # Where every rank holds all of a unit, the owner has what it needs.
         held = {owner: shared.mine for owner, shared in enumerate(exchange_group) if shared.divided}
         if owned is not None:
+            # Contiguous, in memory of its own: the bits of a result depend neither on the rank that
+            # computes it nor on the division.
             whole = owned.mine.new_empty(owned.slot.numel)
             whole[owned.piece(self._rank)] = owned.mine
             wanted = self._pieces(owned, whole) if owned.divided else {}

@@ -1,16 +1,9 @@
 """Steps whole parameters, each on the rank that owns it, by an optimizer that takes no shards.
 
 For optimizers that look at more of a parameter than one element, such as torch's Adafactor. In a
-step, weights and gradients come to their owners, and new weights go back. Must always hold:
-
-- An optimizer is called once a step, on every rank, with the parameters that the rank owns:
-  whole, in their shape, in fp32, in separate memory. So the bits are those of a process alone,
-  and what an optimizer counts in its groups are steps.
-- Who owns what follows from layout and world size alone.
-- Between steps a parameter of the optimizer has its shape and no memory; its state stays with the
-  owner, in whatever shape the optimizer gives it.
-
-`state.optimizer_state` saves and loads the state.
+step, weights and gradients come to their owners, and new weights go back. Who owns what follows
+from layout and world size alone. `state.optimizer_state` saves and loads the state, which stays
+with the owner, in whatever shape the optimizer gives it.
 """
 
 from __future__ import annotations
@@ -145,6 +138,7 @@ class StepByOwners:
                 shape = turn.owned.slot.shape
                 turn.owned.param.data = widened(weights).view(shape)
                 turn.owned.param.grad = gradient.view(shape)
+        # Once, on every rank, also on one that owns nothing: what an optimizer counts are steps.
         self.optimizer.step()
         for each in self.owned:
             # Lay state out as a checkpoint brings it back: the layout may decide the rounding.

@@ -1,13 +1,8 @@
 """The rows of one unit: its master weights, and the keys of its optimizer's state, where they rest.
 
-Owns their places, and the low precision in which state may rest. Must always hold:
-
-- A row covers the part of the shard whose parameters have its key, and nothing else but up to a
-  grain at its ends. Groups with the same options have the same keys; a Muon keeps a momentum for
-  its groups of matrices and two moments for its other ones.
-- State that rests in 16 bits is stepped in fp32: the optimizer sees fp32 copies, which are rounded
-  once, after the step. So the result depends neither on how kernels round, nor on stage, world
-  size or tier.
+Owns their places, and the low precision in which state may rest: the optimizer sees fp32 copies,
+which are rounded once, after the step, so the result depends neither on how kernels round, nor on
+stage, world size or tier.
 """
 
 from __future__ import annotations
@@ -89,6 +84,8 @@ class Rows:
 
     def _stretch(self, kind: Options) -> tuple[int, int]:
         """The elements of the shard that the row of a kind covers."""
+        # Only what has the key: a Muon keeps a momentum for its groups of matrices, two moments for
+        # others.
         alike = [segment for segment, other in self._kinds.items() if other == kind]
         start = min(segment.start for segment in alike) - self._low
         stop = max(segment.stop for segment in alike) - self._low

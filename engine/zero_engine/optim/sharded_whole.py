@@ -1,12 +1,6 @@
 """Norms and changes of whole parameters, of which each rank holds segments.
 
-The `Whole` of an optimizer that steps shards. Must always hold:
-
-- A norm is summed over chunks of 64 elements in the order of the unit, so it does not depend on
-  the world size or the stage. Parameters begin at multiples of 64 and the padding after them is
-  zero, so no chunk belongs to two of them.
-- A parameter is changed on one rank, which has two exchange groups in memory at most: one that it
-  changes and one that comes or goes.
+The `Whole` of an optimizer that steps shards.
 """
 
 from __future__ import annotations
@@ -29,6 +23,8 @@ from zero_engine.optim.whole import CHUNK, Change, Norms, total
 from zero_engine.sharding.flat_unit import ALIGN, FlatUnit, overlap
 from zero_engine.sharding.segments import Segment
 
+# A norm is summed over chunks in the order of the unit, at any world size and stage. Parameters
+# begin at multiples of a chunk, and the padding after them is zero: no chunk belongs to two.
 assert ALIGN == CHUNK
 
 
@@ -104,6 +100,7 @@ class ShardedWhole:
             change = of_group[owned.slot.group] if owned and owned.slot.group is not None else None
             if owned is not None and change is not None:
                 whole = change(whole.view(owned.slot.shape)).contiguous().view(-1)
+            # Two exchange groups are in memory at most: one that is changed, one that goes.
             wait(going)
             going = self._exchange.give_back(
                 exchange_group, whole, f"changed parameters, exchange group {number}"

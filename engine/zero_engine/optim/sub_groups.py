@@ -1,20 +1,13 @@
 """Steps segments whose state rests elsewhere, one sub-group after the other.
 
-A *sub-group* is a part of one unit's shard, of at most `SUB_GROUP` elements. It is read
-into memory, stepped, and written back, while the next one is read and the one before is written.
-Its *rows* are parts of those of the shard, the master weights and the optimizer's keys, wherever
-they rest. Must always hold:
+A *sub-group* is a part of one unit's shard, of at most `SUB_GROUP` elements. It is read into
+memory, stepped, and written back, while the next one is read and the one before is written. Its
+*rows* are parts of those of the shard, the master weights and the optimizer's keys, wherever they
+rest. An elementwise step, or an elementwise pass of a `LooksAtWhole`, gives the same bits as one
+call would.
 
-- The optimizer sees, for each sub-group, tensors that hold what the whole ones hold there; its
-  scalars (the step count) are in every sub-group those of before the pass. So an elementwise step,
-  or an elementwise pass of a `LooksAtWhole`, gives the same bits as one call would.
-- Between steps `optimizer.state` shows whole tensors: parts of the rows.
-- Rows may rest in 16 bits. The optimizer then sees fp32 copies of a sub-group, which are rounded
-  when it has been stepped: the result does not depend on how its kernels round.
-- Memory holds the sub-groups under way, never the state of a whole unit that is larger.
-
-Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity
-(arXiv 2104.07857), whose sub-groups are parameters of one buffer in the same way.
+Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857), whose
+sub-groups are parameters of one buffer in the same way.
 """
 
 from __future__ import annotations
@@ -181,7 +174,7 @@ class StepBySubGroups:
                     yield
                 self._take_back(sub_group, lease, directs=directs)
         finally:
-            # Point parameters and state to their parts of the rows again.
+            # Between steps, and after an error, parameters and state show their parts of the rows.
             for segment in self._segments:
                 state = self._optimizer.state.get(segment.param, {})
                 whole = {*elementwise_keys(segment, state), *before[segment].keys}

@@ -1,10 +1,9 @@
 """What an optimizer remembers of one parameter: a nest, its tree spec, and its leaves.
 
 A *nest* is made of dicts, lists, tensors, numbers and plain values. Its *tree spec* is JSON that
-describes it, with dtype and shape in the place of each tensor and each number, so that steps do
-not change it; the *leaves* are those tensors and numbers. Must always hold: a leaf goes by the same
-name in a nest and in its tree spec, the way to it: "row_var", "factors.0"; a nest made from its
-tree spec has the same leaves. Tuples come back as lists.
+describes it, with dtype and shape in the place of each tensor and each number, so that steps do not
+change it; the *leaves* are those tensors and numbers. A leaf goes by the way to it, in both:
+"row_var", "factors.0". Tuples come back as lists.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Optimizers that step in three passes, of which only the second looks at whole parameters.
 
-`direct` takes the gradients into the state and puts *directions* in their place. `look` changes
-the directions by what depends on whole parameters: a norm, an orthogonal factor. `apply` moves the
-weights along them. Must always hold:
+`direct` takes the gradients into the state and puts *directions* in their place. `look` changes the
+directions by what depends on whole parameters: a norm, an orthogonal factor. `apply` moves the
+weights along them. `direct` and `apply` are elementwise, so how parameters are divided changes no
+bit.
 
-- `direct` and `apply` are elementwise: `Whole.parts` shows them the parameters part by part, each
-  once and in order, and how they are divided changes no bit.
-- `look` sees directions, which are in memory where the gradients were, and what `direct` has kept
-  of the rest.
-- An optimizer asks `whole` for all that lies beyond its tensors. Without an engine these are whole
-  parameters (`Itself`); on shards the engine replaces it (`ShardedWhole`).
+An optimizer asks `whole` for all that lies beyond its tensors. Without an engine these are whole
+parameters (`Itself`); on shards the engine replaces it (`ShardedWhole`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
 """One optimizer step on the shards: norm, consensus, clip, step, new parameters.
 
-Owns the gradient totals, the segments that the torch optimizer steps, and the decision to skip.
-Must always hold:
-
-- The user's optimizer object stays the same; only the `params` of its groups are replaced, by
-  *segments*: for each unit and group, the part of the run that this rank steps. Or, for one that
-  must see whole parameters, by those that this rank owns (`owner_steps`).
-- Every rank decides from the same numbers, those of `zero_step.agree`: the global norm, whether
-  it is finite, which ranks ask to leave.
-- A step is skipped if and only if the norm is not finite: an overflow is seen by every rank.
-
-`state.optimizer_state` saves and loads its state.
+Owns the gradient totals, the *segments* that the torch optimizer steps (for each unit and group,
+the part of the run that this rank steps), and the decision to skip. `state.optimizer_state` saves
+and loads its state.
 """
 
 from __future__ import annotations
@@ -250,6 +242,7 @@ class ZeroOptimizer:
             self._refuse_written()
         share = correction(agreed.notes) / scale
         norm, factor = clipped(agreed.norm, share, self._clip)
+        # All ranks have this norm, so all of them see an overflow, and skip.
         applied = math.isfinite(norm) or not self._skips
         culprit = ""
         if applied:

@@ -1,9 +1,8 @@
 """One parameter of an engine: its weights, gradient and optimizer state, whole or as a share.
 
-Owns the way from a parameter to the shards that hold it. Must always hold: a read returns what the
-optimizer steps, in the highest precision; the next forward and the next step use what is written,
-at every stage and for every param group. A *share* is this rank's interval of the flattened
-parameter, a 1-D tensor, empty on many ranks.
+A read returns what the optimizer steps, in the highest precision; the next forward and the next
+step use what is written, at every stage and for every param group. A *share* is this rank's
+interval of the flattened parameter, a 1-D tensor, empty on many ranks.
 
 Everything here is collective unless its docstring says otherwise: every rank calls it, for the same
 parameters in the same order, between steps.

@@ -1,13 +1,9 @@
 """The construction of a model that no rank can hold: its parameters are divided meanwhile.
 
-Owns which parameters are whole while constructors run. Must always hold: code in the context, and
-only there, sees every parameter as if it were whole, so that the model has the values of an
-ordinary construction; ranks divide and gather in the same order, that of their constructors; at
-most `OPEN_ELEMENTS` elements, or two parameters, are whole at once.
-
 Registering a parameter with a module opens it. When too many elements are open, the parameter that
 has not been used for the longest time is divided. A use of it, such as a write by the constructor
-of an outer module, gathers it again.
+of an outer module, gathers it again. So code in the context sees every parameter as if it were
+whole; ranks divide and gather in the same order, that of their constructors.
 """
 
 from __future__ import annotations
@@ -153,10 +149,7 @@ class DividedConstruction(TorchFunctionMode):
         self._unwritten.clear()
 
     def _shrink(self, elements: int, keep: int = 0) -> None:
-        """Divide open parameters, the oldest first, until at most `elements` are open.
-
-        The `keep` parameters that were used last stay open all the same.
-        """
+        """Divide the oldest open parameters, but the last `keep`, until `elements` are open."""
         assert self._group is not None
         while len(self._open) > keep and (self._count > elements or not elements):
             param = next(iter(self._open))

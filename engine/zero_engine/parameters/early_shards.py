@@ -1,9 +1,7 @@
 """Parameters that are divided before there is an engine: those of a model that no rank can hold.
 
-Owns this rank's shares of them. Must always hold: a parameter is whole, or shows NaN in its own
-shape, and torch refuses to write to it then; a share is kept until an engine takes it; all ranks
-have the values of one rank; memory that nobody has written to does not travel, and becomes zeros.
-Everything here is collective unless its docstring says otherwise.
+Owns this rank's shares of them, until an engine takes them. A parameter is whole, or shows NaN in
+its own shape. Everything here is collective unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -75,6 +73,7 @@ class EarlyShare:
 
     def divide(self, param: Tensor, source: int | None = 0) -> None:
         """Keep the share alone, of the values of a rank; None: those before it was gathered."""
+        # Memory that nobody has written to does not travel, and becomes zeros.
         if source is not None:
             whole = self._padded(param)
             with self._guard():
@@ -161,6 +160,7 @@ def hide(param: Tensor) -> None:
     """Free a parameter's memory: it shows NaN in its shape. Not collective."""
     blank = param.new_empty((), requires_grad=False)
     blank.fill_(float("nan") if param.is_floating_point() or param.is_complex() else 0)
+    # Expanded: torch refuses to write to it.
     param.data = blank.expand(param.shape)
 
 

@@ -1,8 +1,4 @@
-"""Gathers sharded parameters for the time of a context. Collective.
-
-It also takes parameters that belong to no engine yet, or are not sharded, so that one script serves
-all stages.
-"""
+"""Gathers sharded parameters for the time of a context. Collective."""
 
 from __future__ import annotations
 
@@ -56,6 +52,7 @@ class GatheredParameters:
         else:
             several = [params] if isinstance(params, nn.Parameter) else params
         chosen = [param for param in several if param is not None] if enabled else []
+        # Others belong to no engine yet, or are not sharded: one script serves all stages.
         self._units = units_of(chosen)
         self._early = early_shares(chosen)
         self._modifier = modifier_rank

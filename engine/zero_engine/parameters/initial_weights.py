@@ -1,10 +1,8 @@
 """The first values of an engine's weights, unit by unit: no rank holds the whole model.
 
-Owns where they come from: from the parameters themselves; from shares, if the model was made under
-`zero.Init`; and for parameters on the meta device from the initialisers of their modules, from
-safetensors files, or from a checkpoint that is loaded later. Must always hold: rank 0 has each
-value first, and the engine broadcasts it; what an initialiser draws depends on the seed of the
-script and on the names of modules alone; whatever fails on rank 0 fails on all ranks.
+They come from the parameters themselves; from shares, if the model was made under `zero.Init`; and
+for parameters on the meta device from the initialisers of their modules, from safetensors files, or
+from a checkpoint that is loaded later. Rank 0 has each value first, and the engine broadcasts it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """What the modules of a model set their parameters to, for those on the meta device.
 
-Owns which initialisers there are, their order and their seeds. Must always hold: a module draws the
-same whatever has been drawn before; parameters and buffers that have values keep them; what no
-initialiser sets is an error.
-
 Of each module, after those inside it: its `reset_parameters`, then the `_init_weights` of the
 innermost model around it, as constructors do. An initialiser runs with all parameters of its unit;
 one of a module that has none itself and spans several units does not run.
@@ -127,6 +123,7 @@ class Initialisers:
         """Run a module's initialisers, as its constructor and then its model do."""
         own, of_the_model = self._initialisers(name)
         module = self._modules[name]
+        # By the module's name: it draws the same whatever has been drawn before.
         seed = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()[:8]
         both = (own, of_the_model)
         # Mostly the model replaces all that the module would draw: then that need not be drawn.
@@ -148,15 +145,13 @@ class Initialisers:
         *,
         buffers: bool = False,
     ) -> Iterator[None]:
-        """Let the parameters of modules have memory: of their places, by `id`, or for the moment.
-
-        `buffers`: those without values are to get some; all others are kept.
-        """
+        """Let the parameters of modules have memory: of their places, by `id`, or for the moment."""
         with ExitStack() as after:
             for module in modules.values():
                 for tensor in _tensors(module):
                     is_buffer = not isinstance(tensor, nn.Parameter)
                     has_values = id(tensor) not in self._without_values
+                    # It keeps what an initialiser writes: it has memory of its own already.
                     if is_buffer and buffers and not has_values:
                         _unset(tensor)
                         continue

@@ -1,7 +1,6 @@
 """The engine that a parameter belongs to, and its place there.
 
-Must always hold: the record keeps no engine alive, and a parameter can be pickled; at stage 3 a
-parameter has the attributes by which scripts see that it must be gathered first.
+At stage 3 a parameter has the attributes by which scripts see that it must be gathered first.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Reads of parameters that are not there, by code that no hook of their module announces.
 
 A module's forward may use the weights of another one: heads that are tied by hand, a bias that its
-module returns, a hook that looks at what has just been released. Must always hold: within a forward
-of the model such a read sees the weights, and its backward as well; nothing is computed with NaN.
-
-While a parameter shows NaN, its class has a `__torch_function__`, which every operator of torch
-calls that is given it. Within a forward or a backward of its model it gathers the unit: a
-collective, so every rank must read it. Elsewhere a script that looks at a parameter alone (logs,
-prints, norms) sees NaN, and one that computes with it and other tensors gets an error. `data` never
-gathers anything, so that one rank alone may log it; to compute with it and others is an error, too.
+module returns, a hook that looks at what has just been released. While a parameter shows NaN, its
+class has a `__torch_function__`, which every operator of torch calls that is given it. Within a
+forward or a backward of its model it gathers the unit: a collective, so every rank must read it.
 
 Source of the idea: DeepSpeed's external parameters.
 """
@@ -70,6 +65,8 @@ class _Absent:
             outside = [param for param in absent if not _bring(param)]
             if outside:
                 found = place_of(outside[0])
+                # A script that looks at a parameter alone (logs, prints, norms) sees NaN; nothing
+                # is computed with it.
                 if found is not None and len(outside) < len(tensors):  # else it is only looked at
                     raise ZeroError(
                         f"{getattr(function, '__name__', function)}: {found[2].fqn} is divided, "
@@ -110,6 +107,7 @@ class _Look(Tensor):
 
 
 def _look(param: Tensor, data: Tensor) -> Tensor:
+    # It gathers nothing, so that one rank alone may log `data`.
     found = place_of(param)
     in_forward = found is not None and found[0].coordinator.under_way
     return data.as_subclass(_Look) if in_forward else data

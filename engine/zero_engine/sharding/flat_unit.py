@@ -1,18 +1,9 @@
 """A unit: the parameters of one module in one flat buffer, and this rank's share of them.
 
-Owns the layout and the buffers. Must always hold:
-
-- Offsets are independent of the world size: each parameter begins at a multiple of 64 elements,
-  and only the tail is padded, to world * 1024. So norms, blocks and checkpoints are independent of
-  it as well.
-- Parameters are views of the buffer while it holds them, and show NaN while it does not, so that a
-  script can read them at any time; so do views that it has kept (`parameter_views`). Refilling the
-  buffer does not touch the versions that autograd checks. A buffer is freed by resizing its
-  storage, never by dropping it, so that views saved by autograd come alive again with it.
-- A tensor that can be an alias is no copy: at stages 0-2 master weights of the dtype that the model
-  computes in are the buffer itself.
-- The shard rests in a tier. From a far one nothing is read to compute with: `local` then is this
-  rank's interval in the compute dtype, which `accept` keeps up to date.
+Owns the layout and the buffers. Parameters are views of the buffer while it holds them, and show
+NaN while it does not (`parameter_views`). The shard rests in a tier. From a far one nothing is read
+to compute with: `local` then is this rank's interval in the compute dtype, which `accept` keeps up
+to date.
 
 Source of the idea: FSDP's FlatParameter (arXiv 2304.11277), with block-aligned tails.
 """
@@ -82,6 +73,8 @@ class UnitLayout:
 
 def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> UnitLayout:
     """The layout of (fqn, shape, group), in the given order."""
+    # Offsets know no world size, only the tail is padded to one: so norms, blocks and checkpoints
+    # do not depend on it either.
     slots, end = [], 0
     for fqn, shape, group in members:
         slots.append(Slot(fqn, shape, group, end, end + shape.numel()))
@@ -190,6 +183,8 @@ class FlatUnit:
 
     def _build(self, source: Tensor, full: Tensor, places: UnitPlaces) -> None:
         """Put the first weights where they rest; `full` may be `source`."""
+        # A tensor that can be an alias is no copy: at stages 0-2 master weights of the dtype that
+        # the model computes in are the buffer itself.
         own = self._collectives.own(source)
         self._replica = source if places.replica else None
         self.shard = own if places.replica else self.tiers.state.hold(own)
@@ -281,10 +276,8 @@ class FlatUnit:
         return not torch.equal(own.view(torch.uint8), published.view(torch.uint8))
 
     def let_go(self) -> None:
-        """Release parameters that a script has seen; tensors that it has kept stay valid.
-
-        Freed memory under them would end the process when they are read.
-        """
+        """Release parameters that a script has seen; tensors that it has kept stay valid."""
+        # Freed memory under them would end the process when they are read.
         if self.gathered:
             self._shown.leave_memory()
         self.release()
@@ -377,8 +370,7 @@ class FlatUnit:
     def adopt_full(self, source: int, slots: Sequence[Slot] | None = None) -> None:
         """Broadcast what rank `source` has written into its full parameters. Collective.
 
-        Only elements that differ from the shard in the compute dtype are changed: the others keep
-        the precision that they have in the shard. Without `slots` it may have written to all.
+        Without `slots` it may have written to all.
         """
         self._collectives.broadcast(self.full, f"changed weights of {self.spec.name}", source)
         own = self._collectives.own(self.full)
@@ -391,6 +383,7 @@ class FlatUnit:
         for limits in written:
             start, stop = overlap(*limits, low, high)
             part = slice(start - low, stop - low)
+            # Elements that it has not written to keep the precision that they have in the shard.
             changed = own[part] != published[part]
             new = torch.where(changed, own[part].to(shard.dtype), shard[part])
             self.shard[part].copy_(new)

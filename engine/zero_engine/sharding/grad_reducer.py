@@ -1,13 +1,9 @@
 """From autograd's gradients to sums on the shards: hooks, and the order of the units.
 
-Owns the gradient buffers between a parameter's hook and the accumulator. Must always hold:
-
-- Units are reduced in one fixed order on every rank, each while the next one's backward runs. A
-  unit that is ready early waits for its turn; one that lacks gradients when backward ends is
-  completed with zeros. So a rank that skipped a branch stays in step with the others.
-- Each unit has one reduction in each micro-step, which `zero_step.gradients.pipeline` ends.
-- A unit that the backward will not meet on this rank (`skip`) is reduced in its turn if a device's
-  stream does the waiting, so that no stream waits for the end of another's backward.
+Owns the gradient buffers between a parameter's hook and the accumulator. Units are reduced in one
+fixed order on every rank, each while the next one's backward runs. A unit that is ready early waits
+for its turn; one that lacks gradients when backward ends is completed with zeros. So a rank that
+skipped a branch stays in step with the others.
 
 A backward pass is announced by `begin` and ended by `finish`. A gradient of an unannounced one
 calls `on_plain_backward`, which announces it.
@@ -249,6 +245,8 @@ class GradReducer:
     def skip(self, unit: FlatUnit) -> None:
         """Expect no gradient of a unit in this backward pass: its module has not run here."""
         gradient = next((each for each in self._order if each.unit is unit), None)
+        # In its turn, where a stream waits: no other rank's stream waits then for the end of this
+        # backward.
         if gradient is None or not self._by_stream or not self.running:
             return
         self._ensure_buffer(gradient)
@@ -341,12 +339,10 @@ def _refuse() -> None:
 
 
 def if_alive(method: Callable[..., None]) -> Callable[..., None]:
-    """A method as a hook of a parameter, a module or an output, which does not keep its object.
-
-    Python's garbage collector does not see the references of an autograd hook, and a module may
-    outlive its engine. An engine that its script has dropped would otherwise stay, with its memory
-    and the threads of its group.
-    """
+    """A method as a hook of a parameter, a module or an output, which does not keep its object."""
+    # Python's garbage collector does not see the references of an autograd hook, and a module may
+    # outlive its engine: one that its script has dropped would stay, with its memory and its
+    # threads.
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

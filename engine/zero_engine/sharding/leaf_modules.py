@@ -1,12 +1,8 @@
 """Leaf modules: their parameters are one unit, gathered whatever is called inside the module.
 
-Owns the mark on a module. It makes stage 3 exact for modules in which ranks take different
-branches, such as a mixture of experts: every rank gathers the whole module when it enters it. Must
-always hold: the mark is read at every stage, so that the stages keep giving one result.
-
-Scripts set the mark before `initialize`.
-
-Source: deepspeed.utils.set_z3_leaf_modules, with its names and return values.
+It makes stage 3 exact for modules in which ranks take different branches, such as a mixture of
+experts: every rank gathers the whole module when it enters it. Scripts set the mark before
+`initialize`. Source: deepspeed.utils.set_z3_leaf_modules, with its names and return values.
 """
 
 from __future__ import annotations

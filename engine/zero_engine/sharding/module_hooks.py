@@ -1,11 +1,4 @@
-"""The hooks of a sharded module, and those of its inputs.
-
-Must always hold: torch.compile runs a module's hooks as they are, between the parts that it
-compiles: they allocate and free the memory of parameters, which no graph can hold. They stay with
-their module: a copy would have hooks that gather the parameters of the original. A hook on a tensor
-does not refer to the graph, which refers to it: the graph of a forward without a backward is freed
-with its last tensor.
-"""
+"""The hooks of a sharded module, and those of its inputs."""
 
 from __future__ import annotations
 
@@ -25,6 +18,7 @@ class Hook:
     """A function and its first arguments, to be registered on a module."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        # It allocates and frees the memory of parameters, which no graph can hold.
         self._call = torch.compiler.disable(partial(function, *args))
 
     def __call__(self, *args: Any) -> Any:
@@ -37,6 +31,7 @@ class Hook:
         Raises:
             ZeroError: Always.
         """
+        # A copy would have hooks that gather the parameters of the original.
         raise ZeroError(
             "a module cannot be copied or pickled at stage 3, or with elastic.overlap_param_gather:"
             " its parameters are not always there; do it before initialize(), or make another one "
@@ -120,9 +115,10 @@ def owners_inside(root: nn.Module, params: Sequence[nn.Parameter]) -> Iterator[n
 def after_gradients(tensors: Sequence[Tensor], then: Callable[[], None]) -> None:
     """Call `then` in each backward pass that has made the gradients of all these tensors.
 
-    None of them may be a leaf of the graph. torch's `register_multi_grad_hook` also knows which of
-    them a backward pass leaves out; for that it refers to the graph.
+    None of them may be a leaf of the graph.
     """
+    # Not by torch's `register_multi_grad_hook`, which refers to the graph: that of a forward
+    # without a backward is to be freed with its last tensor.
     size, backward, missing = len(tensors), -1, set[int]()
 
     def note(position: int, _gradient: Tensor) -> None:

@@ -1,16 +1,8 @@
 """elastic.overlap_param_gather: the new weights of stages 1 and 2 arrive after the step has ended.
 
-Owns the waits for them. Must always hold:
-
-- Nobody reads weights of which a part is old: from the step on a unit's parameters show NaN, as at
-  stage 3, until somebody has waited for the unit.
-- The forward of a unit's module waits for the unit, that of the model for the root, where tied and
-  stray parameters live; so does a module inside that uses one of their parameters, for a script
-  that calls it alone.
-  `state_dict()` and `load_state_dict()` of a module wait for its own parameters. The engine's other
-  uses wait for everything, in `MovedStates.need`, because what a step sends must not be changed.
-- A wait is no collective: all ranks have begun the same gathers in the same order, in the step. So
-  a rank that waits for none of them, or in another order, keeps nobody waiting.
+From the step on a unit's parameters show NaN, as at stage 3, until somebody has waited for the
+unit. A wait is no collective: all ranks have begun the same gathers in the same order, in the step.
+So a rank that waits for none of them, or in another order, keeps nobody waiting.
 
 Source of the name: Megatron-LM's distributed optimizer.
 """
@@ -56,6 +48,8 @@ class OverlappedGather:
             by_module[unit.spec.module].append(unit)
         for module, members in by_module.items():
             self._hooks.append(module.register_forward_pre_hook(Hook(self.gather, members)))
+        # The root's unit has the tied and stray parameters: a module inside waits as well, for a
+        # script that calls it alone.
         for module, used in users_inside(by_module).items():
             alone = CalledAlone(used, self.gather)
             self._hooks.append(module.register_forward_pre_hook(alone.before))

@@ -1,22 +1,9 @@
 """Stage 3: when the full parameters of a unit are gathered and released.
 
-Owns the gather and release hooks. Must always hold:
-
-- A unit is gathered before its module's forward and before the backward of that module's
-  outputs, and is released when the pass through the module ends. The root stays gathered from the
-  beginning of forward to the end of backward, because tied and stray parameters live there, also
-  while a forward without gradients runs in between; a further backward gathers it again. Where
-  a script runs modules without the model's own forward (a method beside it), it is gathered by the
-  first that owns one of those. A unit is likewise gathered by the modules inside of its module that
-  are called without it.
-- Every rank gathers every unit in the order of `Pass`, also those that its branch leaves
-  out: it takes part and releases them. A unit that is needed out of that order is gathered on the
-  spot; if the ranks do not agree in that, they wait for each other, which `collectives` reports.
-- While a unit computes, the next ones are prefetched.
-
-Gathering before backward hangs on the module's output tensors, not on a module backward hook:
-that works for any output structure, and with non-reentrant activation checkpointing, whose
-recomputation runs forward inside backward and must not release.
+A unit is gathered before its module's forward and before the backward of that module's outputs, and
+is released when the pass through the module ends. While it computes, the next ones are prefetched.
+The root stays gathered from the beginning of forward to the end of backward, because tied and stray
+parameters live there.
 
 Source of the idea: FSDP2's pre- and post-backward hooks.
 """
@@ -177,6 +164,8 @@ class ParamCoordinator:
         self._host: nn.Module | None = None
         """The module for which the root was gathered, without the model's own forward."""
         strays = [param for unit in self._root_units for param in unit.params]
+        # A script may run modules without the model's own forward (a method beside it): the first
+        # that owns a stray parameter gathers the root.
         for module in owners_inside(root, strays):
             self._hook(module, Hook(self._before_stray), end, Hook(self._after_stray))
         by_module: defaultdict[nn.Module, list[FlatUnit]] = defaultdict(list)
@@ -351,6 +340,9 @@ class ParamCoordinator:
         if self._calls or torch.is_grad_enabled():  # the caller has what the parameters show
             caller = self._calls[-1].units if self._calls else self._kept
             caller.update((unit, None) for unit in units if unit.shows_in(output))
+        # On the outputs, not by a module backward hook: that works for any output structure, and
+        # with non-reentrant activation checkpointing, whose recomputation runs forward inside of
+        # backward.
         for tensor in _differentiable(output):
             if not tensor.is_leaf:
                 tensor.register_hook(partial(self._before_backward, units, call))
@@ -390,6 +382,9 @@ class ParamCoordinator:
                     continue
                 if self._traces is not None:
                     self._traces[self._in_backward].append(number)
+                # All ranks gather in the order of the pass. One that is needed out of that order is
+                # gathered on the spot; if the ranks do not agree in that, they wait for each other,
+                # and `collectives` reports it.
                 self._take_part(self._pass.seek(number))
                 unit.gather()
                 self._look_ahead()

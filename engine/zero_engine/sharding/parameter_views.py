@@ -1,19 +1,10 @@
 """What a script sees of parameters whose memory is freed: NaN.
 
-Owns the `data` of the parameters, and the memory behind a unit's buffer. Must always hold: both can
-be read at any time.
-
-- Values are views of the unit's buffer. While that has no memory, a parameter shows NaN instead (0
-  if its dtype has no NaN), in its own shape, dtype and device: one element, repeated by strides of
-  0. Setting `data` touches neither the versions that autograd checks nor what it has saved: a
-  parameter is saved as itself, and shows its values again when backward needs them.
-- A view that a script has kept reads NaN, where torch would read address 0 and end the process:
-  torch has no error for it. One range of addresses per process, as long as the longest storage that
-  was ever freed, holds the same few pages of ones over and over: bytes of 0xFF are NaN in every
-  floating dtype, -1 in whole numbers. A freed storage points there. Nobody can write there; the
-  range is never given back; a storage that is filled again has its own memory, and says of itself
-  what it says without all this (`nbytes` is 0 meanwhile). On other devices, or where the kernel has
-  no such range to give or torch no such calls, it is as if this were not here.
+Values are views of the unit's buffer. While that has no memory, a parameter shows NaN instead (0 if
+its dtype has no NaN), in its own shape, dtype and device. A view that a script has kept reads NaN
+as well, where torch would read address 0 and end the process: torch has no error for it. On other
+devices than the CPU, or where the kernel has no such memory to give or torch no such calls, it is
+as if this were not here.
 """
 
 from __future__ import annotations
@@ -77,6 +68,8 @@ class ShownBuffer:
         self._set(self._blanks)
 
     def _set(self, shown: Sequence[Tensor]) -> None:
+        # `data` touches neither the versions that autograd checks nor what it has saved: a saved
+        # parameter shows its values again when backward needs them.
         with torch._C.DisableTorchFunctionSubclass():
             for param, data in zip(self._params, shown, strict=True):
                 param.data = data
@@ -147,6 +140,7 @@ class FreedStorage:
             raise
 
     def _swap(self, storage: torch.UntypedStorage) -> None:
+        # Filled again, it has its own memory, and says of itself what it says without all this.
         if self._nothing is not None:
             storage._swap_data_ptr_(self._nothing)  # type: ignore[attr-defined]
             self._swapped = not self._swapped
@@ -171,6 +165,7 @@ def _nan_storage(size_bytes: int) -> torch.UntypedStorage | None:
 
 def _map(size_bytes: int) -> tuple[int, int]:
     """The address of a range of bytes 0xFF, and its size. Raises OSError."""
+    # The same few pages over and over, read only: NaN in every floating dtype, -1 in whole numbers.
     file = os.memfd_create("nan")
     try:
         os.write(file, b"\xff" * _TILE_BYTES)

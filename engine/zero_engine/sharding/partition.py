@@ -1,14 +1,8 @@
 """The partition of a model's parameters into units.
 
-Owns the choice, as data: names, groups and owners, before any buffer exists. Must always hold:
-every parameter is in exactly one unit; the units and the order inside them depend on the model
-and the optimizer's groups alone, never on rank, world or stage.
-
-Every element of an outermost ModuleList is a unit, as is a leaf module; everything else is the root
-unit. A parameter that two units use (tied weights) belongs to the root, which is gathered from the
-beginning of forward to the end of backward. Trained and untrained parameters, and those of
-different dtypes, are kept apart, so that a unit has one dtype and either travels as a gradient
-in whole or not at all.
+Owns the choice, as data: names, groups and owners, before any buffer exists. It depends on the
+model and the optimizer's groups alone, never on rank, world or stage. Every element of an outermost
+ModuleList is a unit, as is a leaf module; everything else is the root unit.
 """
 
 from __future__ import annotations
@@ -141,12 +135,16 @@ def partition(
     for name, param in root.named_parameters(remove_duplicate=False):
         external = hasattr(param, _EXTERNAL)
         users[id(param)].add(ROOT if external else unit_of.get(name, ROOT))
+    # Tied weights belong to the root, which is gathered from the beginning of forward to the end of
+    # backward.
     owners = {key: names.pop() if len(names) == 1 else ROOT for key, names in users.items()}
     units: dict[tuple[str, bool, torch.dtype], list[Member]] = defaultdict(list)
     for fqn, param in root.named_parameters():
         group = groups.get(id(param))
         is_low_precision = compute_dtype != torch.float32 and param.is_floating_point()
         dtype = compute_dtype if is_low_precision else param.dtype
+        # Kept apart, so that a unit has one dtype, and travels as a gradient in whole or not at
+        # all.
         units[owners[id(param)], group is None, dtype].append(
             Member(fqn, param, group, fqn in small)
         )

@@ -1,8 +1,6 @@
 """What torch's `load_state_dict` copies, recorded instead of copied.
 
-Owns which modules load by torch's code alone: those of a script that load otherwise may read or
-write their parameters meanwhile. Must always hold: while a load is recorded, the chosen tensors
-stay as they are; what torch would report as an error it reports now.
+While a load is recorded, the chosen tensors stay as they are.
 """
 
 from __future__ import annotations
@@ -88,6 +86,7 @@ def with_own_code(root: nn.Module) -> Iterator[nn.Module]:
         hooks = [module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks]
         code = [module._load_from_state_dict, *(hook for some in hooks for hook in some.values())]
         packages = {(getattr(each, "__module__", None) or "").partition(".")[0] for each in code}
+        # It may read or write its parameters meanwhile.
         if packages - _OURS:
             for below in module.modules():
                 if below not in seen:

@@ -1,17 +1,10 @@
 """Small parameters of a unit: whole between uses at stage 3, and what scripts write to them counts.
 
-Owns their memory at stage 3, and the way of a script's writes to the shards. Must always hold:
-
-- A small parameter shows its values at any time, at every stage: a script reads `scale.item()`, and
-  clamps it, without a context. Larger parameters show NaN between uses at stage 3.
-- What all ranks write to one counts as if the optimizer had made it, in every precision: `take`
-  copies elements that differ from the shard in the compute dtype. The others keep the precision
-  that they have in the shard.
-- Alone they are aligned as in the unit. The kernels of a GPU depend on the alignment of what they
-  read, and their bits with them: packed, stage 3 had other weights than stages 0-2.
-- `checksum` tells the ranks whether they have written the same.
-- What a step does to each of them it does to all at once: a model has hundreds, and a kernel for
-  each would take a GPU longer than the step of its optimizer.
+Owns their memory at stage 3, and the way of a script's writes to the shards. A small parameter
+shows its values at any time, at every stage: a script reads `scale.item()`, and clamps it, without
+a context. What all ranks write to one counts as if the optimizer had made it; `checksum` tells the
+ranks whether they have written the same. What a step does to each of them it does to all at once: a
+model has hundreds, and a kernel for each would take a GPU longer than the step of its optimizer.
 
 Source of the idea: DeepSpeed's persistent parameters.
 """
@@ -74,6 +67,8 @@ class SmallParams:
         self._padded = full.numel()
         starts, end = [], 0
         for _, param, _ in params:
+            # Aligned as in the unit: kernels of a GPU, and their bits, depend on the alignment of
+            # what they read. Packed, stage 3 had other weights than stages 0-2.
             starts.append(end)
             end += -(-param.numel() // BLOCK) * BLOCK
         self._apart = full.new_zeros(end) if apart else None
@@ -202,6 +197,7 @@ def _changes(found: Sequence[Beside]) -> tuple[Tensor, Tensor]:
     """Which elements a script has written, and what the weights then are, of one dtype; flat."""
     shown, held = (torch.cat(each) for each in zip(*found, strict=True))
     held = held.to(shown.device)
+    # In the dtype that the script sees: what it has not written keeps the precision of the shard.
     changed = shown != held.to(shown.dtype)
     return changed, torch.where(changed, shown.to(held.dtype), held)
 

@@ -1,7 +1,6 @@
-"""The weights of a whole model, gathered from the shards.
+"""The weights of a whole model, gathered from the shards; the same at every world size and stage.
 
-Owns the input of the weight hash, and the plain state_dict. Must always hold: both are the
-same at every world size and stage. Everything here is collective, and one unit is whole at a time.
+Everything here is collective, and one unit is whole at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """How the full parameters of a unit travel: from all shards, within a node, as int8.
 
-Must always hold: every rank sees the same bits, whichever way they have come, its own weights
-included: those that travel rounded are rounded here, too.
-
 Source of the idea: ZeRO++ (arXiv 2306.10209), its secondary shards (hpZ) and int8 weights (qwZ).
 """
 

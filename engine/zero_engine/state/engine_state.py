@@ -1,10 +1,8 @@
 """The engine's state as checkpoint pieces, and back.
 
-Owns the translation between live buffers and `checkpoint.pieces`. Must always hold: every rank
-contributes exactly its interval of every unit, at every stage (stage 0 saves no
-more), so that stages 0-3 write the same atoms; what is loaded is bit-equal to what was saved,
-for parameters trained or not, tied or not, optimizer state, hyperparameters of every group,
-buffers, scheduler and loss scale.
+Owns the translation between live buffers and `checkpoint.pieces`. Every rank contributes exactly
+its interval of every unit, at every stage (stage 0 saves no more), so that stages 0-3 write the
+same atoms.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Which tensors of an engine are saved to a checkpoint, and which are loaded from one.
 
-Pure functions on tensor ids and pieces. Must always hold: a tensor that is not selected stays as it
-is in memory; a selected tensor that is missing is an error, unless the script allows that
-(`strict=False`) or it was left out (frozen parameters).
-
-The options and their meaning are those of DeepSpeed's `save_checkpoint` and `load_checkpoint`.
+Pure functions on tensor ids and pieces. A tensor that is not selected stays as it is in memory. The
+options and their meaning are those of DeepSpeed's `save_checkpoint` and `load_checkpoint`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,6 @@
 """An engine for the checkpoint library: its `Training` and its `Loading`, implemented.
 
 Owns the exchange of the weights that the ranks have read, which runs while they read the rest.
-Must always hold:
-
-- Every rank takes part in the exchange for every checkpoint that is tried, whatever it could read.
-  Only later do the ranks know whether all have read well; if not, what they received is as
-  worthless as what they read, and both are filled again from the checkpoint before, or the load is
-  an error.
-- Once anything may have been read, the state counts as inconsistent until a load has ended; on all
-  ranks or on none, unless one was interrupted.
-- Nothing is read into weights that are being exchanged, and no load leaves an exchange behind.
 """
 
 from __future__ import annotations
@@ -142,9 +133,11 @@ class Loading:
         self._moved.inconsistent = Inconsistency(reason, before or self._options.wants_optimizer)
 
     def _wanted(self, manifest: Manifest) -> State:
+        # Nothing is read into weights that are being exchanged.
         self._end_exchange()
         if self.takes_position:
             self._training.check(manifest)
+        # From here on anything may have been read, until a load has ended.
         self._tear("a load was interrupted")
         self._selection = self._state.wanted(manifest, self._options)
         self._filled = self._selection.state
@@ -158,6 +151,9 @@ class Loading:
         self._tried += 1
         if filled:
             self._selection.settle(weights=True)
+        # Every rank takes part, whatever it could read: only later do the ranks know whether all
+        # have read well. If not, both what was read and what was received is filled again, or the
+        # load is an error.
         for unit in self._state.core.units:
             if not unit.tiers.state.far:  # far weights are restored in `adopt`
                 self._under_way.append((unit, unit.begin_restore()))

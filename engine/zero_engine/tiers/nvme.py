@@ -1,14 +1,7 @@
 """The tier on a disk: rests in a scratch file, comes into memory in parts, ahead of its use.
 
-Owns the threads, the buffers and the order of the reads ahead. Must always hold:
-
-- Memory holds the open leases, the reads ahead and the writes under way, and nothing else; no
-  buffer is used again before the disk has its contents.
-- A read ahead is discarded when the tensor that it was read from changes. Which tensor to read next
-  is learnt from the last time: a model's modules run in the same order step after step. A wrong
-  guess costs a read and changes no result.
-- There are never more buffers than were in use at one time, and none is larger than the largest
-  that was asked for; so the memory of the tier is its working set, however many sizes there are.
+Owns the threads, the buffers and the order of the reads ahead. Memory holds the open leases, the
+reads ahead and the writes under way, and nothing else.
 
 Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.2. DeepSpeed records a trace of the
 whole pass and drops it when one module runs in another order; here each tensor has its successor.
@@ -43,6 +36,7 @@ class ReadAhead:
 
     def take(self, held: Tensor) -> Future[Tensor] | None:
         """The read of the tensor that is needed now, if it was begun ahead."""
+        # A model's modules run in the same order step after step. A wrong guess costs a read.
         if self._last is not None:
             self._next[self._last.data_ptr()] = held
         self._last = held
@@ -95,7 +89,8 @@ class Buffers:
                 self._idle = [b for b in self._idle if b is not chosen]
             if fitting and chosen is not None:
                 return chosen
-            # One that is too small makes room for the new one.
+            # One that is too small makes room for the new one: there are never more buffers than
+            # were in use at one time, however many sizes there are.
             self.size_bytes -= chosen.numel() if chosen is not None else 0
             del chosen
             buffer = aligned(size_bytes, pin=self._pin)

@@ -1,9 +1,8 @@
 """The protocol of a tier, and the tiers that are memory: the device's, the host's.
 
-A tensor that *rests* in a tier keeps its place there for the whole run; a *lease* is the part of
-it that is in memory for the step of one sub-group. Must always hold: a resting tensor can be read
-and written like any other (checkpoints and scripts do so between steps), and it holds the new
-values when a `put` has been settled or a `close` has ended.
+A tensor that *rests* in a tier keeps its place there for the whole run, and can be read and written
+there like any other between steps; a *lease* is the part of it that is in memory for the step of
+one sub-group.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """A file without a name that holds tensors: the bytes of the NVMe tier.
 
-Owns the descriptor, the reserved space, and every read and write. Must always hold:
-
-- The file is unlinked from the beginning, so the kernel frees its space with the process, whatever
-  ends it: nothing is ever left to delete.
-- Space is allocated before it is used: a full disk is an error with its cause when the engine is
-  made, not a signal (SIGBUS) in the middle of a step.
-- There are two ways to the same bytes. `read` and `write` go past the page cache, in pages, from
-  aligned buffers: that is how a step streams through its state, and it leaves no memory behind.
-  The tensors that `reserve` returns are views of the mapped file, for occasional readers (a
-  checkpoint, a hash, a script). The kernel keeps both the same: a direct read first writes dirty
-  pages back, a direct write drops the pages that it makes stale. `_probe` tries that on the file
-  system at hand; if it does not hold, or direct access is refused, everything goes through the
-  page cache.
+There are two ways to the same bytes. `read` and `write` go past the page cache, in pages, from
+aligned buffers: that is how a step streams through its state, and it leaves no memory behind. The
+tensors that `reserve` returns are views of the mapped file, for occasional readers (a checkpoint, a
+hash, a script).
 
 Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.
 """
@@ -87,6 +78,7 @@ class ScratchFile:
                 self._starts.insert(at, address)
                 self._maps.insert(at, (address, self._mapped_end, mapped))
                 self._end, self._mapped_end = self._mapped_end, self._mapped_end + extent_bytes
+            # A full disk is an error with its cause now, not a SIGBUS in the middle of a step.
             os.posix_fallocate(self._cached, self._end, size)
         except OSError as error:
             raise self._failure(f"no room for {size / _MIB:.1f} MiB of state", error) from error
@@ -169,6 +161,8 @@ class ScratchFile:
 
     def _probe(self, direct: int) -> str:
         """Try both ways on the first page; returns why they cannot be combined, or nothing."""
+        # The kernel keeps both the same: a direct read first writes dirty pages back, a direct
+        # write drops the pages that it makes stale. Not every file system does.
         self._direct = direct  # for `_read_at` and `_write_at`, until the answer is known
         mapped = self.reserve(PAGE_BYTES, torch.uint8)
         buffer = aligned(PAGE_BYTES)
@@ -196,6 +190,8 @@ _REMEDIES = {
 
 
 def _nameless(directory: Path) -> int:
+    # Without a name from the beginning: the kernel frees its space with the process, whatever ends
+    # it.
     try:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -1,9 +1,4 @@
-"""DeepSpeed's handle on the hooks that gather and release the parameters of stage 3.
-
-Libraries that generate in the middle of training (TRL, OpenRLHF) gather all parameters, remove the
-hooks that would release them module by module, and register these again. Here gathered parameters
-stay gathered until their context ends, whatever runs inside: there is nothing to remove.
-"""
+"""DeepSpeed's handle on the hooks that gather and release the parameters of stage 3."""
 
 from __future__ import annotations
 
@@ -17,6 +12,10 @@ __all__ = ["DeepSpeedZeRoOffload"]
 
 class DeepSpeedZeRoOffload:
     """`optimizer.parameter_offload` at stage 3, without hooks and parameters."""
+
+    # Libraries that generate in the middle of training (TRL, OpenRLHF) gather all parameters,
+    # remove the hooks that would release them, and register these again. Here gathered parameters
+    # stay until their context ends, whatever runs inside: there is nothing to remove.
 
     def __init__(self) -> None:
         self.module = _Empty()
