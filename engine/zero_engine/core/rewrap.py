@@ -7,7 +7,6 @@ script calls it.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 
 import torch
@@ -39,11 +38,24 @@ def take_over(model: nn.Module) -> None:
     """
     left = [vars(module)[_LEFT] for module in model.modules() if _LEFT in vars(module)]
     alive = [place[0] for param in model.parameters() if (place := place_of(param)) is not None]
+    taken = set(model.parameters())
     # By the coordinator: what `leave_weights` has left is a copy of an engine's record.
     for core in {core.coordinator: core for core in (*left, *alive)}.values():
         core.moved.need("initialize() once more", WEIGHTS)
         _unhook(core)
-        _give_weights(core, set(model.parameters()))
+        group = EarlyGroup(core.collectives) if core.stage.shards_parameters else None
+        for unit in core.units:
+            weights = unit.gather_highest()
+            dtype = torch.float32 if weights.is_floating_point() else weights.dtype
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                values = weights[slot.start : slot.stop].view(slot.shape)
+                # What the next engine takes stays divided; what is left to the script becomes
+                # whole.
+                if group is not None and param in taken:
+                    keep_share(param, values, dtype, group)
+                else:
+                    param.data = values.to("cpu", dtype, copy=True)
+            del weights, values  # before the next unit is gathered
         core.moved.given_away = True
     check_free(model)
     thaw(model)
@@ -72,19 +84,3 @@ def take_without_weights(model: nn.Module) -> None:
         for (unit, slot), param in zip(shapes, params, strict=True):
             param.data = torch.empty(slot.shape, dtype=unit.full.dtype, device="cpu")
     thaw(model)
-
-
-def _give_weights(core: Core, taken: Container[nn.Parameter]) -> None:
-    """Give an engine's parameters their weights in full precision. Collective."""
-    group = EarlyGroup(core.collectives) if core.stage.shards_parameters else None
-    for unit in core.units:
-        weights = unit.gather_highest()
-        dtype = torch.float32 if weights.is_floating_point() else weights.dtype
-        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            values = weights[slot.start : slot.stop].view(slot.shape)
-            # What the next engine takes stays divided; what is left to the script becomes whole.
-            if group is not None and param in taken:
-                keep_share(param, values, dtype, group)
-            else:
-                param.data = values.to("cpu", dtype, copy=True)
-        del weights, values  # before the next unit is gathered

@@ -61,12 +61,28 @@ def read_deepspeed(source: Path, *, allow_pickle: bool) -> Foreign:
         CheckpointError: The directory is no DeepSpeed checkpoint, has a layout that is not
             supported, or lacks files; the message names which, and the remedy.
     """
-    directory = _tag_directory(source)
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: {absence(source)}; give the directory of a checkpoint")
+    latest = source / "latest"
+    if latest.is_file():
+        source = source / latest.read_text(errors="replace").strip()
+    if (source / "zero").is_dir():
+        raise CheckpointError(
+            f"{source}: a universal checkpoint; import the checkpoint that it was converted from"
+        )
+    if not source.is_dir() or not list(source.glob("*model_states.pt")):
+        raise CheckpointError(
+            f"{source}: no *_model_states.pt in it; give the directory of a DeepSpeed "
+            "checkpoint, or one of its tags"
+        )
+    for pattern, what in (("*mp_rank_01_*", "tensor parallel"), ("*expert*", "mixture of experts")):
+        if list(source.glob(pattern)):
+            raise CheckpointError(f"{source}: {what} checkpoints cannot be imported")
     try:
-        return _read(_Parts(directory, allow_pickle))
+        return _read(_Parts(source, allow_pickle))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{directory}: not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
+            f"{source}: not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
             f"{error}); load and save it with DeepSpeed 0.19, or import its weights --from torch"
         ) from error
 
@@ -114,27 +130,6 @@ def _schedule(model: Mapping[str, Any]) -> Any:
         return state if pack(state) == state else None
     except CheckpointError:
         return None
-
-
-def _tag_directory(source: Path) -> Path:
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: {absence(source)}; give the directory of a checkpoint")
-    latest = source / "latest"
-    if latest.is_file():
-        source = source / latest.read_text(errors="replace").strip()
-    if (source / "zero").is_dir():
-        raise CheckpointError(
-            f"{source}: a universal checkpoint; import the checkpoint that it was converted from"
-        )
-    if not source.is_dir() or not list(source.glob("*model_states.pt")):
-        raise CheckpointError(
-            f"{source}: no *_model_states.pt in it; give the directory of a DeepSpeed "
-            "checkpoint, or one of its tags"
-        )
-    for pattern, what in (("*mp_rank_01_*", "tensor parallel"), ("*expert*", "mixture of experts")):
-        if list(source.glob(pattern)):
-            raise CheckpointError(f"{source}: {what} checkpoints cannot be imported")
-    return source
 
 
 @dataclass(frozen=True)
