@@ -115,6 +115,7 @@ class LastSave:
             return
         self._owed = request = self._request
         if isinstance(error, NotPublished) and request is not None:
+            # Of two that are written, the newer one is to be published.
             self._drop_written()
             self._written = _Written(request, place(error.directory), error.attempt)
         if isinstance(error, DiskFull | NotPublished):
@@ -157,7 +158,7 @@ class LastSave:
     def _told(self) -> None:
         """The script itself is told of the failure, by an exception: it decides."""
         self._owed = self._request = None
-        if self._written is None:
+        if self._written is None:  # else it may yet be published, at the exit
             self.succeeded()
 
     def _drop_written(self) -> None:

@@ -157,6 +157,7 @@ class Persistence:
                 _log.info("no checkpoint of step %d: the one before is still being written", step)
             return False
         self.last.take(self.saver.wait_for_room())
+        # Not before: the report of the save before has its own beginning.
         self.last.began = began
         if not leaving:
             self.last.check_refusals(directory)

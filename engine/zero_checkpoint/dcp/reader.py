@@ -94,6 +94,7 @@ class Reader(StorageReader):
         if self._root is None:
             raise CheckpointError("there is no directory; give Reader(root) or checkpoint_id")
         self._consensus = self._given or group_consensus("dcp", self._group)
+        # DCP plans by the keys, and then asks for the tensors: nothing is filled yet.
         manifest = self._restore(_nothing).manifest
         stored = keys_of(manifest, *self._keys)
         records: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {

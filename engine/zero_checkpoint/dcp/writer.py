@@ -212,6 +212,7 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
             assert isinstance(data, Tensor)
             whole = TensorInfo(tuple(item.tensor_data.size), data.dtype)
             boxes.append((key, whole, item.tensor_data.chunk.offsets, data.detach().contiguous()))
+            # It may be a tensor or a number, such as a count of steps: `name_all` decides.
             if not whole.shape:
                 values[key] = pack(data, key)
         tensors = {key: [name_of(i.dtype), list(i.shape)] for key, i, _, _ in boxes}
@@ -247,6 +248,7 @@ def agree(votes: Sequence[Record | None]) -> Record:
             if tensors.setdefault(key, known) != known:
                 here, there = (f"{dtype} {shape}" for dtype, shape in (known, tensors[key]))
                 return {"problem": f"{key} is {here} on rank {rank} and {there} on one before it"}
+        # Of a value that several ranks have, the first one counts.
         values = {**vote["values"], **values}
         paths = {**vote["paths"], **paths}
     return {"tensors": tensors, "values": values, "paths": paths}

@@ -15,6 +15,7 @@ def hint(path: Place) -> str:
     names: dict[Place, list[str]] = {}
     for each in (path, *sorted(others, key=str)):
         names[each] = []
+        # It is only a hint: what this user may not read is passed over.
         with suppress(PermissionError):
             names[each] = [inner.name for inner in each.iterdir()]
     for kind, (pattern, what) in _FOREIGN.items():

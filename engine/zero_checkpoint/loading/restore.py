@@ -238,7 +238,7 @@ def _try(
         where = getattr(error, "where", None)
         vote = {"outcome": LoadOutcome.DAMAGED, "reason": str(error), "where": where}
         return _Attempt(vote, error=error)
-    except Exception as error:
+    except Exception as error:  # whatever it is: without this vote all would wait for the timeout
         reason = f"rank {rank} could not load {path}: {str(error) or type(error).__name__}"
         return _Attempt({"outcome": LoadOutcome.FAILED, "reason": reason}, error=error)
 
@@ -264,7 +264,7 @@ class _Search:
         """The next checkpoint to try; if there is none, a record without a name: why, or {}."""
         try:
             found = self._next_candidate()
-        except Exception as error:
+        except Exception as error:  # told to the other ranks, which wait for an offer
             reason = f"rank {COORDINATOR} could not search {self.root}: {error}"
             return {"outcome": LoadOutcome.FAILED, "reason": reason}
         if found is None:

@@ -227,6 +227,7 @@ class InMemoryCheckpoints:
         try:
             layout = lay_out(state)
             workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            # On a single node there is no peer that could keep a copy.
             replicas = self._config.replicas if self._consensus.world > workers else 0
             self._needs[self] = needed_bytes(layout.size_bytes, workers, replicas)
             # The engines of a process share the node's memory.

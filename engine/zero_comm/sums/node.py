@@ -279,6 +279,7 @@ class _Divided(Reducing):
 
     def _note_taken(self, formed: Sequence[tuple[Piece, Tensor]], given: Sequence[Tensor]) -> None:
         """Remember which pieces lie in memory of the pool."""
+        # A single gradient is passed on where it lies: that memory is not the pool's.
         known = {each.data_ptr() for each in given}
         self._taken += [each for _, each in formed if each.data_ptr() not in known]
 

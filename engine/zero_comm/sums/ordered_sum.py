@@ -125,6 +125,7 @@ def next_sums(
             home = TOTAL if begins else Memory("kept", next(free))
             lead(stack.additions, memory, home)
         pending.append((piece, home))
+    # The first block was given whole, and nothing has been added to it yet.
     if stack.chain is not None and stack.chain.kind == "given":
         lead(stack.additions, stack.chain, TOTAL)
     chain = None if stack.chain is None else TOTAL

@@ -454,6 +454,7 @@ class AgentLink:
 
     def _receive(self, message: Message) -> None:
         match message:
+            # One of another round is not for this worker: its agent has begun the next one.
             case Leave(round=self.round):
                 lost, now = message.when is When.LOST, message.when is When.NOW
                 when = "at the end of a step" if not (lost or now) else "at once"

@@ -207,6 +207,8 @@ def hang_up_on_store() -> None:
     with suppress(OSError):
         known = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         for number in map(int, os.listdir("/proc/self/fd")):
+            # Not closed: the descriptor is torch's, whose threads would read from whatever gets its
+            # number next.
             if _is_at(number, known, port):
                 _LIBRARY.shutdown(number, socket.SHUT_RDWR)
 

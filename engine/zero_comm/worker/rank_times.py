@@ -124,6 +124,7 @@ class StepTimer:
         saving_s, self._saving_s = self._saving_s, 0.0
         if last is None:  # imports, the load of a checkpoint and compilation
             return 0.0, 0.0
+        # Waits of threads and of a stream may add up to more than the time between two steps.
         wait_s = waited_s - last[1]
         return max(0.0, now_s - last[0] - wait_s - saving_s), wait_s
 

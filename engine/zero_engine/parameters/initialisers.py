@@ -145,7 +145,10 @@ class Initialisers:
         *,
         buffers: bool = False,
     ) -> Iterator[None]:
-        """Let the parameters of modules have memory: of their places, by `id`, or for the moment."""
+        """Let the parameters of modules have memory: of their places, or for the moment.
+
+        `buffers`: those without values are to get some; all others are kept.
+        """
         with ExitStack() as after:
             for module in modules.values():
                 for tensor in _tensors(module):

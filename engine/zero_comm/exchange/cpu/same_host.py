@@ -228,6 +228,7 @@ class _Exchanges:
         except OSError:
             word = b""
         if not word:
+            # One lock: an exchange that opens now sees the loss, or is among those that fail.
             with self._lock:
                 self._lost.add(rank)
                 keys = [key for key, reading in self._open.items() if reading.needs(rank)]
@@ -317,6 +318,7 @@ def meet(
     # A rank that can read the token can read the rest of the memory.
     token = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        # An unwilling rank has a card, too: all ranks take part in the gathers.
         card: dict[str, Any] = {"willing": False}
         if os.environ.get(SWITCH, "1") != "0":
             try:
@@ -394,6 +396,7 @@ def _connect(
     for other in range(run.start, rank):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         line.settimeout(_INTRODUCTION_S)
+        # It listens: every rank did before it sent its card.
         line.connect(bytes.fromhex(cards[other]["listens"]))
         lines[other] = line
     callers = {cards[other]["pid"]: other for other in range(rank + 1, run.stop)}
