@@ -1,8 +1,7 @@
 """`zero-agent`: from a command line to a running agent and its exit code.
 
 `command_line.py` parses the flags, `mistakes.py` finds what is wrong with them, `resolve.py` makes
-the configuration, `etcd_choice.py` finds the etcd. This module puts them together; every error
-becomes one message and an exit code.
+the configuration, `etcd_choice.py` finds the etcd. This module puts them together.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         logger.addHandler(handler)
     log.setLevel(logging.INFO)
     _sign_lines("")
+    # Every error becomes one message and an exit code.
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
     except ZeroError as error:
@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             codes = (code for kind, code in _CODES if isinstance(error, kind))
             code = next(codes, AgentExit.USAGE)
+        # A launcher that starts this agent shows the file; a wrong command line is on its terminal.
         if code != AgentExit.USAGE:
             leave_error_file(os.environ.get(ENV_ERROR_FILE), str(error), "", code)
     except KeyboardInterrupt:
@@ -254,6 +255,7 @@ def _await_etcd(
         store.warn_of_versions()
 
     _until_signal(lambda: access.await_answer(lambda: store.get(question), args.etcd_wait), numbers)
+    # Warnings only: no start waits for them.
     threading.Thread(target=look_at_it, daemon=True).start()
 
 
@@ -296,6 +298,7 @@ def _go_on(keeper: MemberKeeper, access: Access, error: AgentFailed | StoreRepla
     silent = isinstance(error, AgentFailed)
     if isinstance(error, AgentFailed) and error.code != AgentExit.NO_STORE:
         raise error  # not for lack of a store: a new one would not help
+    # A node whose store still answered has been replaced: it may follow, and begin none itself.
     log.warning("%s", error)
     try:
         return keeper.go_on(access, begins=silent)
@@ -333,7 +336,7 @@ def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) 
 
 
 def _runs_elsewhere(store: KeyValueStore, job: str | None, name: str) -> bool:
-    """Whether another agent of the job is alive; True if etcd does not answer."""
+    """Whether another agent of the job is alive; True, the longer wait, if etcd does not answer."""
     try:
         job = job or standing_run(store, name)
         return job is not None and bool(store.range(Keys(job).nodes, limit=1).items)

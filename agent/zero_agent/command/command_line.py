@@ -3,9 +3,6 @@
 Each flag can be written with `-` or `_` between its words, abbreviated to any prefix that is unique
 here or in torchrun, and set by torchrun's environment variable `PET_<FLAG>`; the command line wins
 over the environment.
-
-Must always hold: everything after the script belongs to the script, unchanged, even if it looks
-like a flag.
 """
 
 from __future__ import annotations
@@ -90,6 +87,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
     flags: list[str] = []
     wrong = _Wrong()
     rest = list(argv)
+    # Up to the script: what follows is the script's, even if it looks like a flag.
     while rest and rest[0].startswith("-") and rest[0] != "-":
         token = rest.pop(0)
         if token == "--":

@@ -2,9 +2,7 @@
 
 `command_line.py` finds flags that do not exist and values of the wrong type. This module finds
 values without a meaning, names of things that do not exist, and flags that contradict each other.
-
-Must always hold: nothing is started and, except for --log-dir, nothing made; no error is only the
-consequence of another one.
+Nothing is started and, except for --log-dir, nothing made.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ class Look:
     at: tuple[str, ...]
     """The flags that are wrong if the check fails."""
     beside: tuple[str, ...] = ()
-    """Further flags that the check reads. If any flag of `at` or `beside` is wrong already, the
-    check is skipped: it might fail only because of that."""
+    """Further flags that the check reads."""
     find: Callable[[Typed], object]
     """The check; raises SpecError."""
 
@@ -66,6 +63,7 @@ def refuse(line: Line, environ: Mapping[str, str]) -> None:
     """
     found, wrong = list(line.wrong), set(line.about)
     for look in () if line.args.preflight else LOOKS:
+        # No error is only the consequence of another one.
         if wrong.isdisjoint((*look.at, *look.beside)):
             try:
                 look.find(Typed(args=line.args, environ=environ))

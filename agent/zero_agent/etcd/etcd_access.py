@@ -1,9 +1,7 @@
 """This agent's connection to etcd: endpoints, TLS and login, and the remedies when they fail.
 
-Must always hold: no password is on a command line, in a log or in an error, and no worker inherits
-the join token; a refusal is one message with the flag that remedies it, and is not retried; the
-wait for an etcd that does not answer yet is bounded; certificates made from the token are removed
-with this process, or by the next one if it was killed.
+No password is on a command line, in a log or in an error, and no worker inherits the join token. A
+refusal is one message with the flag that remedies it.
 """
 
 from __future__ import annotations
@@ -111,7 +109,7 @@ class Access:
             began_s = time.time()
             with asked(self.first, "/version", self.ca, own, _CLOCK_TIMEOUT_S) as answer:
                 date = answer.getheader("Date")
-            now_s = (began_s + time.time()) / 2
+            now_s = (began_s + time.time()) / 2  # etcd has answered somewhere between the two
             return None if date is None else now_s - parsedate_to_datetime(date).timestamp()
         except (OSError, http.client.HTTPException, ValueError):
             return None
@@ -159,7 +157,7 @@ class Access:
             try:
                 ask()
             except StoreUnavailable as error:
-                if mistake(str(error)):
+                if mistake(str(error)):  # a refusal, which `retry` does not repeat
                     raise StoreRefused(str(error)) from error
                 raise
 
@@ -306,6 +304,7 @@ def joined(
     if not token or given or not wanted:
         yield Joining()
         return
+    # If this process is killed, the next one removes the keys that it has left.
     with contextlib.closing(Scratch("zero-tls-")) as scratch:
         tls = write_certificates(scratch.path, token)
         args.etcd_ca, args.etcd_cert, args.etcd_key = tls.ca, tls.cert, tls.key

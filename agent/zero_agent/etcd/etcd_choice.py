@@ -1,12 +1,10 @@
 """The choice of the etcd at which the agents of a job meet.
 
-Five ways, chosen by `choose`: an etcd that the user names; one that the job serves itself at the
+`choose` knows five ways: an etcd that the user names; one that the job serves itself at the
 endpoint that the user names (torchrun's c10d, `own_etcd`); a private one of this agent (one node);
 the one that all agents of this machine share; or, if the nodes are given ranks and the address of
-node 0 as with torchrun's static rendezvous, one that node 0 runs at that address for as long as the
-job lasts. In that last way the world is fixed, and the nodes keep their given order.
-
-Must always hold: every wait is bounded; a server that an agent starts ends with the agent.
+node 0 as with torchrun's static rendezvous, one that node 0 runs at that address. In that last way
+the world is fixed, and the nodes keep their given order.
 """
 
 from __future__ import annotations
@@ -152,6 +150,7 @@ class Static:
         if not 0 <= rank < high:
             raise SpecError(f"--node-rank={rank}: with --nnodes={high} write 0 to {high - 1}")
         address, port = (args.master_addr or LOOPBACK).strip("[]"), args.master_port or STATIC_PORT
+        # Node 0 can listen only on an address of its own, which `address` is not behind NAT.
         behind_nat = rank == 0 and args.advertise_addr == address
         own = (args.local_addr or address_towards(host_port(address, port))) if behind_nat else ""
         return cls(
@@ -266,13 +265,12 @@ def _addresses(host: str) -> list[str]:
 def await_turn(store: KeyValueStore, job: str, world: Static) -> None:
     """Wait until the node before this one is registered: ranks follow the order of arrival.
 
-    A node that returns after the job's first round gets its old rank without waiting.
-
     Raises:
         AgentFailed: The node before this one has not come in time.
     """
     if world.rank == 0:
         return
+    # After the first round this node returns: it gets its old rank without waiting.
     before, begun = Keys(job).node(static_id(world.rank - 1)), Keys(job).of_round(1, "members")
     if not wait_until(lambda: any(map(store.get, (before, begun))), world.join_timeout_s):
         raise AgentFailed(

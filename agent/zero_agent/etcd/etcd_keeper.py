@@ -4,10 +4,7 @@ Run as `python -m zero_agent.etcd.etcd_keeper --client-port 2379 --directory DIR
 into the background and returns when the server serves (0) or has failed (1). The keeper is the
 server's parent: it starts the server again after a crash, and ends the server and itself when no
 node has been alive in any job for the idle timeout. When the keeper is killed its server dies with
-it (`dying_with_parent`), and the next agent starts a new keeper on the same data.
-
-Must always hold: one keeper per directory; it ends its server only while it holds the lock
-under which agents get the server, so no agent gets a server that is about to end.
+it, and the next agent starts a new keeper on the same data.
 """
 
 from __future__ import annotations
@@ -134,7 +131,7 @@ class Keeper:
             return False
         try:
             with self._directory.deciding(_DECIDE_S):
-                # Look again: under the lock no agent can get the server.
+                # Look again: an agent has perhaps got the server. Under the lock none can.
                 if self._idle_s() < self._idle_timeout_s:
                     return False
                 _log.info("no node for %g s: the server ends", self._idle_timeout_s)
@@ -147,7 +144,7 @@ class Keeper:
     def _idle_s(self) -> float:
         try:
             return self._idleness.look(look(self._store, self._directory), time.monotonic())
-        except StoreError as error:
+        except StoreError as error:  # it may have crashed, and be in use after its next start
             _log.warning("cannot see whether the server is in use: %s", error)
             return 0.0
 

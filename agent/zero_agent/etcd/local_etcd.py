@@ -1,13 +1,9 @@
 """The etcd servers that agents start if the user names none.
 
 `private_server` belongs to one agent: `--standalone`, and jobs of one node. Its data is temporary,
-and the server dies with the agent, even if the agent is killed. `shared_server` belongs to no
-agent: all agents of this machine that name no endpoint meet there. The first one starts it, with a
-daemon (`etcd_keeper`). Its data lasts, so a finished job stays finished.
-
-Must always hold: of any number of agents that start at once exactly one starts the shared server;
-a port of another program is an error that names the remedy; every wait has a deadline. Call both
-from the main thread.
+and the server dies with the agent. `shared_server` belongs to no agent: all agents of this machine
+that name no endpoint meet there. The first one starts it, with a daemon (`etcd_keeper`). Its data
+lasts, so a finished job stays finished. Call both from the main thread.
 """
 
 from __future__ import annotations
@@ -165,6 +161,8 @@ def shared_server(endpoint: str, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> s
     if not directory.path.exists() and probe(endpoint) is FoundEtcd.ETCD:
         return endpoint  # an etcd of the machine, which agents neither start nor end
     deadline = time.monotonic() + SHARED_S
+    # Under the lock: of the agents that start at once one starts the server, and the keeper of an
+    # idle one does not end it now.
     with directory.deciding(SHARED_S):
         directory.used.touch()
         # A server that is being started or killed listens for a moment without an answer.

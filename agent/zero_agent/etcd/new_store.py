@@ -1,13 +1,9 @@
 """A new store for a job whose own is lost for good: what it is made of, and how it is begun.
 
 `succession.decide` says who does what; here is what is done. While the store answers, each agent
-keeps the keys which a new store needs (`Estate`): the specification, the secret, the restarts that
-were charged, the last round. After --etcd-grace without an answer it begins an etcd of its own,
-fills it, and then creates the file that names it beside the checkpoints, exclusively (`signs`).
-Whoever is second removes what it has begun, and goes to the first.
-
-Must always hold: a store is whole when the file names it; the data of the old member stay until
-then, also if this process is killed meanwhile; every wait has a deadline.
+keeps the keys which a new store needs (`Estate`). After --etcd-grace without an answer it begins an
+etcd of its own, fills it, and then creates the file that names it beside the checkpoints,
+exclusively (`signs`). Whoever is second removes what it has begun, and goes to the first.
 """
 
 from __future__ import annotations
@@ -94,8 +90,6 @@ def fill(
 ) -> None:
     """Write a job into a new store; its next round is to form.
 
-    No restart is charged: an outage of the store costs none, and each new store takes --etcd-grace.
-
     Args:
         store: It is empty.
         keys: Of the job.
@@ -113,7 +107,8 @@ def fill(
     puts += [Put(keys.of_round(last_round, "members"), estate.members)] if estate.members else []
     for first in range(0, len(puts), _PUTS):
         store.txn([], puts[first : first + _PUTS])
-    # Last: with this key the job has begun, and agents would miss what is not there yet.
+    # Last: with this key the job has begun, and agents would miss what is not there yet. FORM
+    # charges no restart: an outage of the store costs none, and each new store takes --etcd-grace.
     head = Head(n=last_round, state=State.FORMING, cause=cause, by=Move.FORM, at=time.time())
     store.txn([absent(keys.round)], [Put(keys.round, head.to_json())])
 
@@ -208,6 +203,7 @@ class Successor:
                 cause = f"{why}; node {self.node} has begun a new store"
                 last = next_round(seen)
                 fill(store, self.keys, self.estate, lost=lost, last_round=last, cause=cause)
+            # After `fill`: a store is whole when the file names it.
             heir = Heir(store=new, endpoint=member.reached, node=self.node)
             try:
                 won = signs.within(signs.HUNG_S, lambda: signs.claim(seen.root, lost[-1], heir))

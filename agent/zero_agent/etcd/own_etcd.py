@@ -5,9 +5,6 @@ host begins it, unless the store is at one of the others already. The other agen
 `own_members` gives some of them a member as well. The data of a member stay until the job has
 ended, so an agent that is started again on its machine serves the same member, and all agents write
 down where the members are, so one that is started again finds them without that host.
-
-Must always hold: of the agents of one machine one has the data; an etcd that answers at the
-endpoint already is used as it is; data that nobody can wait for any more are not served again.
 """
 
 from __future__ import annotations
@@ -162,6 +159,7 @@ class Seat:
             StoreUnavailable: The server does not start; with the end of its log.
         """
         self.stop()
+        # Kept until the file names the new store, also if this process is killed meanwhile.
         self._aside.mkdir(exist_ok=True)
         for each in _DATA:
             with contextlib.suppress(FileNotFoundError):
@@ -278,6 +276,7 @@ class Seat:
         member = replace(self._member(place), peers=peers, joins=bool(peers))
         token = self.joining.token
         self.process = start_server(self._made, member, token=token, to_thread=True)
+        # An agent that is started again must serve it under the same name and ports.
         _replace(self.directory / "member", encode(place))
         return self.process
 
@@ -316,7 +315,7 @@ def own_server(
         directory, alone = shared.path, made.enter_context(shared.keeping())
         if not alone:  # another agent of this machine has it
             directory = made.enter_context(contextlib.closing(Scratch("zero-seat-"))).path
-        if _age_s(directory / "data") > keep_s:
+        if _age_s(directory / "data") > keep_s:  # nobody can wait for them any more
             shutil.rmtree(directory / "data", ignore_errors=True)
         noted = decode(list[str], text_of(directory / "endpoints") or "[]", "endpoints", SpecError)
         known = dict.fromkeys((*noted, *endpoints))

@@ -2,11 +2,8 @@
 
 An agent that runs a member looks once a second whether the members are as they should be
 (`members.decide`), and makes the change that is due while it holds a lock in the store. One that
-runs none waits to be invited: then it adds a learner and runs it. All follow the endpoints.
-
-Must always hold: one agent changes the members at a time; a server that is no member any more
-leaves no data; every call to the store is bounded, and a store that does not answer changes nothing
-here. The thread that starts a server lives until it is to end: the kernel ties them.
+runs none waits to be invited: then it adds a learner and runs it. All follow the endpoints. A store
+that does not answer changes nothing here.
 """
 
 from __future__ import annotations
@@ -182,13 +179,12 @@ class MemberKeeper:
     def see_off(self, ended: bool) -> None:
         """Serve the others, up to `SEE_OFF_S`, until they have read the end, or need it no more.
 
-        How the job ended is kept on this machine: the store ends with it.
-
         Args:
             ended: The job is over, rather than this node's part in it.
         """
         self._seat.ended = ended
         heard_s = began_s = time.monotonic()
+        # The store ends with the job: how that ended is kept on this machine.
         if self._seat.is_first or self._seat.member is not None:
             with contextlib.suppress(ZeroError):
                 keep(self._store, self._keys.job)
@@ -236,6 +232,7 @@ class MemberKeeper:
                 wait_s = REST_S
             self._wake.wait(wait_s)
             self._wake.clear()
+        # On this thread, which has started the server: the kernel ties the one to the other.
         self._seat.stop()
 
     def _turn(self) -> float:
@@ -342,7 +339,7 @@ class MemberKeeper:
         # can say whether this one was removed: it is started again, and finds out itself.
         with contextlib.suppress(StoreUnavailable):
             if member.peer_url not in {one.peer for one in self._store.cluster.members()}:
-                self._seat.wipe()
+                self._seat.wipe()  # etcd refuses to start with the data of a removed member
                 self._tell(f"node {self._node} runs no member of the store any more")
                 return
         self._crashes += 1

@@ -1,12 +1,8 @@
 """TCP proxy at `--master-port`, the one port of node 0 that firewalls open.
 
 torchrun's workers find their TCPStore at that port. Here the agents meet there too, in etcd. So
-this proxy listens at the port and forwards each connection by its first byte: a client of a
-TCPStore begins with a zero byte, which neither HTTP nor TLS does. The other bytes are not
-interpreted. Each round has a TCPStore at another local port, to which the proxy then forwards.
-
-Must always hold: a client that sends nothing, or whose target is gone, costs a connection and
-nothing else; a slow reader blocks only its own connection.
+this proxy listens at the port and forwards each connection by its first byte. Each round has a
+TCPStore at another local port, to which the proxy then forwards.
 """
 
 from __future__ import annotations
@@ -23,7 +19,8 @@ from zero_orchestrator.addresses import host_port, split_host_port
 FIRST_BYTE_S = 30.0
 CONNECT_S = 5.0
 _STORES = b"\0"
-"""The first byte of a client of a TCPStore: `VALIDATE` of torch's `TCPStoreBackend.hpp`."""
+"""The first byte of a client of a TCPStore, and of none of HTTP or TLS: `VALIDATE` of torch's
+`TCPStoreBackend.hpp`."""
 _CHUNK_BYTES = 1 << 16
 
 

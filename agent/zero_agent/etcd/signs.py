@@ -1,9 +1,8 @@
 """What the agents of a job's own store leave beside its checkpoints: a sign of life, and its heir.
 
-`zero_orchestrator.store.succession` says what they are for. Must always hold: the file that names
-an heir is whole when it appears, and never changes; whatever cannot be read or written here is as
-if it were not there, except that a claim which could not be tried is an error. Any of these calls
-may hang as long as a file server does: who cannot wait for that calls it by `within`.
+`zero_orchestrator.store.succession` says what they are for. Whatever cannot be read or written here
+is as if it were not there, except that a claim which could not be tried is an error. Any of these
+calls may hang as long as a file server does: who cannot wait for that calls it by `within`.
 """
 
 from __future__ import annotations
@@ -93,6 +92,7 @@ def claim(root: str, store: str, heir: Heir) -> bool:
     """
     final = Path(root, beside.heir_of(store))
     new = final.with_name(f"{final.name}.{heir.store}")
+    # Whole, and on the disk, before it has the name that others read.
     with new.open("x", encoding="utf-8") as file:
         file.write(encode(heir))
         file.flush()

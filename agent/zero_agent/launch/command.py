@@ -2,8 +2,7 @@
 
 Without a hostfile, or with no other host than this one, this process becomes the agent (exec). With
 several hosts, the agents meet at --rdzv-endpoint, or at an etcd that this process runs for as long
-as the job runs, and that listens on the address of the route to the first host. Must always hold:
-everything after the script belongs to the script.
+as the job runs, and that listens on the address of the route to the first host.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
     worker-1 slots=4
     worker-2 slots=2
 
-A filter is `HOST[:SLOT,SLOT...]`, several are joined with `@`: `worker-1@worker-2:0,1`.
-
-Must always hold: the order of hosts is the hostfile's; a malformed line is an error that names the
-line, and is never skipped.
+A filter is `HOST[:SLOT,SLOT...]`, several are joined with `@`: `worker-1@worker-2:0,1`. The order
+of hosts is the hostfile's.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 `python -m zero_agent.launch.local_agents N FLAG ...`
 
 Each agent has its own session and gets every signal that comes here, so Ctrl-C drains them all.
-Must always hold: no agent starts after the first signal; no agent outlives this process for longer
-than a drain takes. However this process ends, the kernel sends the agents SIGTERM, and they leave
-as on any other SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ def run(count: int, flags: Sequence[str]) -> int:
     for number in _FORWARDED:
         signal.signal(number, lambda got, frame: signals.put(got))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # However this process ends, the agents leave as on any other SIGTERM.
     agent = dying_with_parent([sys.executable, "-m", "zero_agent", *flags], by=signal.SIGTERM)
     started: list[subprocess.Popen[bytes]] = []
     while len(started) < count and signals.empty():

@@ -1,8 +1,4 @@
-"""The plan of a job on several hosts: one record, from which every runner makes its commands.
-
-Must always hold: no value of a variable is on a command line, here or on a host: every user of a
-machine can read command lines.
-"""
+"""The plan of a job on several hosts: one record, from which every runner makes its commands."""
 
 from __future__ import annotations
 

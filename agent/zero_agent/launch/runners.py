@@ -1,12 +1,7 @@
 """Ways to run a command on other hosts; each is a pure function from a plan to local commands.
 
 `ssh` runs one command for each host, the others one for all hosts. A host's agent ends with
-its connection: ssh allocates a terminal for it (`-tt`), so that the agent gets SIGHUP when the
-connection is lost.
-
-No value of a variable is in an argument. ssh sends the values over its standard input, once the
-host has reported that its terminal does not echo. pdsh has no standard input, so the hosts read a
-file in the working directory that only this user can read. srun exports its own environment.
+its connection. No value of a variable is in an argument, which every user of a machine can read.
 
 Source of the commands: DeepSpeed's `multinode_runner.py` and each program's own manual.
 """
@@ -27,8 +22,8 @@ ALIVE_S = 5
 READY = "zero-ctl launch: this host is ready for its variables"
 """The line with which a host requests the variables on its standard input."""
 
-# The variables come as one line, in which %b expands the line breaks. The terminal is set to raw
-# mode: otherwise it would echo the line, and cut it at 4096 bytes.
+# The variables come over the standard input of ssh, as one line, in which %b expands the line
+# breaks. The terminal is set to raw mode: otherwise it would echo the line, and cut it at 4096.
 _READ = (
     f"terminal=$(stty -g) && stty raw -echo && echo {shlex.quote(READY)} && IFS= read -r given "
     f'&& stty "$terminal" && eval "$(printf %b "$given")" || exit {LOST};'
@@ -65,6 +60,7 @@ Runner = Callable[[LaunchPlan, Remote], Sequence[Command]]
 
 
 def _ssh(plan: LaunchPlan, remote: Remote) -> list[Command]:
+    # -tt, a terminal: the agent gets SIGHUP when the connection is lost.
     options = ("-tt", *_ssh_options(), *(("-p", str(remote.port)) if remote.port else ()))
     reach = ("ssh", *options, *remote.arguments, "--")
     return [
@@ -93,6 +89,7 @@ def _pdsh(plan: LaunchPlan, remote: Remote) -> list[Command]:
     ssh = " ".join(filter(None, (*_ssh_options(), port, remote.pdsh_ssh_arguments)))
     argv = ("pdsh", "-S", "-f", "1024", *remote.arguments, "-w", ",".join(plan.hosts))
     env = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": ssh}
+    # pdsh has no standard input: the hosts read the variables from the shared working directory.
     file = plan.directory / f".zero-launch-{plan.job}.env"
     path = shlex.quote(str(file))
     absent = shlex.quote(
@@ -109,6 +106,7 @@ def _slurm(plan: LaunchPlan, remote: Remote) -> list[Command]:
         *("srun", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
         f"--nodelist={','.join(plan.hosts)}",
         "--kill-on-bad-exit=0",  # the failure of one task does not end the others
+        # The variables are those of srun itself.
         *("--label", f"--chdir={plan.directory}", "--export=ALL"),
         *remote.arguments,
         *plan.agent(),

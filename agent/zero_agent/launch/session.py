@@ -1,8 +1,7 @@
 """Runs the commands that run the agents, until the job has ended.
 
-One thread decides; one further thread for each process forwards its output. Must always hold: no
-process started here outlives the session, however it ends; every wait has a deadline; a host that
-is lost is logged at once, and is retried with backoff while the others continue.
+One thread decides; one further thread for each process forwards its output. A host that is lost is
+retried with backoff while the others continue.
 """
 
 from __future__ import annotations

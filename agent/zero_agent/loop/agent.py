@@ -2,12 +2,8 @@
 
 One thread owns all state here. Whatever happens elsewhere (a worker ends, the store changes, a
 signal arrives) comes as an event through the inbox. After each event the loop polls the rendezvous,
-calls `supervise.next_action`, and carries the action out. It handles events also while it waits for
-etcd (`PumpedStore`): a handler only records, or acts on this node; its writes to etcd are queued.
-
-Must always hold: every wait is bounded; while the store is out of reach the workers continue, and
-their commits are refused, until `etcd_grace_s`; the agent waits for a full store; however it ends,
-none of its workers is left.
+calls `supervise.next_action`, and carries the action out. While the store is out of reach the
+workers continue, until `etcd_grace_s`; however the agent ends, none of its workers is left.
 """
 
 from __future__ import annotations
@@ -262,11 +258,7 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        """Stop everything that belongs to this agent and leave the job.
-
-        An error in one part is logged: the other parts are stopped, and the agent's own error is
-        not hidden.
-        """
+        """Stop everything that belongs to this agent and leave the job."""
         # From now on a call to etcd handles no events: their parts are being closed.
         self._store.leave_alone()
         # The workers end first: then their output is complete, their memory is in use no more, and
@@ -276,6 +268,7 @@ class Agent:
             self._node_workers.close,
             self._publish_last_output,
             self._ram.close,
+            # A neighbour suspects nobody who has left the job before his ring ends.
             self._rdzv.close,
             self._ring.close,
             partial(self._told.publish_time, nodes=0, last=True),
@@ -287,7 +280,7 @@ class Agent:
         for close in closes:
             try:
                 close()
-            except Exception:
+            except Exception:  # the other parts are stopped, and the agent's own error is raised
                 log.exception("zero-agent: internal error in %s", close)
 
     def on_signal(self, number: int) -> None:
@@ -345,7 +338,7 @@ class Agent:
 
     def _store_fails(self, error: StoreError) -> None:
         """Go on without etcd, within the limits."""
-        self._limits.store_fails(error)
+        self._limits.store_fails(error)  # returns for ever if etcd is full: it can be given room
         # A turn without a pause would send etcd ten writes a second, each of which it refuses.
         if isinstance(error, StoreFull):
             until_s = self._clock.now() + pause_when_full_s(len(self._rdzv.snapshot.nodes))
@@ -358,6 +351,7 @@ class Agent:
         self._check_replaced()
         try:
             group = self._node_workers.group
+            # Before the poll: workers wait for the replies, and the fence decides.
             self._store_writes.run(self._rdzv, group.fence if group.state in BUSY else 0)
             self._suspects.run(self._rdzv)
             self._rdzv.poll()
@@ -417,6 +411,8 @@ class Agent:
 
     def _meanwhile(self) -> None:
         """Check the limits and handle events once, while a call to etcd is under way."""
+        # A loop that waits for etcd turns: its lease is refreshed. The handlers only record, or
+        # act on this node; what they write to etcd is queued (`StoreWrites`).
         self._turned_s = self._clock.now()
         self._node_workers.check_limits()
         self._leaving.check_limit()
@@ -458,8 +454,8 @@ class Agent:
     # ---- actions ----
 
     def _abandon(self, reason: str) -> None:
-        """Leave first: other nodes continue at once, and the fence stops what is left here."""
         self._journal.tell("unkillable", f"{reason}; this node leaves", level=logging.ERROR)
+        # Before all else: other nodes continue at once, and the fence stops what is left here.
         self._rdzv.close()
         raise AgentFailed(
             AgentExit.UNHEALTHY,

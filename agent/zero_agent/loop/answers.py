@@ -1,10 +1,7 @@
 """The agent's answers to the questions of `zero-ctl`, such as for the stacks of its workers.
 
-`zero_orchestrator.observe.queries` says how a question comes, and why through etcd.
-
-Must always hold: a question is answered on a thread of its own, also while the agent's loop waits
-or hangs; it changes nothing in the job; only the kinds of questions in the agent's table are
-answered, and nothing that a question contains is executed.
+`zero_orchestrator.observe.queries` says how a question comes, and why through etcd. No answer
+changes the job, and nothing that a question contains is executed.
 """
 
 from __future__ import annotations
@@ -54,6 +51,7 @@ class Answers:
         self._kinds = kinds
         self._closed = threading.Event()
         self._arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()
+        # A thread of its own: `zero-ctl stack` is for an agent whose loop hangs, too.
         self._thread = threading.Thread(target=self._run, name="zero-answers", daemon=True)
         self._thread.start()
 
@@ -115,6 +113,7 @@ class Answers:
         key = answers_prefix(self._job, asker) + self._node
         value = pack(self._reply(query))
         with contextlib.suppress(StoreError):  # the asker is gone, or will see no answer
+            # Under the asker's lease: an answer that nobody fetched ends with it.
             retry.within(query.within_s, cancelled=self._closed)(
                 self._store.put, key, value, lease=item.lease
             )
@@ -196,6 +195,7 @@ def last_output(recent: RecentOutput, node: str, agent: str, limit_bytes: int) -
     """The last output of a node's workers as a value of etcd, of up to about a size."""
     kept_bytes = 4 * limit_bytes  # text is compressed to less than a quarter
     while True:
+        # A value that is too long is made again of half the text; one chunk is always kept.
         page = recent.last(sys.maxsize, kept_bytes)
         value = pack(Answer(node=node, number=0, record=output_record(page, agent)))
         if len(value) <= limit_bytes or len(page.chunks) <= 1:

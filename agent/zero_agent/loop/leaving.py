@@ -1,12 +1,8 @@
 """How one node leaves a running job (drain, preemption), and the log of how workers and jobs end.
 
-A node leaves because of a signal (preemption), a notice of its machine, or `zero-ctl drain`.
-
-Must always hold: the first request decides the exit code; the same signal once more, or the
-deadline, ends the wait for the step boundary; another signal does not, because Slurm sends SIGTERM
-after the one of `--signal`, and systemd SIGHUP after SIGTERM; a request that etcd does not accept
-is written when it answers, and until then the log reports the wait. `signalled` and `check_limit`
-may also run while a call to etcd is under way.
+A node leaves because of a signal (preemption), a notice of its machine, or `zero-ctl drain`. The
+first request decides the exit code. `signalled` and `check_limit` may also run while a call to etcd
+is under way: they write nothing to it.
 """
 
 from __future__ import annotations
@@ -71,6 +67,8 @@ class Leaving:
             AgentFailed: This signal has come before.
         """
         name = signal.Signals(number).name
+        # Another signal is no hurry: Slurm sends SIGTERM after the one of `--signal`, and systemd
+        # SIGHUP after SIGTERM.
         if number in self._signals:
             raise AgentFailed(128 + number, f"{name} again: the workers are killed")
         self._signals.add(number)
@@ -93,7 +91,7 @@ class Leaving:
         # The announcement waits while the workers stop for the signal of a scheduler: see `SKEW_S`.
         self._held = stopping and bool(self._signals) and not self._since.past(SKEW_S)
         if self.begun and not (self._announced or self._held):
-            revision = self._rdzv.drain()
+            revision = self._rdzv.drain()  # raises while etcd is away: announced in a later turn
             self._announced = True
             self._journal.tell("drain", f"{self._who}: {_SOON}{self._hint}", revision=revision)
 

@@ -1,8 +1,6 @@
 """Limits of an agent: etcd out of reach (--etcd-grace), no round begins (--join-timeout), its log.
 
-Must always hold: each wait has one limit, each limit a flag, and the message at its end names it.
-An etcd that is full has no limit: it still answers, no node is lost, and an operator can free space
-with a few commands, while a job that ended would be lost.
+Each wait has one limit, each limit a flag, and the message at its end names it.
 """
 
 from __future__ import annotations
@@ -84,6 +82,8 @@ class Limits:
         Raises:
             AgentFailed: Etcd has not done what it was asked for longer than --etcd-grace.
         """
+        # No limit: a full etcd still answers, no node is lost, and an operator frees space with a
+        # few commands, while a job that ended would be lost.
         if isinstance(error, StoreFull):
             self._is_full(error)
             return
@@ -145,6 +145,7 @@ class Limits:
             return
         self._waiting.start()
         if self._waiting.past(self._config.join_timeout_s):
+            # Etcd itself may be the reason why no round begins; only a write shows it.
             try:
                 confirm()
             except StoreFull as error:

@@ -2,11 +2,7 @@
 
 While the workers of a round have lost a peer, take no step, or have not met, this agent connects to
 the agents of the other members (`node.ring`), and reports what it finds; the round machine decides
-(`rounds`). An agent whose node is set aside looks as well, and takes part again when it reaches the
-others.
-
-Must always hold: a link counts as dead only if `LOOKS` looks in a row have failed; nothing is
-reported of workers that make progress, or do not say whether they do; no look delays the agent.
+(`rounds`). Nothing is reported of workers that make progress, or do not say whether they do.
 """
 
 from __future__ import annotations
@@ -107,11 +103,11 @@ class LinkWatch:
         self._looking = True
         found = self._post(self._found)
         number = self._number
-        # A connection attempt takes seconds where packets are dropped.
+        # On a thread: a connection attempt takes seconds where packets are dropped.
         threading.Thread(target=lambda: found(number, self._reach(nodes)), daemon=True).start()
 
     def _found(self, number: int, dead: Sequence[DeadLink]) -> None:
-        if number != self._number:
+        if number != self._number:  # a look at nodes of which nobody asks any more
             return
         self._looking = False
         self._looks = [*self._looks[1 - LOOKS :], {one.to: one for one in dead}]
@@ -158,7 +154,7 @@ class Links:
         found = self._look(job, me, workers)
         if found != self._told:
             rdzv.report_links(job.n, found)
-            self._told = found
+            self._told = found  # after the write: one that fails is tried again
         self._come_back(rdzv)
 
     def _look(self, job: Snapshot, me: Node, workers: NodeWorkers) -> tuple[DeadLink, ...] | None:
@@ -192,8 +188,10 @@ class Links:
             self._is_aside, self._times = True, self._times + 1
             text = f"{mine}; it takes part again when it reaches the others"
             self._journal.tell("aside", text, others=list(mine.others), aside=True)
+        # The node's registration of today, where it has come back since the round began.
         here = {node.id: node for node in (*job.members.nodes, *job.nodes)}
         self._aside.look([here[one] for one in sorted(here) if one != me.id][:MOST])
+        # Each return is a new round: a link that comes and goes must not interrupt the others.
         if self._aside.in_a_row >= LOOKS * min(2 ** (self._times - 1), MOST_PATIENT):
             rdzv.come_back()
 

@@ -1,11 +1,8 @@
 """A node's workers of the current round, and the processes and sockets that they need.
 
 Owns the forkserver that forks workers, the sockets and pipes that connect them to the agent, and
-the TCPStore of a round whose first node this is. It knows nothing of the job's state: it carries
-out the agent's actions, and reports events to the agent.
-
-Must always hold: every method returns at once; events of processes arrive through `post`, on the
-agent's thread; after `close` no process of this node is left.
+the TCPStore of a round whose first node this is. It carries out the agent's actions: every method
+returns at once, and events of processes arrive through `post`, on the agent's thread.
 """
 
 from __future__ import annotations
@@ -247,7 +244,7 @@ class NodeWorkers:
         """Start workers that run the script to its engine, and wait there for a round."""
         self._forget()
         self._warming.start()
-        self._channel.hang_up()
+        self._channel.hang_up()  # no late message of the last workers counts as one of these
         self.group = self._new_group(0, 0)
         orders = self._orders.of(job.warming_up(node), node, secret)
         self.group.start(self._config.program, orders)
@@ -285,7 +282,8 @@ class NodeWorkers:
         self._directory = directory
         stay = self.group.take_over(former, orders)
         joins = {rank: Join(round=job.n, env=order.env) for rank, order in stay.items()}
-        self._channel.hang_up(joins)  # who stays connects again
+        # Who stays connects again, under the rank of this round.
+        self._channel.hang_up(joins)
         of_all = set(self.group.ranks)
         self.group.start(self._config.program, [o for o in orders if o.rank not in of_all])
         how = "in the same process" if former.round else "have warmed up"
@@ -340,7 +338,7 @@ class NodeWorkers:
         if not show_stacks:
             self._end(signal.SIGKILL, reason)
             return
-        self._dying.start()
+        self._dying.start()  # `check_limits` kills them
         self.group.show_stacks()
         self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._directory}")
 
@@ -384,7 +382,7 @@ class NodeWorkers:
 
     def close(self) -> None:
         """End every process of this node."""
-        self._forkserver.close()
+        self._forkserver.close()  # the workers die with it
         deadline_s = time.monotonic() + LONGEST_FLUSH_S
         while self._hub.pauses and time.monotonic() < deadline_s:
             time.sleep(PAUSE_S)  # their last output waits for a slow reader
@@ -475,6 +473,7 @@ class NodeWorkers:
         self._imports_lost = imports
         text = f"the forkserver is gone: {describe(status)}"
         self._journal.tell("forkserver", text, level=logging.WARNING)
+        # All its children died with it: workers, stores, and torch's timer server.
         self.group.orphaned()
         self._stores.clear()
         self._timer_host = None

@@ -1,11 +1,7 @@
 """A key-value store that handles the agent's events (pumps its event loop) while a call waits.
 
-A call to etcd may take as long as its timeout, which is seconds if etcd hangs. The loop makes it
-like any other call. The call runs on another thread, and until its answer is there the loop
-continues to handle events: ends of workers, signals, limits.
-
-Must always hold: an event handler makes no call to the store itself, since it would find the
-caller's work half done; calls of other threads (the lease's keeper) pass straight through.
+A call to etcd takes seconds if etcd hangs. It runs on another thread, and until its answer is there
+the loop continues to handle events: ends of workers, signals, limits.
 """
 
 from __future__ import annotations
@@ -70,8 +66,10 @@ class PumpedStore:
                 answer.set_exception(error)
 
     def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        # The thread that keeps the lease calls as well: it handles no events.
         if not self._attends or threading.get_ident() != self._thread:
             return call(*args, **options)
+        # An event handler that calls the store would find the caller's work half done.
         assert not self._waits, "a call to the store during another one"
         answer: Future[T] = Future()
         answer.add_done_callback(lambda _: self._wake())

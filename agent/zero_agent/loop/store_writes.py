@@ -1,11 +1,7 @@
 """Queue of an agent's writes to etcd on behalf of others: commits of checkpoints, store addresses.
 
-Requests arrive at any time, also while a call to etcd is under way. The loop makes the writes in
-its next turn, before it reads the job.
-
-Must always hold: a worker that asks to publish its checkpoint gets a reply within its
-`patience_s` and the time of one call; a checkpoint is published only by an answer of etcd; nothing
-is published for workers that are gone.
+Requests arrive at any time, also while a call to etcd is under way: the loop makes the writes in
+its next turn. A worker gets its reply within its `patience_s` and the time of one call.
 """
 
 from __future__ import annotations
@@ -85,6 +81,7 @@ class StoreWrites:
         # Those that fail are queued again; workers may ask for others meanwhile.
         commits, self._commits = self._commits, []
         for commit in commits:
+            # The workers of another fence are gone: nobody waits for a reply.
             if commit.fence == fence:
                 self._publish(rdzv, commit)
         job, master = rdzv.snapshot, self._master
@@ -117,6 +114,7 @@ class StoreWrites:
                     level=logging.WARNING,
                 )
             left_s = commit.until_s - self._clock.now()
+            # Etcd may have taken it, and only its answer be lost: the worker keeps the files.
             if left_s <= 0:
                 commit.reply(False, f"etcd did not take it: {error}", True)
                 return
@@ -124,6 +122,7 @@ class StoreWrites:
             self._commits.append(commit)
             self._log_waiting(commit, left_s)
         else:
+            # Whatever the answer is, the end of the agent loses no checkpoint any more.
             self._ending = None
             if self._refused.stop():
                 self._journal.tell("store", "etcd takes checkpoints again")

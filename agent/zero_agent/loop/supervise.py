@@ -58,7 +58,7 @@ class Situation:
     released: bool = False
     """Whether the workers were told that their group is lost."""
     cold: bool = False
-    """Whether workers here are started for a round alone, since they cannot warm up."""
+    """Whether workers here start only with a round, since they cannot warm up."""
     unkillable: str = ""
     """Why workers still exist long after SIGKILL; empty if none does."""
     checking: bool = False
@@ -144,6 +144,7 @@ def _gone(now: Situation) -> Step:
 
 def _active(now: Situation) -> Step:
     job = now.job
+    # The others gave this node up, or evicted it, and began a round without its report.
     if now.busy and now.round != job.n:
         return _kill(now, f"round {now.round} is over, round {job.n} runs")
     index = job.members.index(now.node)
@@ -174,6 +175,7 @@ def _enter(now: Situation, index: int) -> Step:
     why = next((reason for reason in reasons if reason is not None), None)
     if why is not None:
         return Action.REPORT_QUIET, f"{why}: no workers are started"
+    # Workers that warm up may take minutes, and a round that has begun waits for nobody's start.
     if now.workers is Workers.STARTING:
         return Action.KILL, f"round {job.n} needs this node: its workers start anew"
     if job.master is not None:

@@ -1,16 +1,8 @@
 """Suspected neighbours in the ring: which to evict at once, which once their lease confirms it.
 
-Some evidence is certain: the process was one of this machine, whose kernel shows that it is gone;
-or another process of the same node answers in its place. All other evidence (a connection that
-ended, a port that refuses) comes from the network as well: a proxy that restarts and a firewall
-that rejects look the same. There the lease is the counter-evidence. An agent refreshes its lease
-every third of the time to live. An agent whose lease has not been refreshed since the suspicion,
-and for half of that time, is dead: it is evicted about a second after its death, while the lease
-alone takes 2 to 3.5 s to expire. A node that was evicted on suspicion and came back alive is never
-evicted on suspicion again: misleading evidence costs at most one restart for each agent process,
-and later one more second of recovery from a real death.
-
-Must always hold: no node is evicted whose lease was refreshed after the suspicion arose.
+A suspicion may come from the network: a firewall that rejects looks like a process that has ended.
+The lease is the counter-evidence: no node is evicted whose lease was refreshed after the suspicion
+arose. A dead node is evicted after about a second; its lease takes 2 to 3.5 s to expire.
 """
 
 from __future__ import annotations
@@ -55,6 +47,7 @@ class Suspicion:
         may_be_new = age_s - COARSE_S < answered_s - self._asked_s  # refreshed between two readings
         self._refreshed_by_s = by_s if may_be_new else min(self._refreshed_by_s, by_s)
         self._asked_s = asked_s
+        # A live agent refreshes its lease every third of the time to live.
         silent = answered_s - self._refreshed_by_s >= self._ttl_s / 2
         return (
             LeaseVerdict.DEAD
@@ -76,6 +69,8 @@ class Suspects:
         """Record that the ring no longer reaches this node, whose death may be certain."""
         if certain:
             self._dead.append(node)
+        # A node that was evicted on suspicion and came back alive is not evicted so again:
+        # evidence that misleads costs each agent process one restart at most.
         elif not node.evicted and node not in self._suspects:
             self._suspects[node] = Suspicion(node.lease_ttl_s, self._clock.now())
 

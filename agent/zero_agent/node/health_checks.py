@@ -1,18 +1,11 @@
 """Health checks of a node: a table of checks, all run at once, each with a deadline.
 
 A check looks at one thing and returns what it found, or raises `HealthCheckFailed` with what is
-wrong and the remedy. Each check runs on its own thread: a call that never returns becomes a
-finding and not a hang. The thread is abandoned, and the finding names the check.
+wrong and the remedy. It changes nothing, except that it makes --log-dir.
 
-Before it has joined, an unhealthy node waits, checks again with exponential backoff, and gives up
-after --join-timeout; or much sooner, if no other node can train without it (`patience`). After a
-failure of the node's workers the checks run on a thread beside the agent's loop. The node reports
-"quiet" only when the checks have ended, so the next round begins with the node, or, if it is
-unhealthy, without it. An unhealthy node stays in the job as a spare that is not eligible.
-
-Must always hold: a check changes nothing, except that it makes --log-dir, and leaves no process
-behind; `examine` returns within the longest deadline of its checks; the agent's loop never waits
-for a check.
+Before it has joined, an unhealthy node waits, and is checked again with exponential backoff. After
+a failure of the node's workers the checks run beside the agent's loop, and the next round begins
+with the node, or, if it is unhealthy, without it: it stays in the job as a spare.
 """
 
 from __future__ import annotations
@@ -230,6 +223,7 @@ def _health_check(node: Surroundings) -> str:
                 "raise --health-check-timeout if it needs longer",
             ) from expired
         finally:
+            # Also after an orderly end: the command may have left children in its session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -316,6 +310,7 @@ class _Run:
         self._name = name
         self._limit_s = check.limit_s(node)
         self._deadline_s = time.monotonic() + self._limit_s
+        # A thread for each: a call that never returns becomes a finding, and not a hang.
         self._result: HealthProblem | None = None
         self._thread = threading.Thread(
             target=self._look, args=(check, node), name=f"check {name}", daemon=True
@@ -346,6 +341,7 @@ class _Run:
 
 def patience(timeout_s: float, *, max_nodes: int, others: bool) -> tuple[float, str]:
     """How long an unhealthy node waits to become healthy, in seconds, and what sets that limit."""
+    # Where no other node can train without this one, the user should learn of it soon.
     alone_s = SINGLE_S if max_nodes == 1 else ALONE_S
     if others or timeout_s <= alone_s:
         return timeout_s, "--join-timeout"

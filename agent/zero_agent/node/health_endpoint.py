@@ -3,10 +3,7 @@
 `/healthz` answers whether the agent is alive: its loop turns. `/readyz` answers whether this node
 is ready: its workers run in the job's current round, and have ended a step if they say what they do
 before. Both answer in JSON, with the state and the reason, 200 for yes and 503 for no. `/metrics`
-has the metrics of this node for Prometheus.
-
-Must always hold: nothing here changes anything or waits for the agent; a slow client costs its
-own connection.
+has the metrics of this node for Prometheus. Nothing here changes anything or waits for the agent.
 """
 
 from __future__ import annotations
@@ -171,7 +168,7 @@ class _Server(PatientServer, ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _CLIENT_TIMEOUT_S
+    timeout = _CLIENT_TIMEOUT_S  # a slow client costs its own connection
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] == _METRICS:
@@ -188,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _metrics(self) -> tuple[HTTPStatus, str, bytes]:
         try:
             return HTTPStatus.OK, _TEXT, self.server.health.metrics()
-        except ModuleNotFoundError as error:
+        except ModuleNotFoundError as error:  # prometheus-client, an extra
             text = f"{remedy(str(error.name))}\n"
             return HTTPStatus.NOT_IMPLEMENTED, "text/plain", text.encode()
 

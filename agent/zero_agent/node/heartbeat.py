@@ -3,11 +3,7 @@
 The environment of a worker names its heartbeat file, ZERO_HEARTBEAT_FILE. Each change of the file's
 modification time is a heartbeat, whatever made it (`touch` in a shell script will do). The file may
 contain the number of the last finished step, and after it what else is known of it:
-`12 loss=0.53 samples=96 tokens=98304 total_steps=400`. The agent looks at the files of its workers
-at each turn of its loop.
-
-Must always hold: `heartbeat` costs microseconds, raises nothing, and does nothing outside of an
-agent.
+`12 loss=0.53 samples=96 tokens=98304 total_steps=400`.
 """
 
 from __future__ import annotations
@@ -57,8 +53,9 @@ def heartbeat(
             whose steps the engine or `zero_torch` reports may say it once.
     """
     path = os.environ.get(ENV_FILE)
-    if path is None:
+    if path is None:  # no agent looks
         return
+    # No value that a script passes, and no full disk, ends its training.
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         given = {"samples": samples, "tokens": tokens, "total_steps": total_steps}
         counts = {name: int(count) for name, count in given.items()}

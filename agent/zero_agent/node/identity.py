@@ -1,7 +1,4 @@
-"""Which process this is, so that another agent of the same machine can see its end for certain.
-
-Must always hold: a process is reported gone only by a process that would see it in /proc.
-"""
+"""Which process this is, so that another agent of the same machine can see its end for certain."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ def own() -> str:
     """
     pid = os.getpid()
     try:
-        if os.readlink("/proc/self") != str(pid):
+        if os.readlink("/proc/self") != str(pid):  # a container with the /proc of its host
             return ""
         # The machine: the same for all processes that see each other in /proc, and for no others.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -32,11 +29,11 @@ def is_gone(identity: str) -> bool | None:
     """Whether the process of this identity has ended; None if it is, or may be, elsewhere."""
     machine, _, process = identity.partition("/")
     mine, _, _ = own().partition("/")
-    if not mine or machine != mine:
+    if not mine or machine != mine:  # a process that lives would not be in this /proc, either
         return None
     pid, _, start = process.partition("/")
     try:
-        return _start(int(pid)) != start
+        return _start(int(pid)) != start  # another start: the pid was used again
     except (FileNotFoundError, ProcessLookupError):
         return True
     except (OSError, ValueError):

@@ -3,9 +3,6 @@
 A dead agent cannot report its death, and a port that refuses proves nothing to another machine. The
 forkserver outlives its agent by moments and inherits the listening socket: in that time it answers
 in the dead agent's place, as another process of the same node, which is certain evidence.
-
-Must always hold: no wait without a limit; the forkserver answers only when its parent, the agent,
-has ended.
 """
 
 from __future__ import annotations

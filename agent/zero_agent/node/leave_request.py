@@ -1,15 +1,9 @@
 """`zero_agent.should_leave()`: any script is asked to save and leave, with an agent or without.
 
-On a drain, a preemption or a rebalancing a worker is to save and exit. The environment of a worker
-names its file for that, ZERO_LEAVE_FILE. The script's first call of `should_leave` makes the file,
-empty, by which the agent knows that the script will notice a request; the agent makes it
-longer when the worker is to leave. A shell script runs `touch $ZERO_LEAVE_FILE` first, and
-`[ -s $ZERO_LEAVE_FILE ]` after each step.
-
-Without an agent, signals and the notices of the machine take its place (`zero_contract.notices`).
-
-Must always hold: the answer is the same on all ranks of torch's process group, if there is one;
-without one `should_leave` costs microseconds and raises nothing.
+The environment of a worker names its file for that, ZERO_LEAVE_FILE. The script's first call of
+`should_leave` makes the file, empty, by which the agent knows that the script will notice a
+request; the agent makes it longer when the worker is to leave. A shell script runs
+`touch $ZERO_LEAVE_FILE` first, and `[ -s $ZERO_LEAVE_FILE ]` after each step.
 """
 
 from __future__ import annotations
@@ -50,6 +44,7 @@ def should_leave() -> bool:
                 os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError:
             pass
+    # Without an agent, signals and the notices of the machine take its place.
     if alone and (notice := heard()) is not None:
         code = notice.code
     if code := _highest(code):

@@ -1,19 +1,10 @@
 """In-memory checkpoints of a node: a directory in /dev/shm that outlives the workers.
 
-Workers write snapshots of their state into files here. When a worker dies, its last snapshot is
-still there for the next round, because the directory belongs to the agent. The directory is made
-when a worker first asks for it, and removed when the agent ends. `MemoryServer` serves ranges of
-the files to other nodes, and receives replicas; the protocol is `zero_contract.peer_memory`.
-
-An agent that crashes leaves the directory behind, and the next agent of that machine in the same
-run of the job (the job's secret marks the name) adopts it: readers verify its checksums, as ever.
-
-Must always hold: the directory is owned (`owned_dir`) for as long as its agent lives, so `sweep`
-removes exactly what dead agents have left: at the start of an agent, what was not used for
-`GRACE_S`; at its end, everything of its job. A replica appears under its name only when it is
-complete and the checksum of every block is right; a refused or interrupted transfer leaves nothing;
-the files never take more than the budget; a client that does not know the key, or stops in the
-middle of a message, costs a thread for seconds and nothing else.
+Workers write snapshots of their state into files here, of which the last is still there for the
+next round. The directory is made when a worker first asks for it, and removed when the agent ends;
+one that a crashed agent has left is adopted by the next agent of that machine in the same run of
+the job. `MemoryServer` serves ranges of the files to other nodes, and receives replicas; the
+protocol is `zero_contract.peer_memory`. The files never take more than the budget.
 """
 
 from __future__ import annotations
@@ -91,6 +82,7 @@ class NodeMemory:
                 name = f"{self._name}.{derive(secret, Purpose.MEMORY_NAME)[:8]}"
                 # What earlier runs of the job have left has another secret in its name.
                 sweep(self._parent, f"{self._name}.*", spare=f"{name}.*")
+                # What a crashed agent of this run has left; readers verify its checksums, as ever.
                 for left in sorted(self._parent.glob(f"{_PREFIX}{name}.*")):
                     with contextlib.suppress(OSError):  # that agent lives
                         self._memory = owned_dir.claim(left, only_left=True)
@@ -140,6 +132,7 @@ class NodeMemory:
         if self._memory is not None:
             self._memory.remove()
         self._server = self._memory = None
+        # Also what was spared for a successor: this agent ends, and has not needed it.
         sweep(self._parent, self._of_job)
 
 
@@ -252,6 +245,7 @@ class _Caller(socketserver.BaseRequestHandler):
                 return
             self._session.send(Reply(ok=True))
             problem = self._receive(file, wish, digests)
+            # Only now under its name: a loader never sees half a replica, or a damaged one.
             if not problem:
                 incoming.replace(path)
         self._session.send(Reply(ok=not problem, reason=problem))
@@ -279,7 +273,8 @@ class _Caller(socketserver.BaseRequestHandler):
                 file = os.open(incoming, flags, 0o600)
                 made.callback(incoming.unlink, missing_ok=True)
                 made.callback(os.close, file)
-                os.truncate(file, size_bytes)  # pages are allocated as they are written
+                # Within the lock: `used_bytes` counts it from here on. Pages come as it is written.
+                os.truncate(file, size_bytes)
             yield file, incoming
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:

@@ -2,14 +2,8 @@
 
 The prober sends *frames* over a connection to the ring of another agent, after the handshake: eight
 bytes of length, then so many bytes of nothing. The other end drops each frame and answers it with
-one byte. A frame is four times as large as the one before until its transfer takes long enough to
-be measured. Of several equal frames the fastest counts: other load makes some of them slower, and
-none faster. On a machine whose CPUs are all busy it makes all of them slower. So both ends read
-from the kernel how long their threads waited for a CPU: a length of `_HOW_LONG` asks the other end,
-which answers with seconds. An agent of an older version hangs up instead, and counts as not busy.
-
-Must always hold: a probe sends at most `MOST_BYTES`, and ends within `LIMIT_S`; what is received is
-never kept.
+one byte. A length of `_HOW_LONG` asks how long its thread has waited for a CPU; the answer is
+seconds. A probe sends at most `MOST_BYTES`, and ends within `LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -95,6 +89,7 @@ def measure(connection: socket.socket) -> Measured:
     round_trip_s, bytes_per_s = _measure(connection, until_s)
     took_s, own_s = time.perf_counter() - begin_s, waited_for_cpu_s() - own_s
     waited_s = own_s
+    # Busy CPUs make every transfer slow, and the network seem so: both ends say how busy they were.
     with contextlib.suppress(ConnectionError):  # an agent of an older version hangs up
         # The other end's thread serves this connection alone.
         connection.settimeout(max(until_s - time.monotonic(), 1e-3))
@@ -123,6 +118,7 @@ def _measure(connection: socket.socket, until_s: float) -> tuple[float, float]:
     size, long_s = FIRST_BYTES, max(LONG_S, ROUND_TRIPS * round_trip_s)
     while (took_s := _transfer(connection, size, until_s)) < long_s and size < LARGEST_BYTES:
         size = min(size * GROWTH, LARGEST_BYTES)
+    # The fastest counts: other load makes some transfers slower, and none faster.
     took_s = min(took_s, *(_transfer(connection, size, until_s) for _ in range(TRIES - 1)))
     return round_trip_s, size / max(took_s - round_trip_s, 1e-6)
 

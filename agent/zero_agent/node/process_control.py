@@ -3,12 +3,6 @@
 `dying_with_parent(command)` gives the command line of a command that cannot outlive the process
 that starts it, however that one ends: this file, as a script, asks the kernel to end it when its
 parent dies (PR_SET_PDEATHSIG, which survives `exec`) and becomes the command, under the same pid.
-No code runs between fork and exec in the parent's image, so starting it is safe in a process with
-threads.
-
-Must always hold: the command runs only with the tie in place. The kernel ties a child to the
-*thread* that started it: start it from a thread that lives as long as the command is to, normally
-the main thread.
 
 Source: prctl(2), proc(5).
 """
@@ -50,14 +44,11 @@ def adopt_orphans() -> None:
 
 
 def set_title(title: str, name: str = "") -> None:
-    """Change what `ps` and `top` show of this process and its main thread, cut to what fits.
-
-    The kernel reads the command line from the memory of this process, between the two addresses in
-    `/proc/self/stat`, and a fork has a copy of it.
-    """
+    """Change what `ps` and `top` show of this process and its main thread, cut to what fits."""
     try:  # where it is installed, it must find the command line first: a script may use it as well
         importlib.import_module("setproctitle").setproctitle(title)
     except ImportError:
+        # The kernel reads the command line from this process's memory, between two addresses.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(fields[_ARG_START]), int(fields[_ARG_START + 1])
         if 0 < begin < end:  # the kernel may hide the addresses
@@ -86,8 +77,10 @@ def dying_with_parent(
 
     The kernel sends it the signal `by` then. With `to_thread` it may die with the calling thread.
     """
+    # The kernel ties a child to the *thread* that started it.
     main = threading.current_thread() is threading.main_thread()
     assert main or to_thread, "it would die with this thread"
+    # No `preexec_fn`: code between fork and exec may deadlock in a process with threads.
     # Isolated and without site packages the interpreter is up in some 10 ms.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(by)), *command]
 

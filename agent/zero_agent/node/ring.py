@@ -1,16 +1,9 @@
 """The liveness ring, a failure detector: each agent holds a TCP connection to the next node's.
 
 A lease expires some seconds after its node has died; the kernel closes the sockets of a dead
-process within a millisecond. A closed connection alone proves nothing: networks and middle boxes
-close connections of healthy nodes. So the agent dials again. If another process of the same node
-answers (its successor, or the forkserver that it has left behind), or the process was one of this
-machine and is gone, its death is *certain*. If nothing listens there (connection refused) that is
-a *suspicion*: a firewall that rejects looks the same, and the lease is the counter-evidence
-(`suspects`). Any other error (no answer, no route) proves nothing, and the lease decides.
-
-Must always hold: only a process that this agent has completed a handshake with, at that address, is
-reported, and only once until the next handshake with it. Both ends prove that they know the key of
-the ring (`handshake`); after that, nothing is sent but the frames of a `probe`.
+process within a millisecond. A closed connection alone proves nothing, so the agent dials again and
+reports a death that is *certain*, or a *suspicion* (`suspects`). Both ends prove that they know the
+key of the ring (`handshake`); after that, nothing is sent but the frames of a `probe`.
 
 Source of the idea: NVRx and torchft notice peers by heartbeat or lease; using the kernel's own
 notice, with a confirmation, is ours.
@@ -137,10 +130,13 @@ class Ring:
                 refused, by = True, error.node
             except OSError as error:
                 log.debug("ring: %s at %s cannot be reached: %s", target.id, target.ring, error)
+            # Only a process that has answered here before, and once until it answers again.
             if self._met == _key(target):
+                # Certain: another process of the node answers (its successor, or the forkserver
+                # that it has left behind), or it was one of this machine. None: it was not.
                 gone = by == target.id or identity.is_gone(target.process)
-                # None: it is not of this machine. A neighbour that is not known to be gone and does
-                # not refuse may be dying: it is dialled again soon.
+                # A refusal is a suspicion: a firewall that rejects looks the same. Any other error
+                # proves nothing: the neighbour may be dying, and is dialled again soon.
                 if gone or (gone is None and refused):
                     if self._is_target(target):
                         self._on_dead(target, bool(gone))

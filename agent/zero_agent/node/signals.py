@@ -3,9 +3,7 @@
 A handler may raise at any point of the main thread: between the start of a process and the note
 of it, and within a `__del__`, where Python drops the exception. So code that must not be
 interrupted runs in `held`, and a call that may wait for long inside a library runs on its own
-thread (`call_until_signal`).
-
-Must always hold: no signal is lost; every wait for one is bounded.
+thread (`call_until_signal`). No signal is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def held() -> Iterator[None]:
         with installed(came.append, numbers):
             yield
     finally:
-        for number in came:
+        for number in came:  # the former handlers are back
             signal.raise_signal(number)
 
 

@@ -1,8 +1,7 @@
 """What the kernel shows of a node: its accelerators, and what slows it down (quota, swap, heat).
 
 `Strain` reads the counts from time to time; `zero_orchestrator.observe.detectors.strain` says which
-of them are the cause of a slow rank. Must always hold: reading raises nothing and waits for
-nothing; what the kernel does not count is left out.
+of them are the cause of a slow rank. What the kernel does not count is left out.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ def worker_env(
         "TORCHELASTIC_RUN_ID": name,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
+        # As torchrun: torch's watchdog ends a process whose collective hangs.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ENV_HEARTBEAT: heartbeat_file,
         ENV_LEAVE: leave_file,
@@ -183,11 +184,9 @@ class Orders:
         return [self._order(job, node, place, secret) for place in places(job, node)]
 
     def directory(self, job: Snapshot) -> Path:
-        """The directory of this round's files, laid out as torchrun's.
-
-        Rounds without a restart between them share it. Each agent process has another directory,
-        so that no agent overwrites the files of another one.
-        """
+        """The directory of this round's files, laid out as torchrun's."""
+        # Rounds without a restart between them share it. `_run_dir` is another one for each agent
+        # process, so none overwrites the files of another.
         return self._run_dir / f"attempt_{job.members.restarts}"
 
     def heartbeats(self, job: Snapshot, node: Node) -> dict[int, Path]:
@@ -228,6 +227,7 @@ class Orders:
             leave_file=str(self._file("leave", job.n, place.rank)),
             secret=secret,
         )
+        # The first node hosts the store, and may not reach itself by the address of the others.
         if self._store_host and job.members.index(node) == 0:
             env["MASTER_ADDR"] = self._store_host
         if self._virtual_local_rank:

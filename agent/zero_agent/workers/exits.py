@@ -59,15 +59,13 @@ def device_error(printed: str) -> str:
 
 
 def is_symptom(status: int, message: str, *, gpus: bool) -> bool:
-    """Whether a worker has ended because of its peers, so that its own host is not to blame.
-
-    torch's watchdog of NCCL ends a process with SIGABRT when a peer is lost or late. An error of
-    the program that ends so leaves a message, or happens on a machine without GPUs as well; of an
-    error of the device, the message is what the watchdog has printed (`device_error`). A script
-    without the engine ends with gloo's own error.
-    """
+    """Whether a worker has ended because of its peers, so that its own host is not to blame."""
+    # A script without the engine ends with gloo's own error.
     if status == 1 and _GLOO.search(message):
         return True
+    # torch's watchdog of NCCL ends a process with SIGABRT when a peer is lost or late. An error of
+    # the program that ends so leaves a message, or happens without GPUs as well; of an error of the
+    # device, the message is what the watchdog has printed (`device_error`).
     return status == ExitCode.PEER_LOST or (gpus and status == -signal.SIGABRT and not message)
 
 
@@ -119,10 +117,8 @@ class Exit:
 
 
 def fresh_error_file(directory: Path) -> Path:
-    """The path of a new worker's error file; an error file of an earlier run is renamed.
-
-    A run of the same name has the same directories: its error must not be taken for a new one.
-    """
+    """The path of a new worker's error file; that of an earlier worker is renamed."""
+    # Rounds share a directory: the error of an earlier one must not be taken for a new one.
     path = directory / "error.json"
     if path.exists():
         aside = (directory / f"error.{number}.json" for number in itertools.count(1))
@@ -161,6 +157,7 @@ def read_error_file(path: Path) -> ErrorFile:
         traceback = str(facts.get("py_callstack", "")).replace(message, short)
         permanent = facts.get("permanent") is True
         return ErrorFile(short, traceback[-TRACEBACK_LIMIT:], permanent)
+    # A script may write anything there, and a killed one half of it; the exit code still counts.
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return ErrorFile()
 

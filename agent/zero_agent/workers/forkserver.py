@@ -1,13 +1,9 @@
 """The fork server (forkserver): the one child of an agent, and the parent of all its workers.
 
 It imports torch (and the modules of --preload) once and forks each worker from that: a restart
-costs tens of milliseconds instead of seconds of imports. It has no thread and no CUDA context when
-it forks, and no connection but the socket to its agent.
-
-It also keeps a dead agent from leaving processes behind. It adopts the orphans of its workers. When
-its agent is gone (the socket ends, however the agent died) it kills every descendant and exits.
-When it is killed itself, the kernel kills the workers with it. While it imports it reads no
-messages, so the kernel kills it then if its agent dies.
+costs tens of milliseconds instead of seconds of imports. It also keeps a dead agent from leaving
+processes behind: when the socket to its agent ends it kills every descendant and exits, and the
+kernel kills the workers when it is killed itself.
 
 The socket carries one JSON object a packet. From the agent:
 
@@ -105,6 +101,7 @@ class Forkserver:
                 except OSError:
                     data, fds = b"", []
                 if not data:  # the agent is gone, however it ended
+                    # Before the word: no worker trains on when the others begin without this node.
                     self._kill_children()
                     if self._listener is not None and self._word is not None:
                         listener = socket.socket(fileno=self._listener)
@@ -135,6 +132,7 @@ class Forkserver:
                 except ProcessLookupError:
                     os.kill(pid, order["signal"])  # just forked: it has no process group yet
             return None
+        # A stop takes the word back: the agent lives, and nobody is to learn of its death.
         if order["op"] in {"word", "stop"}:
             if self._listener is not None:
                 os.close(self._listener)
@@ -145,7 +143,7 @@ class Forkserver:
         pid = os.fork()
         if pid == 0:
             die_with_parent(forkserver)
-            os.setsid()
+            os.setsid()  # a group of its own, which is signalled as a whole
             return self._become(order, fds)
         self._pids[order["id"]], self._ids[pid] = pid, order["id"]
         for fd in fds:
@@ -215,13 +213,10 @@ class Forkserver:
 def host_store(agent: socket.socket, worker: int, address: str, ports: range) -> None:
     """Serve a round's TCPStore until killed; it outlives every worker of its round.
 
-    It listens only on the node's own address: torch's store has no authentication. It listens at
-    once, and imports torch (unless the forkserver has) when the first worker connects: programs
-    without torch never connect.
-
     Raises:
         SystemExit: It cannot listen there.
     """
+    # On the node's own address alone: torch's store has no authentication.
     try:
         listener = first_free(
             ports,
@@ -235,6 +230,7 @@ def host_store(agent: socket.socket, worker: int, address: str, ports: range) ->
     set_title(f"zero-store port {port}", "zero-store")
     agent.send(json.dumps({"id": worker, "port": port}).encode())
     agent.close()
+    # Until a worker connects nothing is imported: programs without torch never connect.
     select.select([listener], [], [])
     # Imported by name: the agent itself does not depend on torch, only its children use it.
     torch, distributed = map(importlib.import_module, ("torch", "torch.distributed"))
@@ -261,10 +257,7 @@ def host_timers(agent: socket.socket, path: str) -> None:
 
 
 def preload(modules: list[str], agent: socket.socket) -> None:
-    """Import the modules that workers need; a package that is not installed is left to them.
-
-    So is a module that would make forks unsafe, because it starts a thread or initializes CUDA:
-    this process begins again without it, since what an import has started cannot be undone.
+    """Import the modules that workers need, or leave them to the workers.
 
     Raises:
         SystemExit: An import fails.
@@ -275,13 +268,15 @@ def preload(modules: list[str], agent: socket.socket) -> None:
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name == module and "." in module:  # its package is installed
+            # A package that is not installed is no mistake: the defaults name some.
+            if error.name == module and "." in module:
                 print(f"zero-agent: there is no module {module} to preload", file=sys.stderr)
         except Exception as error:
             raise SystemExit(
                 f"zero-agent: importing {module} has failed: {type(error).__name__}: {error}; "
                 f"python -c 'import {module}' shows where"
             ) from None
+        # What an import has started cannot be undone: this process begins again without it.
         if why := hindrance(module, before, Native.here()):
             agent.send(json.dumps({"left_out": module, "why": why}).encode())
             os.execv(sys.executable, [word for word in sys.orig_argv if word != module])
@@ -299,6 +294,7 @@ def main() -> None:
     set_title("zero-forkserver")
     fd, *modules = sys.argv[1:]
     agent = socket.socket(fileno=int(fd))
+    # While it imports it does not read the socket, and would not notice the agent's end.
     die_with_parent(os.getppid())
     preload(modules, agent)
     outlive_parent()  # to kill the processes that workers leave behind
@@ -311,7 +307,7 @@ def main() -> None:
 # ---- whether it can be forked after an import ----
 # A fork copies memory and one thread. A lock that another thread holds stays locked in the copy for
 # ever, and a CUDA context does not work there at all. BLAS libraries (OpenBLAS, MKL) stop their
-# threads around a fork by themselves (`pthread_atfork`), and these have no name of their own.
+# threads around a fork by themselves (`pthread_atfork`).
 
 _BLAS = ("openblas", "mkl", "blis")
 HARMLESS: Mapping[str, str] = {
@@ -365,7 +361,7 @@ def hindrance(module: str, before: Native, after: Native) -> str:
         for thread, name in after.threads.items()
         if thread not in before.threads and name not in HARMLESS
     ]
-    if after.blas - before.blas:
+    if after.blas - before.blas:  # its threads inherit the process's name
         new = [name for name in new if name != after.name]
     if not new:
         return ""

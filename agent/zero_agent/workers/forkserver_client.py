@@ -2,9 +2,7 @@
 
 The forkserver reads no messages while it imports, or while it stands still (SIGSTOP, a full swap),
 and the agent waits for neither: orders are held until the forkserver, and its socket, take them.
-
-Must always hold: orders arrive in the order in which they were given, from any thread; descriptors
-that an order carries stay open until it is sent, and are closed afterwards.
+They arrive in the order in which they were given, from any thread.
 """
 
 from __future__ import annotations
@@ -62,6 +60,7 @@ class ForkserverClient:
         self._obeyed = self._answered = 0
         self._unresponsive = Stopwatch(clock or SystemClock())
         self._ids = itertools.count(1)
+        # Packets keep the bounds of the orders, and their end shows the death of either process.
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._outbox = _Outbox(self._socket)
         fd = theirs.fileno()
@@ -157,11 +156,8 @@ class ForkserverClient:
         return self._process.pid
 
     def kill(self) -> None:
-        """Kill the forkserver and its process group; the kernel kills the workers with it.
-
-        The time after which it counts as stuck begins anew.
-        """
-        self._unresponsive.stop()
+        """Kill the forkserver and its process group; the kernel kills the workers with it."""
+        self._unresponsive.stop()  # else it would count as stuck, and be killed, in each turn
         with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
@@ -227,6 +223,7 @@ class _Outbox:
             packet = _Packet(id, order["op"] != SIGNAL, data, copies)
             self.given += 1
             self._held.append(packet)
+            # Sent under the lock: two threads must not send in another order than they gave.
             if self._open:
                 self._send_held()
 

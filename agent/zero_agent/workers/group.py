@@ -1,13 +1,9 @@
 """The workers of this node: started, watched and stopped through the forkserver.
 
-`WorkerGroup` holds one round's workers and their state as a whole. Output goes through
-`output.Tap`s; exits and process ids arrive as events on the hub's thread.
-
-Must always hold: no worker is started while another of an older round may be running, unless that
-one has left its round and waits (it is *parked*), to be taken over into the next. Round 0 is that
-of workers that warm up: they have no process group, and are taken over as those that wait. A group
-whose first worker has failed is killed as a whole, since a collective with a dead member never
-ends; the state is `STOPPED`, `FAILED`, ... only when every process of the group is gone.
+`WorkerGroup` holds one round's workers and their state as a whole. No worker is started while
+another of an older round may be running, unless that one has left its round and waits (it is
+*parked*), to be taken over into the next. Round 0 is that of workers that warm up: they have no
+process group, and are taken over as those that wait.
 """
 
 from __future__ import annotations
@@ -91,16 +87,14 @@ class WorkerGroup:
         self._parked |= waiting
 
     def take_over(self, former: WorkerGroup, orders: Sequence[StartOrder]) -> dict[int, StartOrder]:
-        """Take over the workers that wait; by the rank that each had, its order now.
-
-        Each keeps its local rank, and the files that it has opened.
-        """
+        """Take over the workers that wait; by the rank that each had, its order now."""
         by_local_rank = {order.local_rank: order for order in orders}
         taken = {}
         # One that has ended while it waited is none of them: another is started in its place.
         for worker in former._parked & former._running.keys():
             old = former._running.pop(worker)
             order = by_local_rank[old.local_rank]
+            # It has opened the files of its start, such as that for its stacks.
             own = {ENV_ERROR_FILE: old.env[ENV_ERROR_FILE]}
             order = replace(order, env=order.env | own)
             taken[old.rank] = self._running[worker] = order
@@ -209,7 +203,8 @@ class WorkerGroup:
         end = Exit.of(order.rank, status, error_file, wanted=wanted, killer=killer)
         end = self._placed(end, worker, order)
         self.exits.append(end)
-        # Of the workers that warm up, all are needed; of those of a round, all that have not left.
+        # A collective with a dead member never ends: the group ends as a whole. Of the workers that
+        # warm up, all are needed; of those of a round, all that have not left.
         if status not in (ExitCode.OK, ExitCode.LEFT) or not self.round:
             self.stop(signal.SIGKILL)
         return end
@@ -248,6 +243,7 @@ class WorkerGroup:
             return replace(self._hung, traceback=read_stacks(self._stacks))
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if _is_cause(end)]
+        # A worker that lost its peers may end before the one that made it lose them.
         return (failures or unwanted or self.exits)[0]
 
 

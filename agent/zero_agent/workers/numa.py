@@ -1,8 +1,7 @@
 """`--numa-binding`: which CPUs a worker may run on, so that its memory is near its GPU.
 
 The local rank of a worker selects its GPU; without GPUs the workers are spread evenly over the NUMA
-nodes. This module only reads /sys and /proc: the forkserver binds a worker right after the fork
-(CPU affinity). On a machine with one NUMA node, `node` and `socket` change nothing.
+nodes. This module only reads /sys and /proc: the forkserver binds a worker right after the fork.
 
 Source of the modes: torch.numa.binding.
 """

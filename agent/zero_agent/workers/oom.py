@@ -2,9 +2,7 @@
 
 A process that the OOM killer kills logs nothing, and its exit looks like any other SIGKILL. The
 kernel counts these kills for the cgroup (a container, a Slurm step, a systemd unit) and for the
-machine. The machine's count is used only if there is no cgroup: other jobs run there, too.
-
-Must always hold: reading these files raises nothing, even if one is missing or malformed.
+machine.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class OomKills:
         return f"out of memory: the oom_kill count of {where} went from {before} to {count}"
 
     def _count(self) -> int:
-        if self._group is None:
+        if self._group is None:  # else other jobs of the machine would count as well
             return _count(MACHINE)
         return max(_count(self._group / name) for name in _COUNTS)
 

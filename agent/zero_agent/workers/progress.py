@@ -2,13 +2,8 @@
 
 Steps come from two sources, which count the same: workers under zero_engine report each step on
 their socket (`Progress`), any other script may send heartbeats. The limit is the usual time of a
-long step, saves included, times a factor, and some minutes at least: killing a healthy run is worse
-than noticing a hang late. The user can set the limit with --hang-timeout. Before the second step
-there is no limit: the first step compiles, loads and warms up.
-
-Must always hold: a worker that has sent nothing never counts as hung; time in which the agent
-itself stood still counts for no worker; a single very long step does not raise the limit of later
-steps.
+long step, saves included, times a factor, or that of --hang-timeout. A worker that has sent nothing
+never counts as hung.
 
 Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen); the
 quantile is ours.
@@ -107,6 +102,8 @@ class StepClock:
             return None
         if self._policy.limit_s is not None:
             return self._policy.limit_s
+        # Killing a healthy run is worse than noticing a hang late: minutes at least, and no limit
+        # before the second step, since the first compiles, loads and warms up.
         return None if self.long_s is None else max(FLOOR_S, FACTOR * self.long_s)
 
     def verdict(self, now_s: float) -> str | None:

@@ -3,12 +3,6 @@
 A worker writes the Python stacks of its threads itself, on a signal (`worker_main`); this works
 while it is stuck in a call of a library. py-spy, if it is installed, reads the stack of a process
 from outside: native frames as well, and of programs that `worker_main` does not run.
-
-A process in an uninterruptible sleep (a GPU that fell off the bus, a hung NFS server), in a frozen
-cgroup or held by a tracer keeps SIGKILL pending for as long as that lasts, perhaps for ever.
-
-Must always hold: only a process that handles the signal gets it, since it ends any other process;
-only a worker itself gets it, not the processes that it has started; every wait is bounded.
 """
 
 from __future__ import annotations
@@ -81,7 +75,7 @@ def _signal(process: Process) -> bool:
             handles = int(facts["SigCgt"], 16) >> (STACKS_SIGNAL - 1) & 1
             if int(facts["PPid"]) != process.parent or not handles:
                 return False
-            os.truncate(process.file, 0)
+            os.truncate(process.file, 0)  # the worker appends: stacks of before would be read
             signal.pidfd_send_signal(handle, STACKS_SIGNAL)
             return True
         finally:
@@ -133,6 +127,8 @@ def _spy(process: Process, within_s: float, *flags: str) -> dict[str, str]:
     return {"spy": done.stdout}
 
 
+# An uninterruptible sleep (a GPU that fell off the bus, a hung NFS server), a frozen cgroup or a
+# tracer keep SIGKILL pending for as long as they last, perhaps for ever.
 GIVE_UP_S = 20.0
 """How long the agent waits for a process to end after SIGKILL."""
 _STATES = {

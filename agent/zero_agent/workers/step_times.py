@@ -1,9 +1,7 @@
 """How long the steps of this node's workers take, by rank, and how fast the workers train.
 
-A histogram only grows, for Prometheus. The counts of a round have finer buckets, for quantiles.
-
-A step lasts from the report of the step before to its own, without the saves in between. The first
-step of a round is left out: it contains imports, the load of a checkpoint and compilation.
+A histogram only grows, for Prometheus. The counts of a round have finer buckets, for quantiles. A
+step lasts from the report of the step before to its own, without the saves in between.
 """
 
 from __future__ import annotations
@@ -54,6 +52,7 @@ class StepTimes:
             self._last[rank] = _Last(at_s=last.at_s, step=step, saving_s=last.saving_s + saving_s)
             return None
         self._last[rank] = _Last(at_s=now_s, step=step)
+        # The first step of a round contains imports, the load of a checkpoint and compilation.
         if last is None:
             return None
         duration_s = max(0.0, now_s - last.at_s - last.saving_s - saving_s)

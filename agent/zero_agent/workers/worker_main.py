@@ -1,8 +1,7 @@
 """A worker from its fork to its end: becomes the user's program, as `python script.py` would.
 
 An uncaught exception is written to the worker's error file, in torchelastic's format, and not
-printed: the agent shows the root cause once, at the end of the job. A function decorated with
-torchelastic's `@record` writes the same file itself.
+printed: the agent shows the root cause once, at the end of the job.
 
 Source of the format: torch.distributed.elastic.multiprocessing.errors.ErrorHandler.
 """
@@ -168,6 +167,7 @@ def write_error_file(error: Exception) -> None:
 def write_error(message: str, text: str = "", *, permanent: bool = False) -> None:
     """Write the error file, unless there is one; a restart would meet a `permanent` error again."""
     path = os.environ.get(ENV_ERROR_FILE)
+    # A function decorated with torchelastic's `@record` has written the file itself.
     if path is None or Path(path).exists():
         return
     facts = {"py_callstack": text, "timestamp": str(int(time.time())), "permanent": permanent}

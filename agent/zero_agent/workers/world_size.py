@@ -2,11 +2,7 @@
 
 A torchrun script divides its global batch by the world size of its start, and so its schedule and
 its order of samples. Under the engine and `zero_torch.protect` none of them depends on it. Those
-announce themselves (`Hello`), so a script that announces nothing is told apart from them, and the
-user gets one warning.
-
-Must always hold: the decision depends on the clock and on what was recorded alone; a script that
-has announced itself once, in any round, gets no warning.
+announce themselves (`Hello`); the user of a script that announces nothing gets one warning.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ class WorldSize:
 
     def announced(self) -> None:
         """A worker has the engine or `zero_torch.protect`."""
-        self._settled = True
+        self._settled = True  # in all rounds: the script is the same
 
     def warning(self, *, done: bool) -> str:
         """The warning, once; empty if there is none, or, while workers run, none yet."""

@@ -1,10 +1,8 @@
 """The verdicts about the ranks of a job: made by the agent of rank 0, from what the ranks measure.
 
 Detectors (`zero_orchestrator.observe.detectors`) judge the reports. What they find is a verdict: an
-event when it is made, and another one when it is withdrawn. While it holds, `zero-ctl status` shows
-it. What they ask is asked on a thread, and the answer is one more report.
-
-Must always hold: a verdict changes nothing in the job, and no wait for it delays the agent.
+event when it is made, and another one when it is withdrawn; `zero-ctl status` shows what holds. A
+verdict changes nothing in the job.
 """
 
 from __future__ import annotations
@@ -112,6 +110,7 @@ class Verdicts:
                 self._look_into(question)
 
     def _look_into(self, question: Question) -> None:
+        # On a thread, since agents take seconds to answer; the answer is one more report.
         nodes = [node.id for node in self._members.nodes]
         answered = partial(self._post(self._answered), self._round, question)
         threading.Thread(target=lambda: answered(self._ask(question, nodes)), daemon=True).start()

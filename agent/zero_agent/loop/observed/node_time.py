@@ -2,9 +2,6 @@
 
 `doing` is a pure function of what the agent sees; `NodeTime` marks each change of it, and each step
 of the workers, with the agent's clock.
-
-Must always hold: a look costs nothing while nothing changes, so the agent looks in every turn of
-its loop.
 """
 
 from __future__ import annotations
@@ -86,7 +83,7 @@ class NodeTime:
         """Mark what the node does, if that has changed."""
         self._reports = reports
         seen = doing(now, prepared=prepared), now.round
-        if seen == self._seen:
+        if seen == self._seen:  # the agent looks in every turn of its loop
             return
         # The workers of another round report anew, and the first of them counts.
         self._seen, self._rank, self._usual_ns = seen, None, 0

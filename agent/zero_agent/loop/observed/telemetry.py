@@ -1,7 +1,6 @@
 """What this agent tells: events, progress, ledger, history, verdicts and traces, for `zero-ctl`.
 
-Must always hold: a look costs nothing while nothing changes, so the agent looks in every turn of
-its loop; what is told waits for nothing, except at the end of a job. Used on the agent's thread.
+What is told waits for nothing, except at the end of a job. Used on the agent's thread.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ The agent of rank 0 sends them: a trace of each recovery after the first step of
 leads to, from the events of all nodes in etcd, and a trace of each save that has ended. The
 standard variables (OTEL_EXPORTER_OTLP_ENDPOINT and others) say where to; without them nothing is
 imported, made or sent.
-
-Must always hold: one thread reads and sends, and no other waits for it; what is not sent within the
-collector's timeout, or does not fit into a queue of `_QUEUE` traces, is dropped.
 """
 
 from __future__ import annotations
@@ -41,6 +38,7 @@ SETTLE_S = 3.0
 CLOSE_S = 5.0
 """How long the end of an agent waits for what is still to be sent: a busy node takes seconds to
 import the library, and a job that ends soon after its recovery would have no trace of it."""
+# Traces that wait for the thread that sends them, for which no other waits: others are dropped.
 _QUEUE = 64
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -148,7 +146,7 @@ class Traces:
         """Rank 0, which is here, has ended a step of round n; the first ends a recovery."""
         if n != self._round:
             self._round = n
-            if n > 1:
+            if n > 1:  # the first round recovers from nothing
                 self._put(partial(self._recovery_before, n, at_s))
 
     def saved(self, saved: Saved) -> None:

@@ -2,13 +2,9 @@
 
 With its gate TrainJobStatus, Trainer gives the pods of a TrainJob an address, the authority behind
 it and a token (KUBEFLOW_TRAINER_SERVER_*). The agent of rank 0 posts there how much of the job is
-done, how long the rest takes, and the loss; elsewhere nothing is made or sent.
+done, how long the rest takes, and the loss.
 
-Must always hold: one thread posts, and no other waits for it, except for the last post at the end
-of an agent; what cannot be posted is dropped, and logged once.
-
-Source: Kubeflow Trainer, "TrainJob Progress and Training Metrics", which asks for at most one post
-in five seconds, and for the token to be read again, because it is renewed.
+Source: Kubeflow Trainer, "TrainJob Progress and Training Metrics".
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from zero_orchestrator.observe.pace import Speed
 
 log = logging.getLogger("zero")
 
+# Trainer asks for at most one post in five seconds.
 EVERY_S = 5.0
 TIMEOUT_S = 5.0
 _PREFIX = "KUBEFLOW_TRAINER_SERVER_"
@@ -81,7 +78,7 @@ class TrainJobStatus:
         if done:  # else the last post would find the queue full, and be dropped
             self._writer.flush(TIMEOUT_S)
         self._writer.put(self._post, json.dumps({"trainerStatus": status}).encode())
-        if done:
+        if done:  # the agent ends, and its threads with it
             self._writer.flush(TIMEOUT_S)
 
     def _post(self, body: bytes) -> None:

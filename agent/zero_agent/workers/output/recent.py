@@ -1,11 +1,8 @@
 """The last output of this node's workers, kept in memory for `zero-ctl logs`.
 
-Kept by the agent, so it outlives every worker, and is complete after a `kill -9` of one: what a
-worker has written into its pipe is read to the end. Chunks of whole lines have numbers that grow
-by one, so a reader asks for what follows the last chunk that it has.
-
-Must always hold: each worker has its own share of the memory, so one that prints much displaces
-no output of another; `add` and `read` may be called on any thread and never wait for a disk.
+Kept by the agent, so it outlives every worker, and is complete after a `kill -9` of one. Chunks of
+whole lines have numbers that grow by one, so a reader asks for what follows the last chunk that it
+has. All methods may be called on any thread.
 """
 
 from __future__ import annotations
@@ -94,6 +91,7 @@ class RecentOutput:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._count = 0
+        # A share for each worker: one that prints much displaces no output of another.
         self._by_local_rank: dict[int, _Kept] = {}
 
     def add(self, facts: Mapping[str, Any], text: bytes) -> None:

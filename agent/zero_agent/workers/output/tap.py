@@ -1,14 +1,9 @@
 """The workers' output: forwarded to this terminal, and kept in files if a flag asks for that.
 
-Workers write into pipes that the agent reads, never to the terminal itself. When the terminal is
-closed, the agent drops what it can no longer show, while the workers continue to save and leave
-instead of dying of a failed print. `streams.py` decides the route of a stream.
-
-Must always hold: the hub's thread never waits for a terminal or a file. Both have a `Writer`. When
-a writer's queue is full, its taps are not read for a moment (backpressure), so a worker that prints
-faster than its pipe is read waits, as it would without an agent. A terminal or a file system that
-hangs for longer blocks no worker: output that does not fit is dropped, and the number of missing
-bytes is written in its place.
+Workers write into pipes that the agent reads, never to the terminal itself: when that is closed,
+they continue to save and leave instead of dying of a failed print. `streams.py` decides the route
+of a stream. The hub's thread never waits for a terminal or a file; a terminal or a file system that
+hangs blocks no worker.
 """
 
 from __future__ import annotations
@@ -237,11 +232,7 @@ def _matching(texts: Sequence[bytes], data: bytes) -> bytes:
 
 
 class Tap:
-    """One stream of one worker, from its pipe to the terminal and to files.
-
-    Only whole lines go to the terminal, so that the lines of two workers do not mix; a progress
-    bar's carriage return ends a line too. The worker's own file gets every byte at once.
-    """
+    """One stream of one worker, from its pipe to the terminal and to files."""
 
     def __init__(
         self, hub: Hub, terminal: Terminal, path: Path | None, limit_bytes: int = 0
@@ -287,6 +278,8 @@ class Tap:
         os.close(self.write_fd)
 
     def _on_readable(self) -> None:
+        # Backpressure: a worker that prints faster than its output is written waits, as it would
+        # without an agent; after a while (`Writer.should_wait`) its output is dropped instead.
         if any(writer.should_wait for writer in self._writers):
             self._hub.pause(self._read_fd, PAUSE_S)
             return
@@ -304,6 +297,7 @@ class Tap:
         for sink in self._raw:
             sink.write(data)
         data = self._rest + data
+        # Only whole lines: those of two workers do not mix. A progress bar ends its with \r.
         whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if len(data) - whole > CHUNK_BYTES:
             whole = len(data)  # no line is that long: binary data, forwarded as it comes
