@@ -1,8 +1,7 @@
 """The names of what is beside a job's checkpoints, for those who read no checkpoint.
 
 Agents read names only: which checkpoint is the newest, and whether the job's own store has been
-followed by a new one (`zero_orchestrator.store.succession`). Must always hold: the name of the file
-that says so depends on the store that is followed alone, so two who create it exclude each other.
+followed by a new one (`zero_orchestrator.store.succession`).
 """
 
 from __future__ import annotations
@@ -27,4 +26,5 @@ def sign_of(store: str) -> str:
 
 def heir_of(store: str) -> str:
     """The file that names the store which has followed this one; created once."""
+    # By the store that is followed alone: two who create it exclude each other.
     return f".store-{store}.heir"

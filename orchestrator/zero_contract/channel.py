@@ -2,10 +2,7 @@
 
 The launcher is zero-agent, or torchrun with our plug-in. A worker under zero_engine connects to it;
 any other script never does, and is managed by signals alone. Each line is a message of
-`zero_contract.worker`; a malformed line closes that worker's connection and nothing else.
-
-`WaitReplies` asks all of them one question at a time. Must always hold: the wait for the replies is
-bounded; a reply to an earlier question is not taken for one to this.
+`zero_contract.worker`.
 """
 
 from __future__ import annotations
@@ -126,7 +123,7 @@ class _Peer:
                 self._on_message(self, decode(line))
             if len(self._rest) > LINE_LIMIT_BYTES:
                 raise ContractError(f"a line of more than {LINE_LIMIT_BYTES} bytes")
-        except ContractError as error:
+        except ContractError as error:  # this worker's alone; its signals still work
             log.warning("rank %s broke the worker contract: %s", self.rank, error)
             self.close()
 
@@ -145,7 +142,7 @@ class WaitReplies:
     def add(self, rank: int, reply: WaitReply) -> None:
         """Keep the reply of a rank."""
         with self._came:
-            if reply.request == self._number:
+            if reply.request == self._number:  # else it answers an earlier question, too late
                 self._replies[rank] = reply
                 self._came.notify_all()
 

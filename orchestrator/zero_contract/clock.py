@@ -1,10 +1,8 @@
 """Monotonic time for the orchestrator: each component gets its clock as an argument.
 
-A clock returns the time and repeats an action. `SystemClock` runs each repeated action on a daemon
-thread; the tests' `ManualClock` runs it when the test advances the time, so a simulation of a
-thousand nodes covers hours within seconds, without threads and deterministically.
-
-Must always hold: no decision reads the wall clock, and no two nodes compare their clocks (the
+`SystemClock` runs each repeated action on a daemon thread; the tests' `ManualClock` runs it when
+the test advances the time, so a simulation of a thousand nodes covers hours within seconds,
+deterministically. No decision reads the wall clock, and no two nodes compare their clocks (the
 leases of the store are the shared clock).
 """
 

@@ -1,11 +1,9 @@
 """The one decoder of what programs write: messages, records of a store, manifests.
 
 A text is JSON as Python writes it, NaN and infinities included. The type of the value is anything
-that msgspec knows: a dataclass, a Struct, a union of tagged Structs, a container.
-
-Must always hold: whatever the text, the outcome is a value of the type or the caller's error, in
-time and memory proportional to the text; a field that the type does not know is ignored, so that
-a format can grow.
+that msgspec knows: a dataclass, a Struct, a union of tagged Structs, a container. Whatever the
+text, the outcome is a value of the type or the caller's error, in time and memory proportional to
+the text; a field that the type does not know is ignored, so that a format can grow.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Every environment variable that this project reads or sets, and what it means.
 
-Must always hold: a variable that the code reads or gives to a worker is in `VARIABLES`; a test
-compares. A variable that sets a flag of `zero-agent` (`PET_<FLAG>`) follows from the flag's name,
-and is not listed. docs/generate.py makes docs/reference-environment.md of this table.
+A test compares the table with the code. A variable that sets a flag of `zero-agent` (`PET_<FLAG>`)
+follows from the flag's name, and is not listed.
 """
 
 from __future__ import annotations

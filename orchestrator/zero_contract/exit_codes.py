@@ -1,11 +1,9 @@
 """Every exit code of this package, and what each means to whatever started the process.
 
-Must always hold: only codes that no shell, interpreter or broken installation produces by accident
-say that a job is over; what went wrong on one node never does. Kubernetes' podFailurePolicy, the
-systemd unit, the batch script and `zero-ctl launch` follow this table, and tests compare them.
-
-`page` makes docs/exit-codes.md (`make reference`). This module imports nothing that could fail to
-load.
+Only codes that no shell, interpreter or broken installation produces by accident say that a job is
+over; what went wrong on one node never does. Kubernetes' podFailurePolicy, the systemd unit, the
+batch script and `zero-ctl launch` follow this table, and tests compare them. This module imports
+nothing that could fail to load.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which extra of this project brings a library that is not installed.
 
 Agents, `zero-ctl` and job files need few libraries, and no torch. All else is an extra: what is
-missing is one error with the line to type. `tests/unit/house/test_extras.py` compares this table
-with pyproject.toml.
+missing is one error with the line to type.
 """
 
 from __future__ import annotations

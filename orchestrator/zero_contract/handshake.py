@@ -3,11 +3,7 @@
 The server sends a nonce. The client answers with a nonce of its own and a proof; the server with
 its name and a proof. A proof is the signature (`signing`) of the end's role, both nonces and the
 server's name, with the key of that wire. Both ends then know a key for this one connection, which
-signs what they send.
-
-Must always hold: all lengths are fixed but that of the name, which is at most `NAME_BYTES`; nothing
-that is received is interpreted before its proof is verified, and no proof answers for another role,
-connection or wire. The caller sets the timeout of the socket.
+signs what they send. The caller sets the timeout of the socket.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ def greet(connection: socket.socket, key: Key) -> tuple[str, Key]:
     mine = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(mine + sign(key, CLIENT, theirs, mine))
     length = int.from_bytes(receive(connection, _LENGTH_BYTES), "big")
-    if length > NAME_BYTES:
+    if length > NAME_BYTES:  # nobody has proved anything yet: what it says may be a lie
         raise WireError("the other end does not speak this protocol")
     name, proof = _divided(receive(connection, length + PROOF_BYTES), length)
     if not verify(key, proof, SERVER, theirs, mine, name):

@@ -1,11 +1,8 @@
 """One thread that waits for all file descriptors of an agent, or of another launcher.
 
 The pipes of the workers' output, the forkserver's socket and the workers' message sockets are
-registered with a callback that reads them. Callbacks run on the hub's thread and must not block;
-what needs a decision goes to another thread.
-
-Must always hold: a descriptor is watched until it is removed. A callback that raises, because the
-process is out of descriptors for example, is called again after a pause.
+registered with a callback that reads them. Callbacks run on the hub's thread and must not block. A
+descriptor is watched until it is removed.
 """
 
 from __future__ import annotations
@@ -153,7 +150,8 @@ class Hub:
                 if isinstance(error, OSError) and error.errno in EXHAUSTED:
                     what = f"{error.strerror}: raise the limit (ulimit -n, LimitNOFILE=)"
                 log.error("zero-agent: fd %d: %s; trying again", fd, what, exc_info=error)
-            # The descriptor stays readable: without a pause the thread would spin on it.
+            # Called again: a process that is out of descriptors may have some soon. The descriptor
+            # stays readable: without a pause the thread would spin on it.
             listener.pause_s = min(max(FIRST_PAUSE_S, 2 * listener.pause_s), LONGEST_PAUSE_S)
             self.pause(fd, listener.pause_s)
         else:

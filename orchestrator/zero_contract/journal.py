@@ -1,13 +1,9 @@
 """The journal of a job: one event for each decision and each fault, with its reason.
 
 Each event is a sentence in the log, for people, and a JSON object, for tools: in a file, if one is
-given, and in the store (`events.Publisher`), so that a recovery can be retraced and timed
-afterwards. `retention` decides which events go to the store. `node` identifies an event's writer;
-`round`, or the revision in the store, orders the events of several nodes; `time` is the node's wall
-clock, for people only.
-
-Must always hold: a journal never stops a job. A full disk or a closed terminal loses the line, and
-a file system that hangs blocks no caller, since the journal has its writer thread.
+given, and in the store (`events.Publisher`). `node` identifies an event's writer; `round`, or the
+revision in the store, orders the events of several nodes; `time` is the node's wall clock, for
+people only. A journal never stops a job.
 """
 
 from __future__ import annotations
@@ -281,7 +277,7 @@ class Journal:
         self._publish = publish
         self._unlogged = unlogged
         self._broken = False
-        self._writer = Writer("zero-journal")
+        self._writer = Writer("zero-journal")  # a file system that hangs blocks no caller
         self.round = 0
         """Round of an event that names none; the agent keeps it current."""
         self.nodes = 0
@@ -332,7 +328,7 @@ class Journal:
                 is_full = file.tell() >= FILE_BYTES
             if is_full:  # it becomes the older part, in the place of the one before
                 self._path.replace(self._path.with_name(f"{self._path.name}.1"))
-        except OSError as error:
+        except OSError as error:  # a full disk loses the line
             if not self._broken:
                 log.warning("the journal %s cannot be written: %s", self._path, error)
             self._broken = True

@@ -1,7 +1,4 @@
-"""What the kernel shows of this machine, and of the cgroup (container) that limits this process.
-
-Must always hold: reading raises nothing, even if a file is missing or malformed.
-"""
+"""What the kernel shows of this machine, and of the cgroup (container) that limits this process."""
 
 from __future__ import annotations
 
@@ -45,17 +42,15 @@ def own_cgroup(controller: str, files: Sequence[str], cgroups: Path, own: Path) 
 
 
 def available_bytes() -> int:
-    """The memory that processes can still allocate: of the machine, and of their container.
-
-    The page cache counts as used, and the kernel drops it when memory is needed: after some time of
-    reading data, it fills what the limit of a container leaves.
-    """
+    """The memory that processes can still allocate: of the machine, and of their container."""
     words = text_of(Path("/proc/meminfo")).split()
     left = int(words[words.index("MemAvailable:") + 1]) * 1024
     with suppress(OSError, ValueError):  # no cgroup of version 2, or no limit in it
         limit = int((CGROUPS / "memory.max").read_text())
         used = int((CGROUPS / "memory.current").read_text())
         pairs = (line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, and the kernel drops it when memory is needed: after some
+        # time of reading data, it fills what the limit of a container leaves.
         cache = sum(int(count) for name, count in pairs if name in _CACHE)
         left = min(left, max(limit - used + cache, 0))
     return left

@@ -1,18 +1,8 @@
 """Notices that this process, or its machine, is to go: signals, the clouds' metadata, a file.
 
 Without an agent a training asks `heard` at the end of each step, and leaves after that step. An
-agent looks for the same notices of the machine (`watch`) and drains its node.
-
-- Signals: those that a terminal, a launcher or a scheduler sends, unless the script handles them
-  itself. The same signal once more has its default effect: it ends the process. Ray's own handler
-  is replaced: it would end the worker at once.
-- Metadata: only where the firmware, or a variable of the cloud's SDK, says which cloud it is, so
-  no other machine waits for a server that is not there. One process of a machine asks.
-- A file: that of ZERO_LEAVE_FILE is not empty any more. Kubernetes writes an annotation of the pod
-  there (downward API).
-
-Must always hold: no step and no start waits for a server, however slow; a program that is started
-again on the same machine does not leave again for what it has left for.
+agent looks for the same notices of the machine (`watch`) and drains its node. No step and no start
+waits for a server, however slow.
 
 Sources: AWS "Spot Instance interruption notices", IMDSv2; Google "Preemption process", "Live
 migration"; Azure "Scheduled Events"; how a machine knows its cloud: cloud-init's ds-identify.
@@ -169,6 +159,8 @@ def clouds(environ: Mapping[str, str]) -> list[Callable[[], Iterator[Found]]]:
     found: list[Callable[[], Iterator[Found]]] = []
     for cloud in _CLOUDS:
         endpoint = environ.get(cloud.variable, "").rstrip("/")
+        # Only where something says which cloud it is: no other machine waits for a server that is
+        # not there.
         if not endpoint and any(
             part in text_of(_FIRMWARE / name) for name, part in cloud.firmware.items()
         ):
@@ -185,7 +177,7 @@ def clouds(environ: Mapping[str, str]) -> list[Callable[[], Iterator[Found]]]:
 def watch(hear: Callable[[str], None], environ: Mapping[str, str]) -> None:
     """Look for notices of this machine on a thread of its own; `hear` gets the first, there."""
     looks, file = clouds(environ), environ.get(ENV_FILE)
-    if file:
+    if file:  # Kubernetes writes an annotation of the pod there (downward API)
         looks.append(partial(_of_file, file))
     if looks:
         again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -243,10 +235,12 @@ def _begin() -> None:
         interactive = hasattr(sys, "ps1")  # a notebook's interrupt ends a cell, not the process
         for number in SIGNALS:
             handler = signal.getsignal(number)
+            # Not one that the script handles itself. Ray's handler would end the worker at once.
             default = handler in (signal.SIG_DFL, signal.default_int_handler, _on_signal)
             default = default or getattr(handler, "__module__", "").startswith("ray.")
             if default and not (interactive and number == signal.SIGINT):
                 signal.signal(number, _on_signal)
+    # One process of a machine asks; all leave after the same step.
     local = next((os.environ[name] for name in _FIRST if name in os.environ), "0")
     if local == "0":
         watch(lambda text: _hear(signal.SIGTERM, text), os.environ)

@@ -1,12 +1,10 @@
 """Directories owned by one process, and removed with it or by the next process.
 
-Must always hold: only a directory whose owner is certainly dead is removed or taken over. An owner
-holds a lock (flock) on a file in its directory for as long as it lives; the kernel drops the lock
-with the process, however the process ends and in whichever container. On a file system that several
-machines share, one machine may not see the locks of another: so the file holds the boot id of the
-kernel under which it was locked. A directory without a boot id is being made, or was made on a file
-system without locks: nobody sweeps it. The file is removed last, so a later sweep completes an
-interrupted removal.
+Only a directory whose owner is certainly dead is removed or taken over. An owner holds a lock
+(flock) on a file in its directory for as long as it lives; the kernel drops the lock with the
+process, however the process ends and in whichever container. On a file system that several machines
+share, one machine may not see the locks of another: so the file holds the boot id of the kernel
+under which it was locked.
 """
 
 from __future__ import annotations
@@ -98,7 +96,7 @@ def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
             if not is_new:
                 _check_left(lock_file, path, can_lock=can_lock)
             # Only now may others sweep it: they take a directory without a boot id for one in the
-            # making.
+            # making, or one that was made on a file system without locks.
             if can_lock:
                 with contextlib.suppress(OSError):  # a full disk: nobody sweeps this one
                     os.ftruncate(lock_file, 0)
@@ -200,7 +198,7 @@ def _check_left(lock_file: int, path: Path, *, can_lock: bool) -> None:
 def _remove(path: Path) -> None:
     clear(path)
     with contextlib.suppress(OSError):
-        (path / OWNER).unlink()  # last: a directory without this file is never swept
+        (path / OWNER).unlink()  # last: without it nobody sweeps what an interruption has left
         path.rmdir()
 
 

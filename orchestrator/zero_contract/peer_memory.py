@@ -8,10 +8,8 @@ signature of the record, its number and its sender, with the key of this connect
     Put, then (if the first Reply is ok) the bytes of the file  -> Reply, Reply
     Get                                                         -> Reply, then `length` bytes
 
-Must always hold: nothing is received before its size is known and bounded; no wait is longer
-than the timeout of its socket; a path has the one form that `FILE` allows, so it cannot leave the
-directory; no record is obeyed that somebody else has sent, replayed or moved. The bytes of files
-are neither signed nor encrypted; readers verify their checksums against a manifest.
+The bytes of files are neither signed nor encrypted; readers verify their checksums against a
+manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +34,8 @@ RECORD_LIMIT_BYTES = 16 << 20
 FILE = re.compile(
     r"[0-9a-f]{16}/step-\d{9,}\.g\d+\.[0-9a-f]{4}/(r\d{5,}\.safetensors|MANIFEST\.json)"
 )
-"""The form of a path: owner of the checkpoints / checkpoint / file of it."""
+"""The form of a path, which cannot leave the directory: owner of the checkpoints / checkpoint /
+file of it."""
 
 _LENGTH_BYTES = 4
 
@@ -135,6 +134,7 @@ class PeerSession:
     def send(self, record: Record) -> None:
         """Send a record. Raises OSError."""
         text = json.dumps(to_builtins(record)).encode()
+        # With its number: no record counts that was replayed, or moved.
         proof = sign(self._key, self._role, b"%d" % self._sent, text)
         self._sent += 1
         self.connection.sendall(len(text).to_bytes(_LENGTH_BYTES, "big") + text + proof)

@@ -1,10 +1,8 @@
 """Settings as people write them, in a config or a job file: from mappings to frozen dataclasses.
 
 The annotation of a field is its type for msgspec: `Meta` has the bounds of a value or its pattern,
-and a `description` that says in words what the value has to be.
-
-Must always hold: an unknown key is an error that names the nearest known key, and is never ignored;
-whole floats are integers (2e8), and numbers in quotes numbers.
+and a `description` that says in words what the value has to be. An unknown key is an error that
+names the nearest known key; whole floats are integers (2e8), and numbers in quotes numbers.
 """
 
 from __future__ import annotations

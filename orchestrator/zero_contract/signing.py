@@ -2,11 +2,7 @@
 
 A secret is the root of keys: the job's (in etcd) or a join token. `derive` makes a key for one
 `Purpose` of a secret, or of another key; `sign` and `verify` take keys. The two types make a
-signature by a secret an error of the type checker.
-
-Must always hold: no two purposes share a key; what one purpose signs is no key and no signature of
-another one, because the inputs of `derive` and `sign` never coincide: each begins with its use, and
-every part of it with its length. HMAC-SHA256 (RFC 2104) does both.
+signature by a secret an error of the type checker. HMAC-SHA256 (RFC 2104) does both.
 """
 
 from __future__ import annotations
@@ -58,5 +54,7 @@ def verify(key: Key, proof: bytes, *parts: bytes) -> bool:
 
 
 def _mac(key: str, use: bytes, *parts: bytes) -> bytes:
+    # Begins with its use, and every part with its length: the inputs of `derive` and `sign` never
+    # coincide, so what one purpose signs is no key and no signature of another.
     text = b"".join(len(part).to_bytes(8, "big") + part for part in (use, *parts))
     return hmac.new(key.encode(), text, "sha256").digest()

@@ -5,10 +5,8 @@ know (RANK, WORLD_SIZE, MASTER_ADDR, ...) plus the `ZERO_*` names below. Agent a
 messages over a Unix socket, one JSON object a line. A worker changes rounds by two messages:
 `Leave` (stop using the process group), then `Join` (the environment of the next round). Starting a
 process is one way to deliver `Join`; a worker whose `Left` says that it stays may receive the
-message instead, and then keeps its imports, its CUDA context and its state.
-
-Must always hold: a message is understood by a reader that knows fewer fields (unknown fields
-are ignored) and refused by name when its kind is unknown. No pickle crosses the socket.
+message instead, and then keeps its imports, its CUDA context and its state. Unknown fields of a
+message are ignored; an unknown kind is refused by name.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """A background writer for terminals and files that may block: a bounded queue and one thread.
 
 A terminal that nobody reads, or a network file system that hangs, blocks the thread that writes to
-it. So threads that must not block hand their bytes to a `Writer`, which queues a bounded number of
-bytes.
-
-Must always hold: `put` returns at once; one writer writes its bytes in the order of `put`; the
-queue never exceeds the limit.
+it. So threads that must not block hand their bytes to a `Writer`.
 """
 
 from __future__ import annotations
@@ -96,7 +92,7 @@ class Writer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._held)
-                write, data = self._held[0]
+                write, data = self._held[0]  # it stays there, and counts, until it is written
                 self._since_s = time.monotonic()
             with contextlib.suppress(Exception):  # `write` itself logs its failure
                 write(data)

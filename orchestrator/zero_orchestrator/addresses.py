@@ -1,8 +1,4 @@
-"""`host:port` and `USER@HOST` as text, and the route to such a place.
-
-Must always hold: an IPv6 address stands in brackets.
-Source: RFC 3986, 3.2.2.
-"""
+"""`host:port` (RFC 3986, 3.2.2) and `USER@HOST` as text, and the route to such a place."""
 
 from __future__ import annotations
 

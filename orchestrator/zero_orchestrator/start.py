@@ -1,10 +1,7 @@
 """The console scripts from their first instant: what they may rely on, and that Ctrl-C ends them.
 
-What they import takes up to seconds, above all torch, and Python answers a Ctrl-C in it with a
-traceback through other people's modules; so who starts them as processes may have blocked SIGINT,
-and here it is let in. Must always hold: this module imports next to nothing; the programs are
-known to it by name alone; they have all three standard streams, which take any text. Who
-calls it: the console scripts, `python -m`.
+This module imports next to nothing, and knows the programs by name alone. They have all three
+standard streams, which take any text.
 """
 
 from __future__ import annotations
@@ -83,6 +80,8 @@ def run(module: str) -> NoReturn:
 @contextlib.contextmanager
 def _killed_by_interrupt() -> Iterator[None]:
     """SIGINT kills; where it is ignored, as in the background of a script, it stays ignored."""
+    # Imports take seconds, above all torch's, and Python would answer a Ctrl-C in them with a
+    # traceback through other people's modules. Who starts this process may have blocked SIGINT.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

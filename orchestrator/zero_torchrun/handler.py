@@ -4,13 +4,9 @@
              --rdzv-endpoint=etcd-0:2379,etcd-1:2379 --rdzv-id=job train.py
 
 torchrun starts, watches and restarts the workers; this handler decides the members of each round,
-and `workers` asks them to leave at a step boundary before torchrun ends them. A node's death is
-noticed when its lease expires, and the others continue without it at once. No node's loss ends the
-job: each round has a new TCPStore, on its first node. Events and progress are in etcd, for
-`zero-ctl`, which may also drain a node and stop the job.
-
-Must always hold: rounds are left and entered on torchrun's own thread, in `num_nodes_waiting` and
-`next_rendezvous`; every wait is bounded; a node that leaves by a wish closes no job.
+and `workers` asks them to leave at a step boundary before torchrun ends them. Rounds are left and
+entered on torchrun's own thread, in `num_nodes_waiting` and `next_rendezvous`. No node's loss ends
+the job: each round has a new TCPStore, on its first node.
 
 Source of the interface: torch.distributed.elastic.rendezvous.api.
 """

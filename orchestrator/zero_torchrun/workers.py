@@ -7,9 +7,6 @@ torchrun's own way to change a round is SIGTERM to all workers. Those of this pr
 first: they finish the step together, save, say that they have left, and wait for the signal, so
 that torchrun charges no restart, whichever node notices first. A script without the engine or
 `zero_torch.protect` never connects, and gets the signal at once.
-
-Must always hold: a checkpoint is published only by an answer of etcd that compares the fence of the
-worker's round, also while torchrun's own thread waits for workers to end.
 """
 
 from __future__ import annotations

@@ -2,12 +2,8 @@
 
 When workers make no progress, each agent looks whether it reaches the other members, and reports
 the links that are dead (`LinkReport`). The next round goes on without enough nodes that no dead
-link is left: those nodes are *set aside* (`SetAside`), in the transaction that ends the round. A
-node that is set aside is alive, and takes part again when its agent reaches the others; its agent
-removes the key.
-
-Must always hold: no round begins with a node that is set aside; nobody is set aside whom no dead
-link has as an end. All functions are pure.
+link is left: they are *set aside* (`SetAside`), in the transaction that ends the round, until they
+reach the others.
 
 Source of the idea: a vertex cover by the greedy rule, as network engineers blame the host that most
 failing pairs have in common.

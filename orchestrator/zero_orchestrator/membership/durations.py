@@ -2,7 +2,7 @@
 
 `rounds.decide` waits where acting at once would be hasty, and never reads a clock: its argument
 `Observation` holds these durations, measured by the observer's monotonic clock. Clocks of two nodes
-are never compared. Only an agent with the full view of a job measures them.
+are never compared.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Durations:
         """Update the durations with a new snapshot."""
         now_s = self._clock.now()
         self._fence = job.fence
+        # A node that comes while the others settle starts their wait anew.
         if job.alive != self._nodes:
             self._nodes, self._nodes_since_s = job.alive, now_s
         if job.state is State.ACTIVE and job.n != self._round:

@@ -3,20 +3,12 @@
 **Restart budget.** Each round that ends in a failure leaves one `Charge`. With
 `--refill-after-steps=N` a charge counts until N further steps have been committed. A job that fails
 repeatedly without finishing a new step is in a crash loop: it ends after
-`--max-restarts-without-progress` restarts, whatever is left of the budget. Lost peers without a
-cause count as well. Workers that report no steps, and nodes that were lost, do not count towards a
-crash loop.
+`--max-restarts-without-progress` restarts, whatever is left of the budget.
 
 **Exclusion.** A host that is lost, or whose workers fail, `--exclude-after` times in a row, while
-others do not, is excluded together with the charge for the last failure, in one transaction, and a
-spare takes its place at once. The exclusion is a key under a lease without keep-alive: it ends by
-the clock of the store, whether or not the agents live. The next exclusion of the same host is twice
-as long (exponential backoff). An exclusion that would leave too few nodes is not made; if others
-leave later, the host takes part again for as long as the minimum needs it (`Snapshot.eligible`).
-
-Must always hold: no round begins with an excluded host that is not needed for the minimum; a host
-is excluded, not an agent: a new agent on the same host is excluded as well. All functions are pure:
-they depend on the charges and on what is committed.
+others do not, is excluded in the transaction of the last charge, and a spare takes its place at
+once; the host, not the agent. No round begins with an excluded host that is not needed for the
+minimum (`Snapshot.eligible`). All functions are pure.
 
 Source of the ideas: systemd's StartLimitInterval (restarts are forgiven in time; here in steps,
 since no two clocks are compared), NVRx's cut-off after 3 cycles without progress; Horovod's
@@ -73,8 +65,9 @@ def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
         charges: All of the job, in order of rounds.
         reached: The last step known to be finished; None: no worker reported one.
     """
-    if reached is None:
+    if reached is None:  # whether there is progress is not known
         return 0
+    # Lost nodes do not count: nothing of the job has caused that.
     failures = [charge for charge in charges if charge.workers or charge.symptom]
     fruitful = [i for i, c in enumerate(failures) if c.reached is None or c.reached < reached]
     return len(failures) - (fruitful[-1] + 1 if fruitful else 0)

@@ -6,14 +6,9 @@ changes a handful of times in each round, and what is addressed to it. So a roun
 of a large job together a number of changes that grows with their number, not with its square.
 
 There is no election: whoever looks and finds itself among the first sees everything from then
-on, and whoever finds others before it no longer does. An agent outside looks now and then, the
-more often the more likely it is that it is needed: when something is due, and when few come
-before it. So the first ones may die at any moment, all at once too, and the looks of all agents
-together grow with the logarithm of their number. Too many that see everything do no harm either:
-the fence decides.
-
-Must always hold: a snapshot is never older than the one before; one that is not `whole` is never
-decided upon. Who calls it: `rendezvous`, on one thread.
+on, and whoever finds others before it no longer does. Too many that see everything do no harm: the
+fence decides. A snapshot is never older than the one before; one that is not `whole` is never
+decided upon.
 """
 
 from __future__ import annotations
@@ -241,7 +236,9 @@ class _FollowerView:
         job = self._job
         reported = any(r.key.startswith(self._keys.report(job.n, "")) for r in self._reports)
         due = job.state is not State.ACTIVE or job.yielding is not None or reported
-        # How many live agents come before this one, as far as it knows.
+        # How many live agents come before this one, as far as it knows. The k-th looks 1/k as
+        # often: all agents together look as often as the logarithm of their number, and the first
+        # ones may die at any moment, all at once too.
         earlier = sum(self._latest_first < member.id < self._id for member in job.members.nodes)
         if not job.members.nodes:
             earlier = self._spec.min_nodes

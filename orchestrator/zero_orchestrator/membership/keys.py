@@ -27,17 +27,9 @@ Under `/zero/v1/<job>/` (all values JSON):
     store/heir/<id>         the store <id> was lost for good, and this one has followed it
     store/change            the node that changes the members at present; leased
 
-Each transition also writes its event, below `/zero/events/<job>/round/`.
-Outside of them, because it may change with every step: `/zero/progress/<job>/job/in_memory`, the
-newest checkpoint in the memory of the nodes. `events` names the other keys below that prefix.
-And `/zero/secret/<job>/key`, the job's secret, which its first agent writes once: whoever may read
-the job otherwise (a status page, a dashboard) need not be able to read it.
-
 What starts with `round` is the job's *course*: a handful of changes in each round, which every
 agent watches (`job_view.py`). What every node writes is elsewhere, and only the first few agents
-watch that.
-
-Who calls it: whoever reads or writes a job; `job_state` says what the values mean.
+watch that. `job_state` says what the values mean, `events` what is below `/zero/progress/<job>/`.
 """
 
 from __future__ import annotations
@@ -67,6 +59,7 @@ class Keys:
     @property
     def secret(self) -> str:
         """The secret that agents prove to each other to know; no other process reads it."""
+        # A prefix of its own: who may read the job otherwise, as a dashboard, need not read it.
         return f"{self.secrets}key"
 
     @property

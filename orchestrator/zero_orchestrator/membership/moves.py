@@ -1,8 +1,4 @@
-"""The state transitions of a job, and the one transaction (compare-and-set) for each.
-
-Must always hold: a transaction compares the revision of the `round` key in its snapshot, so that of
-several agents exactly one makes a move, and none makes it on an outdated snapshot.
-"""
+"""The state transitions of a job, and the one transaction (compare-and-set) for each."""
 
 from __future__ import annotations
 
@@ -121,6 +117,7 @@ def transaction(
     source, target = LEGAL[transition.move]
     if job.state is not source:
         raise ValueError(f"{transition.move} in state {job.state} of round {job.n}")
+    # Of several agents exactly one makes a move, and none makes it on an outdated snapshot.
     compares = [unchanged(keys.round, job.fence)]
     if transition.move is Move.YIELD:
         # The round and its fence continue: the workers still have a step to commit.
@@ -148,7 +145,7 @@ def transaction(
     writes += [Put(keys.aside(one.node), one.to_json()) for one in transition.aside]
     if transition.move is Move.ACTIVATE:
         members = keys.of_round(n, "members")
-        compares.append(absent(keys.stop))
+        compares.append(absent(keys.stop))  # I11: the snapshot may be older than the request
         writes.append(Put(members, transition.members.to_json()))
         # The round before the last is history; its failures are in the journal.
         old = (keys.of_round(n - 2, ""), keys.report(n - 2, ""))

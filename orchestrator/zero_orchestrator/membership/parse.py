@@ -1,9 +1,4 @@
-"""Parse a job's keys, as of one revision of the store, into a `Snapshot`.
-
-Must always hold: what `to_json` of a record writes is read back as an equal record. Agents parse
-often and jobs are large, so records that have not changed are cached.
-Who calls it: `job_view`, `status`, `requests`, the model checker.
-"""
+"""Parse a job's keys, as of one revision of the store, into a `Snapshot`."""
 
 from __future__ import annotations
 
@@ -90,9 +85,10 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     )
 
 
+# Agents parse often, and of a large job only a few records change from one snapshot to the next.
 _aside = lru_cache(maxsize=64)(SetAside.from_json)
 _links = lru_cache(maxsize=1024)(LinkReport.from_json)
-_node = lru_cache(maxsize=8192)(Node.from_json)  # of a large job only a few change in a snapshot
+_node = lru_cache(maxsize=8192)(Node.from_json)
 _members = lru_cache(maxsize=4)(Members.from_json)
 
 

@@ -1,8 +1,4 @@
-"""The rank order of a round: which node has rank 0, and which follow it.
-
-Must always hold: survivors keep their relative order, whatever the topology of the network is.
-Who calls it: `rounds`.
-"""
+"""The rank order of a round: which node has rank 0, and which follow it."""
 
 from __future__ import annotations
 
@@ -26,13 +22,9 @@ def arrange(
 ) -> list[str]:
     """The rank order of the next round.
 
-    A node that stays keeps its place, so that its shard of the state moves as little as possible
-    and rank 0, which coordinates checkpoints, stays where it is. Survivors keep their relative
-    order; newcomers fill the places of those that left, and further ones come last. A survivor, if
-    there is one, is first: a newcomer never is rank 0 of a job that has state. Survivors go before
-    newcomers when `limit` is short.
-
-    Newcomers are in order of arrival, but neighbours in the network become neighbours in rank.
+    Survivors keep their relative order, and go before newcomers when `limit` is short; one of them
+    is first. Newcomers fill the places of those that left, and further ones come last: in order of
+    arrival, but neighbours in the network become neighbours in rank.
 
     Args:
         former: Nodes of the last round, in order; empty in the first.
@@ -43,6 +35,7 @@ def arrange(
     Returns:
         Node ids, first one first; `min(limit, len(candidates))` of them.
     """
+    # A node that stays keeps its place: its shard of the state moves as little as possible.
     here, known = set(candidates), set(former)
     survivors = [node for node in former if node in here][:limit]
     room = limit - len(survivors)
@@ -50,7 +43,8 @@ def arrange(
     if not survivors:
         return _grouped(newcomers, paths)
     staying = set(survivors)
-    # The places before the first survivor stay empty: a newcomer in them would be rank 0.
+    # The places before the first survivor stay empty: a newcomer in them would be rank 0, which
+    # coordinates checkpoints, of a job that has state.
     places = former[former.index(survivors[0]) :]
     fills = _fills([node for node in places if node not in staying], newcomers, paths)
     order = [fills.get(node, node) for node in places if node in staying or node in fills]

@@ -1,11 +1,9 @@
 """Records of the store: what those of agents of all versions have in common, and what is dropped.
 
 A job outlives an upgrade: its agents are replaced one after the other, so for a while two versions
-read each other's records. Must always hold: a field that the reader does not know is dropped, and
-one that the writer did not know has its default; so a new field needs a default that means "as
-before", and whatever changes the meaning of what there is needs another `PROTOCOL`.
-
-Who calls it: whatever reads or writes a record of the store.
+read each other's records. A field that the reader does not know is dropped, and one that the writer
+did not know has its default; so a new field needs a default that means "as before", and whatever
+changes the meaning of what there is needs another `PROTOCOL`.
 """
 
 from __future__ import annotations

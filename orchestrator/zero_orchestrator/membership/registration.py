@@ -1,9 +1,4 @@
-"""An agent's registration: its record among the live nodes of a job, under a lease.
-
-Must always hold: the record vanishes with the agent, at the latest when the time to live of the
-lease is over; a lost lease is replaced only in `write`, so the caller, who reads the job in
-between, sees that others may have evicted this agent.
-"""
+"""An agent's registration: its record among the live nodes of a job, under a lease."""
 
 from __future__ import annotations
 
@@ -85,6 +80,8 @@ class Registration:
             TakenForGone: The lease had ended, unnoticed; the next `write` takes a new one. Not this
                 one: first the caller makes sure that this is the store that knew the lease.
         """
+        # Only here, and not where the loss is noticed: the caller has read the job meanwhile, and
+        # seen whether others have evicted this agent.
         if self._keeper is None or self.lost:
             before = self._keeper
             self._lost.clear()  # before there is the new keeper, which may lose its lease at once

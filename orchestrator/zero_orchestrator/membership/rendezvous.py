@@ -2,13 +2,8 @@
 
 `Rendezvous.poll` is the driver of `rounds.decide`. It looks at the job (`job_view.py` keeps the
 snapshot fresh), measures how long things have been as they are, and tries the transition that is
-due. The agents that see the whole job try in an order that differs from round to round, the k-th
-k * TURN_S later than the first, so that normally one transaction is made and the death of any
-agent delays a round by a fraction of a second.
-
-Must always hold: nothing here is written unless the store still is as it was read (the fence);
-an agent that cannot reach the store changes nothing and keeps its last snapshot. `commit` may be
-called from another thread.
+due. An agent that cannot reach the store changes nothing and keeps its last snapshot. `commit` may
+be called from another thread.
 """
 
 from __future__ import annotations
@@ -406,6 +401,8 @@ class Rendezvous:
             return False
         decision = decide(job, self._durations.observed(), self._timing)
         if decision.transition is not None:
+            # One after the other, in an order that differs from round to round: normally one
+            # transaction is made, and the death of any agent delays a round by a quarter second.
             due_s = self._durations.pending(decision.transition.move)
             if due_s < TURN_S * place(job, self.node.id):
                 return False  # another agent is about to make the transition
@@ -454,5 +451,6 @@ class Rendezvous:
     def _report(self, n: int, kind: str, value: str = "") -> None:
         """Report how this node's part of round n ended; a second report changes nothing."""
         key = self.keys.report(n, kind, self.node.id)
+        # Only if absent: the revision of the first report orders the failures of all nodes.
         done = self._store.txn([absent(key)], [Put(key, value)])
         self._seeing.said(KeyValue(key, value, done.revision, done.revision))

@@ -4,21 +4,13 @@ A job is a sequence of rounds. A round has a fixed, ordered membership, and so f
 membership must change (the lease of a node has expired, a node joins or drains, a worker failed),
 the round is left (FORMING: its workers stop, each agent reports "quiet") and the next one begins
 (ACTIVE). There is no leader: every agent reads the same `Snapshot`, calls `decide` and may try to
-apply the decision. A transition is one transaction that compares the revision of the `round` key,
-so exactly one agent wins, and a decision made on an old snapshot changes nothing. That revision,
+apply the decision, in one transaction that compares the revision of the `round` key. That revision,
 while a round is ACTIVE, is the *fence* of its workers.
 
     nothing -> FORMING -> ACTIVE -> DONE
        STOPPED <-'  ^________|  `-> FAILED
 
-Must always hold (tested by exhaustive search, `tests/model`; ARCHITECTURE.md lists all invariants):
-I1 one ACTIVE round, n strictly grows, members never change. I2 no commit with an old fence.
-I3 ranks are a bijection. I4 size bounds, the node unit and exclusions hold, and nobody who is set
-aside takes part. I5 at most one charge per round, and the job fails iff a failure finds the restart
-budget spent, or the last restarts made no progress. I10 DONE, FAILED and STOPPED are terminal. I11
-no round begins after a request to stop the job, and only such a job is STOPPED. I12 workers are
-asked to leave for a node that leaves only if its own workers run, and for one that joins only while
-those of all nodes do.
+The invariants I1 to I12 of ARCHITECTURE.md hold, tested by exhaustive search (`tests/model`).
 
 Source of the ideas: torch elastic's dynamic rendezvous (decide on a state, apply by
 compare-and-set), torchft's quorum (a decision comes with its reason), etcd's fencing by
@@ -127,6 +119,7 @@ def _open(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
 
 
 def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
+    # A worker that still runs has its device, which the next round needs.
     busy = [node.id for node in job.live_members if node.id not in job.quiet]
     if busy:
         text = f"waiting for the workers of {_some(busy)} to stop"
@@ -313,6 +306,7 @@ def _the_job_is_to_stop(job: Snapshot, seen: Observation, timing: Timing) -> Dec
 
 
 def _a_member_drains(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
+    # I12: of `unfinished`, since workers that are done need nobody to leave for them.
     draining = [node.id for node in job.unfinished if node.draining]
     if not draining:
         return None

@@ -3,12 +3,7 @@
 The same command typed in several terminals must meet in one job, and the same command typed
 again after that job has ended must start a new one. So each command has a numbered series of
 runs, `/zero/runs/<command>` holds the current number, and an agent moves it on when that run
-is over: DONE, FAILED, STOPPED, or left by all its agents. In the last case the same transaction
-stops it for good: an agent that only hung, and resumes, must not train beside the new run.
-
-Must always hold: two agents that start together agree on one run, and two runs never train at
-once. A new number is written by compare-and-set, and a run without a round yet has just begun, so
-it is joined, not skipped.
+is over: DONE, FAILED, STOPPED, or left by all its agents.
 """
 
 from __future__ import annotations
@@ -68,7 +63,8 @@ def current_run(store: KeyValueStore, name: str) -> str:
         writes: list[Write] = [Put(key, str(number + 1))]
         if head is not None and not _has_ended(head):
             compares.append(unchanged(head.key, head.mod_revision))
-            # All agents have left this run: the same transaction stops it for good.
+            # All agents have left this run. The same transaction stops it for good: one that only
+            # hung, and resumes, must not train beside the new run.
             cause = (
                 f"all its agents were gone, and the same command was started again as {following}"
             )

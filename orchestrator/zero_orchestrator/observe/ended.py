@@ -1,7 +1,4 @@
-"""How a job ended whose store ended with it: its last status, in a file on the store's machines.
-
-Must always hold: a file that cannot be written or read costs no job its end.
-"""
+"""How a job ended whose store ended with it: its last status, in a file on the store's machines."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ KEPT_S = 30 * 24 * 3600.0
 def keep(store: KeyValueStore, job: str) -> None:
     """Write the status of a job that has ended. Raises StoreError."""
     last = status.read(store, job)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a file that cannot be written costs no job its end
         directory = _directory()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in directory.iterdir():

@@ -10,15 +10,9 @@
     /zero/progress/<job>/job/verdicts            what holds about the ranks now; leased
     /zero/progress/<job>/job/history             the steps of the job, bounded; by rank 0's agent
 
-These keys are not below the job's prefix, which every agent watches and reads. Events are shown in
-the order of the store's revisions, and of their times where these differ by less than the time of a
-write: no decision compares the clocks of two nodes.
-
-Must always hold: publishing never blocks, slows or fails an agent; what is told while the store is
-out of reach is written when it answers again. The store keeps about the last `KEEP` events of a
-job's story and the last `KEEP_DETAILS` details, however many agents write, so no detail displaces
-the cause of a failure. A job of any size writes about one progress a second at most, and a ledger
-every two seconds.
+These keys are not below the job's prefix, which every agent watches and reads. Publishing never
+blocks, slows or fails an agent; what is told while the store is out of reach is written when it
+answers again.
 """
 
 from __future__ import annotations
@@ -62,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Of each kind its own number: no detail displaces the cause of a failure.
 KEEP = 1000
 """Number of events of a job's story that a trim keeps."""
 KEEP_DETAILS = 300
@@ -213,6 +208,7 @@ class Paced:
         return max(self.every_s, nodes * self.per_node_s)
 
 
+# A job of any size writes about one progress a second at most.
 PROGRESS = Paced(every_s=2.0, per_node_s=1.0)
 SEEN = Paced(every_s=30.0, per_node_s=10.0)
 """Signs of life, which have no lease: they stay when the agent exits."""
@@ -545,7 +541,8 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
         found.append((late_s, Event(record.pop("revision", item.create_revision), record)))
     order: list[Event] = []
     for late_s, event in sorted(found, key=lambda pair: pair[1].revision):
-        # It goes before those of a later time that it has just missed.
+        # It goes before those of a later time that it has just missed: by the clocks of nodes,
+        # which is good enough for people.
         place = len(order)
         while place and 0 < _later_s(order[place - 1], event) <= late_s:
             place -= 1

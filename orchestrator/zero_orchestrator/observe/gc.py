@@ -2,10 +2,6 @@
 
 A job that has ended leaves its state and up to a thousand events, a few hundred KiB, so that they
 can be read afterwards. Without garbage collection an etcd that many jobs use for years fills up.
-
-Must always hold: the keys of a job are deleted in one transaction, and only if its round has not
-changed since it was read; a job that could resume is first stopped for good, so that an agent that
-comes back cannot train while its keys are deleted; keys that cannot be parsed are kept.
 """
 
 from __future__ import annotations
@@ -91,7 +87,7 @@ def look(store: KeyValueStore) -> list[Remains]:
         head = next((item for item in items if item.key == keys.round), None)
         try:
             record = Head.from_json(head.value) if head is not None else None
-        except SpecMismatch:
+        except SpecMismatch:  # of a version that may understand it, and need it
             continue
         state, last_s = (record.state, record.at or 0.0) if record is not None else ("", 0.0)
         if state not in ENDED or not last_s:  # a round may have begun long before its agents left
@@ -111,6 +107,7 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
     keys, revision = Keys(remains.job), remains.revision
     if _has_agents(store, keys):
         return False
+    # First stopped for good: an agent that comes back must not train while its keys are deleted.
     if not remains.ended:
         head = store.get(keys.round)
         record = Head.from_json(head.value) if head is not None else _NO_ROUND

@@ -3,19 +3,8 @@
 An agent marks what its node does, and each step that its workers finish. `Ledger` turns the marks
 of one agent into nanoseconds for each `Use`; it is a value, and `Ledger.add` a pure function. The
 ledger of a job is the sum of those of its agents, so the clocks of two nodes are never compared.
-
 The use of the time of a running worker is known only at the end of a step. Until then the time is
-`pending`.
-
-- A step is useful if no worker of the job has finished that step before; otherwise it is repeated.
-- From the start of the workers to the end of their first step, the node starts, or, if it has
-  finished a step in an earlier round, re-forms. So re-forming lasts until the next finished step.
-- A step that takes unusually long (`pace.stalls`) is useful for as long as a long step usually
-  takes; the rest of its time the job was stuck.
-- A step that a failure has cut off, and the time in which the failure is detected, is re-forming.
-
-Must always hold: every nanosecond between the first mark and the last belongs to one use or is
-pending, exactly: the ledger counts in integers.
+`pending`. Every nanosecond belongs to one use or is pending: the ledger counts in integers.
 """
 
 from __future__ import annotations
@@ -173,12 +162,15 @@ class Ledger:
         """The use of the pending time if this step ends now."""
         if not reports:
             return Use.UNREPORTED
+        # From the start of the workers to the end of their first step: it contains imports, the
+        # load of a checkpoint and compilation.
         if self.step is None:
             return Use.REFORMING if self.began else Use.STARTING
         return Use.USEFUL if step > self.reached else Use.REPEATED
 
     def _settle_step(self, use: Use, usual_ns: int) -> Ledger:
         """The same for a step that ends now, of which a part may be no step at all."""
+        # Useful for as long as a long step usually takes; the rest of the time the job was stuck.
         is_step = use in {Use.USEFUL, Use.REPEATED}
         if not (is_step and usual_ns and stalls(self.pending_ns / 1e9, usual_ns / 1e9)):
             return self._settle(use)

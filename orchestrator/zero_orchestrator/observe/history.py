@@ -1,14 +1,8 @@
 """The history of a job: its steps, bounded whatever their number, and its newest checkpoints.
 
 The agent of rank 0 adds what its worker reports, and writes the record of the job; the agent of the
-next rank 0 continues that record. A step counts once: steps that are repeated after a failure have
-the same loss, and the time they take is a gap before the next new step.
-
-`History` is a value, and its methods are pure functions. Times are wall clocks of nodes, in seconds
-since the epoch: for people only.
-
-Must always hold: a history has at most `POINTS` points and `CHECKPOINTS` checkpoints; each step is
-in exactly one point; points are in the order of steps.
+next rank 0 continues that record. `History` is a value, and its methods are pure functions. Times
+are wall clocks of nodes, in seconds since the epoch: for people only.
 """
 
 from __future__ import annotations
@@ -140,6 +134,7 @@ class History:
         tokens: int = 0,
     ) -> History:
         """The history after one more step; unchanged by a step that is in it already."""
+        # One that is repeated after a failure has the same loss, and its time is a gap.
         if self.points and step <= self.points[-1].step:
             return self
         known = loss is not None and math.isfinite(loss)

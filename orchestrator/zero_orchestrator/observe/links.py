@@ -1,8 +1,7 @@
 """The links between the nodes of a job: which are probed when, and what the agents have measured.
 
-All nodes probe at the same time, in turns. In one turn each node sends to one other node, and
-receives from one: so no probe competes with another one for the network of its node. In a small job
-every node probes every other one; in a large job `TURNS` of them.
+All nodes probe at the same time, in turns. In a small job every node probes every other one; in a
+large job `TURNS` of them.
 """
 
 from __future__ import annotations
@@ -71,8 +70,9 @@ def turns(nodes: Sequence[str]) -> list[dict[str, str]]:
     """Whom each node probes, turn by turn."""
     others = len(nodes) - 1
     count = min(TURNS, others)
-    # One stride for all in a turn, so that each node receives from one. The strides are spread
-    # out: neighbours in rank are often neighbours in the network.
+    # One stride for all in a turn: each node sends to one and receives from one, so no probe
+    # competes with another for the network of its node. The strides are spread out: neighbours in
+    # rank are often neighbours in the network.
     strides = [1 + turn * others // count for turn in range(count)]
     return [
         {node: nodes[(at + stride) % len(nodes)] for at, node in enumerate(nodes)}

@@ -1,10 +1,8 @@
 """Metrics for Prometheus: the table of those of a job, and what makes metrics of a table.
 
-A metric's name begins with `zero_`, and ends in its unit; a time is in seconds, a size in bytes.
-Every metric has the label `zero_job`: Prometheus itself sets a label `job`. The table of the
-metrics of a node is `zero_agent.loop.observed.metrics`.
-
-Must always hold: a metric whose value is not known is left out, never 0.
+A metric's name begins with `zero_`, and ends in its unit; a time is in seconds, a size in bytes. A
+metric whose value is not known is left out, never 0. The table of the metrics of a node is
+`zero_agent.loop.observed.metrics`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from zero_orchestrator.observe.verdicts import Kind
 T = TypeVar("T")
 R = TypeVar("R")
 JOB = "zero_job"
-"""The label that every metric has."""
+"""The label that every metric has; Prometheus itself sets one named `job`."""
 TIERS = MappingProxyType({False: "disk", True: "memory"})
 """In memory or not -> the value of the label `tier`."""
 

@@ -1,8 +1,6 @@
 """How fast a job trains: its speed, and the quantiles of the durations of its steps.
 
-Each agent counts the steps of its workers in buckets, and the counts of all agents add up. The
-bounds of a bucket are 4.4 % apart, so a quantile is exact to 2.2 %. Empty buckets are not stored:
-the steps of a round fill a few dozen.
+Each agent counts the steps of its workers in buckets, and the counts of all agents add up.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 from zero_contract.decoding import MalformedError, decode
 
 PER_OCTAVE = 16
-"""Buckets between a duration and its double."""
+"""Buckets between a duration and its double: 4.4 % apart, so a quantile is exact to 2.2 %."""
 SHORTEST_S = 1e-6
 STALL_S = 15.0
 """No step takes unusually long that takes at most this long."""

@@ -5,13 +5,7 @@
 
 Why keys, as for a drain, and not the HTTP port of the agents: every agent and every `zero-ctl`
 reaches etcd, from behind NAT as well, and has the credentials of the job. The port of an agent is
-open only if `--health-port` is given, has no authentication, and cannot be reached behind NAT. The
-keys are below the prefix that the roles of etcd users grant already, and that no agent watches for
-its rounds.
-
-Must always hold: both keys have the lease of the asker, so nothing is left of an asker that is
-gone; an asker has one question to a node at a time; an answer has at most `ANSWER_BYTES`; a
-question changes nothing in the job.
+open only if `--health-port` is given, has no authentication, and cannot be reached behind NAT.
 """
 
 from __future__ import annotations
@@ -105,6 +99,7 @@ class Asker:
         self._store, self._job = store, job
         self._name = secrets.token_hex(8)
         self._number = 0
+        # Of questions and answers: nothing is left of an asker that is gone.
         self._lease = store.grant(LEASE_S)
         self._kept_s = time.monotonic()
         self._arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()

@@ -3,14 +3,7 @@
 `trace` is a pure function of the events. Its file has a process for the job, with the phases that
 the report shows, and one for each node: a thread for its agent, and one for each of its ranks. What
 an agent does is known from `start`, and what its workers do from `first step`. All events of a
-recovery are there as instants.
-
-Clocks of nodes differ. A round begins after its nodes have stopped the workers of the one before,
-and before they start those of this one. So the events of a node are shifted by the least time with
-which that holds by the clock of the node that has begun the round.
-
-Must always hold: times are whole microseconds since the epoch; of two slices of a thread, one is
-inside the other or they are apart.
+recovery are there as instants, in whole microseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -78,7 +71,8 @@ def shift_s(begins: Mapping[str, Any], start: Mapping[str, Any]) -> float:
     if not begins or begins.get("node") == start.get("node"):
         return 0.0
     begins_s, stopped_s = _time_s(begins), number(start.get("stopped_s"))
-    # As little as brings the start behind the beginning, and the stop before it.
+    # Clocks of nodes differ, but a node stops the workers of the round before ahead of the
+    # beginning, and starts those of this one after it: the least shift with which that holds.
     most_s = 0.0 if stopped_s is None else min(0.0, begins_s - stopped_s)
     return max(begins_s - _time_s(start), most_s)
 
@@ -125,6 +119,7 @@ class _File:
 
     def next_slice(self, thread: _Thread, name: str, from_s: float, to_s: float) -> None:
         """Something that lasts, of which a thread does one after the other."""
+        # Viewers drop slices of one thread that overlap.
         at_us, end_us = max(_us(from_s), self._ends_us.get(thread, 0)), _us(to_s)
         if end_us > at_us:
             self._ends_us[thread] = end_us

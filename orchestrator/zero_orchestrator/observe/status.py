@@ -1,10 +1,7 @@
 """The status of a job: its keys, read once, as rows for people and for tools.
 
-Read-only. What a job waits for is the decision of the round machine on the same snapshot, so a
-status cannot contradict the agents' decisions.
-
-Must always hold: a status is of one revision of the job's keys; the progress of nodes, which has
-other keys, may be a few seconds old.
+Read-only, and of one revision of the job's keys; the progress of nodes, which has other keys, may
+be a few seconds old.
 """
 
 from __future__ import annotations
@@ -380,7 +377,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
     is_lost = not view.nodes and view.state not in ENDED
     if is_lost:
         now = "no agent is alive; the job goes on when one is started"
-    else:
+    else:  # by the agents' own decision, which a status thus cannot contradict
         now = decide(view, _JUST_NOW, Timing()).reason
     return JobStatus(
         job=job,

@@ -2,10 +2,7 @@
 
 A timeline is made of the marks of the goodput ledger, and is written with it. The ledger says how
 much time each use took; the timeline says when. `Timeline` is a value, and its methods are pure
-functions.
-
-Times are of the node's wall clock, in seconds since the epoch: for people only. Must always hold: a
-timeline has at most `SPANS` spans; they do not overlap, and are in order.
+functions. Times are of the node's wall clock, in seconds since the epoch: for people only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The verdicts that hold now about the ranks of a job, as the store keeps them.
 
 The agent of rank 0 makes and writes them (`zero_agent.loop.observed.judging`), with its lease, so
-they vanish with it; `zero-ctl status` reads them.
+they vanish with it.
 
 To add a verdict: a `Kind` here, in STOPS if no step is taken with it; a detector in `detectors/`,
 and its class in DETECTORS of `zero_agent.loop.observed.judging`. Status, metrics, page and events

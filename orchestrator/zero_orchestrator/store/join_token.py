@@ -4,12 +4,6 @@ An etcd that is started for one job (`zero-ctl launch`, `--master-addr`, Slurm) 
 and holds the job's keys, a secret among them. Every process of the job has the token in its
 environment and makes its own TLS files. The private key of the job's certificate authority is
 derived from the token, so all processes derive the same authority and no file is distributed.
-
-Must always hold: only a process with the token can connect to that etcd, or impersonate it; a token
-that could be guessed is refused, because a certificate allows an offline test of each guess. The
-certificates are valid from 2020 to 2120, so no wrong clock matters: the token ends with the job.
-
-The `cryptography` package makes the certificates; it is imported only when there is a token.
 """
 
 from __future__ import annotations
@@ -37,6 +31,7 @@ LOCAL_NAMES = ("127.0.0.1", "::1", "localhost")
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Order of the group of P-256; a private key is a number from 1 to `_ORDER` - 1."""
+# No wrong clock matters: the token ends with the job.
 _BEGIN, _END = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 _AUTHORITY, _MEMBER = "zero-elastic job", "zero-elastic member"
 
@@ -57,7 +52,7 @@ def new_token() -> str:
 
 def check_token(token: str) -> str:
     """Return the token. Raises SpecError if it is so short that it could be guessed."""
-    if len(token) < LEAST_CHARACTERS:
+    if len(token) < LEAST_CHARACTERS:  # a certificate allows an offline test of each guess
         raise SpecError(
             f"{ENV_JOIN_TOKEN} has {len(token)} characters and could be guessed; write "
             f"{LEAST_CHARACTERS} random ones or more, such as those that `openssl rand -hex 32` "
@@ -77,6 +72,7 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
     Raises:
         SpecError: The token could be guessed, or the files cannot be written.
     """
+    # Slow imports, for jobs that have a token.
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import (
         Encoding,

@@ -3,10 +3,8 @@
 Keys and values are text. Every change of any key gets the next *revision* of the whole store;
 a key carries the revision of its creation and of its last change. A transaction compares, then
 writes, atomically. A key written with a lease vanishes when the lease is not kept alive. A
-watch delivers every change after a given revision, in order, exactly once.
-
-Two implementations pass one contract suite (`tests/contract/kv`): `etcd.EtcdStore` for
-jobs, the tests' `MemoryStore` for simulation.
+watch delivers every change after a given revision, in order, exactly once. `etcd.EtcdStore` and the
+tests' `MemoryStore` pass one contract suite (`tests/contract/kv`).
 
 Source of the model: the etcd v3 API (https://etcd.io/docs/v3.5/learning/api/).
 """

@@ -1,15 +1,9 @@
 """Keep a lease alive, as the proof that this node is alive, and report when that is uncertain.
 
-The lease is refreshed once in each third of its time to live. Each holder has a different phase in
-that period, so a fleet that starts together, or that an outage has brought into step, does not
-load the store all at once. Two failures are distinguished. If the store answers that the lease has
-ended, the lease is *lost*: other nodes have seen this node leave. If the store does not answer, the
-node is *silent*: other nodes may or may not see it (an outage of the store pauses every lease). A
-silent node may continue to compute and must not publish; a node with a lost lease must register
-again.
-
-Must always hold: `on_lost` is called at most once, and never after `close`; the keeper retries
-until one of the two.
+If the store answers that the lease has ended, the lease is *lost*: other nodes have seen this node
+leave, and it must register again. If the store does not answer, the node is *silent*: other nodes
+may or may not see it (an outage of the store pauses every lease). A silent node may continue to
+compute and must not publish. The keeper retries until the lease is lost, or closed.
 """
 
 from __future__ import annotations
@@ -93,6 +87,7 @@ class LeaseKeeper:
         self._confirmed = self._clock.now()  # before the grant, which takes time of the lease
         self.lease = store.grant(ttl_s)
         """The id of the lease, for `KeyValueStore.put`."""
+        # A phase of its own: a fleet that starts together does not load the store all at once.
         self._phase_s = phase(self.lease) * self._ttl_s / 3
         self._repeating = self._clock.repeat(self._beat, self._phase_s)
 
@@ -118,7 +113,7 @@ class LeaseKeeper:
 
     def _beat(self) -> float | None:
         """Send one keep-alive; returns the seconds until the next, None if the lease is lost."""
-        if not self._works():
+        if not self._works():  # others take the node for gone, and do not wait for it
             return self._ttl_s / 3
         sent = self._clock.now()
         try:

@@ -2,17 +2,9 @@
 
 The agents of a job run the members: one in a job of one or two machines, three from three machines
 on, five from five. `decide` is a pure function of what one agent sees; the agents that have a
-member call it, and one of them at a time carries the change out (`zero_agent.etcd.own_members`).
-
-A vote is taken from the dead before another node gets one, and from the living after it: in this
-order the store survives the most further losses at every moment. What is added first has no vote (a
-learner), and gets one when it has all data.
-
-A lease tells late that a node is lost, or is back. So etcd's own check (--strict-reconfig-check) is
-the second one: it takes no vote from a member to which it is connected if the rest were no quorum.
-
-Must always hold: no change leaves fewer voters alive than a quorum; changes are made one at a time,
-so each quorum has a voter in common with the next, and two halves never both go on.
+member call it, and one of them at a time carries the change out (`zero_agent.etcd.own_members`):
+each quorum has a voter in common with the next, so two halves never both go on. No change leaves
+fewer voters alive than a quorum.
 
 Source of the ideas: D. Ongaro, "Consensus: Bridging Theory and Practice", chapter 4; the learners
 of etcd 3.4 (https://etcd.io/docs/v3.5/learning/design-learner/).
@@ -136,6 +128,8 @@ class View:
 
     def may_lose(self, voter: Member) -> bool:
         """Whether a quorum of the others lives when a voter is removed."""
+        # A lease tells late that a node is lost, or is back: etcd checks the same once more, by its
+        # connections (--strict-reconfig-check).
         others = self.alive - (voter.id not in self.gone_s)
         return len(self.voters) > 1 and others >= quorum(len(self.voters) - 1)
 
@@ -242,7 +236,8 @@ def _shrink(view: View) -> Decision | None:
     return _remove(one, f"{view.wanted} voters are enough for {count} machines, not {one.node}'s")
 
 
-# Dead voters go before anybody gets a vote, and living ones after it (the module says why).
+# Dead voters go before anybody gets a vote, and living ones after it: in this order the store
+# survives the most further losses at every moment.
 _RULES: tuple[Callable[[View], Decision | None], ...] = (
     _announce,
     _drop_learner,

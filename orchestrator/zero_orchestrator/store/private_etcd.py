@@ -2,8 +2,6 @@
 
 `zero-agent --standalone`, and a job of one node without an endpoint, have an etcd at a port of its
 own. The agent notes its endpoint in the temporary directory of that server.
-
-Must always hold: a note of another user is not read; a server that does not answer is not chosen.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ def running(parents: Sequence[Path]) -> list[str]:
     for path in sorted(each for parent in parents for each in parent.glob(f"{PREFIX}*/{_NOTE}")):
         with contextlib.suppress(OSError, UnicodeDecodeError):  # its agent ends meanwhile
             endpoint = path.read_text(encoding="utf-8")
+            # The directory is open to all: a note of another user could lead anywhere.
             if path.lstat().st_uid == os.geteuid() and _answers(endpoint):
                 found.append(endpoint)
     return found

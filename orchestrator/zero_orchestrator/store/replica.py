@@ -2,11 +2,8 @@
 
 The cost of a read grows with the number of keys; the cost of applying a change does not. So a
 job's keys are read once, and then each change is applied to the copy. The copy is always the state
-of the store at one revision, which may be slightly stale: the watch delivers whole revisions, in
-order.
-
-Must always hold: `look` never returns a mixture of two revisions, and never an older revision than
-before; after `distrust` it returns what was written by then.
+of the store at one revision, never an older one than before; it may be slightly stale, unless
+`distrust` was called.
 
 Source of the idea: the reflector of Kubernetes' client-go (list, then watch from there).
 """

@@ -1,9 +1,5 @@
 """Retry policies for calls to the store: exponential backoff with jitter, by tenacity.
 
-Must always hold: only a transient error (`StoreUnavailable`) is retried; every policy ends, by a
-deadline or by an event; delays are random, so that a thousand agents that lost the same server do
-not retry in step.
-
 A call that is retried must be idempotent: a read, or a transaction that compares what it read. A
 write without an answer may have taken effect.
 
@@ -29,6 +25,7 @@ _log = logging.getLogger(__name__)
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 2.0
 
+# Random: a thousand agents that lost the same server do not retry in step.
 _JITTER = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)
 
 

@@ -2,16 +2,10 @@
 
 Of the members of a store (`members`) fewer than a quorum may be left for ever. All nodes can look
 where the checkpoints are, so it is settled there: whoever first creates the file that names the
-heir of the lost store has begun the new one, and everybody else goes there. The old store's members
-replace another file there every few seconds, as long as they have a quorum: nodes that are merely
-cut off from them see that it lives.
-
-Must always hold: a store has one heir at most, so two halves cannot both go on, whatever each of
-them believes; once there is an heir, nothing is published through the old store, even if its quorum
-comes back (rank 0 looks before it publishes); the heir's rounds count on from the newest checkpoint
-that there is, so what it saves is newer than all that the old store's workers have saved. The sign
-of life is a matter of patience alone: without it a store that lives could get an heir, and would
-end, but nothing would be lost.
+heir of the lost store has begun the new one, and everybody else goes there. A store has one heir at
+most, so two halves cannot both go on, whatever each of them believes; once there is an heir,
+nothing is published through the old store, even if its quorum comes back (rank 0 looks before it
+publishes).
 
 Source of the idea: the witness of a two-node cluster (a disk that both reach), as in quorum disks;
 the conditional put as a lock, https://martin.kleppmann.com/2016/02/08/how-to-do-distributed-locking.html.
@@ -97,6 +91,8 @@ def decide(seen: Seen) -> tuple[Act, str]:
             f"the newest checkpoint, of step {seen.step}, is not in {seen.root} on this node: put "
             "checkpoints on storage that all nodes share"
         )
+    # The old store's members show it while they have a quorum. A matter of patience alone: without
+    # the sign a store that lives could get an heir, and would end, but nothing would be lost.
     if seen.lives:
         return Act.END, (
             "the store lives, as its members show beside the checkpoints: this node is cut off "

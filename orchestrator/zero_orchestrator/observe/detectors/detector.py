@@ -2,8 +2,7 @@
 
 A detector has state, and does nothing else: no I/O, no thread, no clock. Where reports alone do not
 tell the cause, it says which `Question` is to be asked; the answer is one more report. The agent of
-rank 0 runs all of them in one loop (`zero_agent.loop.observed.judging`), which makes a verdict of
-what is found, and withdraws what no longer is.
+rank 0 runs all of them in one loop (`zero_agent.loop.observed.judging`).
 """
 
 from __future__ import annotations

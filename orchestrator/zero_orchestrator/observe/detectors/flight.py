@@ -1,8 +1,7 @@
 """Which collective does not match: the flight recorders of torch on all ranks, compared.
 
 Pure. Torch numbers the collectives of each process group. The ranks of a group must issue the same
-ones under the same numbers: else those that have issued wait for ever. Only the last few of each
-rank are known.
+ones under the same numbers: else those that have issued wait for ever.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def compare(ranks: Mapping[int, Sequence[Collective]]) -> Mismatch | None:
         }
         if len(by_rank) < 2:
             continue
-        # Of what is before, a rank that has issued more of them knows nothing any more.
+        # Only the last few of each rank are recorded: before this one some rank knows nothing.
         first = max(min(issued) for issued in by_rank.values())
         last = max(max(issued) for issued in by_rank.values())
         for number in range(first, last + 1):

@@ -2,8 +2,6 @@
 
 Pure. Each rank says which exchange it waits for and how many it has begun (`zero_comm` counts
 them), and where its program is (`stacks`). A rank that answers nothing is described by its kernel.
-
-Must always hold: nothing is said of what ranks wait for while a link between them is dead.
 """
 
 from __future__ import annotations
@@ -243,7 +241,7 @@ class StuckRanks:
     def _judge(self, since: Idle, found: Evidence) -> Finding | None:
         told = f"no step for {since.idle_s:.0f} s, since step {since.step:,}"
         over = "steps are taken again, after"
-        if found.dead:
+        if found.dead:  # what ranks wait for follows from it
             links = (link_in_words(self._members, pair, why) for pair, why in found.dead.items())
             text = f"{told}: {'; '.join(links)}"
             hosts = sorted({node for pair in found.dead for node in pair})

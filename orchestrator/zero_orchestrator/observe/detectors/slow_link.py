@@ -1,15 +1,9 @@
 """The verdict about a slow link: the network between two nodes is slower than that of the others.
 
 Pure. A probe measures the links of a job (`links`). A link is compared with the others, and with
-its own rate in earlier probes, as two nodes have no other link. A verdict needs three probes in a
-row. The time in which either end waited for a CPU is left out: a busy machine is no slow link.
-
-The network is probed some time after the first steps of a round, when a job becomes slower and no
-rank explains it (`slowdown`), and again soon after a link was found to be slow. A probe costs each
-node some MiB at most, and milliseconds on a fast network (`zero_agent.node.probe`).
-
-Must always hold: a link of at least `FAST_BYTES_PER_S` is not slow by its rate: more a single
-connection of an agent does not measure reliably; probes are rare, whatever the job does.
+its own rate in earlier probes. The network is probed some time after the first steps of a round,
+when a job becomes slower and no rank explains it (`slowdown`), and again soon after a link was
+found to be slow: rarely, whatever the job does.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from zero_orchestrator.observe.verdicts import Kind, Verdict
 SLOWER = 3.0
 """A slow link has at most 1 / SLOWER of the usual rate, or SLOWER times the usual latency."""
 FAST_BYTES_PER_S = 125e6
+"""Such a link is not slow by its rate: one connection of an agent measures no more reliably."""
 LATER_S = 0.005
 """The latency of a slow link is longer than usual by so much, at least."""
 IN_A_ROW = 3
@@ -103,8 +98,10 @@ def _judge(link: Link, measured: Sequence[Link], earlier: Mapping[Way, float]) -
     ]
     rates = [median(other.bytes_per_s for other in group) for group in groups if group]
     latencies_s = [median(other.latency_s for other in group) for group in groups if group]
+    # Also its own earlier rate: two nodes have no other link.
     usual = max([*rates, earlier.get(link.way, 0.0), link.bytes_per_s])
     usual_s = min([*latencies_s, link.latency_s])
+    # Without the time in which either end waited for a CPU: a busy machine is no slow link.
     rate, latency_s = link.network_bytes_per_s, link.network_latency_s
     slow = rate * SLOWER <= usual and rate < FAST_BYTES_PER_S
     late = latency_s >= max(SLOWER * usual_s, usual_s + LATER_S)

@@ -1,8 +1,7 @@
 """Whether a job has become slower in a way that no rank explains: all ranks wait longer.
 
 A pure function of the times that rank 0 reports, in windows as in `straggler`. A slow rank makes
-the others wait, and not itself; a slow network makes all of them wait. It is a reason to probe the
-network, and no verdict.
+the others wait, and not itself; a slow network makes all of them wait.
 """
 
 from __future__ import annotations

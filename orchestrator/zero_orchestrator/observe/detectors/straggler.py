@@ -1,12 +1,9 @@
 """The verdict about slow ranks: which rank computes longer than the others, which wait for it.
 
-A pure function of the times that rank 0 reports. The reports are divided into windows of at least
-`WINDOW_S` of training. A rank is a straggler if it is slow in `WINDOWS` windows in a row, and no
-straggler any more when it is not slow in as many.
-
-Must always hold: a rank is slow only if the others lose time by it, step by step. So what slows all
-ranks, or one rank for a moment, or delays nobody, is no verdict. Clocks of two nodes are never
-compared: each rank measures the length of its own computing and of its own waits.
+A pure function of the times that rank 0 reports, in windows of at least `WINDOW_S` of training. A
+rank is slow only if the others lose time by it, step by step: what slows all ranks, or one rank for
+a moment, or delays nobody, is no verdict. Clocks of two nodes are never compared: each rank
+measures the length of its own computing and of its own waits.
 
 Source of the idea: NVRx's straggler detection, which compares the ranks with each other.
 """

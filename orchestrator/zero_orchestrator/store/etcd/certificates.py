@@ -2,9 +2,6 @@
 
 They are read for each connection. A renewal that is under way (a file that is missing, half
 written, or does not belong to the other) changes nothing: the next connection reads them again.
-
-Must always hold: gRPC is given no file that has not been parsed here, because it ends the process
-at an empty one.
 """
 
 from __future__ import annotations
@@ -64,6 +61,7 @@ def _read(
 
 def _parsed(path: Path, what: str, parse: Any) -> tuple[bytes, Any]:
     """The content of a file, and what it says."""
+    # Parsed here, because gRPC ends the process at an empty file.
     try:
         content = path.read_bytes()
         return content, parse(content)

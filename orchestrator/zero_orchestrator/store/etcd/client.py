@@ -1,11 +1,8 @@
 """The store of real jobs: `KeyValueStore` on an etcd v3 server or cluster, over etcd3.
 
 Each method is one etcd call, made through `Connection` (endpoints, deadline, login, errors);
-watches share one stream (`EtcdWatches`). Values are text in UTF-8.
-
-Must always hold: every call ends within the store's timeout; a write whose answer was lost raises
-StoreUnavailable and is never sent twice. Importing this module imports grpc and etcd3, so import
-it only when a store is needed.
+watches share one stream (`EtcdWatches`). Values are text in UTF-8. Importing this module imports
+grpc and etcd3, so import it only when a store is needed.
 """
 
 from __future__ import annotations
@@ -215,6 +212,7 @@ class EtcdStore:
 
     def grant(self, ttl_s: int) -> int:
         """As `KeyValueStore.grant`; etcd makes very short leases longer (2 s at least)."""
+        # Repeatable: a lease whose answer was lost, and which nobody keeps alive, ends.
         lease = self._connection.call(lambda etcd: etcd.lease(ttl_s), repeatable=True)
         self._ttl_s[lease.id] = lease.ttl
         return int(lease.id)

@@ -1,8 +1,5 @@
 """etcd's members, by its cluster API: list them, add one without a vote, promote and remove it.
 
-Must always hold: each change is a single-member one, which a quorum of the old members agrees to;
-a member is added as a learner alone, so it cannot cost the quorum before it has all data.
-
 Source: https://etcd.io/docs/v3.5/learning/design-learner/; rpc.proto of etcd 3.5.
 """
 
@@ -30,6 +27,7 @@ class EtcdCluster:
 
     def add_learner(self, peer: str) -> tuple[Member, ...]:
         """Add a member without a vote, which begins then at this peer URL; all members."""
+        # Without a vote: it cannot cost the quorum before it has all data.
         request = rpc.MemberAddRequest(peerURLs=[peer], isLearner=True)
         return _members(self._call("MemberAdd", request).members)
 

@@ -3,14 +3,8 @@
 etcd3's client has one endpoint and one timeout for all calls, and its login cannot be renewed. A
 `Connection` holds one such client at a time. A connection is abandoned if it is broken, or if no
 answer at all arrived on it while a call waited: the next call opens a new connection to the next
-endpoint (failover). So the client also leaves a server that is stopped, partitioned, or without a
-leader, whose TCP connection looks healthy for minutes. One slow answer does not abandon a
-connection, because other calls, the watches and the login use it too. One channel per endpoint,
-instead of one for all endpoints, lets gRPC resolve names again at each attempt and check a TLS
-certificate against the name that was dialled.
-
-Must always hold: every call ends within its deadline; calls raise only `StoreError`s; a write is
-sent again only if it certainly was not carried out. Importing this module imports grpc and etcd3.
+endpoint (failover). Every call ends within its deadline, and raises only `StoreError`s. Importing
+this module imports grpc and etcd3.
 """
 
 from __future__ import annotations
@@ -384,6 +378,8 @@ class Connection:
             login_s = self.login.under_way_s(session)
             if login_s is not None:  # busy with other logins; so would be another one
                 return login_s > PATIENT_LOGIN_S and len(self.endpoints) > 1
+            # The TCP connection to a server that is stopped or cut off looks healthy for minutes.
+            # One slow answer says nothing: other calls, the watches and the login use it, too.
             return time.monotonic() - max(session.answered_s, began_s) >= self._silent_s
         if "etcdserver:" in text:  # an answer: this member cannot serve now, another may
             return len(self.endpoints) > 1 and "too many requests" not in text
@@ -406,6 +402,8 @@ class Connection:
         self.session.client.close()
 
     def _open(self, endpoint: str) -> EtcdSession:
+        # A channel for each endpoint, instead of one for all: gRPC resolves the name again at each
+        # attempt, and checks the certificate against the name that was dialled.
         host, _, port = endpoint.rpartition(":")
         client = _Client(
             host=f"dns:///{host}",

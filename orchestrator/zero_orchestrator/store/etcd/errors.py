@@ -1,8 +1,5 @@
 """Errors of etcd as `StoreError`s: tables from gRPC's status codes and etcd's error texts.
 
-Must always hold: a refusal is StoreRefused, a missing answer StoreUnavailable; each message names
-the endpoint and, if there is one, the remedy.
-
 Source of the texts: go.etcd.io/etcd/api/v3/v3rpc/rpctypes/error.go.
 """
 

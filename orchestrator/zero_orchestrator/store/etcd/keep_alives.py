@@ -1,11 +1,7 @@
 """Lease keep-alives on one long-lived stream, for all leases of a store.
 
 etcd3 opens a stream for each keep-alive; a thousand agents with leases of 3 s would open and close
-a thousand streams a second.
-
-Must always hold: an answer counts for the request that it answers, not for an older one that timed
-out; the next request replaces a stream that has ended, or whose connection was abandoned.
-Thread-safe.
+a thousand streams a second. Thread-safe.
 """
 
 from __future__ import annotations
@@ -81,6 +77,8 @@ class _Stream:
             grpc.RpcError: The stream has ended.
         """
         with self._changed:
+            # Answers come in order: the n-th is that to the n-th request, and a late one to an
+            # older request, which timed out, does not count.
             self._sent[lease] += 1
             number = self._sent[lease]
             self._requests.put(rpc.LeaseKeepAliveRequest(ID=lease))

@@ -4,10 +4,6 @@ etcd3 0.12 ships message modules generated in 2019, which protobuf 4 and later r
 package ships the API as a compiled descriptor (`etcd_api.binpb`; `etcd_api.proto` names the
 command that compiles it). `install` builds the message classes from the descriptor and registers
 them as `etcd3.etcdrpc`, before etcd3 is imported.
-
-Must always hold: the classes live in a private `DescriptorPool`, so they cannot clash with
-another etcd client's messages in the same process, and no process-wide protobuf setting is
-changed.
 """
 
 from __future__ import annotations

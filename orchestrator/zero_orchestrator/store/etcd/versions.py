@@ -1,8 +1,4 @@
-"""What is known against a version of etcd.
-
-A watch that begins at a future revision may deliver older events before 3.6.2 (etcd#20221); ours
-drop what they have delivered before (`watch.EtcdWatch.deliver`), so that is no complaint.
-"""
+"""What is known against a version of etcd."""
 
 from __future__ import annotations
 

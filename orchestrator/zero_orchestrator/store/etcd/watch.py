@@ -2,16 +2,9 @@
 
 etcd keeps the history of its keys, so a watch that remembers the last revision it delivered can
 resume right after that revision, at any member. Three things end a stream: the connection breaks;
-the stream is silent (a stopped server or a dead link, which does not answer a progress request
-either); the store has failed over to another connection. Each time the reading thread opens the
-next stream, with all watches, after a random backoff that grows while attempts fail. A watch whose
-history is compacted, or is that of another cluster, resumes at the present revision.
-
-gRPC consumes the requests of a stream on a separate thread. That thread sends a progress request
-when nothing was received for a while, and ends the stream if no answer comes.
-
-Must always hold: changes are delivered in order, each once, all changes of a revision in one batch;
-only `close` ends the thread; a stream that is silent for `QUIET_S` and a deadline ends.
+the stream is silent; the store has failed over to another connection. Each time the reading thread
+opens the next stream, with all watches, after a random backoff that grows while attempts fail.
+Changes are delivered in order, each once, all changes of a revision in one batch.
 
 Source of the ideas: the Go client's watcher (go.etcd.io/etcd/client/v3/watch.go); etcd's manual
 progress request (3.4 and later).
@@ -122,7 +115,7 @@ class Stream:
                     return
             elif asked_s is None:
                 request = rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
-            else:
+            else:  # a stopped server or a dead link does not answer a progress request, either
                 self.silent = True
                 self.end()
                 return
@@ -165,6 +158,7 @@ class EtcdWatch:
         """Call back with the changes that were not delivered before."""
         new = []
         for event in events:
+            # Before 3.6.2 a watch that begins in the future may be sent older ones (etcd#20221).
             if event.kv.mod_revision > self.after:
                 item = None if event.type == rpc.Event.DELETE else key_value(event.kv)
                 new.append(Change(event.kv.key.decode(), event.kv.mod_revision, item))
