@@ -3,9 +3,6 @@
 `zero-ctl` talks to etcd alone, so it works from any machine that reaches etcd, whether or not the
 job's nodes can be reached. It decides nothing: an operator request is a key, and the job's agents
 carry the request out.
-
-Must always hold: a request is written only for the job and the agent that were read before; every
-mistake of the user ends in one message and an exit code.
 """
 
 from __future__ import annotations
@@ -381,13 +378,13 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if args.port is None:
         print(metrics.exposition(now).decode(), end="")
         return CtlExit.OK
-    list(now())  # what cannot be read at the start is an error of this command
+    list(now())  # what cannot be read at the start is an error of this command; later of a scrape
 
     def scraped() -> Iterator[Metric]:
         found, up = [], False
         try:
             found, up = [*now()], True
-        except (StoreError, status.NoSuchJob) as error:
+        except (StoreError, status.NoSuchJob) as error:  # Prometheus must see that etcd is away
             view.report(f"no metrics: {error}")
         yield from found
         yield from metrics.collected([metrics.ETCD_UP], [], [((), up)])

@@ -2,8 +2,6 @@
 
 `zero-ctl completion SHELL` prints what the shell must load. On a TAB the shell runs the program
 itself, which answers and ends (argcomplete); `zero-ckpt` without torch (`zero_orchestrator.start`).
-
-Must always hold: a TAB prints no error, and takes no longer than `WAIT_S` when etcd is away.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from zero_orchestrator.observe import status
 from zero_orchestrator.observe.status import JobStatus
 from zero_orchestrator.store.kv import KeyValueStore
 
-WAIT_S = 1.0
+WAIT_S = 1.0  # a TAB takes no longer when etcd is away
 _PROGRAMS = ("zero-ctl", "zero-agent", "zero-ckpt")
 _LOADS = {
     "bash": 'eval "$(zero-ctl completion bash)" in ~/.bashrc',

@@ -1,7 +1,6 @@
 """The records of a job from the event files of its agents alone, when its etcd is gone.
 
-The files are those of `zero-agent --log-dir`, of all nodes in one directory. The order of the
-events is that of the nodes' clocks: the revisions of etcd are not in every one of them.
+The files are those of `zero-agent --log-dir`, of all nodes in one directory.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _record(line: str) -> dict[str, Any] | None:
     record = parse(line)
     if record is None or "time" not in record:
         return None
-    record.pop("revision", None)  # only some have one: the order is that of the clocks
+    record.pop("revision", None)  # only transitions have one: the order is that of the clocks
     return record
 
 

@@ -76,6 +76,7 @@ def _follow(
             continue
         try:
             now = status.read(store, job)
+        # Asked only while no event comes: a job that ends has told of it before.
         except StoreUnavailable:  # the watch survives an outage, and shows then what was missed
             continue
         except NoSuchJob:  # it existed, and its keys have been deleted

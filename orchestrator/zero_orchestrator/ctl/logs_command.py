@@ -1,8 +1,7 @@
 """`zero-ctl logs`: what the workers of a job print, on all nodes.
 
 The agents keep the last output of their workers in memory and send it when asked; an agent that
-ends leaves the last of it in etcd. The output of two nodes is shown in the order of their clocks,
-which nothing depends on.
+ends leaves the last of it in etcd.
 """
 
 from __future__ import annotations
@@ -216,6 +215,7 @@ class _Reader:
         if gone:  # what their workers have printed last may be in etcd
             self.show(one for one in self.left() if one.node in gone)
         for node in gone:
+            # An agent that ends writes its last output after its registration is gone.
             if now_s - self._gone_s.setdefault(node, now_s) > LEAVING_S:
                 del self._cursors[node], self._gone_s[node]
         if job.ended and not job.live_nodes and not self._gone_s:

@@ -1,7 +1,4 @@
-"""Operator requests: drain, stop, exclude, include. Each is a key; the job's agents carry it out.
-
-Must always hold: a request is written only for the job and the agent that were read before.
-"""
+"""Operator requests: drain, stop, exclude, include: keys, which the job's agents carry out."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
     agent = store.get(keys.node(node))
     if agent is not None:
         order = DrainOrder(node, Node.from_json(agent.value).incarnation, by)
+        # Only the agent that was read: another one of that name has not been meant.
         same = unchanged(agent.key, agent.mod_revision)
         # Under the agent's lease the request vanishes with it, for whatever reason it exits: the
         # next agent of that name cannot take the request for its own.
@@ -77,6 +75,7 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
     """
     view = _look(store, job)
     found = Exclusion(host=_host(view, name), why=why, for_s=for_s, by_user=True)
+    # Whoever names a node may not know that others share its host.
     there = [node.id for node in view.nodes if node.machine == found.host]
     if name != found.host and len(there) > 1:
         raise NoSuchNode(

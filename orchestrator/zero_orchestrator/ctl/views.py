@@ -1,8 +1,4 @@
-"""The output of `zero-ctl`: tables for people, or one JSON object a line for tools.
-
-Must always hold: names and reasons are printed verbatim, never interpreted as markup; output to a
-pipe is complete, however narrow the terminal is.
-"""
+"""The output of `zero-ctl`: tables for people, or one JSON object a line for tools."""
 
 from __future__ import annotations
 
@@ -128,8 +124,9 @@ class TableView:
     """Tables and sentences for people."""
 
     def __init__(self) -> None:
+        # Names and reasons are shown as they are: rich would read `[...]` in them as markup.
         self._console = Console(markup=False, emoji=False, highlight=False)
-        if not self._console.is_terminal:
+        if not self._console.is_terminal:  # else rich takes 80 columns, and folds the cells
             self._console.width = _PIPE_COLUMNS
 
     def jobs(self, jobs: Sequence[JobStatus]) -> None:

@@ -1,8 +1,4 @@
-"""The page of a job as one HTML file: script, style and picture are inside, nothing is loaded.
-
-Must always hold: no text of a job can end or begin an element; the page runs its own script alone,
-which its Content-Security-Policy names by its hash.
-"""
+"""The page of a job as one HTML file: script, style and picture are inside, nothing is loaded."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """The picture of a job: what the dashboard and the report draw, from the job's records.
 
-`picture` is a pure function: records -> plain JSON. The page draws it and decides nothing.
-
-Must always hold: a picture has no secret of the job (neither its environment nor its command line),
-no number that is not finite, and a bounded size; times are wall clocks of nodes, in seconds since
-the epoch.
+`picture` is a pure function: records -> plain JSON of bounded size. The page draws it and decides
+nothing. Times are wall clocks of nodes, in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -184,6 +181,7 @@ def _over_s(records: Records, end_s: float) -> float:
 def _job(records: Records, end_s: float, now_s: float) -> Json:
     job = records.status
     opened = [e.time_s for e in records.events[:1] if e.record.get("event") == "open"]
+    # Not the command line: it may have a secret, and a report is passed on.
     return {
         "name": job.job,
         "owner": job.owner,
@@ -275,6 +273,7 @@ def _curve(history: History) -> Json:
     return {
         "step": [point.step for point in points],
         "time": [point.time_s for point in points],
+        # JSON has no NaN, and the page would not be drawn.
         "loss": [number(point.loss) for point in points],
         "low": [number(point.low) for point in points],
         "high": [number(point.high) for point in points],
@@ -317,7 +316,7 @@ def _timeline(records: Records, row: NodeRow, end_s: float) -> Json:
     if timeline is not None:
         starts = list(timeline.spans)
         alive = row.alive and not records.status.ended
-        if alive:
+        if alive:  # it writes its timeline every few seconds, and the page must not lag behind
             starts += _since_written(records, row.node, timeline)
         elif timeline.until_s < end_s - 1:
             starts.append(Span(from_s=timeline.until_s, phase=Phase.GONE))

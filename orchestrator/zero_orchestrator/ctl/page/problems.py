@@ -1,7 +1,6 @@
 """What was wrong with a job, and from when to when: verdicts, saves that fail, etcd out of reach.
 
-Pure functions of the events in their order, and of what holds now. Times are wall clocks of nodes,
-in seconds since the epoch.
+Pure functions. Times are wall clocks of nodes, in seconds since the epoch.
 """
 
 from __future__ import annotations

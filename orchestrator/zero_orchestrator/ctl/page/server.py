@@ -5,9 +5,8 @@
     POST /drain   {"node": NODE}, and
     POST /stop    with the header `Authorization: Bearer TOKEN`
 
-The job is looked at only while somebody watches, and once for all who watch. Must always hold:
-nothing is changed without the token; a request to another host's name, as DNS rebinding makes it,
-is refused; every answer says that it may not be stored or framed.
+The job is looked at only while somebody watches, and once for all who watch. Nothing is changed
+without the token.
 """
 
 from __future__ import annotations
@@ -151,6 +150,7 @@ class Server:
             routes.append(Route(f"/{name}", self._acting(act), methods=["POST"]))
         guards = [
             Middleware(_Headers),
+            # DNS rebinding: the page of a stranger asks under a name of its own that leads here.
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
         ]
         return Starlette(routes=routes, middleware=guards)
@@ -179,7 +179,7 @@ class Server:
         async def answer(request: Request) -> Response:
             kind, _, given = request.headers.get("authorization", "").partition(" ")
             if kind != "Bearer" or not hmac.compare_digest(given.encode(), self._token):
-                await asyncio.sleep(WRONG_S)
+                await asyncio.sleep(WRONG_S)  # who guesses is slow
                 return _said(
                     403, "The token is wrong; zero-ctl dashboard has printed the right one."
                 )

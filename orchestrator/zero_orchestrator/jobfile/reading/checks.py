@@ -1,8 +1,7 @@
 """Consistency checks: values of a job file that are impossible, or do not fit each other.
 
-Each check is a pure function of the job and yields problems. Must always hold: a problem names
-the key, what is wrong with its value, and a value that is right. Checks that need facts about a
-cluster are in `preflight`.
+Each check is a pure function of the job and yields problems: the key, what is wrong with its value,
+and a value that is right. Checks that need facts about a cluster are in `preflight`.
 """
 
 from __future__ import annotations
@@ -157,6 +156,7 @@ def _image_and_variables(job: Job) -> Iterator[Problem]:
     file = job.file
     if file.uses("CONFIG") and file.config is None:
         yield Problem(key="args", text="$(CONFIG) stands for a file; name it with config: FILE")
+    # All pods must run the same code: one that comes later would get what the tag names by then.
     tag = file.image.rpartition("/")[2].partition(":")[2]
     if "@sha256:" not in file.image and tag in ("", "latest"):
         text = (

@@ -1,8 +1,6 @@
 """YAML into frozen records, with the line of every value.
 
-Must always hold: an unknown key is an error that names the nearest known key; a value is read as
-it is written, so `2:16` stays text (YAML 1.1 would read the number 136, in base 60); one error
-lists all mistakes of a file, each with its line.
+An unknown key is an error that names the nearest known key; one error lists all mistakes of a file.
 """
 
 from __future__ import annotations
@@ -165,6 +163,7 @@ def _line(node: yaml.Node) -> int:
 def _text(node: yaml.Node) -> str | _Other:
     # No deeper than the types of the keys: by anchors, a file of a few lines may be nested in
     # itself, or have more values than any memory.
+    # As it is written: of `2:16` YAML 1.1 would make the number 136, in base 60.
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
     return _Other("a list" if isinstance(node, yaml.SequenceNode) else "a mapping")

@@ -1,8 +1,4 @@
-"""The schema of job files: the keys, their defaults, and the values derived from them.
-
-Must always hold: every key has an effect on at least one kind of cluster; a value derived from
-several keys (`drain_s`, `threads_per_worker`) is computed here, once, for all kinds of cluster.
-"""
+"""The schema of job files: the keys, their defaults, and the values derived from them."""
 
 from __future__ import annotations
 

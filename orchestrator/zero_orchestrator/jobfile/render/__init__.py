@@ -1,7 +1,4 @@
-"""Rendering a job file for each kind of cluster: a table of renderers.
-
-Must always hold: rendering starts nothing and uses no network.
-"""
+"""Rendering a job file for each kind of cluster, which starts nothing and uses no network."""
 
 from __future__ import annotations
 

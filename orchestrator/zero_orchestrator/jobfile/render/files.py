@@ -1,8 +1,4 @@
-"""Templates and rendered files.
-
-Every renderer starts from a file of deploy/, so deploy/ is the only source. The wheel contains
-these files.
-"""
+"""Templates and rendered files: every renderer starts from a file of deploy/."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from pathlib import Path
 from zero_orchestrator.errors import SpecError
 
 DEPLOY = (Path(__file__).parents[1] / "deploy").resolve()
-"""In a checkout, a symbolic link to the directory deploy/."""
+"""In a checkout, a symbolic link to the directory deploy/; the wheel contains the files."""
 KUBERNETES = DEPLOY / "kubernetes"
 PRIVATE = "etc/zero-elastic"
 """Directory of files that only root may read: a variable may be a password."""

@@ -1,10 +1,7 @@
 """A job file as a kustomization of deploy/kubernetes, and as Kubernetes objects.
 
 kustomize combines the base, the components that the job asks for, and patches with the values of
-the job. The name of the job is the prefix of its objects' names and a label of its pods and
-selectors, so several jobs can run in one namespace.
-
-Must always hold: what the job file does not set is rendered as deploy/kubernetes has it.
+the job. What the job file does not set is rendered as deploy/kubernetes has it.
 """
 
 from __future__ import annotations
@@ -90,6 +87,7 @@ def files(job: Job, directory: Path) -> dict[str, str]:
     whole = {
         **_HEAD,
         **({"namespace": file.kubernetes.namespace} if file.kubernetes.namespace else {}),
+        # Prefix and label of the job: several jobs can run in one namespace.
         "namePrefix": f"{file.name}-",
         "labels": [{"pairs": {INSTANCE: file.name}, "includeSelectors": True}],
         "resources": [_PARTS],

@@ -1,7 +1,6 @@
 """A job file as a batch script: deploy/slurm/zero_agent.sbatch with the values of the job.
 
-Must always hold: the script needs nothing but Slurm, so a user can keep it, read it and submit it
-again by hand.
+The script needs nothing but Slurm: a user can keep it, read it and submit it again by hand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A job file as files of systemd: the unit of deploy/systemd, the job's variables, its limits.
 
-Must always hold: every machine of the job gets the same files.
+Every machine of the job gets the same files.
 """
 
 from __future__ import annotations

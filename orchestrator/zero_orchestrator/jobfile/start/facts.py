@@ -1,7 +1,6 @@
 """Facts about a cluster and the network that a job needs; `preflight` judges them.
 
-Must always hold: no query changes anything; each query ends within its timeout; a fact that
-could not be read (no rights, no such kind, no network) is None, never a guess.
+A fact that could not be read (no rights, no such kind, no network) is None, never a guess.
 """
 
 from __future__ import annotations

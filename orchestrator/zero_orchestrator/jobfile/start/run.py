@@ -2,9 +2,6 @@
 
 On this machine no scheduler is needed: this process becomes the one agent of the job, or the
 program that starts several agents.
-
-Must always hold: nothing is started while a fatal problem is known; `--dry-run` starts nothing
-and prints what would be started.
 """
 
 from __future__ import annotations
