@@ -3,7 +3,7 @@
 Owns the record of what has been moved to host memory, has gone to another engine with the module,
 or is inconsistent after a failed load. A moved tensor keeps everything but its bytes: its storage
 is empty until the reload, so every view of it is right again afterwards. What scripts read without
-the engine is never empty. Source of the names: DeepSpeed.
+the engine is never empty, a view that they have kept included. Source of the names: DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from zero_contract.errors import ZeroError
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.sharding import small_params
 from zero_engine.sharding.flat_unit import FlatUnit
+from zero_engine.sharding.parameter_views import FreedStorage
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class MovedStates:
         self._await_weights = await_weights
         self._units = units
         self._zero = zero
-        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._copies: dict[int, tuple[torch.UntypedStorage, FreedStorage, Tensor]] = {}
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         """By `id`: a tensor of the optimizer that shows a copy, and its data on the device."""
         self.given_away = False
@@ -118,8 +119,9 @@ class MovedStates:
                 copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
                 copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)
                 # On a GPU the next user of this memory runs after the copy, on one stream.
-                storage.resize_(0)
-                self._copies[storage._cdata] = (storage, copy)
+                freed = FreedStorage()
+                freed.free(storage)
+                self._copies[storage._cdata] = (storage, freed, copy)
         finally:
             if non_blocking and torch.cuda.is_available():
                 # The copies ran one behind the other. What is shown below has to be complete.
@@ -132,8 +134,8 @@ class MovedStates:
             for state in optimizer.state.values():
                 shown += [value for value in state.values() if isinstance(value, Tensor)]
             for tensor in shown:
-                _, kept = self._copies.get(tensor.untyped_storage()._cdata, (None, None))
-                if kept is not None:
+                if found := self._copies.get(tensor.untyped_storage()._cdata):
+                    *_, kept = found
                     self._homes[id(tensor)] = (tensor, tensor.detach())
                     layout = tensor.size(), tensor.stride(), tensor.storage_offset()
                     tensor.data = kept.view(tensor.dtype).as_strided(*layout)
@@ -157,8 +159,8 @@ class MovedStates:
     def restore(self, *, non_blocking: bool) -> None:
         """`engine.reload_states`: move everything back."""
         while self._copies:
-            key, (storage, copy) = next(iter(self._copies.items()))
-            storage.resize_(copy.numel())
+            key, (storage, freed, copy) = next(iter(self._copies.items()))
+            freed.fill(storage, copy.numel())
             _bytes(storage).copy_(copy, non_blocking=non_blocking and copy.is_pinned())
             del self._copies[key]  # only now: without memory for it the reload can be repeated
         # Then the optimizer's tensors, which until now show the copies and not empty storages.

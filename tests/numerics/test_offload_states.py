@@ -134,6 +134,35 @@ def read_the_optimizer_while_away(stage: int) -> tuple[Any, ...]:
     return before, meanwhile, look()
 
 
+def read_kept_views(stage: int) -> list[tuple[bool, bool]]:
+    """Of each view that a script keeps: whether it is NaN while its storage is away, and right
+    again afterwards."""
+    engine = make_engine(config(stage, bf16=True))
+    train(engine, 1)
+    shown = [param for group in engine.optimizer.param_groups for param in group["params"]]
+    for state in engine.optimizer.state.values():
+        shown += [value for value in state.values() if value.numel() > 1]
+    shown += engine.module.parameters() if stage < 3 else []
+    kept = [tensor.detach() for tensor in shown]
+    before = [view.clone() for view in kept]
+    engine.offload_states()
+    meanwhile = [bool(view.isnan().all()) for view in kept]
+    engine.reload_states()
+    return [
+        (nan, torch.equal(view, was))
+        for nan, view, was in zip(meanwhile, kept, before, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.corners(stage=[0, 3])
+def test_a_view_that_a_script_has_kept_shows_nan_while_what_it_shows_is_away(
+    worlds: WorldPool, stage: int
+) -> None:
+    """On a CPU it read address 0, which ends the process."""
+    assert set(worlds.run(1, read_kept_views, stage)[0]) == {(True, True)}
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.corners(stage=[0, 3])
 def test_the_optimizers_tensors_can_be_read_while_they_are_away(
