@@ -1,5 +1,6 @@
 """The story of a job in the store: in order, bounded, and never at the expense of an agent."""
 
+import contextlib
 import json
 import logging
 import threading
@@ -17,6 +18,7 @@ from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.observe import events
 from zero_orchestrator.observe.events import (
     KEEP,
+    Paced,
     Publisher,
     events_prefix,
     goodput_prefix,
@@ -330,3 +332,9 @@ def test_a_node_has_one_goodput_ledger_that_its_next_agent_continues(job):
         pen.close()
     assert read_goodput(store.get(key)) == {Use.USEFUL: 40, Use.IDLE: 2}
     assert read_goodput(None) == {}
+
+
+def test_two_keys_of_one_pace_are_due_each_at_its_own_time(store, job):
+    paces = [Paced(every_s=5.0), Paced(every_s=5.0)]
+    with contextlib.closing(publisher(store, job)) as pen:
+        assert [pen._is_due(pace) for pace in (*paces, *paces)] == [True, True, False, False]

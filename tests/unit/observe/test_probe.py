@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.partition import network
+from tests.support.waiting import wait_for
 from zero_agent.loop.answers import prober
 from zero_agent.node.probe import LARGEST_BYTES
 from zero_agent.node.ring import Ring
@@ -20,8 +21,9 @@ from zero_orchestrator.observe.links import link_of, turns
 from zero_orchestrator.observe.queries import Answer, Query
 
 SECRET = "the job's secret"
-PROBES = 30
-"""A verdict needs three in a row."""
+RATE = 40e6 / 8
+"""Bytes per second of a link of 40 Mbit/s."""
+DELAY_S = 0.03
 
 
 class Agents:
@@ -40,11 +42,13 @@ class Agents:
 
     def verdict(self, known):
         """What probes find: on a busy machine some of them are excused, and do not count."""
-        for _ in range(PROBES):
+
+        def probed():
+            nonlocal known
             known = known.add(self.probe())
-            if known.verdict is not None:
-                return known.verdict
-        raise AssertionError(f"no verdict after {PROBES} probes: {known}")
+            return known.verdict
+
+        return wait_for(probed, 300, "a verdict")
 
     def probe(self):
         """All links, turn by turn."""
@@ -72,15 +76,16 @@ def test_a_node_whose_link_is_slow_is_named_with_its_figures_and_an_undisturbed_
     agents.net.slow_down("c", "rate 40mbit")
     found = agents.verdict(Network())
     assert (found.link.source, found.node) == ("c", "c")
-    assert 3e6 < found.link.bytes_per_s < 8e6, found.text
+    # A busy machine makes a link slower than it is, and none faster.
+    assert found.link.bytes_per_s < 1.5 * RATE, found.text
 
 
 @pytest.mark.netns
 def test_a_node_that_is_far_away_is_named_with_its_latency(agents):
-    agents.net.slow_down("c", "delay 30ms")
+    agents.net.slow_down("c", f"delay {DELAY_S}s")
     found = agents.verdict(Network())
     assert found.node == "c"
-    assert 0.03 < found.link.latency_s < 0.06, found.text
+    assert found.link.latency_s >= DELAY_S, found.text
 
 
 def spin():
