@@ -89,7 +89,7 @@ class Situation:
             return True
         # In-memory checkpoints survive the loss of one node, and not that of two.
         alone = {failure.node for failure in job.failures if not failure.symptom} == {self.node.id}
-        enough = job.spec.usable(len(job.eligible) - 1) >= job.spec.min_nodes
+        enough = job.spec.is_enough(len(job.eligible) - 1)
         return self.node.stays and alone and enough and not job.lost
 
 

@@ -86,7 +86,13 @@ def measure(connection: socket.socket) -> Measured:
     until_s = time.monotonic() + LIMIT_S
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     begin_s, own_s = time.perf_counter(), waited_for_cpu_s()
-    round_trip_s, bytes_per_s = _measure(connection, until_s)
+    round_trip_s = min(_transfer(connection, 0, until_s) for _ in range(PINGS))
+    # A short transfer would measure the round trip: frames grow until the size decides.
+    size, long_s = FIRST_BYTES, max(LONG_S, ROUND_TRIPS * round_trip_s)
+    while (sent_s := _transfer(connection, size, until_s)) < long_s and size < LARGEST_BYTES:
+        size = min(size * GROWTH, LARGEST_BYTES)
+    # The fastest counts: other load makes some transfers slower, and none faster.
+    sent_s = min(sent_s, *(_transfer(connection, size, until_s) for _ in range(TRIES - 1)))
     took_s, own_s = time.perf_counter() - begin_s, waited_for_cpu_s() - own_s
     waited_s = own_s
     # Busy CPUs make every transfer slow, and the network seem so: both ends say how busy they were.
@@ -98,7 +104,7 @@ def measure(connection: socket.socket) -> Measured:
             waited_s += float(_SECONDS.unpack(answer)[0])
     return Measured(
         latency_s=round_trip_s,
-        bytes_per_s=bytes_per_s,
+        bytes_per_s=size / max(sent_s - round_trip_s, 1e-6),
         cpu_wait=min(waited_s / max(took_s, 1e-6), 1.0),
     )
 
@@ -109,18 +115,6 @@ def waited_for_cpu_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def _measure(connection: socket.socket, until_s: float) -> tuple[float, float]:
-    """The shortest round trip in seconds, and the bytes per second."""
-    round_trip_s = min(_transfer(connection, 0, until_s) for _ in range(PINGS))
-    # A short transfer would measure the round trip: frames grow until the size decides.
-    size, long_s = FIRST_BYTES, max(LONG_S, ROUND_TRIPS * round_trip_s)
-    while (took_s := _transfer(connection, size, until_s)) < long_s and size < LARGEST_BYTES:
-        size = min(size * GROWTH, LARGEST_BYTES)
-    # The fastest counts: other load makes some transfers slower, and none faster.
-    took_s = min(took_s, *(_transfer(connection, size, until_s) for _ in range(TRIES - 1)))
-    return round_trip_s, size / max(took_s - round_trip_s, 1e-6)
 
 
 def _transfer(connection: socket.socket, size: int, until_s: float) -> float:

@@ -84,7 +84,7 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
             f"alone leave, `zero-ctl drain {name}`"
         )
     left = [node for node in view.eligible if node.machine != found.host]
-    if view.spec.usable(len(left)) < view.spec.min_nodes:
+    if not view.spec.is_enough(len(left)):
         raise TooFewNodes(
             f"job {job} needs {view.spec.fewest} nodes, and without those of host {found.host} "
             f"({', '.join(there) or 'none'}) it has {len(left)}: start an agent on another host "

@@ -357,7 +357,7 @@ class Snapshot:
         # For the minimum alone: no job waits until workers have warmed up, and a host that keeps
         # failing is better than none.
         choices = ([node for node in free if not node.starting], free, needed)
-        enough = (c for c in choices if self.spec.usable(len(c)) >= self.spec.min_nodes)
+        enough = (c for c in choices if self.spec.is_enough(len(c)))
         return tuple(next(enough, needed))
 
     @cached_property

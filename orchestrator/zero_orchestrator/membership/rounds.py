@@ -127,7 +127,7 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     if job.stop is not None:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
-    if job.spec.usable(count) < low:
+    if not job.spec.is_enough(count):
         text = f"{_here(job)}; waiting for {job.spec.fewest - count}"
         unhealthy = any(node.unhealthy for node in job.nodes)
         waits_for = Wait.HEALTH if unhealthy else Wait.NODES
@@ -251,7 +251,7 @@ def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
     if job.stop is not None or job.yielding is not None:
         return go(Move.FORM, f"{_dead(job)}; {job.stop or job.yielding}", aside=aside)
     left = sum(node.id not in goes for node in job.eligible)
-    if job.spec.usable(left) < job.spec.min_nodes:
+    if not job.spec.is_enough(left):
         # At the minimum the job waits for the link, for free: no restart would help.
         needs = f"the job needs {job.spec.fewest} nodes, and waits for the link"
         return go(Move.FORM, f"{_dead(job)}; {needs}; no restart is charged", aside=aside)
@@ -429,7 +429,7 @@ def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | N
     others = sum(1 for node in job.eligible if node.machine != host)
     if found is None or not others:  # a job on one host has nowhere else to go
         return None, ""
-    if spec.usable(others) < spec.min_nodes:
+    if not spec.is_enough(others):
         left = f"{others} of {spec.min_nodes}:{spec.max_nodes} nodes would be left without it"
         return None, f"; {host} stays although {found.why}: {left}"
     return found, f"; {found}"

@@ -107,7 +107,7 @@ class JobSpec(Record):
         unit, low, high = self.node_unit, self.min_nodes, self.max_nodes
         if unit < 1:
             raise SpecError(f"--node-unit={unit}: write how many nodes belong together, from 1")
-        if self.usable(high) < low:
+        if not self.is_enough(high):
             remedy = f"{self.fewest}:{max(high, self.fewest)}"
             raise SpecError(
                 f"--node-unit={unit} with --nnodes={low}:{high}: no multiple of {unit} lies "
@@ -117,6 +117,10 @@ class JobSpec(Record):
     def usable(self, count: int) -> int:
         """How many of `count` nodes a round can use; it may be fewer than the minimum."""
         return min(count, self.max_nodes) // self.node_unit * self.node_unit
+
+    def is_enough(self, count: int) -> bool:
+        """Whether a round can begin with `count` nodes, or with some of them."""
+        return self.usable(count) >= self.min_nodes
 
     @property
     def fewest(self) -> int:

@@ -47,8 +47,7 @@ def _is_out(now: Situation) -> bool:
 
 
 def _lacks_nodes(now: Situation) -> bool:
-    spec = now.job.spec
-    return now.job.n == 0 or spec.usable(len(now.job.eligible)) < spec.min_nodes
+    return now.job.n == 0 or not now.job.spec.is_enough(len(now.job.eligible))
 
 
 _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (

@@ -220,15 +220,10 @@ def _as_json(facts: Mapping[str, Any], data: bytes) -> bytes:
     return "".join(json.dumps({**facts, "text": line}) + "\n" for line in lines).encode()
 
 
-def _prefixed(prefix: bytes, data: bytes) -> bytes:
-    """Each line with the worker's name before it."""
-    return b"".join(prefix + line for line in data.splitlines(keepends=True))
-
-
-def _matching(texts: Sequence[bytes], data: bytes) -> bytes:
-    """The lines that contain one of some texts."""
+def _prefixed(prefix: bytes, texts: Sequence[bytes], data: bytes) -> bytes:
+    """Each line that contains one of some texts, with the worker's name before it."""
     lines = data.splitlines(keepends=True)
-    return b"".join(line for line in lines if any(text in line for text in texts))
+    return b"".join(prefix + line for line in lines if any(text in line for text in texts))
 
 
 class Tap:
@@ -267,8 +262,7 @@ class Tap:
         if route.copy is not None:
             texts = [text.encode() for text in route.filters]
             prefix, file = route.copy_prefix.encode(), File(route.copy, route.file_limit_bytes)
-            copy = Changed(file, lambda data: _prefixed(prefix, _matching(texts, data)))
-            by_line.append(copy)
+            by_line.append(Changed(file, partial(_prefixed, prefix, texts)))
         former, self._by_line = self._by_line, by_line  # at once: the hub's thread reads it
         for sink in former:
             sink.close()
@@ -319,4 +313,4 @@ def _shown(terminal: Terminal, route: Route) -> Sink:
     # One of six colours, from red to cyan, so that neighbours differ.
     if terminal.has_colours:
         prefix = b"\x1b[%dm%b\x1b[0m" % (31 + route.facts.get("rank", 0) % 6, prefix)
-    return Changed(terminal, partial(_prefixed, prefix))
+    return Changed(terminal, partial(_prefixed, prefix, [b""]))  # in every line

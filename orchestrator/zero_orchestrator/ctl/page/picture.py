@@ -462,6 +462,14 @@ def _event(event: Event) -> list[Any]:
 
 
 def _in_words(history: History, timelines: Sequence[Json], found: Iterable[Json]) -> Json:
+    loss = "not reported"
+    if told := [(point.step, point.loss) for point in history.points if point.loss is not None]:
+        (first_step, first), (last_step, last) = told[0], told[-1]
+        least_step, least = min(told, key=lambda one: one[1])
+        loss = (
+            f"{first:.4g} at step {first_step:,}, {last:.4g} at step {last_step:,}, "
+            f"least {least:.4g} at step {least_step:,}"
+        )
     failed = [one for one in found if one["failures"]]
     lost = "no failure"
     if failed:
@@ -476,7 +484,7 @@ def _in_words(history: History, timelines: Sequence[Json], found: Iterable[Json]
         middle, most = _short(known[len(known) // 2]), _short(known[-1])
         throughput = f"median {middle}, most {most} {unit}."
     return {
-        "loss": f"Loss: {_loss_in_words(history.points)}.",
+        "loss": f"Loss: {loss}.",
         "rate": f"Throughput: {throughput}",
         "timelines": f"{_count(len(timelines), 'node')}, a timeline each; {lost}.",
     }
@@ -484,15 +492,3 @@ def _in_words(history: History, timelines: Sequence[Json], found: Iterable[Json]
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _loss_in_words(points: Sequence[Point]) -> str:
-    known = [(point.step, point.loss) for point in points if point.loss is not None]
-    if not known:
-        return "not reported"
-    (first_step, first), (last_step, last) = known[0], known[-1]
-    least_step, least = min(known, key=lambda one: one[1])
-    return (
-        f"{first:.4g} at step {first_step:,}, {last:.4g} at step {last_step:,}, "
-        f"least {least:.4g} at step {least_step:,}"
-    )
