@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # A launcher that starts this agent shows the file; a wrong command line is on its terminal.
         if code != AgentExit.USAGE:
             leave_error_file(os.environ.get(ENV_ERROR_FILE), str(error), "", code)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before the handlers are installed, or after they are gone
         code = 128 + signal.SIGINT
     except Exception as error:
         log.exception("internal error: this agent ends, its job does not; start the agent again")

@@ -73,6 +73,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
             right.append(flag)
         except SpecError as error:
             wrong.add(str(error), flag.partition("=")[0].removeprefix("--"))
+    # All that are right together: what is not given has its default.
     args = parser.parse_args(right)
     args.variables = variables
     if not command and not args.preflight and not wrong.lines:

@@ -45,9 +45,9 @@ from zero_orchestrator.membership.spec import JobSpec, parse_nnodes
 
 log = logging.getLogger("zero")
 
-SHUTDOWN_TIMEOUT_S = 30.0
-SHORTEST_LEASE_S = 2
-LONGEST_LEASE_S = 15
+SHUTDOWN_TIMEOUT_S = 30.0  # torchrun's
+SHORTEST_LEASE_S = 2  # etcd's, with its election timeout of 1 s
+LONGEST_LEASE_S = 15  # of the default: a lost node costs all others as much time
 NODES_PER_LEASE_S = 200
 """The default lease is one second longer for each of so many nodes: etcd has more to refresh."""
 NO_FILES = Path(os.devnull)
@@ -80,6 +80,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         program=program,
         slots=slots,
         job=args.rdzv_id or None,
+        # Several agents of one machine must differ.
         node_id=args.node_id or f"{socket.gethostname()}-{secrets.token_hex(2)}",
         host=args.machine or ("" if args.node_id else socket.gethostname()),
         topology=topology_of(environ),

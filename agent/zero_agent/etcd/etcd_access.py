@@ -111,7 +111,7 @@ class Access:
                 date = answer.getheader("Date")
             now_s = (began_s + time.time()) / 2  # etcd has answered somewhere between the two
             return None if date is None else now_s - parsedate_to_datetime(date).timestamp()
-        except (OSError, http.client.HTTPException, ValueError):
+        except (OSError, http.client.HTTPException, ValueError):  # a warning is worth no failure
             return None
 
     @contextlib.contextmanager

@@ -49,6 +49,7 @@ STATIC_PORT = 29500
 STATIC_GRACE_S = 30.0
 """--etcd-grace of a fixed world: its etcd is lost with node 0, unlike that of a cluster."""
 SEE_OFF_S = 15.0
+"""The longest time that node 0, whose etcd ends with it, waits for the other agents to leave."""
 _WAITING = 4096
 """Backlog: how many workers may connect at once."""
 
@@ -287,5 +288,5 @@ def static_id(rank: int) -> str:
 
 def see_off(store: KeyValueStore, job: str) -> None:
     """Wait, up to `SEE_OFF_S`, until the other agents have read how the job ended, and left."""
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(StoreError):  # the job has ended, and so may this etcd
         wait_until(lambda: not store.range(Keys(job).nodes, limit=1).items, SEE_OFF_S)

@@ -98,7 +98,7 @@ class Keeper:
         try:
             for doomed in collect(self._store, now_s=time.time(), lost=True):
                 _log.info("job %s is deleted: %s", doomed.remains.job, doomed.reason)
-        except StoreError as error:
+        except StoreError as error:  # the next start tries again
             _log.warning("old jobs stay: %s", error)
 
     def run(self) -> None:
@@ -157,6 +157,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--idle-timeout-s", type=float, default=IDLE_TIMEOUT_S)
     options = parser.parse_args(arguments)
     ready_read, ready_write = os.pipe()
+    # A daemon: the agent that starts it waits for this command alone, and does not end with it.
     if os.fork():
         os.close(ready_write)
         return 0 if os.read(ready_read, 1) else 1  # the end of the keeper closes the pipe

@@ -215,6 +215,7 @@ def probe(endpoint: str, tls: TlsFiles | None = None) -> FoundEtcd:
         answer = _get(endpoint, "/version", tls)
     except ConnectionRefusedError:
         return FoundEtcd.NOTHING
+    # A wrong certificate is an OSError as well: such an etcd is none that can be used here.
     except (OSError, http.client.IncompleteRead):
         return FoundEtcd.SILENT
     except http.client.HTTPException:

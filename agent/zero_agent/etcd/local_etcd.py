@@ -72,6 +72,7 @@ def private_server(
                 process.wait_healthy()
                 break
             except StoreUnavailable:
+                # One that runs has its port: another try would not help.
                 if not left or process.running:
                     raise
                 made.close()

@@ -67,6 +67,7 @@ def estate_of(store: KeyValueStore, keys: Keys, before: Estate | None) -> Estate
     head = Head.from_json(course.items[0].value)
     if head.state in ENDED:
         return None
+    # The members of a round never change, and are long: they are read once in each.
     members = before.members if before is not None and before.head.n == head.n else ""
     if not members and (found := store.get(keys.of_round(head.n, "members"))) is not None:
         members = found.value
@@ -159,6 +160,7 @@ class Successor:
                     self.seat.follow(heir.endpoint, heir.store)
                     return heir.endpoint
                 lost.append(heir.store)  # nobody serves it any more
+            # "": another node was first, and the next look finds its file.
             elif found := self._begin(lost, seen, why):
                 return found
         raise StoreUnavailable(

@@ -46,7 +46,7 @@ log = logging.getLogger("zero")
 
 STALE_S = 24 * 3600.0
 """The data of a job that was killed stay for so long."""
-_PROBES = 16
+_PROBES = 16  # at once: each takes a second where nothing answers
 _DATA = ("data", "member")
 """What is here of a member."""
 
@@ -363,6 +363,7 @@ def addresses_of(host: str) -> list[str]:
 def _replace(path: Path, text: str) -> None:
     """Write a file whole; a full disk costs what it says, not the job."""
     new = path.with_name(f"{path.name}.new")
+    # Renamed: an agent that is killed here leaves no half of what the next one reads.
     with contextlib.suppress(OSError):
         new.write_text(text, encoding="utf-8")
         new.replace(path)

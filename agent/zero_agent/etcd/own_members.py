@@ -56,6 +56,7 @@ LOOK_PER_NODE_S = 0.005
 REST_S = 15.0
 """Interval at which an agent without a member looks, if the watch tells it nothing."""
 LOCK_S = 15
+"""The lock of an agent that dies in the middle of a change ends after so long."""
 HAND_OVER_S = 20.0
 """The longest time that a node which leaves waits until another one has its member's place."""
 SEE_OFF_S = 15.0
@@ -227,7 +228,7 @@ class MemberKeeper:
             except StoreError as error:
                 self._say(f"the members of the store are not looked after: {error}")
                 wait_s = LOOK_S
-            except Exception:
+            except Exception:  # the store must not be left without a keeper
                 log.exception("zero-agent: internal error in the keeper of the store's members")
                 wait_s = REST_S
             self._wake.wait(wait_s)
@@ -267,7 +268,9 @@ class MemberKeeper:
                 signs.show_life(root, store, self._view.endpoints)
 
     def _leads(self) -> bool:
-        """Whether this node's member is the first of those that live; it has just had a quorum."""
+        """Whether this node's member is the first of those that live."""
+        # One of them shows it, not all, and only after a look that had a quorum a moment ago: a
+        # member that is cut off must not.
         alive = [one.node for one in self._view.voters if one.id not in self._view.gone_s]
         fresh = time.monotonic() - self._looked_s < 2 * BEAT_S
         return fresh and alive[:1] == [self._node]
@@ -343,6 +346,7 @@ class MemberKeeper:
                 self._tell(f"node {self._node} runs no member of the store any more")
                 return
         self._crashes += 1
+        # Another node gets its place; meanwhile it is started again all the same.
         if self._crashes > _CRASHES:
             self._unable(f"its server has ended {self._crashes} times")
         self._seat.stop()

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from zero_agent.etcd.etcd_process import LOOPBACK
 from zero_orchestrator.addresses import host_port, split_host_port
 
-FIRST_BYTE_S = 30.0
+FIRST_BYTE_S = 30.0  # a client that sends nothing costs a connection for so long
 CONNECT_S = 5.0
 _STORES = b"\0"
 """The first byte of a client of a TCPStore, and of none of HTTP or TLS: `VALIDATE` of torch's

@@ -75,6 +75,7 @@ def newest_heir(root: str, store: str) -> Heir | None:
 def show_life(root: str, store: str, endpoints: tuple[str, ...]) -> None:
     """Show that a store has a quorum, and where; costs nothing if it cannot be written."""
     sign = Path(root, beside.sign_of(store))
+    # A new file each time: `stamp` sees the change by its number, whatever the server's clock is.
     new = sign.with_name(f"{sign.name}.{secrets.token_hex(4)}")
     try:
         new.write_text(encode(list(endpoints)), encoding="utf-8")

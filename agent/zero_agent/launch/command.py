@@ -229,6 +229,7 @@ def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
     flags = [f"--max-restarts={args.max_restarts}", *flags, *named, *args.agent_args]
     argv = [sys.executable, "-m", "zero_agent", *flags, *_program(args)]
     if not args.dry_run:
+        # Of the files alone: the variables of this environment stay in it.
         os.environ |= exported({}, _directories())
         os.execv(sys.executable, argv)
     print(shlex.join(argv))

@@ -48,6 +48,7 @@ class LaunchPlan:
             f"--max-restarts={self.max_restarts}",
             f"--rdzv-endpoint={self.endpoint}",
             f"--rdzv-id={self.job}",
+            # Connections to many hosts take their time: else the first round has some of them.
             f"--rdzv-conf=last_call_timeout={GATHER_S}",
             *((f"--node-id={host}",) if host else ()),
             *self.agent_flags,

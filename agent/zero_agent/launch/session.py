@@ -159,6 +159,7 @@ class Session:
                         host.command.where,
                         wait_s,
                     )
+            # Not once the job is over: there is nothing to come back to.
             elif host.again and self._parting_s is None and now_s > host.retry_at_s:
                 self._start(host)
 

@@ -102,6 +102,7 @@ class Agent:
         self._store_writes = StoreWrites(self._journal, clock, self._limits.store_fails)
         # The two know each other: the limits say what waits to be written, the writer what fails.
         self._limits.remark = lambda: self._store_writes.remark
+        # Early: the imports of the forkserver take seconds, and overlap with all that follows.
         self._node_workers = self._make_workers(environ)
         self._strain = Strain(clock)
         self._devices = devices()
@@ -177,6 +178,7 @@ class Agent:
             timing=self._config.timing,
             lease_ttl_s=self._config.lease_ttl_s,
             on_change=self._post(lambda: None),
+            # An agent whose loop hangs gives its lease up: the job goes on without this node.
             works=lambda: self._clock.now() - self._turned_s < STALLED_S,
         )
 
@@ -248,6 +250,7 @@ class Agent:
         try:
             while not self._joined():
                 self._handle_events()
+            # Only now: its key follows from the job's secret.
             key = derive(self._rdzv.secret, Purpose.RING)
             self._ring.start(self._rdzv.node, key)
             self._node_workers.leave_word(self._ring.listener, key)
@@ -293,7 +296,7 @@ class Agent:
             self._leaving.signalled(number)
             self._node_workers.pass_on(signal.Signals(number))
 
-        self._inbox.put(leave)
+        self._inbox.put(leave)  # of a SimpleQueue: the handler may have interrupted another `put`
 
     def tell_of_member(self, text: str) -> None:
         """Record what became of the job's own store, and why. On any thread."""
@@ -353,7 +356,7 @@ class Agent:
             group = self._node_workers.group
             # Before the poll: workers wait for the replies, and the fence decides.
             self._store_writes.run(self._rdzv, group.fence if group.state in BUSY else 0)
-            self._suspects.run(self._rdzv)
+            self._suspects.run(self._rdzv)  # what it evicts, this very poll sees
             self._rdzv.poll()
             self._links.run(self._rdzv, self._node_workers)
             self._ring.follow(self._rdzv.node, self._rdzv.snapshot.nodes)
@@ -383,7 +386,7 @@ class Agent:
                 return None  # without a wait for events: another action may be due
         except STORE_FAILS as error:
             self._store_fails(error)
-        # The end of the job is logged once the workers have ended.
+        # The end of the job is logged once the workers have ended; an event, when it was told.
         reason, waits_for = self._rdzv.reason, self._rdzv.waits_for
         if (
             not self.ended

@@ -106,7 +106,7 @@ class Answers:
     def _answer(self, item: KeyValue) -> None:
         try:
             query = Query.from_json(item.value)
-        except ValueError as error:
+        except ValueError as error:  # of a zero-ctl of another version, which waits in vain
             log.debug("%s", error)
             return
         asker = item.key.rpartition("/")[2]

@@ -155,7 +155,7 @@ class Limits:
             except StoreUnavailable:  # an outage has a limit of its own; nodes come back after it
                 self._waiting.stop()
                 return
-            except StoreRefused as error:
+            except StoreRefused as error:  # no outage: etcd itself keeps the round from beginning
                 reason = f"{reason}; {error}"
             raise AgentFailed(
                 AgentExit.NO_NODES,

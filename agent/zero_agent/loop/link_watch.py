@@ -19,6 +19,7 @@ from zero_orchestrator.membership.dead_links import DeadLink
 from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
+# A single look may fail for a moment's congestion, and a dead link may cost a restart.
 LOOKS = 2
 PAUSE_S = 1.0
 """Between two looks; while they find nothing each pause is longer than the one before, up to:"""
@@ -45,6 +46,7 @@ def reach_by(ring: Ring) -> Reach:
             ring.dial(node).close()
         except AnotherProcess:
             pass  # the node answers
+        # Whatever the reason: the workers' connections take the same way.
         except ConnectionRefusedError:
             found[node.id] = f"{node.ring} refuses connections"
         except TimeoutError:

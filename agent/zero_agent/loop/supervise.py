@@ -216,7 +216,7 @@ def _once(action: Action, reason: str) -> Callable[[Situation], Step]:
     def rule(now: Situation) -> Step:
         if not now.reported:
             return action, reason
-        if now.node.draining:
+        if now.node.draining:  # after the report: the others do not take its exit for a loss
             return Action.EXIT, "drained"
         return Action.WAIT, f"{reason}; waiting for the job"
 
@@ -232,6 +232,7 @@ def _succeeded(now: Situation) -> Step:
 
 
 def _ended(now: Situation) -> Step:
+    # A worker that cannot be killed must not keep the agent: nothing that it does counts any more.
     if now.busy and not now.unkillable:
         return _kill(now, f"the job is {now.job.state}")
     return Action.EXIT, f"the job is {now.job.state}: {now.job.cause}"

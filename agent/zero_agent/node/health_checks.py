@@ -45,8 +45,9 @@ SINGLE_S = 5.0
 """How long an unhealthy node waits that is the job's only node (--nnodes=1)."""
 DEADLINE_S = 10.0
 """Deadline of a built-in check, seconds; a check takes milliseconds on a healthy machine."""
-_GPU_S = 30.0
+_GPU_S = 30.0  # nvidia-smi takes seconds where the driver is not loaded for good
 _MIB = 1 << 20
+# What the smallest job needs: a check finds a broken machine, and no job that is too large.
 _SHM_PER_WORKER = 32 * _MIB
 _MEMORY_PER_WORKER = 256 * _MIB
 _DISK = 256 * _MIB
@@ -329,7 +330,7 @@ class _Run:
             self._result = self._finding(True, check.look(node))
         except HealthCheckFailed as failed:
             self._result = self._finding(False, failed.found, failed.remedy)
-        except Exception as error:
+        except Exception as error:  # a check that cannot be made is a finding, too
             self._result = self._finding(False, str(error))
 
     def _finding(self, passed: bool, found: str, remedy: str = "") -> HealthProblem:

@@ -107,6 +107,7 @@ class Heartbeats:
         for rank, file in self._files.items():
             try:
                 at_ns = file.stat().st_mtime_ns
+                # Any change, not a later time: clocks of file systems may be set back.
                 if at_ns != self._seen_ns.get(rank):
                     self._seen_ns[rank] = at_ns
                     with file.open("rb") as content:

@@ -42,7 +42,7 @@ def should_leave() -> bool:
         except FileNotFoundError:  # by the empty file the agent knows that this script asks
             with contextlib.suppress(OSError):
                 os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        except OSError:
+        except OSError:  # no request can be seen there: the script trains on
             pass
     # Without an agent, signals and the notices of the machine take its place.
     if alone and (notice := heard()) is not None:
@@ -61,6 +61,7 @@ def _highest(code: int) -> int:
     device = (
         "cpu" if "gloo" in dist.get_backend_config() else torch.accelerator.current_accelerator()
     )
+    # Ranks see a request at different steps: whoever sees it makes all leave after the same one.
     codes = torch.tensor([code], device=device)
     dist.all_reduce(codes, op=dist.ReduceOp.MAX)
     return int(codes)

@@ -95,6 +95,7 @@ class NodeMemory:
                 self._half_bytes = room_bytes // 2  # training needs memory, too
                 log.info("checkpoints in memory are kept in %s", self._memory.path)
             path = self._memory.path
+            # The config's, but no more than --ram-budget, which is the node's owner's.
             budget = request.budget_bytes or self._limit_bytes or self._half_bytes
             if self._limit_bytes is not None:
                 budget = min(budget, self._limit_bytes)
@@ -240,7 +241,7 @@ class _Caller(socketserver.BaseRequestHandler):
             try:
                 path, digests = self._path(wish.path), _digests(wish)
                 file, incoming = opened.enter_context(self._reserved(path, wish.size_bytes))
-            except (OSError, WireError) as error:
+            except (OSError, WireError) as error:  # the sender has sent no byte of it yet
                 self._session.send(Reply(ok=False, reason=str(error)))
                 return
             self._session.send(Reply(ok=True))

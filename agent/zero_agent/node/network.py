@@ -63,7 +63,8 @@ class PatientServer(socketserver.ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in EXHAUSTED:  # the listener stays readable: without a pause it spins
+            # The listener stays readable: without a pause the loop would spin on it.
+            if error.errno in EXHAUSTED:
                 time.sleep(self.exhausted_pause_s)
             raise
 

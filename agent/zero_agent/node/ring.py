@@ -39,6 +39,7 @@ CONFIRM_GROWTH = 1.2
 
 def neighbour(me: Node, nodes: Sequence[Node]) -> Node | None:
     """The node to watch: the next live node in the order of ids; None if there is no other."""
+    # By id, as all nodes see them: in this order each node is watched by exactly one other.
     others = sorted((node for node in nodes if node.id != me.id and node.ring), key=lambda n: n.id)
     after = [node for node in others if node.id > me.id]
     return next(iter(after or others), None)

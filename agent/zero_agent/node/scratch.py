@@ -20,10 +20,10 @@ class Scratch:
     def __init__(self, prefix: str, *, socket: str = "") -> None:
         """Remove what dead processes of this user have left under this prefix, and make one.
 
-        A path that is too long for the Unix socket of this name (Slurm and test runners make long
-        TMPDIRs) moves the directory to /tmp.
+        It is in /tmp if the path of the Unix socket of this name would be too long elsewhere.
         """
         parent = Path(tempfile.gettempdir())
+        # Slurm and test runners make long TMPDIRs.
         if len(os.fsencode(parent / f"{prefix}{'0' * 16}" / socket)) > _SOCKET_PATH_BYTES:
             parent = Path("/tmp")
         owned_dir.sweep(parent, f"{prefix}*")

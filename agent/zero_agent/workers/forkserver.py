@@ -85,6 +85,7 @@ class Forkserver:
         """
         # SIGCHLD ends the wait for orders; its handler only has to exist.
         wake_read, wake_write = os.pipe()
+        # A full pipe wakes as well, and a signal handler must not block.
         os.set_blocking(wake_write, False)
         os.set_blocking(wake_read, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -164,6 +165,7 @@ class Forkserver:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The hosts of stores and timers get no descriptors: they write where the agent does.
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in zip((null, *fds), range(3), strict=False):
             os.dup2(source, target)

@@ -133,6 +133,7 @@ class WorkerGroup:
                 parent=self._forkserver.pid,
                 file=stacks_file(order.env[ENV_ERROR_FILE]),
             )
+            # A copy: the agent's thread changes it meanwhile.
             for worker, order in tuple(self._running.items())
             if (pid := self._pids.get(worker)) is not None
         ]

@@ -122,7 +122,7 @@ def read_machine(
             caches=caches,
             gpu_nodes=_gpu_nodes(root, visible),
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # workers then run unbound, as on any other machine
         return None
 
 

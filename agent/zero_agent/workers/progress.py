@@ -311,6 +311,7 @@ class Steps:
                 self._clocks[rank].go_on(self._clock.now())
             else:
                 self._step(rank, None if beat is None else Progress(**beat._asdict()))
+        # One is enough: the whole group is ended, and the others of it wait for this one.
         for rank, clock in self._clocks.items():
             if rank not in self._ended and (verdict := clock.verdict(now_s)):
                 return rank, verdict

@@ -97,6 +97,7 @@ def _written(process: Process, deadline_s: float) -> dict[str, str]:
 
 def _spy(process: Process, within_s: float, *flags: str) -> dict[str, str]:
     """The stacks of a process as py-spy sees them, or why there are none."""
+    # Beside the interpreter first: a virtual environment that is not activated is not on the PATH.
     beside = Path(sys.executable).with_name("py-spy")
     program = str(beside) if beside.exists() else shutil.which("py-spy")
     what = f"process {process.pid}"

@@ -78,6 +78,7 @@ def run(program: Program) -> NoReturn:
     # The libraries were imported before the fork: give this worker its own randomness.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    # Into a pipe Python writes whole blocks: the last lines of a killed worker would be lost.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [program.target, *program.arguments]

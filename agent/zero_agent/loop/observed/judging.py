@@ -160,7 +160,7 @@ def ask_through(store: KeyValueStore, job: str, question: Question, nodes: Seque
     asks, nothing = _ASKS[question]
     try:
         return asks(store, job, nodes)
-    except StoreError as error:
+    except StoreError as error:  # an empty answer, too, ends the detector's wait for one
         log.debug("the question %s has no answer: %s", question, error)
         return nothing
 

@@ -59,7 +59,7 @@ class JobHistory:
         leads = bool(members.nodes) and members.nodes[0].id == node.id
         if leads and not self.leads:
             self.reign += 1
-            # All the rest is in the record, which this agent continues.
+            # All the rest is in the record, which this agent continues: it would count twice.
             self.history = History(points=self.history.points, stride=self.history.stride)
         self.leads, self._workers = leads, members.world_size
         if job.n != self._round:

@@ -172,7 +172,7 @@ class Traces:
             try:
                 if (trace := make()) is not None:
                     self._sender.send(trace)
-            except StoreError as error:
+            except StoreError as error:  # its outage is logged elsewhere
                 log.debug("a trace is not sent: %s", error)
             except Exception as error:  # a variable that the library refuses, for example
                 self._sender.fails(str(error) or type(error).__name__)

@@ -68,6 +68,7 @@ class _Kept:
     def add(self, chunk: Chunk, limit_bytes: int) -> None:
         self.chunks.append(chunk)
         self.size_bytes += len(chunk.text) + _CHUNK_BYTES
+        # The last chunk stays, however long it is: the reader shall see something.
         while self.size_bytes > limit_bytes and len(self.chunks) > 1:
             gone = self.chunks.popleft()
             self.size_bytes -= len(gone.text) + _CHUNK_BYTES

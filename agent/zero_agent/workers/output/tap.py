@@ -86,7 +86,7 @@ class Terminal(_Behind):
                 data = data[os.write(self._fd, data) :]
             except BlockingIOError:  # another process that shares it has made it non-blocking
                 select.select([], [self._fd], [])
-            except OSError:
+            except OSError:  # closed: the workers go on, and what they print is dropped
                 self._broken = True
 
 
