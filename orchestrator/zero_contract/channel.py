@@ -102,7 +102,7 @@ class _Peer:
     def send(self, message: Message) -> None:
         try:
             self._connection.sendall(encode(message))
-        except OSError:
+        except OSError:  # it ends, or reads nothing for a second: its exit says the rest
             self.close()
 
     def close(self) -> None:

@@ -68,8 +68,10 @@ class Hub:
                 self._selector.unregister(fd)
             then()
 
+        # At once on its own thread: the end of a file stays readable until then. Never on another:
+        # a descriptor that is closed under the selector may be another file's by its next turn.
         if threading.current_thread() is self._thread:
-            forget()  # at once: the end of a file stays readable until then
+            forget()
         else:
             self._later(forget)
 

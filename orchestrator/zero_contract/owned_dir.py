@@ -176,7 +176,7 @@ def _make_directory(path: Path) -> bool:
     """Make a directory; False if it existed. Raises DirectoryTaken if it is no directory."""
     try:
         path.mkdir(mode=0o700)
-    except FileExistsError:
+    except FileExistsError:  # it may be gone again by now: the caller then begins anew
         if path.exists() and not path.is_dir():
             raise DirectoryTaken(path, Taken.NEVER_OWNED) from None
         return False

@@ -147,6 +147,7 @@ def unknown_key(
 def converted(value: Any, kind: Any) -> Any:
     """A value as a type. Raises Wrong."""
     try:
+        # First as it is: a text that is wanted stays one, even if it looks like a number.
         with suppress(msgspec.ValidationError):
             return _of_64_bits(msgspec.convert(value, kind, dec_hook=lambda cls, text: cls(text)))
         return _of_64_bits(msgspec.convert(_plain(value), kind))

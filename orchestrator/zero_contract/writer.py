@@ -76,6 +76,7 @@ class Writer:
     def flush(self, patience_s: float = FLUSH_S) -> bool:
         """Wait until all is written; False: no progress for `patience_s`, or `LONGEST_FLUSH_S`."""
         deadline_s = time.monotonic() + LONGEST_FLUSH_S
+        # By the number of writes: others may add to the queue, whose length then says nothing.
         before = self._written
 
         def has_progressed() -> bool:

@@ -105,10 +105,11 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     name = socket.gethostname()
     first = parse_endpoints(params.endpoint)[0]
     node = Node(
+        # torchrun gives its agents no names, and a restarted one is another node.
         id=f"{name}-{secrets.token_hex(2)}",
         incarnation=secrets.token_hex(4),
         address=params.local_addr or route_towards(first) or socket.getfqdn(),
-        slots=1,
+        slots=1,  # torchrun counts its workers itself: ranks of this job are those of its agents
     )
     password = _file(params, "password_file")  # command lines can be read by every user
     credentials = Credentials(
@@ -248,7 +249,9 @@ class EtcdV3Handler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Report the end of torchrun on this node, and leave; False if etcd did not take it."""
-        failed = sys.exc_info()[1] is not None  # torchrun's error is being raised
+        # torchrun does not say why it ends: its error is being raised at this moment, or there is
+        # none.
+        failed = sys.exc_info()[1] is not None
         try:
             if self._registered:
                 job = self._rdzv.poll()

@@ -86,6 +86,7 @@ class Workers:
         rdzv = self._rdzv
         told = round_env(job, name, rdzv.node, rdzv.secret, self._channel.path)
         told[worker.ENV_LAUNCHER] = "torchrun"
+        # For `close`: torchrun's launcher may be called as a function, and the caller goes on.
         for key in told.keys() - self._environ.keys():
             self._environ[key] = os.environ.get(key)
         os.environ |= told  # torchrun starts workers with its own environment
@@ -122,7 +123,6 @@ class Workers:
 
     def close(self) -> None:
         """Hear nothing more."""
-        # Whoever calls torchrun's launcher as a function goes on afterwards, and has no agent.
         for key, before in self._environ.items():
             if before is None:
                 os.environ.pop(key, None)

@@ -201,11 +201,9 @@ _REMEDIES = {
 
 
 def mistake(message: str) -> str:
-    """The remedy of an error that waiting cannot cure; empty if etcd may answer in a moment.
-
-    An etcd that is being started looks like a closed port, a host that does not answer or a name
-    that does not resolve; wrong certificates and logins stay wrong.
-    """
+    """The remedy of an error that waiting cannot cure; empty if etcd may answer in a moment."""
+    # An etcd that is being started looks like a closed port, a host that does not answer or a name
+    # that does not resolve; wrong certificates and logins stay wrong.
     return next((remedy for known, remedy in _REMEDIES.items() if known in message), "")
 
 

@@ -74,11 +74,7 @@ class Agent:
         telemetry: KeyValueStore,
         before_ns: Mapping[Use, int] = MappingProxyType({}),
     ) -> None:
-        """Nothing is written before `run`.
-
-        `telemetry` is another connection to the same store: events and progress are many, and must
-        not delay the calls of the rendezvous.
-        """
+        """Nothing is written before `run`; `telemetry` is another connection to the same store."""
         self._config = config
         self._job = job
         self._clock = clock
@@ -86,6 +82,7 @@ class Agent:
         self._turned_s = clock.now()
         self._scratch = Scratch("zero-agent-", socket=SOCKET)
         incarnation = secrets.token_hex(4)
+        # Events and progress are many, and must not delay the calls of the rendezvous.
         self._told = Telemetry(
             config,
             job,

@@ -106,11 +106,8 @@ class ForkserverClient:
         self._order({"op": "word", "node": node, "key": key}, [listener])
 
     def signal(self, worker: int, number: int) -> None:
-        """Signal a worker's whole process group; nothing happens if it is gone.
-
-        A worker that still waits for the imports is not started any more: `on_news` receives its
-        end at once.
-        """
+        """Signal a worker's whole process group; nothing happens if it is gone."""
+        # One that still waits for the imports is not started any more.
         if self._outbox.withdraw(worker):
             self._on_news(self, {"id": worker, "status": -int(number)})
         else:

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         return f"Job {job} is asked to stop; its workers leave at the next step boundary."
 
     app = Server(look, token, {"drain": drain, "stop": stop}).app([*LOOPBACK, args.host])
+    # Its log would be between the lines of `view`; there are no web sockets, and nothing to set up.
     config = uvicorn.Config(
         app,
         log_level="warning",

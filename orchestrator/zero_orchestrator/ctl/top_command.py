@@ -154,11 +154,12 @@ class Keyboard:
     def __enter__(self) -> Keyboard:
         if self._fd is not None:
             self._before = termios.tcgetattr(self._fd)
-            tty.setcbreak(self._fd)
+            tty.setcbreak(self._fd)  # keys without Enter; Ctrl-C still is a signal
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._fd is not None:
+            # After what is still being written: else the last lines are drawn in the old mode.
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def key(self, within_s: float) -> str | None:

@@ -62,7 +62,7 @@ def read(kind: type[T], data: object) -> T:
 
 def kept(kind: type[T], item: KeyValue | None) -> T | None:
     """The record in a key that people read: None without one, or if it cannot be understood."""
-    with contextlib.suppress(SpecMismatch):
+    with contextlib.suppress(SpecMismatch):  # one damaged record must not hide all others
         return read(kind, item.value) if item is not None else None
     return None
 

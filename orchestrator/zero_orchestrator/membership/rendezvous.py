@@ -228,7 +228,8 @@ class Rendezvous:
             self._durations.ended(node)
         key = self.keys.node(node.id)
         held = self._store.get(key)
-        self._seeing.gone(node)  # also if another agent has removed it before
+        # Also if another agent has removed it before: a follower sees no registrations.
+        self._seeing.gone(node)
         if held is None or Node.from_json(held.value).incarnation != node.incarnation:
             return False
         # If it is not dead, it registers again at its next poll.

@@ -124,6 +124,7 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     if busy:
         text = f"waiting for the workers of {_some(busy)} to stop"
         return Decision(None, text, Wait.WORKERS)
+    # Not before they are gone: agents kill what runs when the job has ended, also in a last save.
     if job.stop is not None:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
@@ -331,6 +332,7 @@ def _room_for_joiners(job: Snapshot, seen: Observation, timing: Timing) -> Decis
         return None
     names = _some([node.id for node in job.joiners])
     here = len(job.members.nodes)
+    # Reasons that no time changes come first; then those that pass.
     if here >= job.spec.usable(job.spec.max_nodes):
         return Decision(None, f"round {job.n} is full; spare: {names}")
     if job.spec.usable(here + len(job.joiners)) <= here:

@@ -327,7 +327,7 @@ class Publisher:
 
         def read() -> None:
             found: Sequence[Verdict] = ()
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError):  # none are known: asked again in a few seconds
                 found = from_item(self._store.get(verdicts_key(self._job)))
             then(found)
 
@@ -401,6 +401,7 @@ class Publisher:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        # Until all is written, at most; an agent that ends does not wait for an outage.
         self._thread.join(2 * _FLUSH_S)
         self._cancelled.set()  # the retries of what is being written, if it waits for the store
 
@@ -482,7 +483,7 @@ class Event:
 def parse(text: str) -> dict[str, Any] | None:
     """The record of an event; None if it is none, or a field has not the type that readers need."""
     with contextlib.suppress(SpecMismatch):
-        records.read(_Told, text)
+        records.read(_Told, text)  # for its types alone: the fields that it lacks are kept as well
         return records.read(dict[str, Any], text)
     return None
 

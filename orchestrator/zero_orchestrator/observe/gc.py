@@ -58,6 +58,7 @@ def due(
     """
     doomed: list[Doomed] = []
     kept = 0
+    # By revisions, not by clocks: the store alone knows which ended later.
     for remains in sorted(found, key=lambda one: one.revision, reverse=True):
         if not (remains.ended or lost):
             continue

@@ -147,7 +147,7 @@ class History:
             loss=loss,
             low=loss,
             high=loss,
-            losses=int(known),
+            losses=int(known),  # a NaN would make the mean of all others one
             tokens=tokens,
         )
         if self.points and self._place(self.points[-1]) == self._place(one):

@@ -134,7 +134,7 @@ def _users(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def groups(stacks: Iterable[RankStack], *, all_threads: bool = False) -> list[Group]:
-    """Workers with equal stacks, the smallest group first: one looks for the odd one out."""
+    """Workers with equal stacks, the smallest group first."""
     by_calls: dict[tuple[tuple[Frame, ...], ...], list[RankStack]] = {}
     for stack in stacks:
         if stack.threads:
@@ -147,6 +147,7 @@ def groups(stacks: Iterable[RankStack], *, all_threads: bool = False) -> list[Gr
         )
         for members in by_calls.values()
     ]
+    # One looks for the odd one out.
     return sorted(found, key=lambda group: (len(group.members), group.members[0].rank or 0))
 
 

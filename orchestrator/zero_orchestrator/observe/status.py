@@ -280,7 +280,7 @@ def find(store: KeyValueStore, name: str | None) -> JobStatus:
         return choose_job(read_all(store), None)
     try:
         return read(store, name)
-    except NoSuchJob:
+    except NoSuchJob:  # the message names the jobs there are, if this user may see them
         try:
             jobs = read_all(store)
         except StoreRefused:  # an etcd user with access to one job's keys

@@ -34,11 +34,7 @@ def selected(
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """From the first sign that a round ends to the start of the workers of the next one.
-
-    Its durations begin with the last finished step of the round, where the workers report steps:
-    the work of a step that is cut off is lost as well.
-    """
+    """From the first sign that a round ends to the start of the workers of the next one."""
 
     round: int
     """The round that ended."""
@@ -57,6 +53,7 @@ class Recovery:
     @property
     def from_s(self) -> float:
         """When the round's last step has ended, or the first sign was; seconds since the epoch."""
+        # With the last step: the work of one that is cut off is lost as well.
         first_s = self.events[0].time_s
         idle_s = self._end.record.get("idle_s") if self._end is not None else None
         if self._end is None or not isinstance(idle_s, int | float):

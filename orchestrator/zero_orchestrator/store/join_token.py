@@ -86,6 +86,7 @@ def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -
     halves = (derive(secret, Purpose.AUTHORITY, half) for half in ("high", "low"))
     number = int("".join(halves), 16) % (_ORDER - 1) + 1
     authority = ec.derive_private_key(number, ec.SECP256R1())
+    # Its own is random: no process can impersonate another one of the job.
     own = ec.generate_private_key(ec.SECP256R1())
     contents = {
         "ca.pem": _certificate(_AUTHORITY, authority, authority).public_bytes(Encoding.PEM),

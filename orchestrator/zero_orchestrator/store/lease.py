@@ -150,7 +150,7 @@ def _call_back(callback: Callable[[str], None], reason: str) -> None:
     """Call back; an exception of the callback must not stop the refreshes."""
     try:
         callback(reason)
-    except Exception:
+    except Exception:  # the lease is still to be kept alive
         _log.exception("a callback of the lease keeper failed")
 
 

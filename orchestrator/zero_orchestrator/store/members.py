@@ -168,6 +168,7 @@ def _drop_learner(view: View) -> Decision | None:
     for one in view.members:
         if not one.is_learner:
             continue
+        # One without a node has not started yet.
         limit_s = PATIENCE_S if one.node else START_S
         if view.gone_s.get(one.id, 0.0) > limit_s:
             return _remove(one, f"{_whose(one)} has not caught up, and is gone")

@@ -114,7 +114,7 @@ class Replica:
         before, later = self._at, self._later
         try:
             found = self._store.range(self._prefix)
-        except StoreUnavailable:
+        except StoreUnavailable:  # the next `look` tries again
             self._stale = True
             raise
         now = Position(found.cluster, found.revision)

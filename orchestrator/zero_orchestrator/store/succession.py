@@ -85,6 +85,7 @@ def decide(seen: Seen) -> tuple[Act, str]:
             f"the checkpoints are in {seen.root}, and agents begin a new store only beside those "
             "in a directory: start the agents again, and the script loads the newest checkpoint"
         )
+    # A newer round that has fewer steps counts: it has gone back to an earlier checkpoint.
     newest = seen.newest
     if newest is None or (newest.step < seen.step and newest.round <= seen.round):
         return Act.END, (

@@ -297,11 +297,8 @@ class Telemetry:
             self.journal.tell("job time", sentence, ns=to_record(of_all_ns), missing=missing)
 
     def log_end_of_round(self, job: Snapshot, me: Node) -> None:
-        """Log, once and on every node, the failure that has ended the round, and its cost.
-
-        The node of the failure logs its traceback as well. The job's last failure is logged at its
-        end.
-        """
+        """Log, once and on every node, the failure that has ended the round, and its cost."""
+        # Not of a job that has failed: its last failure is logged at its end.
         if job.state is not State.FORMING or job.n == self._over:
             return
         self._over = job.n

@@ -179,12 +179,10 @@ _RULES: Sequence[Callable[[Sequence[RankState]], Hang | None]] = (
 def _odd(
     ranks: Sequence[RankState], key: Callable[[RankState], Hashable]
 ) -> tuple[list[RankState], list[RankState]]:
-    """The ranks that differ from the most frequent key, and those that have it.
-
-    Of two keys that are equally frequent, the one of the lowest rank counts.
-    """
+    """The ranks that differ from the most frequent key, and those that have it."""
     if not ranks:
         return [], []
+    # Of two keys that are equally frequent, the one of the lowest rank: it comes first.
     usual = Counter(map(key, ranks)).most_common(1)[0][0]
     return [o for o in ranks if key(o) != usual], [o for o in ranks if key(o) == usual]
 

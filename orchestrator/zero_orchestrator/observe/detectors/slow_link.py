@@ -144,7 +144,7 @@ class SlowLinks:
     asks: Question | None = None
 
     def __init__(self, members: Members) -> None:
-        self._alone = len(members.nodes) < 2
+        self._alone = len(members.nodes) < 2  # no link to probe
         self._known, self._slowdown = Network(), Slowdown()
         self._step = 0
         self._due_s: float | None = None

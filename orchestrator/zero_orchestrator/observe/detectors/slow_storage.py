@@ -62,6 +62,7 @@ class Storage:
         if len(rates) == len(self.last) and any(map(eq, rates, self.last)):
             return self  # a rank has not noticed the end of this save yet
         found = _slow_write(rates, report.write_s, self.medians)
+        # Only of those that were not slow: slow storage must not become the usual one.
         if found is None:
             medians = (*self.medians, median(rates))[-_KEPT:]
             return Storage(last=rates, medians=medians)

@@ -34,7 +34,7 @@ class Certificates:
         """The credentials in the files as they are now, or else as they were when last right."""
         try:
             self._good, self._reported = _read(*self._files), ""
-        except SpecError as error:
+        except SpecError as error:  # a renewal that is under way, perhaps
             if str(error) != self._reported:
                 self._reported = str(error)
                 _log.warning("%s; going on with the certificates of before", error)

@@ -173,6 +173,8 @@ class EtcdStore:
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""
+        # Not repeatable, as every write: one whose answer was lost may have been made, and another
+        # one of somebody else since.
         answer = self._connection.call(lambda etcd: etcd.put(key, value, lease=lease))
         return int(answer.header.revision)
 
@@ -234,7 +236,7 @@ class EtcdStore:
     def revoke(self, lease: int) -> None:
         """As `KeyValueStore.revoke`."""
         self._ttl_s.pop(lease, None)
-        with contextlib.suppress(LeaseLost):
+        with contextlib.suppress(LeaseLost):  # ended already, by its time or by a lost answer
             self._connection.call(lambda etcd: etcd.revoke_lease(lease), repeatable=True)
 
     # ---- watches ----

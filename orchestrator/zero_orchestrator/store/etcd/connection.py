@@ -141,11 +141,7 @@ class NoAnswer(Exception):
 
 
 class Login:
-    """A user's token, shared by all connections to one etcd, also by those opened later.
-
-    A login costs the server a tenth of a second of CPU (bcrypt), so a thousand agents that log in
-    again at every slow answer would overload it.
-    """
+    """A user's token, shared by all connections to one etcd, also by those opened later."""
 
     def __init__(self, credentials: Credentials) -> None:
         """Nothing is sent."""
@@ -176,7 +172,8 @@ class Login:
             if self.token is not None:
                 return
             # One request for each endpoint, which all callers share. It continues when a caller's
-            # timeout ends: a second one would only add load to the server.
+            # timeout ends: a login costs the server a tenth of a second of CPU (bcrypt), so a
+            # thousand agents that log in again at every slow answer would overload it.
             attempt, _ = self._under_way.get(session.endpoint, (None, 0.0))
             if attempt is None:
                 stub = rpc.AuthStub(session.client.channel)
@@ -336,7 +333,8 @@ class Connection:
                 )
                 if tried_enough or not may_repeat:
                     raise type(failure)(joined(failures)) from error
-            except ValueError as error:  # gRPC's error for a channel closed under a call
+            # gRPC's error for a channel that `close` has taken away under a call.
+            except ValueError as error:
                 if not self._closed:
                     raise
                 raise StoreUnavailable("this store is closed") from error

@@ -33,6 +33,7 @@ class KeepAlives:
         """
 
         def send(etcd: Any) -> float:
+            # Not the `etcd` of this call: its copy of the client has no session to compare.
             session = self._connection.session
             with self._lock:
                 stream = self._stream

@@ -177,7 +177,7 @@ class EtcdWatch:
             return
         try:
             callback(news)
-        except Exception:
+        except Exception:  # that must not end the watches of others
             _log.exception("a callback of the watch of %s failed", self.prefix)
 
 
@@ -285,6 +285,7 @@ class EtcdWatches:
         try:
             for number, response in enumerate(stream.responses()):
                 self._take(response, stream)
+                # The first answer shows that the server takes the watches: which version is it?
                 if number == 0:
                     self._on_open()
             failure: StoreError = StoreUnavailable("the server ended the stream")
@@ -299,6 +300,7 @@ class EtcdWatches:
                 failure = StoreUnavailable(text)
         finally:
             stream.end()
+        # A stream that has lived is resumed at once, without the backoff of `retry`.
         if self._watches and time.monotonic() - started < _SHORT_LIFE_S:
             raise failure
 
