@@ -245,7 +245,15 @@ class MemberKeeper:
                 self._estate = found
                 self._seat.note(found.store, found.published.root)
         if self._seat.member is None:
-            return self._without_member()
+            members, invited = self._store.read(
+                [Read(self._keys.store_part("members")), Read(self._keys.store_part("invited"))]
+            )
+            for item in members.items:
+                self._follow(_endpoints(item))
+            if any(item.value == self._node for item in invited.items):
+                self._begin(invited.items[0])
+                return LOOK_S
+            return REST_S
         self._tend()
         view = self._look()
         change, reason = decide(view)
@@ -281,17 +289,6 @@ class MemberKeeper:
             log.debug("%s", reason)
 
     # ---- this agent's member ----
-
-    def _without_member(self) -> float:
-        members, invited = self._store.read(
-            [Read(self._keys.store_part("members")), Read(self._keys.store_part("invited"))]
-        )
-        for item in members.items:
-            self._follow(_endpoints(item))
-        if any(item.value == self._node for item in invited.items):
-            self._begin(invited.items[0])
-            return LOOK_S
-        return REST_S
 
     def _follow(self, endpoints: tuple[str, ...]) -> None:
         """Send this agent's calls to these members from now on."""
