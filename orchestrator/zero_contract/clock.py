@@ -32,6 +32,7 @@ def process_age_s(proc: Path = Path("/proc/self")) -> float:
     try:
         fields = (proc / "stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
+        # The kernel counts from the boot, with the time in which the machine was suspended.
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -144,6 +144,7 @@ def verdict(codes: Iterable[int]) -> int:
     known = [128 - code if code < 0 else code for code in codes]
     ends = [code for code in known if code in ENDS_THE_JOB]
     others = [code for code in known if code != LOST]
+    # One that has seen the job's end knows more than all that were lost.
     return min(ends) if ends else max(others, default=LOST)
 
 

@@ -333,6 +333,7 @@ _MESSAGES = msgspec.json.Decoder[Message](Message)
 
 def encode(message: Message) -> bytes:
     """One line of JSON, ending in a newline."""
+    # By Python's JSON: msgspec's own would write null for a loss that is NaN.
     return json.dumps(to_builtins(message), separators=(",", ":")).encode() + b"\n"
 
 

@@ -231,6 +231,7 @@ class EtcdV3Handler(RendezvousHandler):
             job = self._rdzv.poll()
             self._obey(job)
             self._show(job)
+            # Not DONE: torchrun ends by itself when its workers have all exited with 0.
             if job.n != self._round or job.state in (State.FORMING, State.FAILED, State.STOPPED):
                 self._workers.interrupt(f"round {self._round} is over: {job.cause}")
                 return 1

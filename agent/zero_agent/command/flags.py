@@ -86,6 +86,7 @@ def _host(text: str) -> str:
     """A host name or an IP address that others can connect to, without brackets; or empty."""
     host = text.removeprefix("[").removesuffix("]")
     try:
+        # 0.0.0.0 is where one listens, and nobody connects to it.
         known = not ipaddress.ip_address(host).is_unspecified
     except ValueError:
         known = _NAME.fullmatch(host) is not None

@@ -96,6 +96,7 @@ def endpoints_of(text: str) -> tuple[str, ...]:
 
 
 def _endpoint(text: str) -> str:
+    # `[fd00::1]` ends in digits after a colon, and has no port.
     has_port = text.rpartition(":")[2].isdecimal() and not text.endswith("]")
     with contextlib.suppress(ValueError):
         host, port = split_host_port(text if has_port else f"{text}:{OWN_PORT}")

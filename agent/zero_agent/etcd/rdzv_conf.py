@@ -100,6 +100,7 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
     names = ("keep_alive_interval", "keep_alive_max_attempt")
     keep_alive = {name: _number(name, pairs[name]) for name in names if name in pairs}
     interval_s = keep_alive.get(names[0], _KEEP_ALIVE_INTERVAL_S)
+    # etcd has no lease that is shorter than 2 s.
     ttl_s = max(2, round(interval_s * keep_alive.get(names[1], _KEEP_ALIVE_ATTEMPTS)))
     return RdzvConf(
         join_timeout_s=seconds.get("join_timeout_s"),

@@ -88,6 +88,7 @@ def select(
     if (include or exclude) and counted:
         raise SpecError(f"--num-{counted[0]} beside --include or --exclude: give one of them")
     if include:
+        # In the hostfile's order, whatever that of the filter is.
         wanted = _parse_filter("--include", include, hosts)
         return {host: wanted[host] for host in hosts if host in wanted}
     if exclude:

@@ -136,6 +136,7 @@ class Leaving:
 
 def root_cause(job: Snapshot) -> Failure | None:
     """The failure that made the job fail, from any node; None if no worker reported one."""
+    # By revisions: no two clocks are compared. Lost peers come last, whenever they were reported.
     return min(job.failures, key=lambda cause: (cause.symptom, cause.revision), default=None)
 
 

@@ -112,6 +112,7 @@ class Health:
                 f"--health-port={port}: cannot listen on {host} ({error}); choose another port, "
                 "0 for any free one, or another --health-host"
             ) from error
+        # Polls ten times a second: `close` waits for the next one.
         threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="zero-health", daemon=True
         ).start()

@@ -119,7 +119,7 @@ def interface_of(address: str) -> str | None:
         return next((row[5] for row in rows if row[0] == wanted), None)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
+            request = struct.pack("256s", name.encode()[:15])  # IFNAMSIZ, without the last zero
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:

@@ -65,6 +65,7 @@ class Strain:
         memory = _pairs(self._text("proc/vmstat"))
         if "pswpin" in memory:
             found["swapped"] = memory["pswpin"] + memory.get("pswpout", 0.0)
+        # From user to steal; the time of guests, after it, is in that of user already.
         cpu = self._text("proc/stat").partition("\n")[0].split()[1:9]
         if len(cpu) == 8 and all(field.isdecimal() for field in cpu):
             found["cpu_time"], found["steal"] = float(sum(map(int, cpu))), float(cpu[7])

@@ -155,6 +155,7 @@ class SpeedMeter:
         self._last = now_s, progress
         if not self._kept or now_s - self._kept[-1][0] >= _APART_S:
             self._kept.append(self._last)
+        # One that is older than the window stays: from there the speed is that of all of it.
         while len(self._kept) > 1 and now_s - self._kept[1][0] >= WINDOW_S:
             self._kept.popleft()
 

@@ -37,7 +37,7 @@ OUTAGE_S = 30.0
 """`--follow` continues through an outage of etcd of up to this many seconds."""
 LEAVING_S = 3.0
 """How long `--follow` waits for the last output of a node that has gone; a killed one has none."""
-_ALL = 1 << 40
+_ALL = 1 << 40  # lines; more than any agent keeps
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 

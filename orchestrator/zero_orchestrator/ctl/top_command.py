@@ -88,6 +88,7 @@ def _read(store: KeyValueStore, job: str) -> tuple[History, Sequence[Event]]:
 
 def screen(job: JobStatus, history: History, told: Sequence[Event]) -> RenderableType:
     """All that is shown, from what changes most to what is looked up."""
+    # The newest first: on a small terminal it is the line below the curve.
     newest: list[RenderableType] = [event_line(event) for event in reversed(told[-EVENTS:])]
     losses = [point.loss for point in history.points if point.loss is not None]
     parts = [[status_head(job), Curve(losses)], newest[:NEWEST], [status_tables(job)]]

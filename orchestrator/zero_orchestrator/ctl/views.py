@@ -143,6 +143,7 @@ class TableView:
             for status in _changes(statuses):
                 self.status(status)
             return
+        # Drawn as the statuses come, and not four times a second by a thread of rich.
         with Live(console=self._console, auto_refresh=False) as live:
             for status in statuses:
                 live.update(status_page(status), refresh=True)

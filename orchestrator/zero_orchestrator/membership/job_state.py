@@ -292,6 +292,7 @@ class Snapshot:
         """The last step known to be finished by any worker; None: no worker reported one."""
         steps = [charge.reached for charge in self.charged]
         steps += [failure.step for failure in self.failures]
+        # What is committed has been reached, also where workers report no steps.
         known = [step for step in steps if step is not None]
         return max(*known, self.committed) if known else self.committed or None
 
@@ -333,6 +334,7 @@ class Snapshot:
     @cached_property
     def dead_links(self) -> Mapping[Pair, str]:
         """Links between live members that one of them has found dead, and what it has found."""
+        # A link to a node that is gone is explained by that.
         live = {member.id for member in self.live_members}
         return {
             frozenset((report.node, link.to)): link.why

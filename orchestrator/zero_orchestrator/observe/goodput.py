@@ -149,6 +149,7 @@ class Ledger:
 
     def _report(self, mark: Stepped) -> Ledger:
         reached = max(self.reached, mark.step)
+        # A report that was under way when the round ended: its time is accounted for.
         if self.doing is not Doing.RUNNING:
             return replace(self, reached=reached)
         saving_ns = min(mark.saving_ns, self.pending_ns)

@@ -165,6 +165,7 @@ class History:
 
     def with_failure(self, step: int, problem: str, time_s: float) -> History:
         """The history after a save that has failed, once or again."""
+        # A save that is repeated at the same step is one that fails again, not one more.
         known = self.failing
         saves = 1 if known is None else known.saves + (known.step != step)
         failing = Failing(saves=saves, step=step, problem=problem, time_s=time_s)

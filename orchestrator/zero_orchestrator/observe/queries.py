@@ -104,6 +104,7 @@ class Asker:
         self._kept_s = time.monotonic()
         self._arrived: queue.SimpleQueue[Sequence[Change] | None] = queue.SimpleQueue()
         self._prefix = answers_prefix(job, self._name)
+        # Watched before the first question is asked: no answer comes too early.
         found = store.range(self._prefix)
         self._watch = store.watch(
             self._prefix,
@@ -190,6 +191,7 @@ def ask_each(
     )
     found = {node: Answer(node=node, number=1, problem=text) for node in arguments}
     missing = set(arguments)
+    # All at once: the slowest agent sets the time, not their number.
     with Asker(store, job) as asker:
         asker.ask(kind, arguments, within_s=within_s)
         for answer in asker.answers(within_s):

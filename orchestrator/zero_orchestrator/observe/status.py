@@ -245,6 +245,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     if status is None:
         raise NoSuchJob(f"there is no job {job}")
     excluded = Keys(job).excluded("")
+    # One that an operator has made may have no end.
     leased = (item for item in found.items if item.key.startswith(excluded) and item.lease)
     verdicts = from_item(next((i for i in kept if i.key == verdicts_key(job)), None))
     if any(verdict.kind in STOPS for verdict in verdicts):  # the speed is that of before

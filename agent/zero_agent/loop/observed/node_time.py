@@ -50,6 +50,7 @@ def _lacks_nodes(now: Situation) -> bool:
     return now.job.n == 0 or not now.job.spec.is_enough(len(now.job.eligible))
 
 
+# The workers before the job: they may still run, or stop, when that has gone on.
 _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
     (Doing.ENDING, lambda now: now.job.state in ENDED),
     (Doing.RUNNING, lambda now: now.workers is Workers.RUNNING),

@@ -230,6 +230,7 @@ class Telemetry:
         idle_s = steps.idle_s() if runs and steps.is_missing() else None
         if job.members.index(now.node) == 0:
             self._trainjob.look(steps.last, steps.speed)
+            # In each turn, also while steps are taken: that ends what was found before.
             step, warming_up = steps.finished or 0, steps.may_be_warming_up
             self.verdicts.add(Idle(step=step, idle_s=idle_s, warming_up=warming_up))
         else:
@@ -289,7 +290,7 @@ class Telemetry:
         members = job.members
         if job.state not in ENDED or members.index(me) != 0 or len(members.nodes) < 2:
             return
-        self.publish_time(nodes=0, last=True)
+        self.publish_time(nodes=0, last=True)  # its own ledger is one of those that are awaited
         ending = [node.id for node in job.nodes]  # spares as well
         of_all_ns, missing = await_ledgers(store, self._job, ending)
         if of_all_ns:

@@ -147,6 +147,7 @@ class Streams:
         shown = (teed or not redirected) and not filtered_out
         names = {"role_name": role, "local_rank": local_rank, "rank": rank}
         name = Template(self.prefix).safe_substitute(names)
+        # Filtered lines are copies of what is shown.
         kept, copied = teed or redirected or self.keep_all, bool(filters) and shown
         before = RANK_PREFIX.format(rank) if self.format is Format.RANK else name if teed else ""
         return Route(

@@ -68,6 +68,7 @@ Name = Annotated[
 ]
 Script = Annotated[str, Meta(description="a script that zero-agent runs, such as train.py")]
 Seconds = Annotated[Finite, Meta(description="a length of time; write seconds, such as 120")]
+# As `values.parse_seconds` reads it; `_SOME` has a digit that is no zero.
 _SPAN = r"(\d+\.?\d*|\.\d+)[smhd]?"
 _SOME = rf"(?=.*[1-9]){_SPAN}"
 Duration = Annotated[
@@ -104,6 +105,7 @@ Workers = Annotated[
         description="a number of workers; write a number from 1, or auto, cpu or gpu",
     ),
 ]
+# 1 to 65535.
 _PORT = r"(?!0+$)([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Endpoint = Annotated[
     str,

@@ -44,6 +44,7 @@ def check(file: JobFile, cluster: Cluster) -> list[Problem]:
 def _objects(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     """The cluster has the objects and the controllers that the job refers to, and no such job."""
     wanted = file.kubernetes
+    # Empty: there is none. None: it could not be read, or is not used.
     if cluster.namespace == []:
         text = (
             f"{wanted.namespace}: there is no such namespace; "
@@ -120,7 +121,7 @@ def _claim_that_exists(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
         modes = cluster.claim[0]["spec"]["accessModes"]
         if "ReadWriteMany" not in modes:
             text = f"{name} is {', '.join(modes)}; nodes on several machines need ReadWriteMany"
-            is_fatal = _has_several_machines(cluster)
+            is_fatal = _has_several_machines(cluster)  # on one machine all agents can mount it
             yield Problem(key="checkpoint.claim", text=text, is_fatal=is_fatal)
 
 

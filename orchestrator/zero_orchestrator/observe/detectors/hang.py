@@ -110,6 +110,7 @@ def _does_not_wait(ranks: Sequence[RankState]) -> Hang | None:
     if not waiting or not busy:
         return None
     what = Counter(one.awaits for one in waiting).most_common(1)[0][0]
+    # One that does not count its exchanges may be waiting as well.
     own = [one for one in busy if one.begun is not None or one.problem]
     text = f"{_each(own or busy)}; {_others(waiting)} for it in {what}, from {waiting[0].place}"
     return Hang(ranks=tuple(one.rank for one in own or busy), text=text)
@@ -166,6 +167,7 @@ def _is_elsewhere(ranks: Sequence[RankState]) -> Hang | None:
     return Hang(ranks=tuple(one.rank for one in odd), text=text)
 
 
+# What ranks say of themselves goes before what their places in the program suggest.
 _RULES: Sequence[Callable[[Sequence[RankState]], Hang | None]] = (
     _does_not_wait,
     _waits_for_another,
@@ -245,6 +247,7 @@ class StuckRanks:
             hosts = sorted({node for pair in found.dead for node in pair})
             verdict = Verdict(kind=Kind.DEAD_LINK, text=text, since_step=since.step)
             return Finding(verdict=verdict, over=over, facts={"hosts": hosts})
+        # Ranks that compile and load differ without a fault; a dead link counts all the same.
         hang = None if since.warming_up else judge(self._ranks(found))
         if hang is None:
             return None  # all ranks do the same

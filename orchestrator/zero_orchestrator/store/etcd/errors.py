@@ -64,6 +64,7 @@ _REMEDIES = {
 
 def rpc_error(error: Exception) -> grpc.RpcError:
     """The gRPC error behind an error of etcd3, which has no details for some codes."""
+    # etcd3 raises its own error while it handles gRPC's.
     cause = error if isinstance(error, grpc.RpcError) else error.__context__
     assert isinstance(cause, grpc.RpcError), error
     return cause
