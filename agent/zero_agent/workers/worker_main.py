@@ -110,8 +110,13 @@ def _code_of(end: SystemExit) -> int:
     if end.code is None or isinstance(end.code, int):
         if end.code == ExitCode.PEER_LOST and end.__cause__ is not None:
             write_error(f"{type(end.__cause__).__name__}: {end.__cause__}")
-        if program := _refused_by_argparse(end):
-            write_error(f"{program} refused its arguments", permanent=True)
+        if end.code == ARGPARSE_REFUSAL and (trace := end.__traceback__) is not None:
+            while trace.tb_next is not None:
+                trace = trace.tb_next
+            # Any program may exit with this code: argparse is known by the method that has raised.
+            parser = trace.tb_frame.f_locals.get("self")
+            if isinstance(parser, argparse.ArgumentParser) and parser.prog:
+                write_error(f"{parser.prog} refused its arguments", permanent=True)
         return (end.code or 0) & 0xFF
     print(end.code, file=sys.stderr)  # as the interpreter: a message is printed, and means 1
     write_error(str(end.code), permanent=isinstance(end, UsageExit))
@@ -174,18 +179,6 @@ def write_error(message: str, text: str = "", *, permanent: bool = False) -> Non
     facts = {"py_callstack": text, "timestamp": str(int(time.time())), "permanent": permanent}
     record = {"message": {"message": message, "extraInfo": facts}}
     Path(path).write_text(json.dumps(record), encoding="utf-8")
-
-
-def _refused_by_argparse(end: SystemExit) -> str:
-    """The program whose arguments argparse has refused, after printing why; "" if it has not."""
-    trace = end.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or end.code != ARGPARSE_REFUSAL:
-        return ""
-    # Any program may exit with this code: argparse is known by the method that has raised.
-    parser = trace.tb_frame.f_locals.get("self")
-    return parser.prog if isinstance(parser, argparse.ArgumentParser) else ""
 
 
 def _users_frames(error: BaseException) -> types.TracebackType | None:

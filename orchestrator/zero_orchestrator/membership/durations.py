@@ -63,7 +63,8 @@ class Durations:
             # back joins at once, as with an agent that has measured nothing.
             self._reform_s = 0.0
         # A re-forming after a failure is not measured, nor is a wait for nodes: it may be long.
-        if job.yielding is not None and (job.n != self._left or _waits_for_nodes(job)):
+        waits = job.state is State.FORMING and job.lacks_nodes
+        if job.yielding is not None and (job.n != self._left or waits):
             self._left, self._left_since_s = job.n, now_s
         symptom = job.failures[0].revision if job.failures else None
         if symptom != self._symptom:
@@ -110,8 +111,3 @@ class Durations:
         if self._pending != (self._fence, move):
             self._pending, self._pending_since_s = (self._fence, move), now_s
         return now_s - self._pending_since_s
-
-
-def _waits_for_nodes(job: Snapshot) -> bool:
-    few = job.spec.usable(len(job.eligible)) < job.spec.min_nodes
-    return job.state is State.FORMING and few

@@ -362,6 +362,11 @@ class Snapshot:
         enough = (c for c in choices if self.spec.is_enough(len(c)))
         return tuple(next(enough, needed))
 
+    @property
+    def lacks_nodes(self) -> bool:
+        """Whether no round can begin until more nodes are here."""
+        return not self.spec.is_enough(len(self.eligible))
+
     @cached_property
     def joiners(self) -> tuple[Node, ...]:
         """Eligible agents that are no members of round n."""

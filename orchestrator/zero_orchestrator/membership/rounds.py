@@ -128,7 +128,7 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     if job.stop is not None:
         return Decision(Transition(Move.HALT, job.stop), f"the job ends here: {job.stop}")
     low, high, count = job.spec.min_nodes, job.spec.max_nodes, len(job.eligible)
-    if not job.spec.is_enough(count):
+    if job.lacks_nodes:
         text = f"{_here(job)}; waiting for {job.spec.fewest - count}"
         unhealthy = any(node.unhealthy for node in job.nodes)
         waits_for = Wait.HEALTH if unhealthy else Wait.NODES
@@ -248,7 +248,11 @@ def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
     if silent and seen.links_s < max(timing.symptom_patience_s, lease_s):
         return Decision(None, f"{_dead(job)}; waiting for what {_some(silent)} can reach")
     goes = who_goes([member.id for member in job.members.nodes], job.dead_links)
-    aside = tuple(_set_aside(job, node) for node in goes)
+    aside: tuple[SetAside, ...] = ()
+    for node in goes:
+        others = sorted(other for pair in job.dead_links if node in pair for other in pair - {node})
+        why = f"it does not reach {_some(with_addresses(job.members, others))}"
+        aside += (SetAside(node=node, why=why, others=tuple(others)),)
     if job.stop is not None or job.yielding is not None:
         return go(Move.FORM, f"{_dead(job)}; {job.stop or job.yielding}", aside=aside)
     left = sum(node.id not in goes for node in job.eligible)
@@ -264,12 +268,6 @@ def _dead(job: Snapshot) -> str:
     """The dead links in words."""
     texts = [link_in_words(job.members, pair, why) for pair, why in job.dead_links.items()]
     return _some(texts, "; ")
-
-
-def _set_aside(job: Snapshot, node: str) -> SetAside:
-    others = sorted(other for pair in job.dead_links if node in pair for other in pair - {node})
-    why = f"it does not reach {_some(with_addresses(job.members, others))}"
-    return SetAside(node=node, why=why, others=tuple(others))
 
 
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:

@@ -545,16 +545,10 @@ def _in_order(items: Sequence[KeyValue]) -> list[Event]:
         # It goes before those of a later time that it has just missed: by the clocks of nodes,
         # which is good enough for people.
         place = len(order)
-        while place and 0 < _later_s(order[place - 1], event) <= late_s:
+        while place and 0 < order[place - 1].time_s - event.time_s <= late_s:
             place -= 1
         order.insert(place, event)
     return order
-
-
-def _later_s(one: Event, other: Event) -> float:
-    """The time from another event to this one, seconds; 0 if a record lacks the time."""
-    first, second = one.record.get("time"), other.record.get("time")
-    return first - second if isinstance(first, float) and isinstance(second, float) else 0.0
 
 
 def number(value: object) -> float | None:

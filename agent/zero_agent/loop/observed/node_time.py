@@ -46,17 +46,16 @@ def _is_out(now: Situation) -> bool:
     return now.node.draining or bool(now.node.unhealthy) or now.job.barred(now.node) is not None
 
 
-def _lacks_nodes(now: Situation) -> bool:
-    return now.job.n == 0 or not now.job.spec.is_enough(len(now.job.eligible))
-
-
 # The workers before the job: they may still run, or stop, when that has gone on.
 _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
     (Doing.ENDING, lambda now: now.job.state in ENDED),
     (Doing.RUNNING, lambda now: now.workers is Workers.RUNNING),
     (Doing.FORMING, lambda now: now.workers is Workers.STOPPING),
     (Doing.IDLE, _is_out),
-    (Doing.WAITING, lambda now: now.job.state is not State.ACTIVE and _lacks_nodes(now)),
+    (
+        Doing.WAITING,
+        lambda now: now.job.state is not State.ACTIVE and (now.job.lacks_nodes or not now.job.n),
+    ),
     (Doing.FORMING, lambda now: now.job.state is not State.ACTIVE),
     (Doing.IDLE, lambda now: not now.job.has_member(now.node)),
     (Doing.ENDING, lambda now: now.workers is Workers.SUCCEEDED),
