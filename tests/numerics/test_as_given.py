@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.numerics.test_offload import offloading
 from tests.support.models import LENGTH, WIDTH, make_model
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_contract.errors import ZeroError
+from zero_deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero_deepspeed.zero import GatheredParameters
 from zero_engine.core.engine import Engine
 
 
@@ -50,6 +54,16 @@ def take_out(engine: Engine) -> None:
     del engine.optimizer.param_groups[0]["params"][0]
 
 
+def write_to_a_group(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.optimizer.param_groups[0]["params"][0].clamp_(-0.01, 0.01)
+
+
+def replace_in_a_group(engine: Engine) -> None:
+    shown = engine.optimizer.param_groups[0]["params"][0]
+    shown.data = shown.data.clamp(-0.01, 0.01)
+
+
 CHANGES: dict[str, tuple[Callable[[Engine], None], str]] = {
     "group": (add_a_group, r"has 2 param groups, and had 1 at initialize\(\)"),
     "unfrozen": (train_more, r"norm\S* requires gradients, and did not at initialize\(\)"),
@@ -57,6 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Engine], None], str]] = {
     "module": (replace_a_module, r"norm.weight is another parameter than at initialize\(\)"),
     "parameter": (replace_a_parameter, r"position is another parameter than at initialize\(\)"),
     "members": (take_out, r"the param groups of the optimizer have other parameters than at"),
+    "data": (replace_in_a_group, r"has written to the tensors of param group 0 of the optimizer"),
     "hook": (hook_behind, r"position has a post-accumulate-grad hook that was registered after"),
 }
 
@@ -67,6 +82,44 @@ def test_a_change_that_would_not_be_trained_is_refused_at_the_next_step(
 ) -> None:
     with pytest.raises(WorldError, match=CHANGES[name][1]):
         worlds.run(1, train_on, name)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [(0, "none"), (1, "none"), (2, "cpu"), (2, "nvme"), (3, "none"), (3, "cpu"), (3, "nvme")],
+)
+@pytest.mark.corners(bf16=[True])
+def test_a_write_to_what_the_optimizers_groups_show_is_refused_everywhere(
+    worlds: WorldPool, tmp_path: Path, stage: int, bf16: bool, place: str
+) -> None:
+    """It took effect at once, after the step or never, by stage, dtype and number of ranks."""
+    found = worlds.run(2, write_on, stage, bf16, place, str(tmp_path))
+    assert [text.split(" of the optimizer")[0] for text in found] == 2 * [
+        "a script has written to the tensors of param group 0"
+    ]
+
+
+def write_on(stage: int, bf16: bool, place: str, path: str) -> str:
+    engine = make_engine(offloading(stage, place, path) | {"bf16": {"enabled": bf16}})
+    train(engine, 2)
+    engine.save_checkpoint(path)  # none of these writes to what the groups show
+    engine.load_checkpoint(path)
+    if place == "none":
+        engine.offload_states()
+        engine.reload_states()
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        for param in engine.module.parameters():
+            param.data.mul_(0.5)
+    param = next(engine.module.parameters())
+    safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.5)
+    train(engine, 3)
+    with torch.no_grad():
+        for shown in engine.optimizer.param_groups[0]["params"]:
+            shown.mul_(0.5)
+    with pytest.raises(ZeroError) as error:
+        train(engine, 4)
+    return str(error.value)
 
 
 def frozen_norms() -> nn.Module:

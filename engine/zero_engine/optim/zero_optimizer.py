@@ -107,6 +107,7 @@ class ZeroOptimizer:
         else:
             self.steps = self._make_steps()
         self._show_scale(overflow=False)
+        self._left = self._what_groups_show()
 
     @property
     def scale(self) -> float:
@@ -161,8 +162,10 @@ class ZeroOptimizer:
                     start, stop = overlap(*run, low, low + unit.master.numel())
                     part = slice(start - low, stop - low) if stop > start else slice(0, 0)
                     weights = unit.master[part]
-                    # An empty one is stepped as it is: in the dtype of its gradient.
-                    param = nn.Parameter(weights if weights.numel() else weights.float())
+                    # An empty one is stepped as it is: in the dtype of its gradient. `data` has a
+                    # version of its own, so that a write by a script is told from the engine's.
+                    shown = weights if weights.numel() else weights.float()
+                    param = nn.Parameter(shown.data)
                     found.append(Segment(unit, index, start, stop, param, gradients[part]))
             # A group keeps at least one segment on every rank, if need be an empty one: its scalar
             # state (the step count) is then known everywhere.
@@ -223,6 +226,7 @@ class ZeroOptimizer:
             correction: From the notes of all ranks [world, n], on the CPU, to the factor of the
                 totals.
         """
+        self._refuse_written_groups()
         for each in self.sums:
             each.settle()
         # What is left of the loss scale in the sums: a power of two can be taken out at any time;
@@ -252,6 +256,7 @@ class ZeroOptimizer:
             slots = self.units[number].layout.slots
             culprit = next(slot.fqn for slot in slots if element < slot.stop)
         self.accumulating = False
+        self._left = self._what_groups_show()
         self.scale_state, scaling = self.scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
@@ -280,6 +285,27 @@ class ZeroOptimizer:
                 unit.leave_arriving(pending)
             else:
                 wait(pending)
+
+    def _what_groups_show(self) -> list[list[tuple[int, int]]]:
+        """The version and the memory of each tensor in the optimizer's param groups."""
+        return [
+            [(param._version, param.untyped_storage()._cdata) for param in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+
+    def _refuse_written_groups(self) -> None:
+        """Raise ZeroError if a script has written to what the optimizer's param groups show."""
+        # Modules would show the new weights at once, after the step or never, by stage, rank and
+        # dtype. A write through `data` has no version, and is not noticed.
+        for group, (left, now) in enumerate(zip(self._left, self._what_groups_show(), strict=True)):
+            if left != now:
+                raise ZeroError(
+                    f"a script has written to the tensors of param group {group} of the optimizer, "
+                    "or put others in the place of their data: they are this rank's part of the "
+                    "weights; write to all of a parameter instead, in "
+                    "zero.GatheredParameters(parameters, modifier_rank=0) or with "
+                    "safe_set_full_fp32_param()"
+                )
 
     def _small(self) -> list[SmallParam]:
         return [each for unit in self.units for each in unit.small.members]
