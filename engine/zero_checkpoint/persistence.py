@@ -9,6 +9,7 @@ becomes of it.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import time
@@ -76,6 +77,7 @@ class Persistence:
                 link.ram_bytes,
                 before,
                 self.last.note_in_memory,
+                self._place(),
             )
         self.script = Script()
         self._memory_root: Place | None = None
@@ -93,6 +95,13 @@ class Persistence:
         self._some_rank_busy = self._some_memory_busy = False
         self._has_logged_metric = False
         self.number = link.add(self)
+
+    def _place(self) -> int:
+        """The first place that no living engine of this process has; equal on all ranks."""
+        if self._link.clients:
+            gc.collect()  # one that the script has dropped is gone, on all ranks
+        taken = {each.ram.place for each in self._link.clients.values() if each.ram is not None}
+        return next(place for place in itertools.count() if place not in taken)
 
     def _consensus_of(self, part: str, on_wait: Callable[[], None]) -> StoreConsensus:
         """Votes of this rank under a prefix: questions of different parts do not mix."""

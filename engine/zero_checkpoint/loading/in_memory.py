@@ -93,8 +93,9 @@ class MemoryCheckpoint:
 class MemorySearch:
     """One rank's part in finding checkpoints in memory; make one per load."""
 
-    def __init__(self, node: MemoryNode | None) -> None:
+    def __init__(self, node: MemoryNode | None, place: int = 0) -> None:
         self._node = node
+        self._place = place
         self._holdings: Holdings = node.holdings() if node is not None else {}
         self._votes: list[Record | None] = []
 
@@ -112,7 +113,7 @@ class MemorySearch:
 
     def candidates(self, root: object) -> Iterator[tuple[MemoryCheckpoint, Manifest]]:
         """On rank 0, the checkpoints that are whole, newest first; logs why others are not."""
-        home = home_of(root)
+        home = home_of(root, self._place)
         # Checkpoint -> file -> addresses, each once, in rank order.
         places: dict[str, dict[str, list[str]]] = {}
         for vote in filter(None, self._votes):
@@ -146,7 +147,8 @@ class MemorySearch:
         """A checkpoint that rank 0 offers, as this rank sees it."""
         return MemoryCheckpoint(node=self._node, home=home, name=name, places=places)
 
-    def forget_others(self, home: str, loaded: str | None) -> None:
+    def forget_others(self, root: object, loaded: str | None) -> None:
         """Free the checkpoints that this node held when the search began, except the loaded one."""
+        home = home_of(root, self._place)
         if self._node is not None:
             self._node.forget(home, self._holdings.get(home, {}).keys() - {loaded})

@@ -72,10 +72,13 @@ class MemoryNode:
             self.forget(home, [name for name in here if age(name) < age(newest)])
 
 
-def home_of(root: object) -> str:
-    """The hash of a root on disk; equal in every process that names the root in the same way."""
+def home_of(root: object, place: int = 0) -> str:
+    """The hash of a root on disk; equal in every process that names the root in the same way.
+
+    `place` is that of an engine among those of its process: two may resume from one root.
+    """
     where = os.path.abspath(root) if isinstance(root, Path) else str(root)
-    return hashlib.sha256(where.encode()).hexdigest()[:16]
+    return hashlib.sha256((f"{where}#{place}" if place else where).encode()).hexdigest()[:16]
 
 
 def seal(image: Path, path: Path) -> None:

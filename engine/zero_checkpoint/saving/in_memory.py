@@ -62,6 +62,7 @@ class InMemoryCheckpoints:
         needs: MutableMapping[object, int],
         before_change: BeforeChange | None = None,
         on_end: Callable[[Outcome], None] = lambda outcome: None,
+        place: int = 0,
     ) -> None:
         """Nothing is kept yet.
 
@@ -75,8 +76,10 @@ class InMemoryCheckpoints:
             needs: Bytes of it that each engine of this process needs; shared by all of them.
             before_change: See `StagingBuffer`.
             on_end: Called between steps with each save that has ended.
+            place: Of this engine among those of the process, see `home_of`.
         """
         self._problem = reply.reason
+        self.place = place
         self._on_end = on_end
         self._node: MemoryNode | None = None
         self._stagings: list[StagingBuffer] = []
@@ -119,7 +122,7 @@ class InMemoryCheckpoints:
 
     def search(self) -> MemorySearch:
         """Search this node's memory, for a load by all ranks; call `prepare` first."""
-        self._search = MemorySearch(self._node)
+        self._search = MemorySearch(self._node, self.place)
         return self._search
 
     def prepare(self) -> None:
@@ -141,8 +144,8 @@ class InMemoryCheckpoints:
         self._settle(root)
         self._last_step = step
         self.kept_step = step if chosen is not None else None
-        search, self._search = self._search or MemorySearch(self._node), None
-        search.forget_others(home_of(root), chosen)
+        search, self._search = self._search or MemorySearch(self._node, self.place), None
+        search.forget_others(root, chosen)
 
     def _settle(self, root: Place) -> None:
         """From now on, keep checkpoints of the run whose checkpoints on disk are in `root`."""
@@ -187,6 +190,7 @@ class InMemoryCheckpoints:
         self._problem = str(problem) if problem is not None else self._problem
         save = MemorySave(
             root=root,
+            place=self.place,
             state=state,
             image=image,
             problem=self._problem,
@@ -210,7 +214,7 @@ class InMemoryCheckpoints:
         self._take_outcome()
         self.give_up(reason)
         if self._root is not None:
-            MemorySearch(self._node).forget_others(home_of(self._root), None)
+            MemorySearch(self._node, self.place).forget_others(self._root, None)
 
     def close(self) -> None:
         """Finish the save in flight, soon; committed checkpoints stay with the agent."""
@@ -253,7 +257,7 @@ class InMemoryCheckpoints:
                 self._report(_POORER, f"{text}; without some copies: {'; '.join(kept.poorer)}")
             else:
                 self._report(_KEPT, text, level=logging.INFO)
-        return self._node.directory_of(home_of(save.root), kept.name)
+        return self._node.directory_of(home_of(save.root, save.place), kept.name)
 
     def _take_outcome(self) -> None:
         """Wait for the save in flight, and act on how it has ended."""

@@ -55,6 +55,8 @@ class MemorySave:
 
     root: object
     """The directory of the run's checkpoints on disk; rank 0's counts for all ranks."""
+    place: int = 0
+    """Of the engine, see `home_of`."""
     state: State
     image: FrozenImage | None
     """A snapshot of the pieces; None if this rank has none."""
@@ -133,7 +135,7 @@ def _open(save: MemorySave, votes: list[Record | None]) -> Record:
         return {
             "round": generation(save.round, save.step, save.newest()),
             "nonce": secrets.token_hex(2),
-            "home": home_of(save.root),
+            "home": home_of(save.root, save.place),
             "roster": [vote["address"] for vote in votes if vote is not None],
         }
     except Exception as error:

@@ -57,6 +57,34 @@ def save_at_2_keep_4(root: str) -> None:
         drop(engine)
 
 
+def test_two_engines_that_resume_from_one_directory_have_each_its_own_checkpoints_in_memory(
+    worlds: WorldPool, root: str
+) -> None:
+    """An actor and a critic, say, which begin with one checkpoint: either was loaded for both."""
+    worlds.run(2, save_at_2_keep_4, root)
+    kept = worlds.run(2, train_two_from_one_directory, root, True)
+    assert kept == worlds.run(2, train_two_from_one_directory, root, False)
+    assert [(step, len(set(hashes))) for step, hashes in kept] == [(6, 2)] * 2
+
+
+def train_two_from_one_directory(root: str, trains: bool) -> tuple[int, list[str]]:
+    """The last step, and the weights of each: one learns faster than the other."""
+    with on_a_node(root):
+        engines = [make_engine(in_memory(1)) for _ in range(2)]
+        for engine in engines:
+            engine.load_checkpoint(checkpoints(root))
+        for step in (5, 6) if trains else ():
+            for rate, engine in zip((0.01, 0.02), engines, strict=True):
+                engine.set_lr(rate)
+                train(engine, step)
+                settle(engine)
+        steps = {engine.global_steps for engine in engines}
+        hashes = [engine.weight_hash() for engine in engines]
+        for engine in engines:
+            drop(engine)
+        return max(steps), hashes
+
+
 def test_who_has_gone_back_to_a_tag_goes_on_from_the_newest_step_after_it(
     worlds: WorldPool, root: str
 ) -> None:

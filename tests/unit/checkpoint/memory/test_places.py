@@ -149,7 +149,7 @@ def test_what_a_load_has_not_chosen_is_given_back(cluster):
     cluster.add("a")
     cluster.keep(FULL, 1)
     search = MemorySearch(cluster.nodes["a"])
-    search.forget_others(home_of(cluster.root), None)
+    search.forget_others(cluster.root, None)
     assert cluster.files("a") == []
 
 
