@@ -11,7 +11,7 @@ processes, so that it does not depend on the rank or process that loads a sample
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,10 @@ _log = logging.getLogger(__name__)
 PAST_THE_EPOCH = (
     "the epoch has ended, and its last micro-steps await a step(); call step() at the end "
     "of each epoch: a step does not straddle two"
+)
+_LENGTH = (
+    "the dataset has {} samples, and had {} when the run began: others would never be trained on, "
+    "or not be there; give the changed dataset to a new run, or keep its length"
 )
 _AUGMENTATION = 1
 """Separates the seeds of data from those of dropout, which mix (seed, step, micro-batch)."""
@@ -258,9 +262,9 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         """
         super().__init__(sampler, sampler.cursor, sampler.seed)
         self._loader: DataLoader[Any] = DataLoader(
-            _SeededDataset(sampler.source.dataset),
+            _Batches(sampler.source.dataset, collate_fn or default_collate),
             batch_sampler=sampler,  # type: ignore[arg-type]
-            collate_fn=_Collate(collate_fn or default_collate),  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=pin_memory,
             worker_init_fn=BeginWorker(worker_init_fn),
@@ -272,7 +276,14 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         return len(self.order)
 
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
-        """The batches from the position to the end of an epoch."""
+        """The batches from the position to the end of an epoch.
+
+        Raises:
+            ZeroError: The dataset has another length than before.
+        """
+        now, before = len(self.dataset), self.order.source.size
+        if now != before:
+            raise ZeroError(_LENGTH.format(now, before))
         self.order.until = until
         return iter(self._loader)
 
@@ -303,37 +314,43 @@ def loop_seed(seed: int) -> int:
     return mix(seed, _LOOP)
 
 
-class _SeededDataset(Dataset[Any]):
-    """Fetches the samples of one ticket; its random state depends on the micro-batch alone."""
+class _Batches(Dataset[Any]):
+    """Loads the batch of a ticket; its random state depends on the micro-batch alone."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         self.dataset = dataset
-        self._own: list[Generator] | None = None
-        """Generators of the dataset itself."""
-
-    def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Sequence[Any]]:
-        if self._own is None:  # in the process that loads: the dataset there is a copy
-            self._own = generators_of(self.dataset)
-        seed_everything(ticket.seed)
-        seed_generators(self._own, ticket.seed)
-        if hasattr(self.dataset, "__getitems__"):
-            return ticket, self.dataset.__getitems__(list(ticket.ids))
-        return ticket, [self.dataset[i] for i in ticket.ids]
-
-
-class _Collate:
-    """Collates the samples, and passes the ticket on beside the batch."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
-        self._own: list[Generator] | None = None
+        self._own: list[list[Generator]] | None = None
+        """Generators of the dataset and of `collate_fn` themselves."""
 
-    def __call__(self, fetched: tuple[Ticket, Sequence[Any]]) -> tuple[Ticket, Any]:
-        ticket, samples = fetched
-        if self._own is None:
-            self._own = generators_of(self._collate_fn)
-        seed_generators(self._own, loop_seed(ticket.seed))
-        return ticket, self._collate_fn(samples)
+    def __getitems__(self, ticket: Ticket) -> tuple[Ticket, Any]:
+        if self._own is None:  # in the process that loads: the dataset there is a copy
+            self._own = self._find()
+            batch = self._load(ticket)
+            before, self._own = self._own, self._find()
+            # Some make a generator when they first read, one for each process: so, once more.
+            if before == self._own:
+                return ticket, batch
+        return ticket, self._load(ticket)
+
+    def _find(self) -> list[list[Generator]]:
+        return [generators_of(self.dataset), generators_of(self._collate_fn)]
+
+    def _load(self, ticket: Ticket) -> Any:
+        assert self._own is not None
+        of_dataset, of_collate = self._own
+        seed_everything(ticket.seed)
+        seed_generators(of_dataset, ticket.seed)
+        if hasattr(self.dataset, "__getitems__"):
+            samples = self.dataset.__getitems__(list(ticket.ids))
+        else:
+            samples = [self.dataset[number] for number in ticket.ids]
+        seed_generators(of_collate, loop_seed(ticket.seed))
+        return self._collate_fn(samples)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 @dataclass(frozen=True, slots=True)

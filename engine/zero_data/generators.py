@@ -3,18 +3,33 @@
 A dataset with a `self.rng`, a `collate_fn` that holds one, a module that draws noise with its own:
 what such a generator gives next depends on how often it was asked in this process, so on the rank,
 on its loading process, and on restarts. They are found, and seeded wherever those of the process
-are. Nobody can find one that the loop itself holds in a variable.
+are: in attributes, in slots, in classes, in what functions close over, have as defaults, or name of
+their module. Nobody can find one that the loop itself holds in a variable.
+
+Code of Python and of installed packages is left alone: it draws names of files and the like.
 """
 
 from __future__ import annotations
 
+import copy
+import dis
 import random
+import sys
+import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from pathlib import Path
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +45,19 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def is_generator(each: object) -> bool:
+    """Whether it is one that can be seeded, and none of the process, which is seeded by itself."""
+    # By `type`: `isinstance` asks a proxy for its `__class__`, which may load something.
+    kind = type(each)
+    return issubclass(kind, _KINDS) and not (
+        issubclass(kind, random.SystemRandom) or any(each is one for one in _OF_PROCESS)
+    )
+
+
+_bound: Any = (random.random, np.random.random_sample)
+_OF_PROCESS = (torch.default_generator, *(each.__self__ for each in _bound))
+
+
 def generators_of(*roots: object) -> list[Generator]:
     """Those that can be reached from objects of the script, each once."""
     found: list[Generator] = []
@@ -37,12 +65,11 @@ def generators_of(*roots: object) -> list[Generator]:
     left = deque(roots)
     while left and len(seen) < _MOST:
         each = left.popleft()
-        # By `type`: `isinstance` asks a proxy for its `__class__`, which may load something.
         if id(each) in seen or each is None or issubclass(type(each), _LEAVES):
             continue
         seen.add(id(each))
         if issubclass(type(each), _KINDS):
-            found.append(cast(Generator, each))
+            found += [cast(Generator, each)] * is_generator(each)
         else:
             with suppress(Exception):  # a proxy of what is gone, or not there yet
                 left.extend(islice(_inside(each), _OF_EACH))
@@ -52,15 +79,26 @@ def generators_of(*roots: object) -> list[Generator]:
 def generators_of_module(module: nn.Module, stream: object = None) -> list[Generator]:
     """Those in the attributes of a module and its parts, without those of a stream."""
     attributes = (pair for each in module.modules() for pair in vars(each).items())
-    found = generators_of(*(value for key, value in attributes if key not in _OF_TORCH))
+    own = [value for key, value in attributes if key not in _OF_TORCH]
+    found = generators_of(*own, *{type(each): None for each in module.modules()})
     # Attributes may lead to the stream: FSDP2's to the run, Lightning's to the Trainer. It has an
     # order of its own, perhaps of its own generator, and is read again in that order.
     others = {id(each) for each in generators_of(stream)}
     return [each for each in found if id(each) not in others]
 
 
+def generators_in_common(thing: object) -> list[Generator]:
+    """Those that an object has in common with its copies: of its class, module or a closure."""
+    own = generators_of(thing)
+    copied: set[int] = set()
+    with suppress(Exception):  # whoever needs a copy says why there is none
+        copied = {id(each) for each in generators_of(copy.deepcopy(thing))} if own else copied
+    return [each for each in own if id(each) in copied]
+
+
 _OF_TORCH = vars(nn.Module()).keys()
-_LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, type, ModuleType)
+_LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, ModuleType)
+_INSTALLED = [Path(sysconfig.get_path(of)) for of in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
 def _inside(each: Any) -> Iterator[object]:
@@ -71,12 +109,55 @@ def _inside(each: Any) -> Iterator[object]:
             yield from each
         case partial():
             yield from (each.func, each.args, each.keywords)
-        case MethodType():
-            yield each.__self__
+        case MethodType() | BuiltinMethodType() | staticmethod() | classmethod():
+            yield from (getattr(each, name, None) for name in ("__self__", "__func__"))
+        case property():
+            yield each.fget
         case FunctionType():
             yield from (cell.cell_contents for cell in each.__closure__ or () if _is_set(cell))
+            yield from (each.__defaults__, each.__kwdefaults__)
+            if _is_of_script(each.__module__):
+                yield from _named_by(each.__code__, each.__globals__)
+        case type():
+            own = (vars(kind) for kind in each.__mro__ if _is_of_script(kind.__module__))
+            yield from (member for members in own for member in members.values())
         case _:
+            members = (vars(kind).items() for kind in type(each).__mro__)
+            slots = (name for pairs in members for name, member in pairs if _is_slot(member))
+            yield from (getattr(each, name, None) for name in slots)
+            yield type(each)
             yield from getattr(each, "__dict__", {}).values()
+
+
+def _is_slot(member: object) -> bool:
+    return type(member) is MemberDescriptorType
+
+
+def _named_by(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
+    """The variables of a module that code names, and those that it names of modules there."""
+    names = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    for opname, name in names:
+        if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = variables.get(name)
+            if type(value) is ModuleType and _is_of_script(value.__name__):
+                attributes = (key for opname, key in names if opname in _ATTRIBUTES)
+                yield from (vars(value).get(key) for key in attributes)
+            yield value
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _named_by(inner, variables)
+
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+@cache
+def _is_of_script(name: str) -> bool:
+    """Whether a module is the script or written for it, and neither Python's nor installed."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    if path is None:
+        return name == "__main__"
+    return not any(Path(path).is_relative_to(each) for each in _INSTALLED)
 
 
 def _is_set(cell: Any) -> bool:

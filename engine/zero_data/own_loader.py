@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from zero_contract.errors import ZeroError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import MicroBatchSampler
-from zero_data.position_loader import seed_step
+from zero_data.position_loader import Moment, seed_step
 
 _MOVED = (
     "the position of the run has changed, by a load, while your DataLoader is iterated, which has "
@@ -62,9 +62,9 @@ class MicroBatches(Sampler[list[int]]):
         self._check()
         return self.last
 
-    def seed_step(self, *, acts: bool = False) -> None:
-        """Begin the random numbers of the optimizer, or between two steps."""
-        seed_step(self.order.seed, self.order.cursor, acts=acts)
+    def seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
+        """See `Feed`."""
+        seed_step(self.order.seed, self.order.cursor, moment)
 
     known_as: int | None = None
 

@@ -8,7 +8,7 @@ right. What the script does with a batch begins with random numbers of that batc
 torch, Python and numpy, with and without worker processes. In a loop that draws ahead it is the
 batch that is run next, and not the one that is drawn. Where none is drawn, in the step of the
 optimizer and between two steps, they follow from the number of the step: they are the same on all
-ranks, and after a load.
+ranks, and after a load. So they do behind the last backward of a step: noise on gradients.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -33,12 +34,20 @@ from zero_data.global_batch import BatchShape, Cursor, mix
 _log = logging.getLogger(__name__)
 
 
-_OF_OPTIMIZER, _BETWEEN_STEPS = 1, 2
+class Moment(IntEnum):
+    """Where no micro-batch is run, so that random numbers follow from the step."""
+
+    OPTIMIZER = 1
+    """The optimizer acts."""
+    BETWEEN = 2
+    """Between two steps."""
+    GRADIENTS = 3
+    """Behind the last backward of a step: its gradients are there."""
 
 
-def seed_step(seed: int, cursor: Cursor, *, acts: bool = False) -> None:
-    """Begin the random numbers that follow from a step; `acts`: those of its optimizer."""
-    seed_everything(mix(mix(seed, cursor.step), _OF_OPTIMIZER if acts else _BETWEEN_STEPS))
+def seed_step(seed: int, cursor: Cursor, moment: Moment) -> None:
+    """Begin the random numbers that follow from a step."""
+    seed_everything(mix(mix(seed, cursor.step), moment))
 
 
 def seed_everything(seed: int) -> None:
@@ -132,10 +141,10 @@ class Feed(Protocol):
     def run(self) -> Ticket | None:
         """The ticket of the batch that a micro-step runs now, if it is known."""
 
-    def seed_step(self, *, acts: bool = False) -> None:
-        """Begin the random numbers between two steps: one has ended, or was loaded.
+    def seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
+        """Begin the random numbers of a moment of a step.
 
-        `acts`: those of the optimizer, which is about to act. Not for one of several trainings of
+        Between two steps: one has ended, or was loaded. Not for one of several trainings of
         a process: what follows may belong to the same micro-batch, as in a GAN.
         """
 
@@ -215,10 +224,10 @@ class PositionLoader(ABC, Generic[Ordered]):
         self._seed()  # perhaps no draw comes before what the script does with the next one
         return ticket
 
-    def seed_step(self, *, acts: bool = False) -> None:
+    def seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
         """See `Feed`."""
         if self.is_alone() and not self.draws.waiting and not self.elsewhere:
-            seed_step(self._of_run, self._cursor, acts=acts)
+            seed_step(self._of_run, self._cursor, moment)
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch.

@@ -109,3 +109,19 @@ def correction(counts: Tensor, plan: StepPlan, assignment: Assignment) -> float:
         )
     total = sum(int(count) for count in microbatches)
     return nominal(plan) / total if total else 1.0
+
+
+def taken_together(
+    notes: Tensor, plan: StepPlan, assignment: Assignment
+) -> tuple[float, int, float]:
+    """The `correction` of a step, its tokens, and its mean loss, the same at every number of ranks.
+
+    From notes [world, 2 * micro-steps]: the weighted losses, then the numbers of tokens.
+
+    Raises:
+        ZeroError: See `correction`.
+    """
+    losses, counts = notes.chunk(2, dim=1)
+    factor = correction(counts, plan, assignment)
+    loss = sum(in_order(losses, plan, assignment).double().tolist()) * factor
+    return factor, counted(counts, plan, assignment), loss

@@ -18,7 +18,8 @@ train a model of its own. It is seen by the parameter's version, which writes to
 is; FSDP2 drops what is written to gathered weights, so embeddings that do it are known by name.
 
 What a forward keeps elsewhere is a warning: in a buffer that no checkpoint has, in a number in an
-attribute, of which each rank has its own, or over the ranks of a micro-step (SyncBatchNorm).
+attribute, of which each rank has its own, or over the ranks of a micro-step (SyncBatchNorm). A
+generator that the first forward makes and keeps is an error: nobody has seeded it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data.generators import is_generator
 
 _PARAMETER = (
     "the forward writes to the parameter {}: each rank would write what its own samples say, and "
@@ -56,6 +58,11 @@ _ATTRIBUTE = (
     "the forward changes the attribute %s, a number: each rank has one of its own, of the "
     "micro-batches that it runs, and no checkpoint has it; if results depend on it, keep it in a "
     "buffer (register_buffer)"
+)
+_MADE = (
+    "the first forward makes the generator of random numbers {}: on each rank, and after each "
+    "restart, it gives its first numbers to another micro-batch. Make it in the constructor of the "
+    "module, where it is found and seeded for each micro-batch; or draw from torch's own"
 )
 _SYNC = (
     "%s is a SyncBatchNorm, which normalizes over the micro-batches that the ranks run at the same "
@@ -90,6 +97,8 @@ class ForwardWrites:
         """What the first micro-batch has left in them, if this rank has run it."""
         self._numbers: dict[str, dict[str, float]] = {}
         """Of each module the numbers in its attributes, before the first forward of the run."""
+        self._generators: set[str] = set()
+        """The attributes that had a generator at that time."""
         self._told: set[str] = set()
         """The buffers and attributes that a warning has named."""
         self._begun = False
@@ -131,10 +140,16 @@ class ForwardWrites:
                 raise ZeroError(_PARAMETER.format(name))
 
     def end_micro_step(self) -> None:
-        """Let the next forward begin as the one of this micro-step has."""
+        """Let the next forward begin as the one of this micro-step has.
+
+        Raises:
+            ZeroError: It has made a generator of random numbers, in the first micro-step of a run.
+        """
         # Once in a run: numbers are noted before its first forward.
         before, self._numbers = self._numbers, {}
         now = self._attributes() if before else {}
+        if before and (made := sorted(self._of_generators() - self._generators)):
+            raise ZeroError(_MADE.format(made[0]))
         for name, numbers in now.items():
             for key, each in before.get(name, numbers).items():
                 if numbers.get(key) != each:
@@ -192,6 +207,14 @@ class ForwardWrites:
             for name, module in self._module.named_modules()
         }
 
+    def _of_generators(self) -> set[str]:
+        return {
+            f"{name}.{key}" if name else key
+            for name, module in self._module.named_modules()
+            for key, each in vars(module).items()
+            if is_generator(each)
+        }
+
     def drop(self, micro: int) -> None:
         """Drop what was written since the begin of a micro-step; of the first one: of the step."""
         self._put(self._before, [name for name in self._own if self._is_written(name)])
@@ -227,7 +250,7 @@ class ForwardWrites:
         # A forward may make buffers: those of the first one are known to the second.
         again = owners.keys() != self._owners.keys()
         if not self._owners:
-            self._numbers = self._attributes()
+            self._numbers, self._generators = self._attributes(), self._of_generators()
         self._owners = owners
         self._modes = None if again else [module.training for module, _ in owners.values()]
         return True

@@ -11,6 +11,7 @@ the optimizer acts again.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -117,8 +118,8 @@ class Checkpoints(Session):
         self._tells_unseen_loss = True
         self._tokens: list[float] = []
         """Of this rank's micro-batches of the step: the number of each, or NOT_GIVEN."""
-        self._correction = 1.0
-        """The factor by which these change the sums of the step."""
+        self._mean_loss = 0.0
+        """Of the step, over all ranks, once their notes have come."""
         self._everybodys: Tensor | None = None
         """The notes of all ranks, if they have come already."""
 
@@ -203,12 +204,9 @@ class Checkpoints(Session):
             everybodys, self._everybodys = self._everybodys, None
             if everybodys is None:
                 everybodys = self._agreement.reach([], self._notes()).notes
-            # A row is NOTES, what the loader tells, the loss, then the tokens of each micro-batch.
-            notes, at = everybodys.tolist(), -1 - len(self._tokens)
-            self.loss = sum(row[at] for row in notes) * self._correction
+            notes, self.loss = everybodys.tolist(), self._mean_loss
             self._losses.clear()
             self._tokens.clear()
-            self._correction = 1.0
             cursor, self._unsaved = self._cursor, True
             progress = Progress(
                 step=cursor.step,
@@ -222,13 +220,19 @@ class Checkpoints(Session):
             end_step(self, [row[:NOTES] for row in notes], progress)
 
     def _notes(self) -> Tensor:
-        """The notes for all ranks at the end of a step."""
-        seen = [each for each in self._losses.values() if each is not None]
+        """The notes for all ranks at the end of a step.
+
+        They are NOTES, what the loader tells, then of each micro-step the loss, and the tokens.
+        """
+        seen = {micro: each for micro, each in self._losses.items() if each is not None}
         # Without one of them the mean is not known.
-        loss = 0.0 if len(seen) == len(self._losses) else float("nan")
+        losses = dict.fromkeys(range(len(self._tokens)), 0.0) | dict.fromkeys(
+            self._losses, math.nan
+        )
         if seen:  # the host waits here, once in a step, and can be interrupted
-            loss += sum(self._collectives.to_host(torch.stack(seen), "losses").tolist())
-        notes = [*notes_of(self), *self._of_loader(), loss, *self._tokens]
+            values = self._collectives.to_host(torch.stack([*seen.values()]), "losses").tolist()
+            losses |= dict(zip(seen, values, strict=True))
+        notes = [*notes_of(self), *self._of_loader(), *losses.values(), *self._tokens]
         return torch.tensor(notes, dtype=torch.float32, device="cpu")
 
     def _note_loss(self, microbatch: MicroBatch) -> None:

@@ -32,7 +32,8 @@ from zero_contract.errors import ZeroError
 from zero_data.generators import generators_of_module
 from zero_data.global_batch import MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, begin_ledger
-from zero_data.token_weights import NOT_GIVEN, checked, correction, counted, nominal, none_of
+from zero_data.position_loader import Moment
+from zero_data.token_weights import NOT_GIVEN, checked, nominal, none_of, taken_together
 from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.checks import same_options
 from zero_step.forward_writes import ForwardWrites
@@ -217,11 +218,11 @@ class Run(Checkpoints):
         factor = 1.0
         if self._everybodys is None:
             # Once in a step: a further clip finds the gradients weighed.
-            counts, plan = everybodys[:, -len(self._tokens) :], self._plan()
+            plan, count = self._plan(), len(self._tokens)
             if (lanes := lanes_of(self.loader)) is not None:
-                lanes.hear(everybodys[:, NOTES : -1 - len(self._tokens)].tolist())
-            factor = self._correction = correction(counts, plan, self._assignment)
-            self._counted = counted(counts, plan, self._assignment)
+                lanes.hear(everybodys[:, NOTES : -2 * count].tolist())
+            of_step = everybodys[:, -2 * count :], plan, self._assignment
+            factor, self._counted, self._mean_loss = taken_together(*of_step)
         self._everybodys = everybodys
         return factor
 
@@ -386,7 +387,7 @@ class Run(Checkpoints):
         self._writes.drop(0)
         self._losses.clear()
         self._tokens.clear()
-        self._correction, self._everybodys, self._owed = 1.0, None, False
+        self._everybodys, self._owed = None, False
         self._held.drop()
         if self._ledger is not None:
             self._ledger.forget()
@@ -531,6 +532,8 @@ class Run(Checkpoints):
             self._options.begin()
         if self._ledger is not None and not microbatch.padding:
             self._ledger.consume(microbatch.index, ticket.ids, ticket.documents)
+        if self._gradients.pipeline.turn.last:
+            self.loader.seed_step(Moment.GRADIENTS)
 
     def _end_micro_step(self) -> None:
         """End the micro-step; an error if it was the last of its step, and nothing acted."""
@@ -576,7 +579,7 @@ class Run(Checkpoints):
         if not self._weigh():
             return False
         self._training.take_back()
-        self.loader.seed_step(acts=True)
+        self.loader.seed_step(Moment.OPTIMIZER)
         return True
 
     def _count_step(self, skipped: bool) -> None:

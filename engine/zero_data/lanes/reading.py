@@ -10,13 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from zero_contract.errors import ConfigError
-from zero_data.generators import generators_of, seed_generators
+from zero_data.generators import (
+    Generator,
+    generators_in_common,
+    generators_of,
+    seed_generators,
+)
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.place import ALONE, seed_process, seeded
 from zero_data.lanes.packing import Packed
@@ -100,29 +106,51 @@ class Reading(IterableDataset[Read | None]):
         # Opened at once: lanes of a process can share what none of them has begun to read.
         start, reader = self.starts[lane], None
         if not start.ended:
-            with seeded(mix(self.seed, self.epoch, lane, start.at, _READING)):
-                state = None if start.state is None else load(start.state)
-                reader = self.source.open(lane, self.lanes, self.epoch, state)
+            state = None if start.state is None else load(start.state)
+            reader = self._open(lane, start.at, state)
         return self._rest(lane, start, reader)
+
+    @cached_property
+    def _own(self) -> list[Generator]:
+        return self._generators()  # in the process that reads: the dataset there is a copy
+
+    @cached_property
+    def _is_map(self) -> bool:
+        return hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
+
+    def _generators(self) -> list[Generator]:
+        """Those that are seeded for each micro-batch."""
+        # A dataset that is iterated has an order of its own, perhaps of its own generator.
+        of_data = generators_of if self._is_map else generators_in_common
+        return [*of_data(self.dataset), *generators_of(self.collate)]
+
+    def _open(self, lane: int, number: int, state: dict[str, Any] | None) -> Reader:
+        seed = mix(self.seed, self.epoch, lane, number, _READING)
+        with seeded(seed):
+            seed_generators(self._own, seed)
+            return self.source.open(lane, self.lanes, self.epoch, state)
 
     def _rest(self, lane: int, start: Start, reader: Reader | None) -> Iterator[Read]:
         if reader is None:
-            while True:
-                yield _END
+            yield from repeat(_END)
+            return
         number, took_s, read_s = start.at, 0.0, 0.0
-        # A dataset that is iterated has an order of its own, perhaps of its own generator.
-        is_map = hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
-        own = generators_of(self.dataset, self.collate) if is_map else []
+        is_first = self._is_map
         while True:
-            again, batch, taken = number < start.number, None, None
+            again, taken = number < start.number, None
+            before = reader.state() if is_first else None
             seed = mix(self.seed, self.epoch, lane, number, _READING)
             seed_process(seed)
-            seed_generators(own, seed)
+            seed_generators(self._own, seed)
             begin_s = time.perf_counter()
-            samples = self._take(reader)
-            if samples and not again:
-                batch = self.collate(samples)
+            samples, batch = self._load(reader, collates=not again)
             read_s += time.perf_counter() - begin_s
+            if is_first and not again:
+                is_first, known = False, self._own
+                self._own = self._generators()
+                if self._own != known and before is not None:  # once more, see `elastic_loader`
+                    reader = self._open(lane, number, before)
+                    continue
             if samples and not again and read_s >= _PACE * took_s:
                 begin_s = time.perf_counter()
                 taken = _state_of(reader, self.dataset)
@@ -138,14 +166,13 @@ class Reading(IterableDataset[Read | None]):
                 f"epoch {self.epoch}, of which {start.number} were trained on before: it does not "
                 "read the same again; give data whose order depends on its seed and the epoch alone"
             )
-        while True:
-            yield _END
+        yield from repeat(_END)
 
-    def _take(self, reader: Reader) -> list[Any]:
+    def _load(self, reader: Reader, *, collates: bool) -> tuple[list[Any], Any]:
+        size = self.micro_batch
         with ALONE:
-            if self.micro_batch is None:
-                return next(reader, [])
-            return list(islice(reader, self.micro_batch))
+            samples: list[Any] = next(reader, []) if size is None else [*islice(reader, size)]
+        return samples, self.collate(samples) if samples and collates else None
 
 
 def _documents(samples: list[Any]) -> tuple[Documents, ...]:

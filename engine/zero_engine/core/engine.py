@@ -29,7 +29,7 @@ from zero_data.generators import generators_of_module, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.loaders import Given
 from zero_data.own_loader import MicroBatches
-from zero_data.position_loader import seed_everything
+from zero_data.position_loader import Moment, seed_everything
 from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import EndsBy, Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
@@ -128,6 +128,7 @@ class Engine(WholeWeights):
         self._session.hardware, self._session.writes = core.hardware, core.writes
         # Hooks of a loss refer to the micro-steps, and must not keep the engine.
         self._micro_steps.on_plain = if_alive(self._fill_in)
+        self._micro_steps.behind_last = if_alive(self._seed_gradients)
         self._of_module = generators_of_module(self.module, lanes_of(run.loader))
         """Random numbers that modules draw from generators of their own."""
 
@@ -271,7 +272,7 @@ class Engine(WholeWeights):
         assert zero is not None
         plan, lanes = self._run.ending(), lanes_of(self._run.loader)
         self._micro_steps.end_forwards()
-        self._seed_step(acts=True)  # an optimizer may draw random numbers
+        self._seed_step(Moment.OPTIMIZER)  # an optimizer may draw random numbers
         try:
             # Update weights, scheduler and position, all of them or none. The notes of every rank:
             # about leaving and saving, then those of the micro-steps.
@@ -294,8 +295,8 @@ class Engine(WholeWeights):
             self._micro_steps.clear()
             self._micro_steps.applied = outcome.applied
             self._last = outcome
-            self.mean_loss = self._micro_steps.mean_loss(of_micro_steps, plan)
-            cursor.tokens += self._micro_steps.counted(of_micro_steps, plan)
+            tokens, self.mean_loss = self._micro_steps.together(of_micro_steps, plan)
+            cursor.tokens += tokens
             if outcome.applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
             # Position, step count and scheduler move together, here and nowhere else.
@@ -349,9 +350,12 @@ class Engine(WholeWeights):
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
         end_step(self._session, outcome.notes[:, :NOTES].tolist(), progress)
 
-    def _seed_step(self, *, acts: bool = False) -> None:
+    def _seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
         if self._run.loader is not None and self._link.is_alone():
-            self._run.loader.seed_step(acts=acts)
+            self._run.loader.seed_step(moment)
+
+    def _seed_gradients(self) -> None:
+        self._seed_step(Moment.GRADIENTS)  # a script may add noise to them
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last optimizer step, to leave a batch out of it.

@@ -29,10 +29,9 @@ from zero_data.token_weights import (
     NOT_GIVEN,
     checked,
     correction,
-    counted,
-    in_order,
     nominal,
     none_of,
+    taken_together,
     unread,
 )
 from zero_engine.memory_check import check_memory
@@ -89,6 +88,8 @@ class MicroSteps:
         self.on_plain: Callable[[bool], None] = lambda runs: None
         """Told where a backward that the script runs begins and ends: what is raised within it, the
         script would see."""
+        self.behind_last: Callable[[], None] = lambda: None
+        """Called behind the last backward of a step."""
         self.declared_boundary: bool | None = None
         """Whether the script has declared the coming micro-steps to end a step; None: neither."""
         self._phase = core.reducer.phase if core.reducer is not None else Phase(CALLS)
@@ -353,6 +354,8 @@ class MicroSteps:
         # Whether the script calls `step()` for this micro-step, which then ends it.
         coalesced = self.ends_by is EndsBy.COALESCE and self.at_boundary
         awaits_step = self._run.managed and (self.ends_by is EndsBy.STEP or coalesced)
+        if awaits_step and self.at_boundary:
+            self.behind_last()
         if not shared and not awaits_step:
             self.end()
 
@@ -535,14 +538,9 @@ class MicroSteps:
         """The factor of the gradient sums, from the notes of all ranks [world, 2 * micro-steps]."""
         return correction(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment)
 
-    def mean_loss(self, notes: Tensor, plan: StepPlan) -> float:
-        """The mean loss of the global batch, summed in the order of its micro-batches."""
-        losses = in_order(notes[:, : notes.shape[1] // 2], plan, self._run.assignment)
-        return sum(losses.double().tolist()) * self.correction(notes, plan)
-
-    def counted(self, notes: Tensor, plan: StepPlan) -> int:
-        """The tokens of the global batch; 0 if the script does not count them."""
-        return counted(notes[:, notes.shape[1] // 2 :], plan, self._run.assignment)
+    def together(self, notes: Tensor, plan: StepPlan) -> tuple[int, float]:
+        """The tokens of the global batch, 0 if the script counts none, and its mean loss."""
+        return taken_together(notes, plan, self._run.assignment)[1:]
 
     def end_forwards(self) -> None:
         """End the forwards of a step; of a script that ends steps they have ended."""

@@ -281,8 +281,10 @@ class GradReducer:
                 if param.grad is not None:
                     self.on_gradient(number, position, param)
 
-    def on_gradient(self, number: int, position: int, param: Tensor) -> None:
+    def on_gradient(self, number: int, position: int, _: object) -> None:
         """Take the gradient of a parameter of the unit that is the `number`-th to be reduced."""
+        # A hook of the script before this one may have returned something in its place.
+        param = self._order[number].unit.params[position]
         made, param.grad = param.grad, None  # also if this fails
         if not self.running:
             if is_weighted(torch._C._current_graph_task_id()):

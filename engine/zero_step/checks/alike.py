@@ -9,14 +9,17 @@ would be trained twice, and others never.
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ConfigError
@@ -29,6 +32,18 @@ _DIFFERS = (
     "process (unless PYTHONHASHSEED is the same), as is that of a directory on each node; and a "
     "time or a random number differs"
 )
+
+
+_SHARES = "attributes of the dataset"
+_MOST = 100_000
+"""Items that are compared."""
+_SHARE = (
+    "%s of the dataset is %s on rank 0, and %s on rank %d. If that makes it the share of a rank, "
+    "samples are lost or repeated, and the bits depend on the number of ranks: give all ranks the "
+    "whole dataset, which is divided among them here; a stream divides itself by "
+    "torch.utils.data.get_worker_info() in __iter__()"
+)
+_log = logging.getLogger(__name__)
 
 
 def of_module(module: nn.Module) -> dict[str, Any]:
@@ -46,14 +61,30 @@ def of_module(module: nn.Module) -> dict[str, Any]:
 
 
 def of_data(data: Any) -> dict[str, Any]:
-    """The number of samples of a dataset or DataLoader, if it has one for all ranks."""
+    """What a dataset or DataLoader has for all ranks: how many samples, which, and its numbers."""
     dataset = getattr(data, "dataset", data) if isinstance(data, DataLoader) else data
-    if isinstance(dataset, IterableDataset):  # it may count those of one rank
-        return {}
-    try:
-        return {"the number of samples": len(dataset)}
-    except (TypeError, NotImplementedError):
-        return {}
+    found: dict[str, Any] = {}
+    if not isinstance(dataset, IterableDataset):  # which may count those of one rank
+        with suppress(TypeError, NotImplementedError):
+            found["the number of samples"] = len(dataset)
+    if type(dataset) is Subset:
+        found["the Subset"] = _described([*dataset.indices])
+    attributes = getattr(dataset, "__dict__", {}).items()
+    found[_SHARES] = {key: _described(each) for key, each in attributes if _may_share(each)}
+    return found
+
+
+def _may_share(each: object) -> bool:
+    """Whether it may be the share of a rank, or say which: a number, or some numbers or names."""
+    if isinstance(each, list | tuple):
+        return all(type(one) in (int, str) for one in each[:_MOST])
+    return type(each) in (int, range)
+
+
+def _described(each: Any) -> str:
+    if isinstance(each, list | tuple):
+        return f"{len(each)} items, of the checksum {zlib.crc32(repr(each[:_MOST]).encode()):08x}"
+    return repr(each)
 
 
 def of_settings(elastic: Elastic) -> dict[str, Any]:
@@ -65,6 +96,8 @@ def of_settings(elastic: Elastic) -> dict[str, Any]:
 
 def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor]) -> None:
     """Compare what this rank is given with what the others are. Collective.
+
+    Rank 0 warns of a dataset that may be the share of a rank.
 
     Args:
         facts: By its name, each a JSON value; of a list the first item that differs is named.
@@ -83,8 +116,17 @@ def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor])
             what, mine, theirs = name, ours, other.get(name)
             if theirs == mine:
                 continue
+            if name == _SHARES:
+                _warn_of_share(ours, theirs or {}, rank)
+                continue
             if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
                 pairs = enumerate(zip_longest(ours, theirs, fillvalue="absent"))
                 number, (mine, theirs) = next(each for each in pairs if each[1][0] != each[1][1])
                 what = f"{name} {number}"
             raise ConfigError(_DIFFERS.format(what=what, ours=mine, theirs=theirs, rank=rank))
+
+
+def _warn_of_share(ours: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> None:
+    key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+    if dist.get_rank() == 0:
+        _log.warning(_SHARE, key, ours.get(key), theirs.get(key), rank)

@@ -201,13 +201,16 @@ def attach(
     model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
     model.broadcast_buffers = False  # all ranks have the same ones, see `ForwardWrites`
 
-    def arrive(parameter: Tensor) -> None:
+    # A hook of the script that returns something has put that in the place of the parameter.
+    def arrive(name: str, parameter: Tensor, _: object) -> None:
         try:
-            check_taken(names[parameter], parameter)
+            check_taken(name, parameter)
             gradients.arrive()
         except ZeroError as error:  # DDP must end a backward that it has begun
             gradients.hold(error)
         gradients.poll()
 
-    trained = gradients.trained.values()
-    return [parameter.register_post_accumulate_grad_hook(arrive) for parameter in trained]
+    return [
+        parameter.register_post_accumulate_grad_hook(partial(arrive, name, parameter))
+        for name, parameter in gradients.trained.items()
+    ]

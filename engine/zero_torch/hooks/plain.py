@@ -12,7 +12,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from zero_contract.errors import ConfigError
 from zero_torch.ordered_gradients import OrderedGradients, as_real, check_taken
@@ -43,8 +42,8 @@ def attach(gradients: OrderedGradients) -> None:
             gradients.trained[name].register_post_accumulate_grad_hook(partial(arrive, name))
             hooked.add(name)
 
-    def arrive(name: str, parameter: Tensor) -> None:
-        check_taken(name, parameter)
+    def arrive(name: str, _: object) -> None:  # what a hook of the script before it returns
+        check_taken(name, gradients.trained[name])
         gradients.arrive(name)
 
     gradients.ends.append(add)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import zero_engine
 import zero_torch
 from tests.support import stock
+from tests.support.saving import heard
 from tests.support.world import WorldPool
 from zero_contract.errors import ConfigError
 
@@ -106,3 +110,55 @@ def test_what_one_rank_is_given_differently_is_named_on_all(
 @pytest.mark.corners(back_end=["stage3"])
 def test_what_all_are_given_alike_is_taken(worlds: WorldPool, back_end: str) -> None:
     assert worlds.run(2, told, back_end, "") == ["", ""]
+
+
+class OfRank(IterableDataset[tuple[torch.Tensor]]):
+    """As scripts of DDP divide a stream: the rank is asked for where the dataset is made."""
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.path = dist.get_rank(), dist.get_world_size(), str(os.getpid())
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        for number in range(self.rank, 12, self.world):
+            yield (torch.full((4,), float(number)),)
+
+
+class OfFiles(OfRank):
+    def __init__(self) -> None:
+        self.files = [f"{number}.parquet" for number in range(dist.get_rank(), 12, 2)]
+
+
+def own_part() -> Any:
+    return Subset(TensorDataset(torch.ones(12, 4)), range(dist.get_rank(), 12, 2))
+
+
+def told_of_shares(back_end: str, made: Any) -> list[str]:
+    """What a rank is told of a dataset: warnings, and the error last."""
+    model = nn.Linear(4, 4)
+    with heard(logging.WARNING) as lines:
+        try:
+            if back_end == "stage0":
+                config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
+                optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+                zero_engine.initialize(
+                    model, training_data=made(), config={**config, "optimizer": optimizer}
+                )
+            else:
+                wrapped = stock.wrap(model, back_end)
+                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+                zero_torch.protect(wrapped, optimizer, DataLoader(made()), microbatches=4)
+        except ConfigError as error:
+            lines.append(str(error))
+    return [line for line in lines if "rank 0" in line]
+
+
+@pytest.mark.parametrize("back_end", ["ddp", "stage0"])
+@pytest.mark.corners(back_end=["ddp"])
+def test_a_dataset_that_is_the_share_of_its_rank_is_named(worlds: WorldPool, back_end: str) -> None:
+    first, second = worlds.run(2, told_of_shares, back_end, OfRank)
+    assert ["rank of the dataset is 0 on rank 0, and 1 on rank 1" in it for it in first] == [True]
+    assert second == []  # once, and not that of the path
+    (told,), _ = worlds.run(2, told_of_shares, back_end, OfFiles)
+    assert told.startswith("files of the dataset is 6 items, of the checksum ")
+    for (refused,) in worlds.run(2, told_of_shares, back_end, own_part):
+        assert "the Subset is 6 items, of the checksum " in refused

@@ -21,16 +21,19 @@ import zero_torch
 from tests.numerics.promises.back_ends import (
     IN,
     Net,
+    OfStockTorch,
     Place,
     Recipe,
     data,
     everywhere,
     training,
 )
+from tests.support import drawing
 from tests.support.saving import heard
 from tests.support.stock import wrap
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
+from zero_torch.wrapped import local
 
 STOCK: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2)]
 ENGINE: list[Place] = [("stage0", 2), ("stage1", 3), ("stage3", 2)]
@@ -86,6 +89,13 @@ def draw_a_rate(_: nn.Module, optimizer: Optimizer, step: int) -> None:
         optimizer.param_groups[0]["lr"] = drawn() / 50
 
 
+def add_noise(_: object, optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                local(parameter.grad).add_(drawn() / 100)
+
+
 HARMLESS: dict[str, tuple[Recipe, list[Place]]] = {
     "evaluates before the optimizer acts": (
         Recipe(optimizer=that_is_evaluated),
@@ -95,11 +105,18 @@ HARMLESS: dict[str, tuple[Recipe, list[Place]]] = {
     "keeps weights gathered": (Recipe(optimizer=sgd, before=keep_gathered), STOCK),
     "draws a learning rate": (Recipe(optimizer=sgd, before=draw_a_rate), [*STOCK, *ENGINE]),
     "draws as the optimizer acts": (Recipe(optimizer=that_adds_noise), [*STOCK, *ENGINE]),
+    "noise on gradients": (Recipe(optimizer=sgd, between=add_noise), [*STOCK, ("ddp", 3)]),
+    "noise on gradients, by a loop of its own": (
+        Recipe(optimizer=sgd, between=add_noise, own_loop=True),
+        [*STOCK, ("ddp", 3)],
+    ),
 }
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-@pytest.mark.corners(what=["evaluates before the optimizer acts", "draws a learning rate"])
+@pytest.mark.corners(
+    what=["evaluates before the optimizer acts", "draws a learning rate", "noise on gradients"]
+)
 def test_what_a_script_does_beside_training_has_the_same_bits_everywhere(
     worlds: WorldPool, tmp_path: Path, what: str
 ) -> None:
@@ -365,6 +382,109 @@ def test_generators_of_a_dataset_and_of_modules_are_seeded_as_those_of_the_proce
     assert found == dict.fromkeys(places, found["plain", 1])
 
 
+class Draws(torch.utils.data.Dataset[tuple[Tensor, ...]]):
+    """A dataset with a number of a generator that is not in its attributes."""
+
+    of_class = np.random.default_rng(1)
+    made_late: np.random.Generator | None = None
+
+    def __init__(self, draw: Callable[[Any], float]) -> None:
+        self.samples, self.draw = data(), draw
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, at: int) -> tuple[Tensor, ...]:
+        return (self.samples[at][0] + 0.1 * self.draw(self),)
+
+
+def of_class(holder: Any) -> float:
+    return float(holder.of_class.random())
+
+
+def of_another_module(_: object) -> float:
+    return drawing.draw()
+
+
+def made_late(holder: Any) -> float:
+    if holder.made_late is None:
+        holder.made_late = np.random.default_rng(1)
+    return float(holder.made_late.random())
+
+
+def collated_late(samples: list[tuple[Tensor, ...]]) -> tuple[Tensor]:
+    return (torch.stack([x for (x,) in samples]) + made_late(Draws),)
+
+
+def by_sampler() -> Any:
+    samples = Draws(made_late)
+    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(len(samples)), 29)
+    return torch.utils.data.DataLoader(samples, batch_size=2, sampler=sampler)
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
+    """Is shuffled where its iterator is made, and draws by a generator of the class."""
+
+    of_class = np.random.default_rng(1)
+
+    def __init__(self) -> None:
+        self.samples = data()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        order = [*range(len(self.samples))]
+        random.shuffle(order)
+        return ((self.samples[at][0] + 0.1 * self.of_class.random(),) for at in order)
+
+
+class DrawsToo(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * drawing.draw())
+
+
+HIDDEN: dict[str, Recipe] = {
+    "in a class": Recipe(data=partial(Draws, of_class)),
+    "in another module": Recipe(model=DrawsToo, data=partial(Draws, of_another_module)),
+    "made late": Recipe(data=partial(Draws, made_late)),
+    "made late in processes": Recipe(data=partial(Draws, made_late), workers=2),
+    "made late by collate_fn": Recipe(collate=collated_late),
+    "made late in lanes": Recipe(data=by_sampler),
+    "in lanes": Recipe(data=Stream, collate=collated_late),
+}
+
+
+@pytest.mark.parametrize("where", HIDDEN)
+@pytest.mark.corners(where=["in another module", "made late", "in lanes"])
+def test_generators_are_seeded_wherever_they_are_kept_and_whenever_they_are_made(
+    worlds: WorldPool, tmp_path: Path, where: str
+) -> None:
+    places: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage0", 2)]
+    if where == "made late in lanes":
+        places.remove(("stage0", 2))  # its batch_size is in the config alone
+    found = everywhere(worlds, HIDDEN[where], tmp_path, places)
+    assert found == dict.fromkeys(places, found["plain", 1])
+    assert len(found["plain", 1]) == 4
+
+
+class MakesLate(Net):
+    rng: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rng is None:
+            self.rng = torch.Generator().manual_seed(1)
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.rng))
+
+
+def test_a_generator_that_the_first_forward_makes_is_refused_by_name(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    places: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage0", 2), ("stage3", 2)]
+    found = everywhere(worlds, Recipe(model=MakesLate), tmp_path, places)
+    for place, told in found.items():
+        assert ["makes the generator of random numbers rng" in each for each in told] == [True], (
+            place
+        )
+
+
 class OwnOrder(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
     """A stream that is shuffled by a generator of its own, and has no state."""
 
@@ -413,6 +533,24 @@ def test_a_scheduler_that_is_in_no_checkpoint_is_told_of_once(
     assert ["begins it again; give it to initialize" in line for line in first] == [True]
     assert second == []
     assert worlds.run(2, saved_with, True, back_end, str(tmp_path / "given")) == [[], []]
+
+
+# ---- a metric for a scheduler ----
+
+
+def losses(back_end: str) -> list[float]:
+    own = training(Recipe(), back_end)
+    of_run: Any = own.run if isinstance(own, OfStockTorch) else None
+    found = [of_run.loss if of_run is not None else own.engine.mean_loss for _ in own.steps(4)]
+    own.close()
+    return found
+
+
+def test_the_loss_of_a_step_has_the_same_bits_at_every_world_size(worlds: WorldPool) -> None:
+    (expected,) = worlds.run(1, losses, "plain")
+    assert len(expected) == 4
+    for back_end, world in [("ddp", 2), ("ddp", 3), ("fsdp2", 4), ("stage0", 1), ("stage3", 3)]:
+        assert worlds.run(world, losses, back_end) == [expected] * world, (back_end, world)
 
 
 # ---- two trainings in one process ----

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from tests.support import drawing
 from zero_data.generators import generators_of, generators_of_module
 
 
@@ -29,6 +33,71 @@ def test_each_generator_is_found_once_wherever_it_is():
     generator = np.random.default_rng(1)
     held = [Holder({"rng": generator}), partial(max, Holder(generator)), lambda: generator]
     assert generators_of(held) == [generator]
+
+
+class Slotted:
+    __slots__ = ("rng",)
+
+    def __init__(self) -> None:
+        self.rng = drawing.RNG
+
+
+class OfClass:
+    rng = drawing.RNG
+
+
+class ByMethod:
+    @staticmethod
+    def draw() -> float:
+        return drawing.RNG.random()
+
+
+class ByProperty:
+    @property
+    def scale(self) -> float:
+        return drawing.draw()
+
+
+def by_default(rng: Any = drawing.RNG) -> float:
+    return rng.random()
+
+
+def by_call() -> float:
+    return drawing.draw() / 2
+
+
+HOMES: dict[str, object] = {
+    "a slot": Slotted(),
+    "a class": OfClass(),
+    "a class that is derived from": type("Derived", (OfClass,), {})(),
+    "a class that is named": OfClass,
+    "a variable of the module": drawing.draw,
+    "a variable of another module": lambda: 2 * drawing.RNG.random(),
+    "what a function calls": by_call,
+    "a nested function": lambda: [drawing.RNG.random() for _ in range(2)],
+    "a static method": ByMethod(),
+    "a property": ByProperty(),
+    "a default": by_default,
+    "a bound method": drawing.RNG.random,
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_it_is_found_in_whatever_of_the_script_is_used(home: str) -> None:
+    assert generators_of(HOMES[home]) == [drawing.RNG]
+    assert generators_of(Holder(HOMES[home])) == [drawing.RNG]
+
+
+def test_those_of_the_process_and_of_the_system_are_left_alone() -> None:
+    own: list[Callable[..., Any]] = [random.random, random.choice, np.random.rand]
+    assert generators_of(own, torch.default_generator, random.SystemRandom(), by_library) == []
+
+
+def by_library() -> None:
+    """A function whose library draws the names of files."""
+    import tempfile
+
+    tempfile.mkstemp()
 
 
 def test_a_proxy_of_what_is_gone_or_not_there_yet_holds_none_and_hides_none():

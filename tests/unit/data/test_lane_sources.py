@@ -127,6 +127,25 @@ class Random(Divided):
             yield number, random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
+class AtOnce(Random):
+    """Draws its order where its iterator is made."""
+
+    def __iter__(self):
+        order = list(range(self.size))
+        random.shuffle(order)
+        return ((number, random.random()) for number in order)
+
+
+class OfClass(Random):
+    """Draws by a generator that all copies of it have in common."""
+
+    rng = np.random.default_rng(1)
+
+    def __iter__(self):
+        for number in self.rng.permutation(self.size):
+            yield int(number), float(self.rng.random())
+
+
 def _of_function(size):
     return lambda lane, lanes: range(lane, size, lanes)
 
@@ -161,13 +180,14 @@ def test_a_lane_goes_on_where_it_was_whoever_reads_it(kind, size, lanes, cuts, g
     assert resumed(kind(size), lanes, cuts, group=group) == expected
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("kind", [Random, AtOnce, OfClass])
+@pytest.mark.corners(kind=[AtOnce])
 @_fewer
 @given(st.integers(0, 20), st.integers(2, 4), st.integers(1, 4), st.integers(0, 3))
-def test_data_that_draws_random_numbers_is_read_alike_by_all(size, lanes, group, cut):
-    whole = read(Random(size), lanes)
+def test_data_that_draws_random_numbers_is_read_alike_by_all(kind, size, lanes, group, cut):
+    whole = read(kind(size), lanes)
     assert sorted(number for lane in whole for number, *_ in lane) == list(range(size))
-    rest = resumed(Random(size), lanes, [cut] * lanes, group=group)
+    rest = resumed(kind(size), lanes, [cut] * lanes, group=group)
     assert rest == [lane[cut:] for lane in whole]
 
 

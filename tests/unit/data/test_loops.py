@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero_contract.errors import ZeroError
 from zero_data.elastic_loader import ElasticLoader, sampler_of
 from zero_data.global_batch import BatchShape, Cursor
 
@@ -13,14 +17,9 @@ STEPS = 3
 """Of an epoch, each with one micro-batch of 2."""
 
 
-def loop(moves: dict[int, int]) -> tuple[list[int], int]:
-    """The steps that a script takes which counts epochs, and where it ends.
-
-    `moves`: the step to which it goes when this many have been taken.
-    """
-    cursor = Cursor()
+def loader_of(dataset: Any, cursor: Cursor) -> ElasticLoader:
     sampler = sampler_of(
-        range(SAMPLES),
+        dataset,
         seed=1,
         shuffle=True,
         drop_last=False,
@@ -30,7 +29,16 @@ def loop(moves: dict[int, int]) -> tuple[list[int], int]:
         world=1,
         seeds_forward=False,
     )
-    loader, taken = ElasticLoader(sampler), []
+    return ElasticLoader(sampler)
+
+
+def loop(moves: dict[int, int]) -> tuple[list[int], int]:
+    """The steps that a script takes which counts epochs, and where it ends.
+
+    `moves`: the step to which it goes when this many have been taken.
+    """
+    cursor = Cursor()
+    loader, taken = loader_of(range(SAMPLES), cursor), []
     for _ in range(loader.epoch, EPOCHS):
         for _ in loader:
             loader.run()
@@ -51,3 +59,13 @@ def test_a_loop_that_counts_epochs_ends_with_the_last_one_wherever_it_goes_back_
         expected.append(step)
         step = min(step + 1, moves.get(len(expected), step + 1))
     assert (taken, end) == (expected, EPOCHS * STEPS)
+
+
+@pytest.mark.parametrize("length", [SAMPLES - 1, SAMPLES + 1])
+def test_a_dataset_of_another_length_than_at_the_begin_is_refused(length: int) -> None:
+    samples = [*range(SAMPLES)]
+    loader = loader_of(samples, Cursor())
+    assert len(list(loader)) == STEPS
+    samples[:] = range(length)
+    with pytest.raises(ZeroError, match=f"has {length} samples, and had 6 when the run began"):
+        list(loader)

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from zero_contract.errors import ConfigError, ZeroError
+from zero_data.generators import Generator, generators_in_common, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.libraries import Library, library_of
 from zero_data.lanes.adapters.place import ALONE, Worker, seed_process, seeded
@@ -52,6 +53,8 @@ class Iterables:
         self._divides: bool | None = None
         """Whether the dataset divides itself, where only trying can tell."""
         self._shared: WeakValueDictionary[tuple[int, int], _Shared] = WeakValueDictionary()
+        self._common: list[Generator] | None = None
+        """The generators that are not those of one copy."""
         self._said = False
 
     def __reduce__(self) -> Any:
@@ -77,10 +80,17 @@ class Iterables:
         if shared is None or not shared.joins(offset, at, inner):
             begin = partial(self._stream, part, parts, epoch)
             tried = self._library.parts(self._dataset, lanes) is None
-            shared = _Shared(begin, len(range(part, lanes, parts)), epoch, whole=tried)
+            stride, seed = len(range(part, lanes, parts)), self._seed
+            shared = _Shared(begin, stride, epoch, seed, whole=tried)
             shared.joins(offset, at, inner)
             self._shared[epoch, part] = shared
         return _Strided(shared, offset, parts)
+
+    def _seed(self, seed: int) -> None:
+        if self._common is None:
+            self._common = generators_in_common(self._dataset)
+        seed_process(seed)
+        seed_generators(self._common, seed)
 
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1
@@ -180,9 +190,15 @@ class _Shared:
     """A part that lanes of this process read together; each keeps every n-th sample."""
 
     def __init__(
-        self, begin: Callable[[Any], _Stream], stride: int, epoch: int, *, whole: bool
+        self,
+        begin: Callable[[Any], _Stream],
+        stride: int,
+        epoch: int,
+        seed: Callable[[int], None],
+        *,
+        whole: bool,
     ) -> None:
-        self._begin, self._stride, self._epoch = begin, stride, epoch
+        self._begin, self._stride, self._epoch, self._seed = begin, stride, epoch, seed
         self._whole = whole
         """Whether the dataset must not divide itself."""
         self._stream: _Stream | None = None
@@ -218,6 +234,8 @@ class _Shared:
         return waiting.popleft()
 
     def _start(self) -> _Stream:
+        # Every process must see the same samples, whichever lane begins: some draw in `__iter__`.
+        self._seed(mix(self._epoch, 0, 1))
         stream = self._begin(self._state)
         if self._state is None and self.at:
             try:
@@ -232,8 +250,7 @@ class _Shared:
         return stream
 
     def _read(self, stream: _Stream, number: int) -> Any:
-        # Every process must see the same samples, whichever lanes it has.
-        seed_process(mix(self._epoch, number))
+        self._seed(mix(self._epoch, number))  # whichever lanes this process has
         sample = next(stream)
         if self._whole and stream.worker.asked:
             raise ZeroError(_LATE.format(stream.name))
