@@ -100,6 +100,45 @@ def test_a_write_to_what_the_optimizers_groups_show_is_refused_everywhere(
     ]
 
 
+COUNTS_VERSIONS = {"type": "RMSprop", "params": {"lr": 1e-3}}
+"""A fused optimizer, such as AdamW, leaves the versions of what it steps as they are."""
+
+
+def fail_half_way(stage: int, path: str) -> tuple[int, str]:
+    """A step fails when the optimizer has stepped; a load mends it, and training goes on."""
+    engine = make_engine(config(stage, optimizer=COUNTS_VERSIONS))
+    train(engine, 2)
+    engine.save_checkpoint(path)
+    steps = engine.optimizer.step
+
+    def fails(*args: object) -> None:
+        steps(*args)
+        raise MemoryError("in the middle of a step")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.optimizer, "step", fails)
+        with pytest.raises(MemoryError):
+            train(engine, 3)
+    engine.load_checkpoint(path)
+    train(engine, 3)
+    return engine.global_steps, engine.weight_hash()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.corners(stage=[2])
+def test_a_step_that_has_failed_is_no_write_of_the_script(
+    worlds: WorldPool, tmp_path: Path, stage: int
+) -> None:
+    ((steps, digest),) = worlds.run(1, fail_half_way, stage, str(tmp_path))
+    assert (steps, digest) == (3, worlds.run(1, train_to_three, stage)[0])
+
+
+def train_to_three(stage: int) -> str:
+    engine = make_engine(config(stage, optimizer=COUNTS_VERSIONS))
+    train(engine, 3)
+    return engine.weight_hash()
+
+
 def write_on(stage: int, bf16: bool, place: str, path: str) -> str:
     engine = make_engine(offloading(stage, place, path) | {"bf16": {"enabled": bf16}})
     train(engine, 2)

@@ -256,7 +256,6 @@ class ZeroOptimizer:
             slots = self.units[number].layout.slots
             culprit = next(slot.fqn for slot in slots if element < slot.stop)
         self.accumulating = False
-        self._left = self._what_groups_show()
         self.scale_state, scaling = self.scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
@@ -277,7 +276,10 @@ class ZeroOptimizer:
             ]
             for pending in gathers:
                 wait(pending)
-        self.steps.step()
+        try:
+            self.steps.step()
+        finally:  # a load may follow a step that has failed, or lost a peer
+            self._left = self._what_groups_show()
         # The root first: its weights are needed from the beginning of forward.
         units = sorted(self.units, key=lambda unit: not unit.spec.is_root)
         for unit, pending in [(unit, unit.refresh()) for unit in units]:
