@@ -246,6 +246,7 @@ def mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     """The same structure; `change` replaces each value that is no collection, given its name."""
     prefix = name and f"{name}."
     match value:
+        # Others, such as a Counter, have more than their items: `client_state` knows some.
         case Mapping() if not hasattr(value, "__missing__"):
             return {key: mapped(inner, f"{prefix}{key}", change) for key, inner in value.items()}
         case list() | tuple() if type(value) in (list, tuple):

@@ -1,7 +1,6 @@
 """Names of DeepSpeed's that do not exist here: an error for each, with the remedy.
 
-Must always hold: for a mere question (`hasattr`, `importlib.util.find_spec`) such a name does not
-exist; its use or import is an error with the remedy.
+For a mere question (`hasattr`, `importlib.util.find_spec`) such a name does not exist.
 """
 
 from __future__ import annotations
@@ -130,4 +129,5 @@ class _Last(MetaPathFinder):
 
 def explain_imports(spoken: str) -> None:
     """Let failing imports of the names in the table, under the package name `spoken`, say why."""
+    # The last: what another finder finds is there.
     sys.meta_path.append(_Last(spoken))

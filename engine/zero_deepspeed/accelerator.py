@@ -1,8 +1,6 @@
 """DeepSpeed's `deepspeed.accelerator`: the device of this worker, under names for any device.
 
-Owns nothing; torch has it all. Must always hold: a script that uses it runs unchanged with and
-without a GPU: on a CPU the memory of the process stands for that of a device. Scripts call
-`get_accelerator()`.
+A script that uses it runs unchanged with and without a GPU. Scripts call `get_accelerator()`.
 """
 
 from __future__ import annotations
@@ -169,6 +167,7 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """The memory in use: on a CPU, by this process."""
+        # It stands for that of a device.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 

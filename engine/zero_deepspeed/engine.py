@@ -395,6 +395,7 @@ class DeepSpeedEngine(Engine):
             if self.global_rank == 0:
                 problem = write_weights(weights, table, ties, path)
             collections.deque(weights, maxlen=0)  # take part in gathering what others write
+            # All ranks raise, or none.
             failed = torch.tensor([float(bool(problem))], device=self.device)
             core.collectives.broadcast(failed, f"whether {path} was written")
         if failed.item():

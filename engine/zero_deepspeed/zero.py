@@ -68,6 +68,7 @@ class Init:
         if module is not None and self._divides:
             for each in module.modules():
                 refuse_loads(each)
+            # As at the end of a construction: what is whole is divided, and cast.
             with DividedConstruction(module.parameters(), self._dtype):
                 pass
 

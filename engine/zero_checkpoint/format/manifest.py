@@ -185,6 +185,7 @@ def check_json(value: object, path: str) -> None:
     """
     match value:
         case None | bool() | int() | float() | str():
+            # Of a subclass, such as an enum, the value alone would come back.
             if type(value) not in _JSON_SCALARS:
                 raise _not_json(value, path)
         case dict() | Mapping():

@@ -116,8 +116,9 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
             described = np.lib.format.dtype_to_descr(value.dtype)
             mark = "$array" if isinstance(value, np.ndarray) else "$scalar"
             content = [described, [*value.shape], _text(value, path)]
-        case torch.Size():
+        case torch.Size():  # a tuple, too
             mark, content = "$size", [*value]
+        # Not a named one, whose class would be lost.
         case tuple() if type(value) is tuple:
             mark, content = "$tuple", pack([*value], path)
         case Mapping() if type(value) is Counter or not hasattr(value, "__missing__"):

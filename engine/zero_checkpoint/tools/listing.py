@@ -81,7 +81,7 @@ def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[
     rows = []
     for entry in scan(root):
         name = entry.path.name
-        with going(entry.path):
+        with going(entry.path):  # a training that runs may delete it meanwhile
             if isinstance(entry, Rejected):
                 if entry.why is not Why.OTHER:
                     reason = entry.reason.removeprefix(f"{entry.path}: ")

@@ -48,7 +48,7 @@ def newest(name: str) -> tuple[Candidate, list[Rejected]]:
             raise CheckpointError(
                 f"{path} is one checkpoint; leave out @{tag}, or give {path.parent}"
             )
-        path = path.resolve()
+        path = path.resolve()  # a tag is a link
         try:
             return Candidate(path, read_manifest(path / MANIFEST)), []
         except FileNotFoundError:

@@ -1,7 +1,6 @@
 """Showing results to people: tables, the tree of tensors, a progress bar; or JSON to programs.
 
-Must always hold: results go to stdout, everything else to stderr; JSON is one document, and
-contains no NaN or infinity, which many readers refuse.
+Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -57,12 +56,14 @@ class _Stdout(Console):
 
 
 def console() -> Console:
-    """Stdout as it is now; wide when it is no terminal, so that nothing is cut in a pipe."""
+    """Stdout as it is now."""
+    # Wide when it is no terminal, so that nothing is cut in a pipe.
     return _Stdout(soft_wrap=False, width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
 def print_json(record: object) -> None:
-    """One JSON document, in which a number that is not finite is a string."""
+    """One JSON document."""
+    # A number that is not finite is a string: many readers refuse NaN and infinity.
     print(json.dumps(json.loads(encode(record), parse_constant=_NOT_FINITE.get), indent=2))
 
 

@@ -251,7 +251,8 @@ def choose(asked: str | bool | None, record: RunRecord | None, seen: Sequence[Se
         CannotGoOn: The run has checkpoints, and none that it can resume from.
     """
     if record is not None:
-        # Not those of other runs, which were here when this one began.
+        # Not those of other runs, which were here when this one began. By the time as well: this
+        # run may have written another one of the same name.
         own = [one for one in seen if record.others.get(one.path.name) != one.written_ns]
         return _newest(own) or _anew(asked, "this run has no complete checkpoint yet")
     if asked is True:

@@ -78,6 +78,7 @@ def load_state_dict_from_zero_checkpoint(
     Raises: as `get_fp32_state_dict_from_zero_checkpoint`, and RuntimeError as `load_state_dict`.
     """
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    # It may be an engine's, whose parameters are divided, or views of its buffers.
     take_without_weights(model)
     model.cpu().load_state_dict(weights)
     return model

@@ -97,6 +97,7 @@ class AsGiven:
             )
         members = [each for group in groups for each in group["params"]]
         self._members = self._members or members
+        # By identity: tensors are compared element by element.
         if len(members) != len(self._members) or not all(map(is_, members, self._members)):
             raise ZeroError(
                 "the param groups of the optimizer have other parameters than at the step before: "

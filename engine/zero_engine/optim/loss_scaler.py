@@ -81,6 +81,7 @@ class LossScaling:
     def after(self, state: ScaleState, overflow: bool) -> tuple[ScaleState, str]:
         """The state after a step, and a sentence about the change; empty if there is none."""
         change, reason = self._change(state, overflow)
+        # What changes scale or hysteresis is an answer: the next step may have no overflow.
         unanswered = state.unanswered + 1 if overflow and not change else 0
         last = state.step if overflow else state.last_overflow
         after = dataclasses.replace(

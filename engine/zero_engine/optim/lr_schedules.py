@@ -33,6 +33,7 @@ class Schedule:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         """Applied steps, less one: -1 before the first."""
+        # One that continues finds its rates in the optimizer.
         if last_batch_iteration == -1:
             self._apply()
 
@@ -323,8 +324,6 @@ BY_NAME: dict[str, type[Schedule]] = {
 def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> Schedule | None:
     """The schedule that a config names; None if it names none.
 
-    A param of "auto" takes the default; a maximum rate of "auto" is the optimizer's own rate.
-
     Raises:
         ConfigError: An unknown name, or params that do not fit.
     """
@@ -337,7 +336,7 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
         )
     params = {key: value for key, value in config.params.items() if value != "auto"}
     if config.params.get("warmup_max_lr") == "auto":
-        params["warmup_max_lr"] = None
+        params["warmup_max_lr"] = None  # the optimizer's own rate
     params = check_params("scheduler.params", cls, params)
     try:
         return cls(optimizer, **params)

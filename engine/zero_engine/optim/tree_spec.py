@@ -19,6 +19,7 @@ from zero_checkpoint.format.dtypes import DTYPES, name_of
 
 Path = tuple[str, ...]
 Number = bool | int | float
+# In this order: a bool is an int.
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """The dtype in which a number is stored."""
 

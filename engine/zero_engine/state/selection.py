@@ -78,9 +78,7 @@ def select(
 ) -> Selection:
     """The part of a state to fill from a checkpoint.
 
-    Without optimizer state (`weights_only`) all weights of another dtype are converted, otherwise
-    only what the optimizer steps: it may rest in fp32 or in 16 bits. `frozen` parameters may have
-    been left out, see `without_frozen`.
+    `weights_only`: without optimizer state; `frozen`: names of parameters that are not trained.
     """
     if not weights_only and table_of(manifest.tensors).same_as(state.tensors):
         return Selection(state)
@@ -92,6 +90,7 @@ def select(
         t
         for t in missing
         if (not strict and t.kind in _MODULE)
+        # They were left out when it was saved, see `without_frozen`.
         or (excludes_frozen and t.kind == PARAM and t.fqn in frozen)
     }
     chosen = _only(state, [t for t in state.tensors if t not in excused])
@@ -103,6 +102,8 @@ def select(
         *_remark("in the checkpoint alone, so they are not loaded", spare if not strict else ()),
     ]
     chosen = replace(chosen, spare=frozenset(spare))
+    # Beside optimizer state only what the optimizer steps is converted, which may rest in fp32 or in
+    # 16 bits; all else must fit.
     stepped = {t for t in chosen.tensors if t.kind != BUFFER and t.fqn not in frozen}
     selection = _converted(chosen, manifest, set(chosen.tensors) if weights_only else stepped)
     conversions = {(filled.dtype, target.data.dtype) for target, filled in selection.staged}

@@ -183,6 +183,7 @@ class _Store:
                 f"{self.directory}: {index.fqn} is compressed; save it without compression"
             )
         name = str(info.relative_path)
+        # The metadata are a stranger's: they may name any file of this machine.
         if Path(name).name != name:
             raise CheckpointError(f"{self.directory}: {index.fqn} lies outside, at {name}")
         try:
