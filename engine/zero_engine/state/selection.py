@@ -102,8 +102,8 @@ def select(
         *_remark("in the checkpoint alone, so they are not loaded", spare if not strict else ()),
     ]
     chosen = replace(chosen, spare=frozenset(spare))
-    # Beside optimizer state only what the optimizer steps is converted, which may rest in fp32 or in
-    # 16 bits; all else must fit.
+    # Beside optimizer state only what the optimizer steps is converted, which may rest in fp32 or
+    # in 16 bits; all else must fit.
     stepped = {t for t in chosen.tensors if t.kind != BUFFER and t.fqn not in frozen}
     selection = _converted(chosen, manifest, set(chosen.tensors) if weights_only else stepped)
     conversions = {(filled.dtype, target.data.dtype) for target, filled in selection.staged}
