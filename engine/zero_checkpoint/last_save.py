@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import ref
@@ -391,7 +391,8 @@ def _end_unsaved() -> None:
     _log.error("the script has ended, and %s: exit code 1", "; ".join(missing))
     # A SystemExit that is raised at exit is ignored, and os._exit flushes nothing.
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(Exception):  # it is closed, its disk is full, or it is the script's own
+            stream.flush()
     os._exit(1)
 
 

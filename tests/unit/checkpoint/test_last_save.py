@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -47,3 +49,20 @@ def test_who_waits_for_rank_0_to_publish_the_last_save_is_heard_while_that_evalu
     last.finish()
     thread.join(60)
     assert [what[0] for what in published] == [request]
+
+
+def test_a_script_with_a_closed_stdout_ends_with_1_if_its_last_checkpoint_is_missing():
+    script = """
+from types import SimpleNamespace
+from zero_checkpoint import last_save
+owed = SimpleNamespace(at_exit=lambda: "its last checkpoint was not saved")
+last_save._AT_EXIT[0] = owed, None
+"""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, script],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.endswith("its last checkpoint was not saved: exit code 1\n")
+    assert done.returncode == 1
