@@ -164,6 +164,7 @@ class StoreConsensus:
 
         def has_arrived() -> bool:
             if self._has([question]):
+                # A stranger's; that of rank 0 may still replace it.
                 with suppress(_Unsigned):
                     verdict[question], _ = self._get(question)
             return question in verdict
@@ -241,7 +242,7 @@ class StoreConsensus:
             at = int(length)
             text = parse(inflate(rest[:at], _MOST_TEXT_BYTES), wide=True)
             vote = decode(_Envelope, text, key)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # without a key anybody may have written anything
             self._refuse(key)
         for name, size in vote.sizes.items():
             vote.record[name], at = rest[at : at + size], at + size

@@ -197,7 +197,7 @@ class _Job(Watched):
     def run(self) -> None:
         try:
             self.work()
-        except BaseException as error:
+        except BaseException as error:  # whoever waits for it raises it
             self.end(error)
         else:
             self.end()

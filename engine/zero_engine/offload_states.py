@@ -77,6 +77,7 @@ class MovedStates:
         self._await_weights = await_weights
         self._units = units
         self._zero = zero
+        # By `_cdata`, which all tensors on a storage share: its address is 0 while it is empty.
         self._copies: dict[int, tuple[torch.UntypedStorage, FreedStorage, Tensor]] = {}
         self._homes: dict[int, tuple[Tensor, Tensor]] = {}
         """By `id`: a tensor of the optimizer that shows a copy, and its data on the device."""

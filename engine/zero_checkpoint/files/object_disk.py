@@ -63,7 +63,7 @@ class ObjectDisk(Disk):
         try:
             with as_os_errors(str(marker)):
                 _put(marker, b"again", exclusive=True)
-        except OSError:
+        except OSError:  # refused: the store honours it
             return
         raise CheckpointError(
             f"{path.parent}: this store ignores 'If-None-Match: *', so it cannot tell which of two "

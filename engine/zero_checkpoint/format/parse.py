@@ -153,7 +153,7 @@ def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
         words = table.decode() if _END.fullmatch(end) else ""
         known = known_table(words)
         rows = [] if known is not None else parse_json(words, wide=True)
-    except ValueError:
+    except ValueError:  # it was cut elsewhere, such as in a text of the script's: parse all of it
         return parse_json(text, wide=True), "", None
     record = parse_json(head + key + b"[]" + world + end, wide=True)
     return {**record, "tensors": rows}, words, known

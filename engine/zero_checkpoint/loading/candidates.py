@@ -129,7 +129,7 @@ def examine(path: Place) -> Candidate | Rejected:
     if (path / QUARANTINE).exists():
         try:
             marked = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
-        except OSError as error:
+        except OSError as error:  # it is marked all the same, for an unknown reason
             marked = str(error)
         text = f"{path}: quarantined by an earlier load: {marked}"
         return Rejected(path, Why.QUARANTINED, text)

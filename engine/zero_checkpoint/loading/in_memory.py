@@ -60,6 +60,7 @@ class MemoryCheckpoint:
                 for address in self._others(MANIFEST)
             ]
         problem = "no node holds it any more"
+        # Each is verified: of nodes that disagree, one may have lost its memory since.
         for read in sources:
             try:
                 manifest = parse(read())

@@ -302,7 +302,7 @@ class _Search:
         """Marked by an earlier run, newest first: the fault may have been its disk."""
         again = [each for each in self.rejected if each.why is Why.QUARANTINED]
         for each in again:
-            with suppress(OSError, ManifestError):
+            with suppress(OSError, ManifestError):  # perhaps the manifest is what is damaged
                 found = Candidate(each.path, read_manifest(each.path / MANIFEST))
                 _log.warning("nothing else is left, verified once more: %s", each.reason)
                 self.rejected.remove(each)

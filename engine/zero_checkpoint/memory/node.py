@@ -67,7 +67,7 @@ class MemoryNode:
 
     def forget_before(self, home: str, newest: str) -> None:
         """Free the checkpoints older than `newest`; copies of newer ones may be arriving."""
-        with suppress(OSError):
+        with suppress(OSError):  # nothing was kept there, or another worker frees it, too
             here = os.listdir(self.directory / home)
             self.forget(home, [name for name in here if age(name) < age(newest)])
 

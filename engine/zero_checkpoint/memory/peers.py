@@ -80,7 +80,7 @@ class ReplicaPeers:
                         raise TimeoutError(f"not within {PUSH_LIMIT_S:g} s")
                     session.connection.sendall(chunk)
                 _expect_consent(session)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError) as error:  # no save is to wait for it again soon
             self._avoid_until_s[address] = time.monotonic() + AVOID_S
             return f"{address} took no copy: {error}"
         return ""

@@ -199,7 +199,7 @@ def _open(root: Place, step: int, round: int, disk: Disk) -> Record:
             where = root.absolute() if isinstance(root, Path) else root
             return {"round": number, "nonce": nonce, "root": str(where)}
         raise CheckpointError(f"{_NONCES} names for step {step} are taken; remove some")
-    except Exception as error:
+    except Exception as error:  # the other ranks wait for the record
         return problem(f"rank {COORDINATOR}: no new directory under {root}", error)
 
 
@@ -274,7 +274,7 @@ def _judge(
         full = bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
         withdraw(directory, disk)
         return {"problem": f"{directory} was not saved: {error}", "full": full}, None
-    except Exception as error:
+    except Exception as error:  # a bug, too: the other ranks wait for the verdict
         withdraw(directory, disk)
         return problem(f"rank {COORDINATOR}: {directory / MANIFEST}", error), None
     return publish_or_withdraw(attempt, fence), attempt

@@ -69,7 +69,7 @@ def tidy(root: Place, committed: Place, keep: Keep) -> None:
         leftovers, _ = abandoned(rejected, now_s=now_s, older_than_s=_DEAD_AFTER_S)
         for leftover in leftovers:
             _attempt(sweep, leftover.path, leftover.reason)
-    except (OSError, CheckpointError) as error:
+    except (OSError, CheckpointError) as error:  # the save itself has succeeded
         _log.warning("old checkpoints under %s could not be looked at: %s", root, error)
 
 

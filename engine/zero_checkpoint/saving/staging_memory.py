@@ -84,7 +84,7 @@ class SharedStaging:
         self.release()
         try:
             system = os.statvfs(self._directory)
-        except OSError:
+        except OSError:  # the directory is not there: as if it had no room
             free = 0
         else:
             # A tmpfs may be larger than the memory, and the kernel then kills processes.

@@ -105,7 +105,8 @@ def init_distributed(*, timeout_s: float | None = None, mpi_port: int | None = M
     timeout = timedelta(seconds=timeout_s or group_timeout_s())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if path := os.environ.get(ENV_SOCKET):
-            # Without a group it has no link to the agent yet: it says by itself what it does.
+            # Without a group it has no link to the agent yet: it says by itself what it does. An
+            # agent that cannot be told is no reason not to train.
             n = int(os.environ.get(ENV_ROUND, "0"))
             hello = Hello(rank=int(os.environ["RANK"]), pid=os.getpid(), round=n)
             with suppress(OSError), connect_to_agent(path, TELL_TIMEOUT_S) as connection:

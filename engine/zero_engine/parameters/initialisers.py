@@ -129,6 +129,7 @@ class Initialisers:
         # Mostly the model replaces all that the module would draw: then that need not be drawn.
         alone = of_the_model is not None and len(_tensors(module)) > 0
         for attempt in ((of_the_model,), both) if alone else (both,):
+            # What the script draws afterwards does not depend on what was drawn here.
             with torch.no_grad(), torch.random.fork_rng(devices=()):
                 torch.default_generator.manual_seed(int.from_bytes(seed, "big"))
                 for initialiser in attempt:
@@ -187,7 +188,7 @@ def _accepts(method: Any, *args: Any) -> bool:
     """Whether this is a method that can be called with these arguments alone."""
     try:
         inspect.signature(method).bind(*args)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # the second: Python knows no signature of it
         return False
     return True
 

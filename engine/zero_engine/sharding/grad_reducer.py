@@ -307,7 +307,7 @@ class GradReducer:
             )
         self._ensure_buffer(gradient)
         gradient.write(position, made)
-        del made
+        del made  # its memory may be used by the exchange that begins now
         if not gradient.missing:
             self._on_ready(gradient.unit)
             with self._guard():

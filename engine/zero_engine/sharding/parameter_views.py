@@ -102,6 +102,7 @@ class ShownBuffer:
 
     def shows_in(self, structure: Any) -> bool:
         """Whether tensors in a structure are the full parameters themselves, or views of them."""
+        # The storage itself: its memory has no address while it is freed.
         address = self.full.untyped_storage()._cdata
         return any(
             isinstance(leaf, Tensor)

@@ -52,6 +52,7 @@ class ScratchFile:
         self._maps: list[tuple[int, int, mmap.mmap]] = []
         try:
             self._cached = _nameless(directory)
+            # Closed with this object, also if what follows fails.
             weakref.finalize(self, os.close, self._cached)
             self._direct = self._open_direct()
         except OSError as error:
@@ -104,7 +105,7 @@ class ScratchFile:
         """Free the pages of the mapping that are in memory."""
         for _, _, mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
-        with suppress(OSError):
+        with suppress(OSError):  # not every file system takes the advice
             os.posix_fadvise(self._cached, 0, 0, os.POSIX_FADV_DONTNEED)
 
     # ---- streaming ----

@@ -211,6 +211,7 @@ class _Exchanges:
         for rank, words in self._unsent.items():
             if rank not in self._lost:
                 line = self._members[rank].line
+                # A peer that is lost is noticed where its messages are received.
                 with suppress(BlockingIOError, OSError):
                     while words:
                         line.send(words[0])
@@ -225,7 +226,7 @@ class _Exchanges:
             word = self._members[rank].line.recv(_WORD.size)
         except BlockingIOError:
             return True
-        except OSError:
+        except OSError:  # as good as the end of the connection
             word = b""
         if not word:
             # One lock: an exchange that opens now sees the loss, or is among those that fail.
@@ -368,7 +369,7 @@ def _readable(card: dict[str, Any], own: dict[str, Any]) -> bool:
     found = ctypes.create_string_buffer(_TOKEN_BYTES)
     try:
         read_memory(card["pid"], card["address"], ctypes.addressof(found), _TOKEN_BYTES)
-    except OSError as error:
+    except OSError as error:  # Yama forbids it, or it is another user's process
         _log.debug("process %d: %s", card["pid"], error)
         return False
     return found.raw.hex() == card["token"]
