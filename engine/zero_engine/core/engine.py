@@ -271,6 +271,7 @@ class Engine(WholeWeights):
         zero, cursor = self._core.zero, self._run.cursor
         assert zero is not None
         plan, lanes = self._run.ending(), lanes_of(self._run.loader)
+        # Before the notes, one of which says whether forwards have written to buffers.
         self._micro_steps.end_forwards()
         self._seed_step(Moment.OPTIMIZER)  # an optimizer may draw random numbers
         try:

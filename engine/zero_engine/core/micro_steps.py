@@ -377,6 +377,7 @@ class MicroSteps:
                     "the samples of each rank",
                     run.accumulation.where,
                 )
+        # The oldest batch that waits: a loop may have drawn ahead.
         ticket = run.loader.run() or run.loader.last if run.loader is not None else None
         self._drawn = run.loader.last if run.loader is not None else None
         microbatch = run.microbatch()

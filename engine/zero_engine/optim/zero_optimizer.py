@@ -71,6 +71,7 @@ class ZeroOptimizer:
         self._collectives = collectives
         self._clip = layout.config.gradient_clipping or None
         bf16 = layout.config.bf16
+        # bf16 may ask for steps with overflow, as in DeepSpeed; fp16 and fp32 always skip them.
         self._skips = bf16.check_grad_overflow or not bf16.enabled
         self.accumulating = False
         """Whether there are gradients that no step has applied yet."""

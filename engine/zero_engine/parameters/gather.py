@@ -69,6 +69,7 @@ class GatheredParameters:
         for unit in self._gathered_here:
             with self._units[unit].guard():
                 unit.gather()
+        # After all gathers: one that fails leaves no unit held for ever.
         for unit in self._units:
             unit.holders += 1
         self._early_here = {param for param, share in self._early.items() if not share.gathered}

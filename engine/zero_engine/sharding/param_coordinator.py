@@ -287,6 +287,7 @@ class ParamCoordinator:
             # Of those that are there already, by a script's context, no read is seen.
             self._kept.update((unit, None) for unit in self._blocks if unit.gathered)
         root = self._kept if saves else {}
+        # What the model's own forward reads stays to the end of backward, as the root does.
         self._calls.append(
             _Call(module, root if units is None else dict.fromkeys(units), saves=saves)
         )
@@ -299,6 +300,8 @@ class ParamCoordinator:
     def _before_root(self, module: nn.Module, _args: Any) -> None:
         self._forget_ran()
         self._begin_call(module)
+        # A forward without gradients may run between another's forward and its backward, as the
+        # reference of DPO does: what that backward reads must stay.
         self._root_awaits_backward = all(unit.gathered for unit in self._root_units)
         self._gather(self._root_units)
         if not self._in_backward:
@@ -396,6 +399,7 @@ class ParamCoordinator:
             if not unit.gathered:  # by a script's GatheredParameters, perhaps
                 unit.gather()
                 unit.release()
+                # Its zeros are sent in its turn: at the end they would keep other ranks waiting.
                 if self._in_backward and unit not in self._ran:
                     self.on_skipped(unit)
 
