@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from zero_orchestrator.errors import StoreUnavailable
+from zero_orchestrator.errors import StoreError
 from zero_orchestrator.store.kv import Change, KeyValue, KeyValueStore, Range
 
 
@@ -80,7 +80,7 @@ class Replica:
         """The keys as of one revision; the same object until something has changed.
 
         Raises:
-            StoreUnavailable: The copy is stale, and the store did not answer.
+            StoreUnavailable, StoreRefused: The copy is stale, and cannot be read again.
         """
         if self._stale:
             self._read()
@@ -114,7 +114,7 @@ class Replica:
         before, later = self._at, self._later
         try:
             found = self._store.range(self._prefix)
-        except StoreUnavailable:  # the next `look` tries again
+        except StoreError:  # no answer, or a refusal: the next `look` tries again
             self._stale = True
             raise
         now = Position(found.cluster, found.revision)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import Database, MemoryStore
 from tests.unit.orchestrator.test_rendezvous import Cluster
-from zero_orchestrator.errors import StoreReplaced
+from zero_orchestrator.errors import StoreRefused, StoreReplaced
 from zero_orchestrator.membership.job_state import Failure, Members, Node, State
 from zero_orchestrator.membership.job_view import REREAD_S
 from zero_orchestrator.membership.keys import Keys
@@ -272,6 +272,26 @@ def test_a_reading_that_is_older_than_the_watch_is_not_believed():
     copy.distrust()
     store.late = True
     assert [item.key for item in copy.look().items] == ["a/2"]
+
+
+def test_a_reading_that_etcd_has_refused_is_made_again():
+    class RefusingReader(MemoryStore):
+        refuses = False
+
+        def range(self, prefix, **how):
+            if self.refuses:
+                raise StoreRefused("permission denied")
+            return super().range(prefix, **how)
+
+    store = RefusingReader(ManualClock())
+    copy = Replica(store, "a/", lambda: None)
+    copy._lost_track(store.range("").revision)
+    store.refuses = True
+    with pytest.raises(StoreRefused):
+        copy.look()
+    store.refuses = False
+    store.put("a/1", "x")
+    assert [item.key for item in copy.look().items] == ["a/1"]
 
 
 class Histories:
