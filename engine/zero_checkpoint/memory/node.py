@@ -6,8 +6,7 @@
         r00002.safetensors                      a copy of another node's image
         MANIFEST.json                           the checkpoint is committed
 
-The files are those of a checkpoint on disk, byte for byte. `home` is a hash of the root on disk
-that these steps belong to: checkpoints of another directory belong to another run.
+The files are those of a checkpoint on disk, byte for byte; for `home` see `home_of`.
 """
 
 from __future__ import annotations
@@ -77,6 +76,7 @@ def home_of(root: object, place: int = 0) -> str:
 
     `place` is that of an engine among those of its process: two may resume from one root.
     """
+    # Checkpoints of another directory belong to another run.
     where = os.path.abspath(root) if isinstance(root, Path) else str(root)
     return hashlib.sha256((f"{where}#{place}" if place else where).encode()).hexdigest()[:16]
 

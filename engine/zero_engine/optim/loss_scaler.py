@@ -1,8 +1,7 @@
 """The loss scale of fp16 training: a state machine without tensors.
 
 The next state depends on the state and the overflow alone, so ranks that see the same overflows
-have the same scale. Training without a scale (fp32, bf16) and with a fixed one are the same machine
-with `dynamic` off: then it only counts the skipped steps that it cannot react to.
+have the same scale.
 
 Source: the series is that of DeepSpeed's DynamicLossScaler: an overflow first uses up the
 hysteresis, then halves the scale; `window` steps without overflow double it.
@@ -90,6 +89,7 @@ class LossScaling:
         return after, reason
 
     def _change(self, state: ScaleState, overflow: bool) -> tuple[dict[str, Any], str]:
+        # Without a scale (fp32, bf16), or with a fixed one, skipped steps are counted only.
         if not self.dynamic:
             return {}, "there is no dynamic loss scale to lower" if overflow else ""
         if overflow:

@@ -3,8 +3,7 @@
 A *sub-group* is a part of one unit's shard, of at most `SUB_GROUP` elements. It is read into
 memory, stepped, and written back, while the next one is read and the one before is written. Its
 *rows* are parts of those of the shard, the master weights and the optimizer's keys, wherever they
-rest. An elementwise step, or an elementwise pass of a `LooksAtWhole`, gives the same bits as one
-call would.
+rest.
 
 Source of the idea: ZeRO-Offload (arXiv 2101.06840) and ZeRO-Infinity (arXiv 2104.07857), whose
 sub-groups are parameters of one buffer in the same way.
@@ -168,6 +167,8 @@ class StepBySubGroups:
         directs = isinstance(self._optimizer, LooksAtWhole) and not weights_only
         keys = dict.fromkeys(before, ()) if weights_only else {s: b.keys for s, b in before.items()}
         try:
+            # Steps, and passes of a `LooksAtWhole`, are elementwise: the bits are those of one
+            # call.
             for sub_group, lease in self._leases(keys):
                 self._show(sub_group, lease, before, keys)
                 with only(self._optimizer, [part.segment for part in sub_group.parts]):

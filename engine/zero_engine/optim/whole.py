@@ -2,8 +2,7 @@
 
 `direct` takes the gradients into the state and puts *directions* in their place. `look` changes the
 directions by what depends on whole parameters: a norm, an orthogonal factor. `apply` moves the
-weights along them. `direct` and `apply` are elementwise, so how parameters are divided changes no
-bit.
+weights along them.
 
 An optimizer asks `whole` for all that lies beyond its tensors. Without an engine these are whole
 parameters (`Itself`); on shards the engine replaces it (`ShardedWhole`).
@@ -92,6 +91,7 @@ class LooksAtWhole(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step on every parameter that has a gradient."""
         loss = torch.enable_grad()(closure)() if closure is not None else None
+        # This pass and the last are elementwise: how parameters are divided changes no bit.
         for _ in self.whole.parts():
             for param, group in self._members():
                 if param.grad is not None:

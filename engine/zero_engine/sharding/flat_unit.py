@@ -1,9 +1,7 @@
 """A unit: the parameters of one module in one flat buffer, and this rank's share of them.
 
 Owns the layout and the buffers. Parameters are views of the buffer while it holds them, and show
-NaN while it does not (`parameter_views`). The shard rests in a tier. From a far one nothing is read
-to compute with: `local` then is this rank's interval in the compute dtype, which `accept` keeps up
-to date.
+NaN while it does not (`parameter_views`). The shard rests in a tier.
 
 Source of the idea: FSDP's FlatParameter (arXiv 2304.11277), with block-aligned tails.
 """
@@ -192,6 +190,7 @@ class FlatUnit:
         # What to gather from, and the tier in which that rests.
         self.local: Tensor = self.shard
         self.rests: Tier = Memory(full.device, used_on=full.device)
+        # From a far tier nothing is read to compute with: `accept` keeps a copy up to date.
         if places.source == "copy":
             self.rests = self.tiers.weights
             self.local = self.rests.hold(own.to(full.dtype))

@@ -1,9 +1,7 @@
 """From autograd's gradients to sums on the shards: hooks, and the order of the units.
 
 Owns the gradient buffers between a parameter's hook and the accumulator. Units are reduced in one
-fixed order on every rank, each while the next one's backward runs. A unit that is ready early waits
-for its turn; one that lacks gradients when backward ends is completed with zeros. So a rank that
-skipped a branch stays in step with the others.
+fixed order on every rank, each while the next one's backward runs.
 
 A backward pass is announced by `begin` and ended by `finish`. A gradient of an unannounced one
 calls `on_plain_backward`, which announces it.
@@ -256,6 +254,7 @@ class GradReducer:
 
     def finish(self) -> None:
         """Complete the units that lack gradients and end every exchange."""
+        # A rank that has skipped a branch sends zeros: so it stays in step with the others.
         for gradient in self._order[self._next :]:
             if gradient.missing:
                 self._ensure_buffer(gradient)
@@ -324,6 +323,7 @@ class GradReducer:
             gradient.start(self.pipeline.pool.take(gradient.unit.padded, dtype))
 
     def _issue_ready(self) -> None:
+        # One that is ready before its turn waits.
         while self._next < len(self._order) and not self._order[self._next].missing:
             gradient = self._order[self._next]
             microbatches, gradient.buffer = gradient.buffer, None

@@ -2,8 +2,7 @@
 
 A unit is gathered before its module's forward and before the backward of that module's outputs, and
 is released when the pass through the module ends. While it computes, the next ones are prefetched.
-The root stays gathered from the beginning of forward to the end of backward, because tied and stray
-parameters live there.
+The root stays gathered from the beginning of forward to the end of backward.
 
 Source of the idea: FSDP2's pre- and post-backward hooks.
 """
@@ -137,6 +136,7 @@ class ParamCoordinator:
         """Called in backward for a unit whose turn has passed, and whose module has not run."""
         self.on_plain_backward: Callable[[], None] | None = None
         """Called by an unannounced backward pass, before it gathers."""
+        # They stay for the whole pass: no call tells where a tied or a stray parameter is used.
         self._root_units = tuple(unit for unit in units if unit.spec.is_root)
         self._blocks = tuple(unit for unit in units if not unit.spec.is_root)
         self._numbers = {id(unit): number for number, unit in enumerate(self._blocks)}

@@ -2,9 +2,7 @@
 
 Owns their memory at stage 3, and the way of a script's writes to the shards. A small parameter
 shows its values at any time, at every stage: a script reads `scale.item()`, and clamps it, without
-a context. What all ranks write to one counts as if the optimizer had made it; `checksum` tells the
-ranks whether they have written the same. What a step does to each of them it does to all at once: a
-model has hundreds, and a kernel for each would take a GPU longer than the step of its optimizer.
+a context. What all ranks write to one counts as if the optimizer had made it.
 
 Source of the idea: DeepSpeed's persistent parameters.
 """
@@ -142,6 +140,7 @@ class SmallParams:
             )
             for each, start, stop in self._inside(low, low + held.numel())
         ]
+        # All of them or none: they have separate memory together, or are parts of one buffer.
         same = found and found[0].shown.data_ptr() == found[0].held.data_ptr()
         return [] if same else found
 
@@ -178,6 +177,8 @@ def _part(of: Tensor, start: int, param: Tensor) -> Tensor:
 
 def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy (to, from) each: on a GPU in a few kernels."""
+    # A model has hundreds of them: a kernel for each would take a GPU longer than its optimizer's
+    # step.
     if pairs:
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 

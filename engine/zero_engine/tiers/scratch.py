@@ -1,9 +1,8 @@
 """A file without a name that holds tensors: the bytes of the NVMe tier.
 
 There are two ways to the same bytes. `read` and `write` go past the page cache, in pages, from
-aligned buffers: that is how a step streams through its state, and it leaves no memory behind. The
-tensors that `reserve` returns are views of the mapped file, for occasional readers (a checkpoint, a
-hash, a script).
+aligned buffers. The tensors that `reserve` returns are views of the mapped file, for occasional
+readers (a checkpoint, a hash, a script).
 
 Source of the idea: ZeRO-Infinity (arXiv 2104.07857), section 5.
 """
@@ -54,6 +53,7 @@ class ScratchFile:
             self._cached = _nameless(directory)
             # Closed with this object, also if what follows fails.
             weakref.finalize(self, os.close, self._cached)
+            # A step streams through all of its state: cached pages would only push out others.
             self._direct = self._open_direct()
         except OSError as error:
             raise self._failure("no scratch file", error) from error
