@@ -189,6 +189,7 @@ def load(
     loaded = restore.load(place(root), consensus or group_consensus("plain"), wanted, tag=tag)
     if loaded is None:
         return None
+    # What the script gave is what it gets back, filled, as its own objects.
     values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}
     # A tensor that is not contiguous was read into a copy.
     for name, value in originals.items():

@@ -1,8 +1,6 @@
 """Which checkpoints there are: the directories of a root, newest first, each usable or not.
 
-The order is (round, step) of the directory names, so a manifest is read only when its checkpoint is
-looked at. `latest` is never consulted: it is a hint for people and other tools. Nothing is ever
-deleted here.
+`latest` is never consulted: it is a hint for people and other tools. Nothing is ever deleted here.
 """
 
 from __future__ import annotations
@@ -119,6 +117,7 @@ def _newest_first(root: Place) -> list[Place]:
         for path in entries
         if path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
     ]
+    # By names: a manifest is read only when its checkpoint is looked at.
     return sorted(directories, key=_age, reverse=True)
 
 

@@ -123,6 +123,7 @@ class Saver:
         try:
             layout = self.lay_out(request.state, request.problem)
         except CheckpointError:  # the save itself reports it, to all ranks
+            # Without an image the save lays the state out itself, and meets the same error.
             self._start(request, _NoImage(request.problem) if request.problem else None)
             return False
         if copy:

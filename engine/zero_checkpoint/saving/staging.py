@@ -2,8 +2,7 @@
 
 A staging buffer is mapped memory, reused from save to save; a frozen image in it is byte for byte
 the file that goes to disk, or that is a checkpoint in memory. `staging_memory` allocates it,
-`copiers` fills it. No thread is killed: a save ends by the deadlines of its copies and votes, or
-when their `on_wait` raises.
+`copiers` fills it.
 """
 
 from __future__ import annotations
@@ -114,6 +113,7 @@ class StagingBuffer:
             for part, begin_copy in zip(image.copied, plan.copies, strict=True):
                 part.set_result(begin_copy())
         finally:
+            # After an error nobody makes them any more: a reader that waits for one goes on.
             for part in image.copied:
                 part.cancel()  # does nothing to parts that are done
         return image
@@ -126,6 +126,7 @@ class StagingBuffer:
             self.close()  # before more is reserved: both need not fit at once
             grains = -(-layout.size_bytes // _GRAIN_BYTES)
             self._memory = self._source.reserve(grains * _GRAIN_BYTES)
+        # `Saver.lay_out` keeps the layout of the same tensors: it is the same object.
         if self._plan is None or self._plan.layout is not layout:
             buffers = halves(memoryview(self._memory)[: layout.size_bytes])
             device = device_of(layout)
@@ -225,6 +226,8 @@ class Background:
         """
         if self._running is None:
             return None
+        # No thread is killed: a save ends by the deadlines of its copies and votes, or when their
+        # `on_wait` raises.
         while not self._running.done():
             meanwhile()
             with suppress(TimeoutError):

@@ -245,6 +245,8 @@ def most_pending(block: int, world: int, micro_batches: int) -> int:
     micro_steps = -(-micro_batches // world)
     kept = 0
     for done in range(world, min(micro_steps, 2 * block) * world, world):  # it repeats after that
+        # The pieces of a part of a block are the binary digits of its size; one at 0 is the sum's
+        # own.
         kept = max(kept, (done % block).bit_count() - (done < block))
     return kept
 
@@ -307,6 +309,7 @@ def _formed(
         piece = expression.named(taken.start, taken.level)
         while not expression.is_block(piece):
             size = 1 << piece.level
+            # Pieces of a level are aligned: this one's sibling begins where that one bit differs.
             other = now.get(piece.start ^ size)
             if other is None or other.level != piece.level:
                 break
@@ -375,6 +378,7 @@ def _owner_tier(by_node: Sequence[Sequence[Formed]], expression: Expression) -> 
         takes = tuple(sorted(piece for node in formed for piece in node.gives))
         held, merges = _formed(held, takes, expression)
         gives = []
+        # The chain adds blocks in their order: one that is complete before its turn waits.
         while expected in held and expression.is_block(held[expected]):
             gives.append(held.pop(expected))
             expected += expression.block

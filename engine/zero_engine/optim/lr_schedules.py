@@ -208,7 +208,8 @@ class _Warmup(Schedule):
         if kind not in ("log", "linear"):
             _log.warning('scheduler warmup_type: %r is not "linear", and means "log"', kind)
             kind = "log"
-        # The Trainer makes 0 of "auto" if its arguments ask for no warm-up.
+        # The Trainer makes 0 of "auto" if its arguments ask for no warm-up. At least 2: it is
+        # divided by, and so is its logarithm.
         self.warmup_num_steps = max(2, _whole(steps, "warmup_num_steps", least=0))
         self.warmup_type = kind
         super().__init__(optimizer, last_batch_iteration)

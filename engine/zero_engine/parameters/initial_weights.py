@@ -89,6 +89,8 @@ class InitialWeights:
         """
         if not self._without_values:
             return
+        # Rank 0 alone has an error; the others have taken part in all broadcasts, and learn it
+        # here.
         failed = torch.tensor([float(self._problem is not None)], device="cpu")
         self._collectives.broadcast(failed, "whether the initial weights are set")
         if self._problem is not None:
