@@ -4,9 +4,7 @@ The text is one JSON object whose first member is the SHA-256 of all the bytes b
 
     {"digest":"<64 hex>","files":...,"format":2,...}
 
-Every byte of the file is thus covered. This envelope stays the same in every later format, so that
-an older reader can tell a newer manifest from a damaged one; a change that an old reader would
-misread raises `MIN_READER`. `parse` is the only way to read a manifest.
+Every byte of the file is thus covered. `parse` is the only way to read a manifest.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from zero_contract import beside
 FORMAT = 2
 """The format that this release writes, and the newest that it reads."""
 MIN_READER = 2
-"""The oldest format a reader must know to read what this release writes."""
+"""The oldest format a reader must know to read what this release writes: raised by a change that an
+older one would misread."""
 BLOCK_BYTES = 512 << 10
 """Default size of a block, the unit that is hashed, and verified on load."""
 MANIFEST = beside.MANIFEST
@@ -46,6 +45,7 @@ QUARANTINE = "QUARANTINE"
 Digests = npt.NDArray[np.uint64]
 """XXH3-64 of block after block."""
 
+# The same in every later format: so an older reader tells a newer manifest from a damaged one.
 _ENVELOPE = '{"digest":"%s",'
 _ENVELOPE_BYTES = len(_ENVELOPE % ("0" * 64))
 

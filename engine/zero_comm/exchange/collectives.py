@@ -280,6 +280,7 @@ class Collectives:
             return Pending(what)
         transport = self.transports.of(buffers[0].device) if buffers else None
         works: list[Work] = []
+        # Where exchanges are matched by their order alone, the ranks compare it.
         if self._ordered and (transport is None or not transport.any_order):
             self._lane.note(what)
         if transport is not None:

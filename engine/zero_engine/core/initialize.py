@@ -242,6 +242,7 @@ def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Sessio
     fresh = _make(given, link, frozenset(), engine)
     fresh.mean_loss, fresh._last = engine.mean_loss, engine._last
     fresh._micro_steps.applied = engine._micro_steps.applied
+    # What the script, or a library, has set on the engine.
     of_others = {name: each for name, each in vars(engine).items() if name not in vars(fresh)}
     vars(fresh).update(of_others)
     link.announce(Ability.BOUNDARY, Ability.REJOIN)

@@ -246,6 +246,7 @@ class OwnedParam:
 
     def _gathered(self, own: Tensor, start: int, what: str) -> Tensor:
         """The parameter's part of an all-gathered tensor; this rank has `own`, from `start` on."""
+        # On the device, where exchanges are: this rank's own may rest in host memory.
         whole = own.new_zeros(self.unit.padded, device=self.unit.full.device)
         whole[start : start + own.numel()] = own
         with self.core.guard():

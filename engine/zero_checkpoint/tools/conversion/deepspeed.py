@@ -80,6 +80,7 @@ def read_deepspeed(source: Path, *, allow_pickle: bool) -> Foreign:
             raise CheckpointError(f"{source}: {what} checkpoints cannot be imported")
     try:
         return _read(_Parts(source, allow_pickle))
+    # A pickle may have anything at any place: its layout is seen only as it is used.
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{source}: not laid out as DeepSpeed 0.19 does it ({type(error).__name__}: "
@@ -144,6 +145,7 @@ class _Parts:
             found = _RANK.search(path.name)
             return int(found[1]) if found else 0
 
+        # By number: as text, rank 10 comes before rank 2.
         paths = sorted(self.directory.glob(pattern), key=rank_of)
         return [
             load_torch(path, str(path), allow_pickle=self.allow_pickle, inert=_INERT)
@@ -199,6 +201,7 @@ class _Parts:
         key = "fp32_flat_groups" if self.is_stage3 else "single_partition_of_fp32_groups"
         master = optimizer[key][sub_group]
         state = self.base(rank)["state"].get(sub_group, {})
+        # Without dimensions, a tensor is the number of steps.
         moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0}
         return {_MASTER: master, **moments}
 
