@@ -146,6 +146,7 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan
 
 
 def _write_hint(hint: Place, name: str) -> None:
+    # Not the name that a save uses, which may run meanwhile.
     temporary = hint.with_name(f"{LATEST}.repair")
     disk = disk_of(hint)
     disk.remove(temporary)
