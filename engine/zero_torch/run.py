@@ -128,8 +128,8 @@ class Run(Checkpoints):
         self._gradients.begins.append(AsGiven(wrapped, optimizer).begin)
         normed = self._gradients, self._collectives, wrapped.device
         self._norms = Norms(*normed, is_ready=self._norm_is_ready, guard=partial(outlived, self))
-        self._watches = False
-        """Whether forwards are watched."""
+        self._watches, self._trains = False, True
+        """Whether forwards are watched, and whether the model that is trained is in train()."""
         self._owed = False
         """Whether the script may still call the step() of the micro-step before."""
         self._count = NOT_GIVEN
@@ -476,7 +476,7 @@ class Run(Checkpoints):
             self._wrapped.called.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
-        if module.training and torch.is_grad_enabled():
+        if module.training == self._trains and torch.is_grad_enabled():
             self._advance()
 
     def _advance(self) -> None:
@@ -521,7 +521,7 @@ class Run(Checkpoints):
         if not self._gradients.has_received:
             raise ZeroError(NOT_REDUCED)
         fill_in(self, False)
-        self._owed = False
+        self._owed, self._trains = False, self._wrapped.called.training
         ticket, microbatch = self.loader.run(), self._microbatch()
         self._tokens.append(self._count if microbatch.size else none_of(self._count))
         self._note_loss(microbatch)

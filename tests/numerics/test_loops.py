@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.numerics.promises.back_ends import Recipe, training
 from tests.support.loops import (
     FURTHER,
     KINDS,
@@ -103,6 +105,27 @@ def test_a_batch_may_be_drawn_between_the_backward_and_the_step_of_the_one_befor
         root = str(tmp_path / str(world))
         assert worlds.run(world, drawn_between, kind, root) == [(9, expected(kind)[9])] * world
         assert ledger_problems(root) == ()
+
+
+def in_evaluation_mode(back_end: str, ahead: int) -> str:
+    """The script trains a model that is in eval(), as fine-tuning does, and calls backward()."""
+    own = training(Recipe(own_loop=True), back_end)
+    own.called.eval()
+    batches = iter(own.loader)
+    drawn = deque(islice(batches, ahead))
+    while drawn:
+        (x,) = drawn.popleft()
+        own.backward(x)
+        own.end()
+        drawn.extend(islice(batches, 1))
+    own.close()
+    return own.hash()
+
+
+def test_a_loop_that_draws_ahead_may_train_a_model_in_evaluation_mode(worlds: WorldPool) -> None:
+    (expected,) = worlds.run(1, in_evaluation_mode, "plain", 1)
+    for back_end, world in (("plain", 1), ("ddp", 2), ("fsdp2", 3)):
+        assert worlds.run(world, in_evaluation_mode, back_end, 2) == [expected] * world
 
 
 def drawn_in_bursts(kind: str, root: str) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, repeat
 from typing import Any, NamedTuple
@@ -88,6 +88,7 @@ class Reading(IterableDataset[Read | None]):
     """Samples of each micro-batch; None: readers give whole ones."""
     collate: Callable[[list[Any]], Any]
     seed: int
+    _has_read: bool = field(default=False, init=False)
 
     def __iter__(self) -> Iterator[Read | None]:
         """Endless; of a process among several, the turns that fall to it."""
@@ -106,28 +107,30 @@ class Reading(IterableDataset[Read | None]):
         # Opened at once: lanes of a process can share what none of them has begun to read.
         start, reader = self.starts[lane], None
         if not start.ended:
-            state = None if start.state is None else load(start.state)
-            reader = self._open(lane, start.at, state)
+            reader = self._open(lane, start)
         return self._rest(lane, start, reader)
 
     @cached_property
     def _own(self) -> list[Generator]:
-        return self._generators()  # in the process that reads: the dataset there is a copy
-
-    @cached_property
-    def _is_map(self) -> bool:
-        return hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
-
-    def _generators(self) -> list[Generator]:
-        """Those that are seeded for each micro-batch."""
+        """The generators that are seeded for each micro-batch."""
         # A dataset that is iterated has an order of its own, perhaps of its own generator.
-        of_data = generators_of if self._is_map else generators_in_common
+        is_map = hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
+        of_data = generators_of if is_map else generators_in_common
         return [*of_data(self.dataset), *generators_of(self.collate)]
 
-    def _open(self, lane: int, number: int, state: dict[str, Any] | None) -> Reader:
-        seed = mix(self.seed, self.epoch, lane, number, _READING)
+    def _makes_generators(self) -> bool:
+        """Whether the first micro-batch that was read here has made some."""
+        if self._has_read:
+            return False
+        self._has_read, before = True, self._own
+        del self._own  # in the process that reads: the dataset there is a copy
+        return self._own != before
+
+    def _open(self, lane: int, start: Start) -> Reader:
+        seed = mix(self.seed, self.epoch, lane, start.at, _READING)
         with seeded(seed):
             seed_generators(self._own, seed)
+            state = None if start.state is None else load(start.state)
             return self.source.open(lane, self.lanes, self.epoch, state)
 
     def _rest(self, lane: int, start: Start, reader: Reader | None) -> Iterator[Read]:
@@ -135,22 +138,18 @@ class Reading(IterableDataset[Read | None]):
             yield from repeat(_END)
             return
         number, took_s, read_s = start.at, 0.0, 0.0
-        is_first = self._is_map
         while True:
             again, taken = number < start.number, None
-            before = reader.state() if is_first else None
             seed = mix(self.seed, self.epoch, lane, number, _READING)
             seed_process(seed)
             seed_generators(self._own, seed)
             begin_s = time.perf_counter()
             samples, batch = self._load(reader, collates=not again)
             read_s += time.perf_counter() - begin_s
-            if is_first and not again:
-                is_first, known = False, self._own
-                self._own = self._generators()
-                if self._own != known and before is not None:  # once more, see `elastic_loader`
-                    reader = self._open(lane, number, before)
-                    continue
+            if samples and not again and self._makes_generators():
+                # Some are made when data are first read: so, once more.
+                number, reader = start.at, self._open(lane, start)
+                continue
             if samples and not again and read_s >= _PACE * took_s:
                 begin_s = time.perf_counter()
                 taken = _state_of(reader, self.dataset)

@@ -1,13 +1,15 @@
 """Any combination of what scripts do has one hash at every step, in every back end and world.
 
 The other tables of this folder have one habit in each row. Here hypothesis draws a script from all
-of them at once, the places where it runs, and who goes on from whose checkpoint.
+of them at once, the places where it runs, and who goes on from whose checkpoint. Scripts of stock
+PyTorch, which may have any data and see gradients, also draw random numbers wherever they can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from tests.numerics.promises import test_beside_training as beside
 from tests.numerics.promises import test_habits as habits
 from tests.numerics.promises.back_ends import (
     EVERYWHERE,
@@ -26,6 +29,7 @@ from tests.numerics.promises.back_ends import (
     Net,
     Recipe,
     by_torch_alone,
+    data,
     everywhere,
 )
 from tests.numerics.promises.test_schedulers import MADE
@@ -206,3 +210,49 @@ def test_any_script_has_one_hash_at_every_step_wherever_it_runs(
     exact = recipe.precision == "fp32" and not (recipe.max_norm or recipe.counts)
     if exact and script["block"] == 8:
         assert worlds.run(1, by_torch_alone, recipe) == [expected]
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "numbers": data,
+    "draws by the process": habits.Noise,
+    "draws by its own": beside.OwnDraws,
+    "draws by its class": partial(beside.Draws, beside.of_class),
+    "draws by a module": partial(beside.Draws, beside.of_another_module),
+    "draws by what it makes late": partial(beside.Draws, beside.made_late),
+    "drawn by a sampler": beside.by_sampler,
+    "a stream in its own order": beside.OwnOrder,
+    "a stream that is shuffled at once": beside.Stream,
+}
+DRAWS = st.fixed_dictionaries(
+    {
+        "data": st.sampled_from(sorted(DATA)),
+        "collate": st.sampled_from([None, beside.collated_late]),
+        "between": st.sampled_from([None, beside.add_noise]),
+        "before": st.sampled_from([None, beside.draw_a_rate]),
+        "model": st.sampled_from([None, beside.Noisy, beside.DrawsToo]),
+    }
+)
+OF_STOCK = [place for place in EVERYWHERE[1:] if not place[0].startswith(("stage", "offload"))]
+
+
+@settings(max_examples=20, phases=[Phase.generate])
+@given(
+    script=SCRIPTS,
+    draws=DRAWS,
+    places=st.lists(st.sampled_from(OF_STOCK), min_size=2, max_size=3, unique=True),
+)
+@pytest.mark.full
+def test_whatever_draws_random_numbers_in_a_script_of_stock_torch_draws_the_same_everywhere(
+    worlds: WorldPool,
+    tmp_path_factory: pytest.TempPathFactory,
+    script: dict[str, Any],
+    draws: dict[str, Any],
+    places: list[tuple[str, int]],
+) -> None:
+    drawn = {key: each for key, each in draws.items() if each is not None}
+    own = {"data": DATA[draws["data"]]} | ({"loss": None} if "model" in drawn else {})
+    recipe, root = replace(recipe_of(script), **{**drawn, **own}), tmp_path_factory.mktemp("drawn")
+    if recipe.nodes:
+        places = [place for place in places if place[1] in (1, 4)]
+    found = everywhere(worlds, recipe, root, [("plain", 1), *places])
+    assert found == dict.fromkeys(found, found["plain", 1])
