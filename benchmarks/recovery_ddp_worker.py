@@ -1,6 +1,6 @@
 """The script of `recovery_engine_worker.py` in stock PyTorch: DDP, protected.
 
-recovery_ddp_worker.py DIRECTORY IN_PLACE START_UP_S STEPS PACE_S
+recovery_ddp_worker.py DIRECTORY IN_PLACE START_UP_S PARAMETERS STAGE STEPS PACE_S
 """
 
 import sys
@@ -18,13 +18,14 @@ import zero_torch
 
 directory, in_place = Path(sys.argv[1]), sys.argv[2] == "in-place"
 time.sleep(float(sys.argv[3]))
-steps, pace_s = int(sys.argv[4]), float(sys.argv[5])
+width = round((float(sys.argv[4]) / 4) ** 0.5)
+steps, pace_s = int(sys.argv[6]), float(sys.argv[7])
 dist.init_process_group("gloo")
-model = DistributedDataParallel(nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))))
+model = DistributedDataParallel(nn.Sequential(*(nn.Linear(width, width) for _ in range(4))))
 run = zero_torch.protect(
     model,
     torch.optim.AdamW(model.parameters()),
-    DataLoader(TensorDataset(torch.randn(4096, 128)), batch_size=2),
+    DataLoader(TensorDataset(torch.randn(4096, width)), batch_size=2),
     microbatches=2,
     config={"checkpoint": {"ram": {}}, "elastic": {"in_place": in_place}},
 )

@@ -1,6 +1,6 @@
 """A script under the engine for `recovery.py`, each of whose steps is kept in memory.
 
-    recovery_engine_worker.py DIRECTORY IN_PLACE START_UP_S STEPS PACE_S
+    recovery_engine_worker.py DIRECTORY IN_PLACE START_UP_S PARAMETERS STAGE STEPS PACE_S
 
 It begins with a pause of `START_UP_S`, as one that imports and compiles much. It
 keeps `Notes`.
@@ -20,7 +20,8 @@ import zero_deepspeed
 
 directory, in_place = Path(sys.argv[1]), sys.argv[2] == "in-place"
 time.sleep(float(sys.argv[3]))
-steps, pace_s = int(sys.argv[4]), float(sys.argv[5])
+width, stage = round((float(sys.argv[4]) / 4) ** 0.5), int(sys.argv[5])
+steps, pace_s = int(sys.argv[6]), float(sys.argv[7])
 if torch.cuda.is_available():  # the nodes share the device, which NCCL does not
     dist.init_process_group("cpu:gloo,cuda:gloo")
 
@@ -30,7 +31,7 @@ class Loss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
 
     def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
         return self.layers(batch[0]).square().mean()
@@ -38,12 +39,12 @@ class Loss(nn.Module):
 
 engine, *_ = zero_deepspeed.initialize(
     model=Loss(),
-    training_data=TensorDataset(torch.randn(4096, 128)),
+    training_data=TensorDataset(torch.randn(4096, width)),
     config={
         "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": stage},
         "checkpoint": {"ram": {}},
         "elastic": {"in_place": in_place},
     },

@@ -165,16 +165,21 @@ def load(
         DamagedCheckpoint: There are checkpoints, and none is whole; names them all.
         ModelMismatch: The newest does not have a tensor of `into`, or has it in another shape or
             dtype; `into` is unchanged.
-        CheckpointError: No checkpoint has this name, or a rank could not read: `into` may be half
-            filled.
+        CheckpointError: No checkpoint has this name, a rank's `into` has what cannot be filled, or
+            a rank could not read: `into` may be half filled. On every rank.
         PeerLost: A rank is lost.
     """
     filled: dict[str, Part] = {}
     originals: dict[str, Tensor | Part] = {}
-    if into is not None:
+    refused: CheckpointError | None = None
+    try:
         mapped(into, "", lambda value, name: _taken_out(value, name, filled, originals))
+    except CheckpointError as error:
+        refused = error  # raised where the ranks vote: the others would wait for this one
 
     def wanted(manifest: Manifest) -> State:
+        if refused is not None:
+            raise refused
         ids = {t.fqn: t for t in manifest.tensors if t.kind in (PARAM, BUFFER)}
         if into is None:
             filled.clear()  # of a checkpoint that was tried before
@@ -188,6 +193,8 @@ def load(
 
     loaded = restore.load(place(root), consensus or group_consensus("plain"), wanted, tag=tag)
     if loaded is None:
+        if refused is not None:
+            raise refused
         return None
     # What the script gave is what it gets back, filled, as its own objects.
     values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}

@@ -175,6 +175,25 @@ def test_what_cannot_be_saved_is_refused_by_name_and_nothing_is_published(
     assert zero_checkpoint.load(tmp_path) is None
 
 
+def test_what_one_rank_cannot_fill_is_an_error_by_name_on_all_ranks_at_once(tmp_path: Path) -> None:
+    zero_checkpoint.save(tmp_path, {"a": torch.zeros(1)}, step=1)
+
+    def load(consensus: StoreConsensus) -> str:
+        twice = {"b": {"c": torch.zeros(1)}, "b.c": torch.zeros(1)}
+        into = twice if consensus.rank else {"a": torch.ones(1)}
+        with pytest.raises(CheckpointError) as raised:
+            zero_checkpoint.load(tmp_path, into, consensus=consensus)
+        return str(raised.value)
+
+    for error in on_ranks(2, load):
+        assert "rank 1 could not load" in error
+        assert "two tensors are called b.c; rename one" in error
+    with pytest.raises(CheckpointError, match="two tensors are called b.c"):
+        zero_checkpoint.load(
+            tmp_path / "empty", {"b": {"c": torch.zeros(1)}, "b.c": torch.zeros(1)}
+        )
+
+
 def test_what_several_ranks_have_is_divided_among_them_by_bytes() -> None:
     def vote(**tensors: list[Any]) -> dict[str, Any]:
         return {"state": {}, "tensors": tensors}
