@@ -188,7 +188,7 @@ def test_what_one_rank_cannot_fill_is_an_error_by_name_on_all_ranks_at_once(tmp_
     for error in on_ranks(2, load):
         assert "rank 1 could not load" in error
         assert "two tensors are called b.c; rename one" in error
-    with pytest.raises(CheckpointError, match="two tensors are called b.c"):
+    with pytest.raises(CheckpointError, match="two tensors are called b"):
         zero_checkpoint.load(
             tmp_path / "empty", {"b": {"c": torch.zeros(1)}, "b.c": torch.zeros(1)}
         )
