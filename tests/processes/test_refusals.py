@@ -182,6 +182,7 @@ def test_a_full_etcd_is_said_once_and_costs_commits_alone(small, tmp_path):
         make_room(small, store)
         assert save(4)
         rdzv.close()
+    journal.close()  # the file is written behind
     told = [json.loads(line)["text"] for line in events.read_text().splitlines()]
     refused, mended = [text for text in told if text.startswith("etcd takes")]
     assert "compact and defragment etcd, then disarm its alarm" in refused
