@@ -6,7 +6,8 @@ on its loading process, and on restarts. They are found, and seeded wherever tho
 are: in attributes, in slots, in classes, in what functions close over, have as defaults, or name of
 their module. Nobody can find one that the loop itself holds in a variable.
 
-Code of Python and of installed packages is left alone: it draws names of files and the like.
+Code of Python, of installed packages and of this project is left alone: it draws names of files and
+the like.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ def generators_in_common(thing: object) -> list[Generator]:
 
 _OF_TORCH = vars(nn.Module()).keys()
 _LEAVES = (str, bytes, int, float, complex, Tensor, np.ndarray, ModuleType)
-_INSTALLED = [Path(sysconfig.get_path(of)) for of in ("stdlib", "platstdlib", "purelib", "platlib")]
+_INSTALLED = [
+    *(Path(sysconfig.get_path(of)) for of in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *Path(__file__).parents[1].glob("zero_*"),  # also where they are not installed
+]
 
 
 def _inside(each: Any) -> Iterator[object]:
@@ -135,19 +139,27 @@ def _is_slot(member: object) -> bool:
 
 def _named_by(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
     """The variables of a module that code names, and those that it names of modules there."""
-    names = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    for opname, name in names:
-        if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            value = variables.get(name)
-            if type(value) is ModuleType and _is_of_script(value.__name__):
-                attributes = (key for opname, key in names if opname in _ATTRIBUTES)
-                yield from (vars(value).get(key) for key in attributes)
-            yield value
+    names, attributes = _names_in(code)
+    for name in names:
+        value = variables.get(name)
+        if type(value) is ModuleType and _is_of_script(value.__name__):
+            yield from (vars(value).get(key) for key in attributes)
+        yield value
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _named_by(inner, variables)
 
 
+@cache  # a script is searched anew for each of its roots; reading its code takes most of the time
+def _names_in(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of variables and of attributes in code, each once."""
+    named = {(each.opname, each.argval): None for each in dis.get_instructions(code)}
+    return tuple(name for op, name in named if op in _VARIABLES), tuple(
+        name for op, name in named if op in _ATTRIBUTES
+    )
+
+
+_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.support import drawing
+from zero_data import generators
 from zero_data.generators import generators_of, generators_of_module
 
 
@@ -91,6 +92,13 @@ def test_it_is_found_in_whatever_of_the_script_is_used(home: str) -> None:
 def test_those_of_the_process_and_of_the_system_are_left_alone() -> None:
     own: list[Callable[..., Any]] = [random.random, random.choice, np.random.rand]
     assert generators_of(own, torch.default_generator, random.SystemRandom(), by_library) == []
+
+
+def test_this_projects_own_code_is_left_alone_also_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(generators, "_NAMES_FILES", random.Random(1), raising=False)
+    drawing_names = {**vars(generators), "__name__": generators.__name__}
+    exec("def name(): return _NAMES_FILES.random()", drawing_names)
+    assert generators_of(drawing_names["name"]) == []
 
 
 def by_library() -> None:
