@@ -75,6 +75,7 @@ def clipped(wrapper: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.corners(name=["parts", "the largest", "a scaler"])
 def test_gradients_that_torch_clips_have_the_same_bits_at_every_world_size_and_wrapper(
     worlds: WorldPool, name: str
 ) -> None:

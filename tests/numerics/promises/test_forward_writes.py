@@ -94,7 +94,7 @@ def wake(module: nn.Module, _: torch.optim.Optimizer, step: int) -> None:
 
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("how", [*KEEPS, "woken"])
-@pytest.mark.corners(how=["batch norm", "seldom", "woken"], own_loop=[False])
+@pytest.mark.corners(how=["batch norm", "seldom"], own_loop=[False])
 def test_what_forwards_keep_is_that_of_the_first_micro_batch_of_each_step(
     worlds: WorldPool, tmp_path: Path, how: str, own_loop: bool
 ) -> None:
