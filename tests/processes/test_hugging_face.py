@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.cluster import TOGETHER, Cluster, environment
+from tests.support.fresh import run_forked
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
 
@@ -235,16 +236,9 @@ def test_accelerate_launch_starts_workers_that_find_the_engine(how: str) -> None
 @pytest.mark.parametrize("flag", ["--no_python", "--num_machines=2"])
 @pytest.mark.corners(flag=["--num_machines=2"])
 def test_accelerate_launch_refuses_what_would_find_another_engine(flag: str) -> None:
-    launcher = ["-m", "zero_deepspeed.as_deepspeed", "-m", "accelerate.commands.launch"]
-    flags = ["--use_deepspeed", "--num_processes=2", "--main_process_port=0", flag, "train.py"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *flags],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    launcher = ("zero_deepspeed.as_deepspeed", "-m", "accelerate.commands.launch")
+    flags = ("--use_deepspeed", "--num_processes=2", "--main_process_port=0", flag, "train.py")
+    done = run_forked(*launcher, *flags)
     assert done.returncode != 0
     assert "accelerate launch" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
