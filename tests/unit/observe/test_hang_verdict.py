@@ -78,6 +78,11 @@ def reading(rank, **facts):
             "rank 1 on n1 is in read (data.py:33), and has not begun weights, as the others have",
         ),
         (
+            [state(0, begun=0), state(1, begun=6, last="weights"), state(2, begun=None)],
+            (0,),
+            "rank 0 on n0 is in main (train.py:51), and has not begun weights, as the others have",
+        ),
+        (
             [state(0, begun=None), state(1, begun=None), reading(2, begun=None)],
             (2,),
             "rank 2 on n2 is in read (data.py:33); 2 ranks are in main (train.py:51)",

@@ -148,7 +148,8 @@ def _collectives_differ(ranks: Sequence[RankState]) -> Hang | None:
 
 def _has_begun_fewer(ranks: Sequence[RankState]) -> Hang | None:
     """The exchanges are a GPU's, which no thread waits for: who has begun fewer of them."""
-    known = [one for one in ranks if one.begun]
+    # A rank that has begun none hangs before its first one; None says that it does not count them.
+    known = [one for one in ranks if one.begun is not None]
     most = max((one.begun or 0 for one in known), default=0)
     late = [one for one in known if (one.begun or 0) < most]
     if not late:
