@@ -142,10 +142,10 @@ def cases(world: int) -> Iterator[tuple[int, str, int]]:
 def test_the_weights_are_those_of_the_expression_at_every_world_size_and_stage(
     worlds: WorldPool,
 ) -> None:
-    """Worlds 1-5, with padding micro-batches, in fp32, bf16 and fp16, blocks of 1, 4 and 8."""
+    """Worlds 1-4, with padding micro-batches, in fp32, bf16 and fp16, blocks of 1, 4 and 8."""
     wanted = {pair: digest(expected(*pair)) for pair in itertools.product(DTYPES, BLOCKS)}
     assert len(set(wanted.values())) == len(wanted)
-    for world in (1, 2, 3, 4, 5):
+    for world in (1, 2, 3, 4):
         chosen = list(cases(world))
         found = worlds.run(world, hashes, chosen)
         assert found == [[wanted[dtype, block] for _, dtype, block in chosen]] * world

@@ -81,7 +81,7 @@ def test_gradients_that_torch_clips_have_the_same_bits_at_every_world_size_and_w
 ) -> None:
     (expected,) = worlds.run(1, clipped, "plain", name)
     for wrapper in ("ddp", "fsdp2"):
-        for world in (1, 2, 3):
+        for world in (1, 3):
             assert worlds.run(world, clipped, wrapper, name) == [expected] * world
 
 

@@ -40,7 +40,7 @@ from zero_contract.errors import ConfigError
 from zero_data import read_ledger, verify
 from zero_step.gradients.accumulation import Accumulation
 
-STEPS = 5
+STEPS = 4
 BLOCK = 2
 RECIPE = replace(OPTIONS["all at once"], microbatches=11)
 NODES = {1: ["1"], 2: ["1,1", "2"], 3: ["1,2", "3", "1,1,1"], 4: ["2,2", "1,3", "4", "1,1,1,1"]}

@@ -35,7 +35,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_comm.exchange.cpu.same_host import SWITCH
 
-SHORT, LONG = 5, 300
+SHORT, LONG = 4, 300
 
 
 def halves(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -25,7 +25,7 @@ CHAIN: list[Place] = [
     ("stage3", 4),
     ("stage1", 1),
 ]
-STEPS = 2
+STEPS = 1
 """Of each back end."""
 
 
