@@ -246,6 +246,7 @@ def overflow(stage: int, check: bool) -> tuple[int, set[str]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.corners(stage=[3])
 def test_a_script_that_does_not_check_for_overflows_steps_with_nan(
     worlds: WorldPool, stage: int
 ) -> None:

@@ -93,7 +93,7 @@ STOCK: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("wrapper", "sizes", "options"), STOCK, ids=str)
-@pytest.mark.corners(options=[{}, {"static_graph": True}])
+@pytest.mark.corners(wrapper=["plain", "ddp", "hsdp"], options=[{}, {"static_graph": True}])
 def test_stock_pytorch_has_the_same_bits_with_a_replay(
     worlds: WorldPool, wrapper: str, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:

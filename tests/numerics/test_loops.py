@@ -73,6 +73,7 @@ LOOPS: dict[str, Operations] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.corners(kind=["engine", "protect"])
 def test_a_loop_trains_each_sample_once_to_the_bits_of_a_plain_one(
     worlds: WorldPool, expected: Any, tmp_path: Path, loop: str, kind: str
 ) -> None:

@@ -90,6 +90,7 @@ def test_whichever_change_a_rank_is_killed_at(
 
 
 @pytest.mark.parametrize("number", [3, 9])
+@pytest.mark.corners(number=[9])
 def test_some_of_them(worlds: WorldPool, tmp_path: Path, number: int) -> None:
     killed(worlds, tmp_path, [(("fsdp2", 2), 0, number), (("ddp", 2), 1, 2)], is_async=False)
 

@@ -78,7 +78,7 @@ def load_and_end(root: str, back_end: str, saves: bool) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.corners(back_end=["ddp", "fsdp2", "stage3"])
+@pytest.mark.corners(back_end=["fsdp2", "stage3"])
 def test_a_save_is_of_its_step_and_of_a_damaged_one_all_ranks_go_back_to_the_one_before(
     worlds: WorldPool, tmp_path: Path, back_end: str
 ) -> None:
@@ -140,7 +140,7 @@ def save_once(recipe: Recipe, back_end: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.corners(back_end=["ddp", "fsdp2", "stage3"])
+@pytest.mark.corners(back_end=["fsdp2", "stage3"])
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
     worlds: WorldPool, tmp_path: Path, back_end: str
 ) -> None:
