@@ -89,6 +89,8 @@ class JobHistory:
     """The digests of the manifests that may be published, and the round of each."""
     _charges: set[str] = field(default_factory=set)
     _members: set[str] = field(default_factory=set)
+    _quiet: set[str] = field(default_factory=set)
+    """The nodes that have told that their workers of this round have stopped."""
 
     def changed(self, batch: Batch, database: Database) -> None:
         """Judge a revision, whose keys are those of the database."""
@@ -100,6 +102,8 @@ class JobHistory:
                 self._once(self._charges, key, f"I5: {key} is charged twice")
             elif key.startswith(f"{self.keys.prefix}rounds/") and key.endswith("/members"):
                 self._once(self._members, key, f"I1: {key} is written again")
+            elif self.job and key.startswith(self.keys.report(self.job.n, "quiet/")):
+                self._quiet.add(key)
             elif key == self.keys.latest:
                 self._commit(json.loads(change.item.value), database)
         if (head := keys.get(self.keys.round)) is not None:
@@ -113,7 +117,10 @@ class JobHistory:
 
     def restored(self, database: Database) -> None:
         """The store has gone back in time, to these keys: what came after them never was."""
+        before = self.job
         self.job = self._snapshot(database) if self.keys.round in database.items else None
+        if before is None or self.job is None or self.job.fence != before.fence:
+            self._quiet.clear()  # of a round that never was; else an agent may have read it
         self._charges &= database.items.keys()
         self._members &= database.items.keys()
 
@@ -174,10 +181,11 @@ class JobHistory:
         # One that has come back too late for this round is not in it, and its workers are fenced.
         former = [m for m in before.members.nodes if job.has_member(m)] if before else []
         prefix = self.keys.report(job.n - 1, "quiet/")
+        quiet = self._quiet | database.items.keys()
         busy = [
             member.id
             for member in former
-            if (member.id, member.incarnation) in live and prefix + member.id not in database.items
+            if (member.id, member.incarnation) in live and prefix + member.id not in quiet
         ]
         if busy:
             self.broken(f"round {job.n} begins, and the workers of {busy} have not stopped")
