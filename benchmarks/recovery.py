@@ -25,8 +25,8 @@ to which nothing happens:
 With state, each rank is the victim in turn, one in each trial. Without, it is rank 0's node for
 zero-agent; torchrun's job cannot outlive the node that hosts its store, so there it is the other
 one. "tuned" is the shortest setting of torchrun that was found to be stable: a last call of 1 s,
-keep-alives of 1 s, and 5 s until gloo gives up on a peer. zero-agent takes a worker for hung after
-2 s without a step, where torchrun has gloo's limit.
+keep-alives of 1 s, and 5 s until gloo gives up on a peer. Where a worker hangs, zero-agent takes it
+for hung after 2 s without a step, and torchrun has gloo's limit.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Site:
     """etcd's."""
     network: Network | None
     """Of namespaces named `n0`, `n1`, ...; None: they share this machine's loopback."""
+    hangs: bool
+    """Whether a worker is to hang: otherwise all would count as hung before a lease has ended."""
     start_up_s: float
     parameters: float
     stage: int
@@ -101,7 +103,7 @@ class Launcher:
 def zero_agent(site: Site, node: int, job: str, port: int) -> Sequence[str]:
     return [
         *(sys.executable, "-m", "zero_agent", f"--nnodes=1:{site.nodes}", "--max-restarts=50"),
-        f"--hang-timeout={HANG_S}",
+        *([f"--hang-timeout={HANG_S}"] if site.hangs else []),
         *(f"--rdzv-endpoint={site.endpoint}", f"--rdzv-id={job}", f"--node-id=n{node}"),
     ]
 
@@ -394,6 +396,7 @@ def main() -> None:
                     site = Site(
                         args.nodes,
                         *place,
+                        case == "hang",
                         args.start_up_s,
                         args.parameters,
                         args.stage,
