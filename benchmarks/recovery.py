@@ -421,6 +421,8 @@ def arguments() -> argparse.Namespace:
     launchers, cases = args.launchers.split(","), args.cases.split(",")
     for name in [*(set(launchers) - set(LAUNCHERS)), *(set(cases) - set(CASES))]:
         parser.error(f"{name!r} is none of {', '.join([*LAUNCHERS, *CASES])}")
+    if "cut" in cases and os.geteuid():
+        parser.error("a cut network needs root, which makes the namespaces; leave out 'cut'")
     if "two" in cases and args.nodes < 4:
         parser.error("two nodes at once need --nodes=4: of three, two are neighbours")
     return args
