@@ -273,7 +273,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
 
     def __len__(self) -> int:
         """The number of micro-batches that an iteration begun now yields."""
-        return len(self.order)
+        return len(self.order) if self.epoch == self.order.epoch else 0
 
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
         """The batches from the position to the end of an epoch.

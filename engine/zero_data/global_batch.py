@@ -64,6 +64,9 @@ class Cursor:
     """Tokens of those steps, as far as the script has counted them."""
     moves: int = 0
     """How often it jumped, as a load does: loaders that are iterated follow it there."""
+    loop: int | None = None
+    """The epoch that the script's loop is over, or was when the loaded checkpoint was made; None:
+    the script is between two such loops."""
 
     def move(self, *, step: int, samples: int) -> None:
         """Go to the begin of another step, or back to that of this one."""

@@ -2,8 +2,10 @@
 
 Must always hold: iterating reads the position and never moves it, whatever has been prefetched or
 drawn ahead; only the end of a step moves it, and a load. An iteration begins at the position and
-ends with the epoch. Where the position is moved meanwhile, the iteration goes on from there, up to
-the end of the epoch that it would have ended with, so that a script that counts epochs counts
+ends with the epoch. One that was not left when a checkpoint was made at the end of its epoch ends
+once more where the run resumes: at once, so that what the script does behind it, such as the step
+of a scheduler, is done. Where the position is moved meanwhile, the iteration goes on from there, up
+to the end of the epoch that it would have ended with, so that a script that counts epochs counts
 right. What the script does with a batch begins with random numbers of that batch alone: those of
 torch, Python and numpy, with and without worker processes. In a loop that draws ahead it is the
 batch that is run next, and not the one that is drawn. Where none is drawn, in the step of the
@@ -172,6 +174,8 @@ class PositionLoader(ABC, Generic[Ordered]):
         self._of_run = seed
         self._newest = object()
         """Of the newest iteration."""
+        self._iterates = False
+        """Whether it is not left."""
         self._thread = threading.get_ident()
         self.draws = Draws(cursor)
         self.last: Ticket | None = None
@@ -185,13 +189,21 @@ class PositionLoader(ABC, Generic[Ordered]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
-        return self.order.epoch
+        """The epoch that the next iteration is over; counts from 0."""
+        epoch, loop = self.order.epoch, self._cursor.loop
+        return epoch if loop is None or self._iterates else min(epoch, loop)
 
     @property
     def dataset(self) -> Any:
         """The user's dataset."""
         return self.order.dataset
+
+    def leave(self) -> None:
+        """Go on with the next epoch where a checkpoint was made at the end of one.
+
+        For libraries, which count epochs themselves, and take one without a batch for an error.
+        """
+        self._cursor.loop = None
 
     @abstractmethod
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
@@ -248,6 +260,16 @@ class PositionLoader(ABC, Generic[Ordered]):
         self.draws.begin()
         iteration = self._newest = object()
         until = self.epoch
+        self._iterates, self._cursor.loop = True, until
+        try:
+            if self.order.epoch == until:
+                yield from self._until(until, iteration)
+        finally:
+            if self._newest is iteration:
+                self._iterates, self._cursor.loop = False, None
+
+    def _until(self, until: int, iteration: object) -> Iterator[Any]:
+        """The batches of an iteration from the position to the end of an epoch."""
         while True:
             plan = self._cursor.moves, self.order.batch
             for ticket, batch in self.read(until):
@@ -266,7 +288,8 @@ class PositionLoader(ABC, Generic[Ordered]):
                 return
             # Go on from the position: what was planned and prefetched is of another one.
             self.draws.move()
-            if self.epoch > until:  # a script that counts epochs begins the next one by itself
+            self._cursor.loop = until
+            if self.order.epoch > until:  # a script that counts epochs begins the next by itself
                 return
 
     def _seed(self) -> None:

@@ -45,6 +45,7 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         """The rest of an epoch, step by step."""
         loader, step = self.begin().loader, []
+        loader.leave()
         for batch in loader:
             step.append(batch)
             if loader.last is not None and loader.last.ends_step:

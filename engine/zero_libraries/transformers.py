@@ -286,6 +286,7 @@ class _Protected(Trainer):
             self.state.compute_steps(self.args, max_steps)
             self.state.init_training_references(self, max_steps, epochs, None)
         note_total_steps(max_steps)
+        self.run.loader.leave()
         return self.run.loader.epoch, 0
 
     def _prepare_for_training(self, *_: Any) -> Any:

@@ -88,6 +88,7 @@ def describe(
         "samples": cursor.samples,
         "skipped": cursor.skipped,
         "tokens": cursor.tokens or None,
+        "loop": cursor.loop,
         "world": world,
         "optimizer": name_of(optimizer) if optimizer is not None else None,
         "torch": str(torch.__version__),
@@ -205,3 +206,4 @@ def resume(cursor: Cursor, saved: Mapping[str, Any]) -> None:
     cursor.move(step=saved["step"], samples=saved["samples"])
     cursor.skipped = saved["skipped"]
     cursor.tokens = saved.get("tokens") or 0
+    cursor.loop = saved.get("loop")

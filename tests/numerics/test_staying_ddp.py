@@ -66,7 +66,7 @@ def protected(options: dict[str, Any], **config: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, protect(model, optimizer, elastic, more, stream, **config)
 
 
-OF_RUN = ("buffers", "schedule", "scaler", "accumulate", "stream")
+OF_RUN = ("buffers", "schedule", "scaler", "accumulate", "stream", "rate")
 
 
 def protect(
@@ -111,6 +111,8 @@ def trained(directory: str, turn: Any, options: dict[str, Any]) -> Any:
         for (batch,) in run.loader:
             turn(model, optimizer, run, batch)
             run.save_if_due(directory, every_steps=100)
+        for group in optimizer.param_groups:
+            group["lr"] *= options.get("rate", 1)
     result = run.weight_hash(), run.samples, of_rounds_before(), dist.get_world_size()
     run.close()
     return result
@@ -237,12 +239,13 @@ def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bi
 def test_who_stays_at_the_end_of_an_epoch_begins_the_next_one_once(
     job: Callable[..., Job], tmp_path: Path, step: int
 ) -> None:
-    """It leaves one step later."""
-    one = job(trained, str(tmp_path / "checkpoints"), by_run, {})
+    """It leaves one step later; a newcomer does what the script does behind that epoch, too."""
+    halves = {"rate": 0.5}
+    one = job(trained, str(tmp_path / "checkpoints"), by_run, halves)
     one.begin([], joining=1)
     one.leave_at(step)
     one.begin([0], joining=1)
-    *same, _ = alone(trained, str(tmp_path / "alone"), by_run, {})
+    *same, _ = alone(trained, str(tmp_path / "alone"), by_run, halves)
     assert [result for _, result in one.end()] == [(*same, 2)] * 2
 
 
