@@ -34,7 +34,8 @@ from zero_step.checks import alike
 from zero_step.phase import Move, Phase, State
 from zero_step.session import NOTES, Session, end_step, notes_of
 from zero_torch import settings
-from zero_torch.optimizers.held_calls import makes_state, replace
+from zero_torch.optimizers.held_calls import replace
+from zero_torch.optimizers.others import makes_state
 from zero_torch.ordered_gradients import CALLS
 from zero_torch.state.stateful import Statefuls
 from zero_torch.state.training_state import TrainingState

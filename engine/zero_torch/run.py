@@ -145,7 +145,8 @@ class Run(Checkpoints):
             has_acted=self._has_acted,
             count=self._count_step,
         )
-        self._held: HeldCalls = former._held if former else HeldCalls(optimizer, scheduler, scaler)
+        held = optimizer, scheduler, scaler, stateful.values()
+        self._held: HeldCalls = former._held if former else HeldCalls(*held)
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._options = same_options.OptionsOfStep(optimizer)
         given = options.sample_ledger, self._link.round, self._collectives.everybodys

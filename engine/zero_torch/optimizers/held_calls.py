@@ -1,13 +1,13 @@
 """The calls of a script that do nothing until the last micro-batch of a step.
 
 Owns what a loss scaler has of a step. Must always hold: whoever calls them, the script, `run.step`
-or a library, optimizer, scheduler and scaler act once in a step, in its last micro-step.
+or a library, optimizer, scheduler, scaler and averages of the weights act once in a step, in its
+last micro-step.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -15,10 +15,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.optim.swa_utils import AveragedModel
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_torch.optimizers.local_step import local_tensors
+from zero_torch.optimizers.others import acts, makes_state, watch
 from zero_torch.optimizers.supported import NO_CLOSURE
 
 HELD = (
@@ -71,7 +72,7 @@ class Steps:
 
 
 class HeldCalls:
-    """The calls of one optimizer, scheduler and scaler.
+    """The calls of one optimizer, scheduler and scaler, and of averages among further objects.
 
     Attributes:
         unscaled: Whether the gradients of this step are unscaled.
@@ -82,12 +83,14 @@ class HeldCalls:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         scaler: torch.amp.GradScaler | None,
+        others: Iterable[object] = (),
     ) -> None:
         self.unscaled = False
         self._steps: Steps | None = None
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._scaler = scaler
+        self._averages = [each for each in others if isinstance(each, AveragedModel)]
 
     def hold(self, steps: Steps) -> None:
         """Hold the calls from now on; or, if they are held already, for another run."""
@@ -95,9 +98,12 @@ class HeldCalls:
         if before is not None:
             return
         take(self._optimizer, self._scheduler, self._scaler)
+        watch(self._optimizer)
         replace(self._optimizer, "step", self._step)
         if self._scheduler is not None:
             derive(self._scheduler, "step", self._if_over)
+        for average in self._averages:
+            derive(average, "update_parameters", self._if_over)
         if self._scaler is not None:
             self._update_scaler = self._scaler.update  # before it is held: `drop` calls it
             replace(self._scaler, "unscale_", self._unscale)
@@ -131,7 +137,7 @@ class HeldCalls:
             raise ZeroError(NO_CLOSURE)
         if not self._run.may_act():
             return None
-        with local_tensors(self._optimizer):
+        with acts(self._optimizer), local_tensors(self._optimizer):
             result = call()
         self._run.count(False)
         return result
@@ -143,19 +149,6 @@ class HeldCalls:
         if not self._run.has_acted():  # the gradients were not finite
             self._run.count(True)
         return result
-
-
-def makes_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is torch's own: `get_state_dict` makes state by one with zeros for gradients.
-
-    Only the call itself says so: a step of the script may have zeros and a learning rate of 0, too.
-    """
-    frame = None if optimizer.state else sys._getframe()
-    while frame is not None:
-        if frame.f_code is _init_optim_state.__code__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:

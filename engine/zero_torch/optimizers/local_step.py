@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
+from zero_torch.optimizers.others import refuse
 from zero_torch.optimizers.supported import is_elementwise
 from zero_torch.wrapped import like, local
 
@@ -73,7 +74,7 @@ def steps_by_element(optimizer: torch.optim.Optimizer) -> bool:
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        base._global_optimizer_pre_hooks,
+        [each for each in base._global_optimizer_pre_hooks.values() if each is not refuse],
         base._global_optimizer_post_hooks,
     )
     of_dtensors = any(isinstance(each, DTensor) for each in every)

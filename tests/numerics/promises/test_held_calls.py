@@ -1,0 +1,123 @@
+"""What a loop does beside the optimizer of a run: averages of weights, and other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+import zero_torch
+from tests.numerics.promises.back_ends import IN, MICROBATCHES, Net, data
+from tests.support import stock
+from tests.support.world import WorldPool, one_result
+from zero_checkpoint import weight_hash
+from zero_contract.errors import ZeroError
+
+
+def protected(back_end: str, optimizer: Callable[[Any], Optimizer], **given: Any) -> Any:
+    """A model, its optimizer, and a run of both."""
+    torch.manual_seed(0)
+    net = Net()
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    back_end = back_end if torch.distributed.get_world_size() > 1 else "plain"
+    model = stock.wrap(net, back_end)
+    stepped = optimizer(model.parameters())
+    run = zero_torch.protect(
+        model,
+        stepped,
+        DataLoader(data(), batch_size=2, shuffle=True),
+        microbatches=MICROBATCHES,
+        stateful={"average": average},
+    )
+    return model, stepped, run, average
+
+
+def averaged(turn: str) -> str:
+    """An average that a loop updates for every batch, as a loop of stock PyTorch does."""
+    model, optimizer, run, average = protected("ddp", SGD)
+    for (batch,) in run.loader:
+        if turn == "of the script":
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            run.backward(model(batch))
+            run.step()
+        average.update_parameters(getattr(model, "module", model))
+    assert int(average.n_averaged) == run.global_step == 3
+    return weight_hash(average.module.named_parameters())
+
+
+@pytest.mark.parametrize("turn", ["of the script", "of the run"])
+@pytest.mark.corners(turn=["of the script"])
+def test_an_average_of_the_weights_takes_each_step_once_at_every_world_size(
+    worlds: WorldPool, turn: str
+) -> None:
+    one_result(worlds, averaged, turn, sizes=(1, 2, 3))
+
+
+class Within(Optimizer):
+    """Has another optimizer inside, which steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inside = SGD(parameters, lr=0.1)
+        super().__init__(self.inside.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inside.step()
+
+
+def first_step(back_end: str, made: Any, others: Callable[[nn.Module], list[Optimizer]]) -> str:
+    """Whether a loop can step other optimizers, too; returns what it is told."""
+    model, optimizer, run, _ = protected(back_end, made)
+    beside = others(model)
+    try:
+        for (batch,) in run.loader:
+            model(batch).backward()
+            for each in (*beside, optimizer):
+                each.step()
+    except ZeroError as error:
+        return str(error)
+    assert run.global_step == 3
+    return ""
+
+
+def of_all(model: nn.Module) -> list[Optimizer]:
+    return [AdamW(model.parameters())]
+
+
+def of_the_last(model: nn.Module) -> list[Optimizer]:
+    return [SGD([*model.parameters()][-1:], lr=0.1)]
+
+
+def of_another_model(model: nn.Module) -> list[Optimizer]:
+    other = nn.Linear(IN, 1)
+    other(torch.ones(IN)).sum().backward()
+    return [SGD(other.parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize("back_end", ["plain", "ddp"])
+@pytest.mark.parametrize("others", [of_all, of_the_last])
+@pytest.mark.corners(back_end=["ddp"], others=[of_the_last])
+def test_a_step_of_another_optimizer_of_the_same_parameters_is_refused_by_name(
+    worlds: WorldPool, back_end: str, others: Any
+) -> None:
+    world = 1 if back_end == "plain" else 2
+    (found, *_) = worlds.run(world, first_step, back_end, SGD, others)
+    name = type(others(nn.Linear(1, 1))[0]).__name__
+    assert f"this {name} steps parameters that the SGD of a run has" in found
+    assert "in param groups" in found
+
+
+@pytest.mark.parametrize("made", [SGD, Within])
+def test_an_optimizer_of_others_and_one_inside_of_the_optimizer_step_as_ever(
+    worlds: WorldPool, made: Any
+) -> None:
+    assert worlds.run(1, first_step, "plain", made, of_another_model) == [""]
