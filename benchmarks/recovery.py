@@ -77,7 +77,7 @@ class Site:
     network: Network | None
     """Of namespaces named `n0`, `n1`, ...; None: they share this machine's loopback."""
     hangs: bool
-    """Whether a worker is to hang: otherwise all would count as hung before a lease has ended."""
+    """Whether ranks wait for a silent one: none of them counts as hung, however short its limit."""
     start_up_s: float
     parameters: float
     stage: int
@@ -396,7 +396,7 @@ def main() -> None:
                     site = Site(
                         args.nodes,
                         *place,
-                        case == "hang",
+                        case in ("silent", "cut", "hang"),
                         args.start_up_s,
                         args.parameters,
                         args.stage,

@@ -28,6 +28,7 @@ from tests.support.cluster import (
     paced,
     training,
 )
+from tests.support.suspended import suspend
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
 
@@ -333,6 +334,44 @@ def test_a_rank_is_killed_and_the_other_keeps_its_process(staying, undisturbed_h
     assert job.worker_of(other) == pid
     assert_the_result_is(job, undisturbed_hash)
     assert stays(job) == sorted([(1, "a", 0), (1, "b", 0), (2, killed, 0), (2, other, 1)])
+
+
+HANGS = """
+import os, pathlib, threading, time
+from torch.nn.modules.module import register_module_forward_hook
+mark = pathlib.Path("{}")
+
+
+def hang(*_):
+    if os.environ["ZERO_NODE"] == "b" and mark.exists():
+        mark.unlink()
+        time.sleep(600)
+
+
+register_module_forward_hook(hang)
+"""
+
+
+@pytest.mark.parametrize("how", ["in its script", "suspended"])
+def test_a_worker_hangs_and_the_one_that_waits_for_it_keeps_its_process(
+    staying, undisturbed_hash, tmp_path, how
+):
+    mark = tmp_path / "hangs"
+    flags = ("--nnodes=2", "--max-restarts=1", "--hang-timeout=4", TOGETHER)
+    job = staying(*flags, first=HANGS.format(mark), checkpoint={"ram": {}})
+    job.start("a", "b")
+    job.wait_for_step(10, world=2)
+    pid, hung = job.worker_of("a"), job.worker_of("b")
+    mark.touch() if how == "in its script" else suspend(hung)
+    wait_for(lambda: job.worker_of("b") != hung, 60, "the worker is started anew")
+    job.wait_for_step(14, world=2)
+    assert job.worker_of("a") == pid
+    assert_the_result_is(job, undisturbed_hash)
+    (hang,) = job.events("hang")
+    assert (hang["node"], hang["pid"]) == ("b", hung)
+    why = "it waits for no other rank" if how == "in its script" else "it does not answer"
+    assert hang["text"].endswith(why)
+    assert len(job.events("interrupt")) == 1
 
 
 @pytest.mark.parametrize(

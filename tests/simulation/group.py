@@ -70,12 +70,13 @@ class Group:
         if len(exchange.notes) == self.world:
             self.training.kernel.after(0.002, lambda: self._complete(exchange))
         worker.meets = exchange.waiters
-        while not exchange.over:
-            exchange.waiters.wait_until(lambda: exchange.over or worker.lost, 1.0)
-            if not exchange.over:
-                worker.raise_if_lost(name)
-                if self.training.kernel.now > until_s:
-                    raise RuntimeError(f"timed out waiting for {within_s:g} s")
+        with worker.globals.waits.waiting(name, 0):
+            while not exchange.over:
+                exchange.waiters.wait_until(lambda: exchange.over or worker.lost, 1.0)
+                if not exchange.over:
+                    worker.raise_if_lost(name)
+                    if self.training.kernel.now > until_s:
+                        raise RuntimeError(f"timed out waiting for {within_s:g} s")
         worker.meets = None
         return dict(sorted(exchange.notes.items()))
 

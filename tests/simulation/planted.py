@@ -357,7 +357,7 @@ BUGS: Sequence[Bug] = (
     ),
     Bug(
         "a hang is not noticed",
-        {"zero_agent.workers.progress:Steps.too_slow": lambda steps: None},
+        {"zero_agent.workers.progress:Steps.too_slow": lambda steps, **_: None},
         ("hang-worker",),
         "I6",
     ),

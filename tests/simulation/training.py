@@ -35,6 +35,7 @@ from zero_comm.errors import LeavingNow
 from zero_comm.worker import agent_link
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import init_distributed
+from zero_comm.worker.rank_times import WaitClock
 from zero_contract import worker as contract
 from zero_contract.errors import PeerLost, ZeroError
 from zero_contract.worker import Ability, CommitRequest, ExitCode, Join, Message, Progress, Saved
@@ -72,7 +73,9 @@ class Worker:
         self.model: Model
         self.session: Session | None = None
         self.sigterm_handler: Any = signal.SIG_DFL
-        self.globals = SimpleNamespace(seen=ownership._Seen(), suspects={}, at_exit={})
+        self.globals = SimpleNamespace(
+            seen=ownership._Seen(), suspects={}, at_exit={}, waits=WaitClock()
+        )
         """The variables of modules that each process has for itself."""
 
     # ---- life and death ----

@@ -120,6 +120,8 @@ def worker_parts(training: Training) -> dict[str, Any]:
         "zero_comm.worker.distributed:dist": Distributed(partial(_worker, kernel)),
         "zero_comm.worker.distributed:socket": to_agent(training.machines),
         "zero_comm.worker.distributed:torch": no_devices,
+        "zero_comm.worker.agent_link:WAITS": OfProcess(kernel, "waits"),
+        "zero_comm.worker.agent_link:recorded": list,
         "zero_comm.worker.agent_link:StepTimer": partial(StepTimer, now=now),
         "zero_comm.worker.agent_link:EveryonesTimes": partial(EveryonesTimes, now=now),
         "zero_checkpoint.persistence:Schedule": partial(Schedule, clock=now),

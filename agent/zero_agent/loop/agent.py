@@ -391,7 +391,7 @@ class Agent:
             and reason != self._journal.last
         ):
             log.info("%s", reason)
-        self._node_workers.check_limits()
+        self._node_workers.check_limits(etcd_answers=self._limits.store_silent_s is None)
         self._leaving.check_limit()
         # Others may wait for this node, or for the snapshots in its memory.
         alone = len(self._rdzv.snapshot.nodes) <= 1 and not self._ram.is_open
@@ -414,7 +414,7 @@ class Agent:
         # A loop that waits for etcd turns: its lease is refreshed. The handlers only record, or
         # act on this node; what they write to etcd is queued (`StoreWrites`).
         self._turned_s = self._clock.now()
-        self._node_workers.check_limits()
+        self._node_workers.check_limits(etcd_answers=self._limits.store_silent_s is None)
         self._leaving.check_limit()
         self._handle_events()
 

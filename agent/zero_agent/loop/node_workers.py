@@ -26,9 +26,11 @@ from zero_agent.workers.environment import ENV_TIMER_FILE, Orders, forkserver_en
 from zero_agent.workers.exits import describe
 from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.group import WorkerGroup
+from zero_agent.workers.hang import Elsewhere
 from zero_agent.workers.output.recent import RecentOutput
 from zero_agent.workers.output.tap import FILES, PAUSE_S
 from zero_agent.workers.progress import Steps, load_in_words
+from zero_agent.workers.stacks import is_stopped
 from zero_agent.workers.world_size import WorldSize
 from zero_contract.channel import Channel, WaitReplies
 from zero_contract.clock import Clock, Stopwatch
@@ -122,6 +124,10 @@ class NodeWorkers:
         self._post = post
         self._handlers = handlers
         self.steps = Steps(config.hang, clock)
+        self.steps.ask = lambda rank: self._channel.send(rank, WaitRequest(request=0))
+        self.steps.is_stopped = lambda rank: any(
+            is_stopped(one.pid) for one in self.group.processes if one.rank == rank
+        )
         self.recent = RecentOutput()
         """The last output of the workers; may be read on any thread."""
         self._env = forkserver_env(environ, config.slots, interface_of(config.address))
@@ -165,6 +171,8 @@ class NodeWorkers:
         )
         """Since the workers were asked to leave, to leave a lost group, to stop, and to write their
         stacks before a kill; and since they warm up."""
+        self._waits = False
+        """Whether a worker is late, and waits for one that hangs."""
         self._killed_early = 0
         """How often in a row workers were killed that had no round yet."""
         self.cold = False
@@ -254,6 +262,7 @@ class NodeWorkers:
         """Drop what the last workers have said, and what they were asked."""
         self._can_leave.clear()
         self._can_stay.clear()
+        self._waits = False
         for since in (self._asked, self._released, self._stopping, self._dying):
             since.stop()
 
@@ -272,7 +281,13 @@ class NodeWorkers:
             if self._timer_host is not None:
                 self._forkserver.signal(self._timer_host, signal.SIGKILL)
             self._timer_host = self._forkserver.host_timers(str(self._timers))
-        self.steps.begin(self._orders.heartbeats(job, node))
+        lease_s = job.members.leases_end_s
+        elsewhere = Elsewhere(
+            world_size=job.members.world_size,
+            lease_s=lease_s,
+            patience_s=max(self._config.timing.symptom_patience_s, lease_s),
+        )
+        self.steps.begin(self._orders.heartbeats(job, node), elsewhere)
         self._world_size.begin(job.members.world_size, tells=job.members.index(node) == 0)
         self._askings = LeaveRequests(self._orders.askings(job, node))
         orders = self._orders.of(job, node, secret)
@@ -335,15 +350,20 @@ class NodeWorkers:
 
     def kill(self, reason: str, *, show_stacks: bool = False) -> None:
         """Send SIGKILL to all workers; on request after they have written their stacks."""
-        if not show_stacks:
+        # Those that waited have written them: now they may be on the way out.
+        if not show_stacks or self._waits:
             self._end(signal.SIGKILL, reason)
             return
         self._dying.start()  # `check_limits` kills them
+        self._show_stacks(reason)
+        self.group.stop(0)
+
+    def _show_stacks(self, reason: str) -> None:
         self.group.show_stacks()
         self._journal.tell("stacks", f"{reason}: the workers' stacks are in {self._directory}")
 
-    def check_limits(self) -> None:
-        """Kill workers that were asked to stop too long ago, and a forkserver that is stuck."""
+    def check_limits(self, *, etcd_answers: bool = True) -> None:
+        """Kill workers that hang, or were asked to stop too long ago, and a stuck forkserver."""
         if self._stopping.past(self._config.shutdown_timeout_s):
             self._stopping.stop()
             self.kill("the workers did not stop in time")
@@ -358,14 +378,13 @@ class NodeWorkers:
                 "node. Their output says how far they came; `zero-ctl stack` shows where they are",
             )
         # A worker that has taken no step for too long makes the whole group fail.
-        if self.group.state is Workers.RUNNING and (hung := self.steps.too_slow()):
-            rank, verdict = hung
-            if why := self._handlers.why_stuck():
-                verdict = f"{verdict}; {why}"
-            self._dying.start()
-            self.group.mark_hung(rank, verdict)
-            pid, text = self.group.first_failure.pid, f"rank {rank}: {verdict}"
-            self._journal.tell("hang", text, level=logging.WARNING, rank=rank, pid=pid)
+        if self.group.state is Workers.RUNNING and not self.released:
+            hung = self.steps.too_slow(etcd_answers=etcd_answers)
+            if hung is not None and hung.rank is not None:
+                self._end_hung(hung.rank, hung.reason)
+            elif hung is not None and not self._waits:
+                self._show_stacks(hung.reason)  # it may end with the one that it waits for
+            self._waits = hung is not None
         if self.group.state in (Workers.RUNNING, Workers.SUCCEEDED):
             done = self.group.state is Workers.SUCCEEDED
             if text := self._world_size.warning(done=done):
@@ -379,6 +398,14 @@ class NodeWorkers:
             text += ", and the workers with it"
             self._journal.tell("forkserver", text, level=logging.WARNING)
             self._forkserver.kill()
+
+    def _end_hung(self, rank: int, verdict: str) -> None:
+        if why := self._handlers.why_stuck():
+            verdict = f"{verdict}; {why}"
+        self._dying.start()
+        self.group.mark_hung(rank, verdict)
+        pid, text = self.group.first_failure.pid, f"rank {rank}: {verdict}"
+        self._journal.tell("hang", text, level=logging.WARNING, rank=rank, pid=pid)
 
     def close(self) -> None:
         """End every process of this node."""
@@ -555,6 +582,7 @@ class NodeWorkers:
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
             case WaitReply():
                 self._wait_replies.add(rank, message)
+                self.steps.answered(rank, message)
             case Saved():
                 self.steps.saved(rank, message)
             case SaveWaits():

@@ -121,9 +121,7 @@ def _forming(now: Situation) -> Step:
     job = now.job
     if now.busy:
         over = f"round {job.n} is over: {job.cause}"
-        # After a hang all workers write their stacks and are killed: none of them is kept.
-        hangs = any(failure.hang for failure in job.failures)
-        if now.workers is Workers.RUNNING and now.can_stay and not hangs:
+        if now.workers is Workers.RUNNING and now.can_stay:
             return Action.WAIT if now.released else Action.RELEASE, over
         return _kill(now, over)
     if job.has_member(now.node) and now.node.id not in job.quiet:

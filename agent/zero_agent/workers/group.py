@@ -20,8 +20,8 @@ from zero_agent.workers.forkserver_client import ForkserverClient
 from zero_agent.workers.oom import OomKills
 from zero_agent.workers.output.recent import LIMIT_BYTES, RecentOutput
 from zero_agent.workers.output.tap import STDERR, STDOUT, Tap
-from zero_agent.workers.stacks import GIVE_UP_S, Process, describe
-from zero_agent.workers.worker_main import ENV_ERROR_FILE, STACKS_SIGNAL, Program, stacks_file
+from zero_agent.workers.stacks import GIVE_UP_S, Process, ask, describe
+from zero_agent.workers.worker_main import ENV_ERROR_FILE, Program, stacks_file
 from zero_contract.clock import Clock, Stopwatch, SystemClock
 from zero_contract.hub import Hub
 from zero_contract.worker import ExitCode
@@ -108,7 +108,7 @@ class WorkerGroup:
     def stop(self, number: int) -> None:
         """Send a signal to all workers, which are to end: SIGTERM asks them, SIGKILL ends them.
 
-        0 is no signal: they know already.
+        0 is no signal: they know already, or are killed later.
         """
         self._stopping = True
         if number == signal.SIGKILL:
@@ -117,11 +117,12 @@ class WorkerGroup:
             self._forkserver.signal(worker, number)
 
     def show_stacks(self) -> None:
-        """Have every worker write the stacks of its threads; the caller kills it soon after."""
+        """Have every worker that can write the stacks of its threads."""
         self._stacks = {
             order.rank: stacks_file(order.env[ENV_ERROR_FILE]) for order in self._running.values()
         }
-        self.stop(STACKS_SIGNAL)
+        for process in self.processes:
+            ask(process)
 
     @property
     def processes(self) -> list[Process]:
@@ -139,10 +140,14 @@ class WorkerGroup:
         ]
 
     def mark_hung(self, rank: int, reason: str) -> None:
-        """Mark the group as hung: it has failed, at this rank, whatever its processes do."""
+        """Mark the group as hung: it has failed, at this rank, whatever its processes do.
+
+        They write their stacks; the caller kills them soon after.
+        """
         self.hung = True
         self._hung = self._verdict(rank, -signal.SIGKILL, reason)
         self.show_stacks()
+        self.stop(0)
 
     def _verdict(self, rank: int, status: int, reason: str) -> Exit:
         """The exit of a running worker that counts as failed."""

@@ -1,4 +1,4 @@
-"""Hang detection: the steps of this node's workers, and which worker counts as hung.
+"""The steps of this node's workers, and which of them takes longer for one than its limit.
 
 Steps come from two sources, which count the same: workers under zero_engine report each step on
 their socket (`Progress`), any other script may send heartbeats. The limit is the usual time of a
@@ -12,17 +12,19 @@ quantile is ours.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from msgspec import structs
 
 from zero_agent.node.heartbeat import Heartbeats
+from zero_agent.workers.hang import ANSWER_S, Elsewhere, Inquiry, Judgement, Late, judge
 from zero_agent.workers.step_times import SpeedMeter, Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
-from zero_contract.worker import Preparing, Progress, Restored, Saved, SaveWaits
+from zero_contract.worker import Preparing, Progress, Restored, Saved, SaveWaits, WaitReply
 from zero_orchestrator.observe.pace import Pace, Speed, add_up, quantiles, stall_s
 
 FACTOR = 10.0
@@ -106,10 +108,16 @@ class StepClock:
         # before the second step, since the first compiles, loads and warms up.
         return None if self.long_s is None else max(FLOOR_S, FACTOR * self.long_s)
 
-    def verdict(self, now_s: float) -> str | None:
-        """Why this worker is hung, or None if it is not."""
+    @property
+    def late_s(self) -> float:
+        """When the next step is late; infinity while there is no limit."""
         limit_s = self.limit_s
-        if limit_s is None or self.last_s is None or now_s - self.last_s <= limit_s:
+        return inf if limit_s is None or self.last_s is None else self.last_s + limit_s
+
+    def verdict(self, now_s: float) -> str | None:
+        """In what this worker is late, or None if it is not."""
+        limit_s = self.limit_s
+        if limit_s is None or self.last_s is None or now_s <= self.late_s:
             return None
         how = "--hang-timeout" if self._policy.limit_s is not None else f"{FACTOR:g}x a long step"
         return f"no step for {now_s - self.last_s:.1f} s (limit {limit_s:.1f} s, {how})"
@@ -142,6 +150,15 @@ class Steps:
         """When the round has begun."""
         self._looked_s: float | None = None
         """When the clocks of this round were looked at last."""
+        self._silent_s = -inf
+        """When etcd last did not answer."""
+        self._elsewhere = Elsewhere()
+        self._inquiries: dict[int, Inquiry] = {}
+        """By rank, what was asked of the workers that are late, or nearly so."""
+        self.ask: Callable[[int], None] = lambda rank: None
+        """Asks a worker what it waits for; `answered` receives the reply."""
+        self.is_stopped: Callable[[int], bool] = lambda rank: False
+        """Whether the kernel says that a worker is stopped."""
         self._heartbeats = Heartbeats({})
         self._reporting: set[int] = set()
         """The ranks that report the steps of this round by messages."""
@@ -224,9 +241,10 @@ class Steps:
         last = [one.last_s for one in self._clocks.values() if one.last_s is not None]
         return self._clock.now() - max(last, default=self._began_s)
 
-    def begin(self, heartbeats: Mapping[int, Path]) -> None:
-        """A round begins."""
-        self._clocks = {}
+    def begin(self, heartbeats: Mapping[int, Path], elsewhere: Elsewhere | None = None) -> None:
+        """A round begins; by default on this node alone."""
+        self._clocks, self._inquiries = {}, {}
+        self._elsewhere = elsewhere or Elsewhere(world_size=len(heartbeats))
         self._began_s = self._clock.now()
         self._reporting, self._ended = set(), set()
         self._looked_s = None
@@ -291,14 +309,21 @@ class Steps:
         ends_s = [*(at_s for _, at_s in begun[1:]), self._clock.now()]
         return [(what, round(b - a, 3)) for (what, a), b in zip(begun, ends_s, strict=True)]
 
-    def too_slow(self) -> tuple[int, str] | None:
-        """The first worker that counts as hung, and why, after a look at every heartbeat file.
+    def answered(self, rank: int, reply: WaitReply) -> None:
+        """Record what a worker waits for, as it says."""
+        if rank in self._inquiries:
+            self._inquiries[rank].answered(self._clock.now(), reply)
+
+    def too_slow(self, *, etcd_answers: bool = True) -> Judgement | None:
+        """Which worker counts as hung, after a look at every heartbeat file; None: none is late.
 
         Call it often: a long time between two calls does not count as the workers'.
         """
         now_s = self._clock.now()
         pause_s = 0.0 if self._looked_s is None else now_s - self._looked_s
         self._looked_s = now_s
+        # Without etcd nobody learns that another node is lost, or has a worker that hangs.
+        self._silent_s = self._silent_s if etcd_answers else now_s
         if pause_s > STOOD_STILL_S:
             # The workers stood still as well, or their reports wait unread in the sockets.
             for clock in self._clocks.values():
@@ -311,11 +336,29 @@ class Steps:
                 self._clocks[rank].go_on(self._clock.now())
             else:
                 self._step(rank, None if beat is None else Progress(**beat._asdict()))
-        # One is enough: the whole group is ended, and the others of it wait for this one.
+        return judge(list(self._late(now_s, pause_s)), self._elsewhere)
+
+    def _late(self, now_s: float, pause_s: float) -> Iterator[Late]:
+        """The workers that are late; those that are, or soon will be, are asked why."""
         for rank, clock in self._clocks.items():
-            if rank not in self._ended and (verdict := clock.verdict(now_s)):
-                return rank, verdict
-        return None
+            if rank in self._ended or now_s < clock.late_s - ANSWER_S:
+                self._inquiries.pop(rank, None)
+                continue
+            can_say = rank in self._reporting
+            inquiry = self._inquiries.setdefault(rank, Inquiry())
+            if can_say and inquiry.is_due(now_s, clock.late_s, pause_s):
+                self.ask(rank)
+            if (verdict := clock.verdict(now_s)) is not None:
+                yield Late(
+                    rank=rank,
+                    verdict=verdict,
+                    since_s=now_s - max(clock.last_s or 0.0, self._silent_s),
+                    limit_s=clock.limit_s or 0.0,
+                    can_say=can_say,
+                    stopped=not can_say and self.is_stopped(rank),
+                    owes_s=inquiry.owes_s,
+                    reply=inquiry.since(clock.late_s),
+                )
 
 
 def load_in_words(loaded: Restored, *, begun: bool) -> str:

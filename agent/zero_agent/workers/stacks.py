@@ -52,7 +52,7 @@ def take(processes: Sequence[Process], *, native: bool, within_s: float) -> list
             found = list(pool.map(lambda one: _spy(one, within_s, "--native"), processes))
     else:
         # All are signalled before the first is read: they write at the same time.
-        asked = [_signal(one) for one in processes]
+        asked = [ask(one) for one in processes]
         deadline_s = time.monotonic() + min(WRITE_S, within_s)
         found = [
             _written(one, deadline_s) if was_asked else _spy(one, within_s)
@@ -63,7 +63,7 @@ def take(processes: Sequence[Process], *, native: bool, within_s: float) -> list
     ]
 
 
-def _signal(process: Process) -> bool:
+def ask(process: Process) -> bool:
     """Ask a worker to write its stacks; False if that would end it, or it is gone."""
     with contextlib.suppress(OSError):
         # The descriptor keeps its meaning if the process ends and its pid is used again.
@@ -162,6 +162,12 @@ def describe(pid: int, proc: Path = Path("/proc")) -> str:
     frames = [line.split()[-1].split("+")[0] for line in text_of(thread / "stack").splitlines()]
     words += [f"; kernel stack: {' < '.join(frames[:_FRAMES])}"] if frames else []
     return "".join(words)
+
+
+def is_stopped(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a signal, a tracer or a job scheduler has stopped every thread of a process."""
+    states = {_state(thread) for thread in (proc / str(pid) / "task").glob("*")}
+    return bool(states) and states <= {"T", "t"}
 
 
 def _state(thread: Path) -> str:

@@ -112,6 +112,10 @@ class Node(Record):
         return self.host or self.id
 
 
+_LEASE_ENDS = 1.5
+"""Of the time to live: etcd ends a lease up to half a second late, and a new leader renews all."""
+
+
 @dataclass(frozen=True)
 class Members(Record):
     """The immutable membership of a round, in rank order."""
@@ -132,6 +136,11 @@ class Members(Record):
     def index(self, node: Node) -> int | None:
         """The place of this very agent process among the nodes, or None."""
         return self._places.get(node.agent)
+
+    @property
+    def leases_end_s(self) -> float:
+        """Seconds without a refresh, after which the lease of each of them has ended."""
+        return _LEASE_ENDS * max((node.lease_ttl_s for node in self.nodes), default=0.0)
 
     def first_rank(self, index: int) -> int:
         """The rank of the first worker of the node at `index`; ranks of a node are contiguous."""

@@ -244,8 +244,7 @@ def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
     known = job.looked | job.done | job.quiet
     silent = [member.id for member in job.live_members if member.id not in known]
     # A node that has died looks at nothing: by then its lease has told.
-    lease_s = 1.5 * max(member.lease_ttl_s for member in job.live_members)
-    if silent and seen.links_s < max(timing.symptom_patience_s, lease_s):
+    if silent and seen.links_s < max(timing.symptom_patience_s, job.members.leases_end_s):
         return Decision(None, f"{_dead(job)}; waiting for what {_some(silent)} can reach")
     goes = who_goes([member.id for member in job.members.nodes], job.dead_links)
     aside: tuple[SetAside, ...] = ()

@@ -147,9 +147,10 @@ def test_a_node_whose_workers_cannot_warm_up_joins_without_that():
     assert next_action(replace(now, node=ME))[0] is Action.WAIT
 
 
-def test_workers_of_a_round_that_hangs_are_killed_with_their_stacks():
+def test_workers_that_only_waited_for_one_that_hangs_stay():
     hangs = replace(FORMS, failures=(replace(FAILURE, hang=True),))
-    assert action(hangs, Workers.RUNNING, can_stay=True) is Action.KILL
+    assert action(hangs, Workers.RUNNING, can_stay=True) is Action.RELEASE
+    assert action(hangs, Workers.RUNNING) is Action.KILL
 
 
 def test_a_node_is_not_quiet_before_it_is_known_to_be_fit():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.manual_clock import ManualClock
+from zero_agent.workers.hang import Judgement
 from zero_agent.workers.progress import (
     FACTOR,
     FLOOR_S,
@@ -107,7 +108,7 @@ def test_the_time_in_which_the_agent_itself_stood_still_makes_no_worker_hung():
     steps.begin({})
     steps.beat(0)
 
-    def look_for(seconds: int) -> tuple[int, str] | None:
+    def look_for(seconds: int) -> Judgement | None:
         for _ in range(10 * seconds):
             clock.advance(0.1)
             if found := steps.too_slow():

@@ -4,13 +4,16 @@ from pathlib import Path
 
 from tests.support.manual_clock import ManualClock
 from zero_agent.workers.progress import HangPolicy, Steps, load_in_words
-from zero_contract.worker import Preparing, Progress, Restored
+from zero_contract.worker import Preparing, Progress, Restored, WaitReply
+
+BUSY = "no step for 6.0 s (limit 5.0 s, --hang-timeout), and it waits for no other rank"
 
 
 def begun(tmp_path: Path) -> tuple[Steps, ManualClock]:
     clock = ManualClock()
     steps = Steps(HangPolicy(limit_s=5.0), clock)
     steps.begin({rank: tmp_path / str(rank) for rank in range(2)})
+    steps.ask = lambda rank: steps.answered(rank, WaitReply(request=0))
     return steps, clock
 
 
@@ -23,7 +26,8 @@ def test_steps_of_the_engine_and_pulses_of_a_script_count_the_same(tmp_path):
     clock.advance(4.0)
     steps.beat(0)
     clock.advance(2.0)
-    assert steps.too_slow() == (1, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
+    why = "no step for 6.0 s (limit 5.0 s, --hang-timeout); it cannot say what it waits for"
+    assert steps.too_slow() == (1, why)
 
 
 def test_a_worker_that_has_ended_does_not_hang_while_another_one_works_on(tmp_path):
@@ -39,7 +43,7 @@ def test_a_worker_that_has_ended_does_not_hang_while_another_one_works_on(tmp_pa
     steps.begin({rank: tmp_path / str(rank) for rank in range(2)})
     steps.beat(1, Progress(step=10))
     clock.advance(6.0)
-    assert steps.too_slow() == (1, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
+    assert steps.too_slow() == (1, BUSY)
 
 
 def test_a_heartbeat_of_the_script_does_not_replace_what_its_run_reports(tmp_path):
@@ -52,7 +56,7 @@ def test_a_heartbeat_of_the_script_does_not_replace_what_its_run_reports(tmp_pat
     clock.advance(4.0)
     assert steps.too_slow() is None  # it was a sign of life
     clock.advance(2.0)
-    assert steps.too_slow() == (0, "no step for 6.0 s (limit 5.0 s, --hang-timeout)")
+    assert steps.too_slow() == (0, BUSY)
 
 
 def test_a_worker_that_has_said_nothing_is_not_judged(tmp_path):
