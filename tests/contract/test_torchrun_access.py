@@ -17,7 +17,7 @@ from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
-from zero_torchrun.handler import create
+from zero_torchrun.etcd_handler import create
 
 pytestmark = pytest.mark.etcd
 

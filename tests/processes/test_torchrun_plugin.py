@@ -22,7 +22,7 @@ from zero_contract.exit_codes import AgentExit
 from zero_contract.worker import ENV_JOB, ENV_ROUND
 from zero_orchestrator.membership.job_state import Published
 from zero_orchestrator.membership.keys import Keys
-from zero_torchrun.handler import BACKEND, create
+from zero_torchrun.etcd_handler import BACKEND, create
 
 LEAVING = ROOT / "tests" / "support" / "leaving_job.py"
 
