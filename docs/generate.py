@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from docs.environment import VARIABLES
+from docs.exit_codes import exit_codes
 from docs.reference_api import api
 from docs.writing import attribute_docs, page, sentence, table
 
@@ -180,7 +182,6 @@ A worker without `RANK` finds its place in these, in this order. Its world then 
 def environment() -> str:
     """Every environment variable that is read or set."""
     from zero_comm.worker.distributed import LAUNCHERS
-    from zero_contract.environment import VARIABLES
 
     lines = [_ENVIRONMENT.rstrip()]
     for title, variables in VARIABLES.items():
@@ -266,16 +267,6 @@ def metrics() -> str:
         lines += [f"\n## Metrics of a {title}\n"]
         lines += table(("metric", "type", "further labels", "meaning"), rows)
     return page(*lines)
-
-
-# ---- exit-codes ----
-
-
-def exit_codes() -> str:
-    """All exit codes, and what each means to whatever started the process."""
-    from zero_contract.exit_codes import page
-
-    return page()
 
 
 # ---- reduction: its picture ----

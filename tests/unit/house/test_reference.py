@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.environment import VARIABLES
 from docs.generate import DOCS, PAGES
-from zero_contract.environment import VARIABLES
 from zero_contract.journal import EVENTS
 from zero_orchestrator.membership.moves import Move
 from zero_orchestrator.observe.verdicts import Kind
