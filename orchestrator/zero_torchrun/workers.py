@@ -170,15 +170,8 @@ class Workers:
         granted, reason, passing = False, f"round {request.round} is over", False
         if request.round == self.round:
             try:
-                granted = retry.within(request.patience_s)(
-                    self._rdzv.commit,
-                    fence,
-                    step=request.step,
-                    tag=request.tag,
-                    digest=request.digest,
-                    samples=request.samples,
-                    in_memory=request.in_memory,
-                )
+                attempt = retry.within(request.patience_s)
+                granted = attempt(self._rdzv.commit, fence, request)
             except StoreError as error:
                 reason, passing = f"etcd did not take it: {error}", True
         reply = CommitReply(

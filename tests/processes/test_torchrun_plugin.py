@@ -263,7 +263,7 @@ def test_a_worker_publishes_only_while_its_round_is_current(etcd, etcd_store, mo
         handler.next_rendezvous()
         assert (os.environ[ENV_JOB], os.environ[ENV_ROUND]) == ("fenced", "1")
         link = AgentLink(0)
-        assert link.request_commit(4, "step-4", "digest", 8).granted
+        assert link.request_commit(4, "step-4", "digest", 8, root="/shared").granted
         assert not link.request_peer_memory(None).directory
         key = Keys("fenced").round
         held = etcd_store.get(key)
@@ -273,4 +273,5 @@ def test_a_worker_publishes_only_while_its_round_is_current(etcd, etcd_store, mo
         link.close()
     finally:
         handler.shutdown()
-    assert Published.from_json(etcd_store.get(Keys("fenced").latest).value).step == 4
+    published = Published.from_json(etcd_store.get(Keys("fenced").latest).value)
+    assert (published.step, published.root) == (4, "/shared")

@@ -100,13 +100,7 @@ def _publish_and_forget(self: StoreWrites, rdzv: Any, commit: Any) -> None:
 
 def _publish_anyway(self: StoreWrites, rdzv: Any, commit: Any) -> None:
     with contextlib.suppress(*STORE_FAILS):
-        rdzv.commit(
-            commit.fence,
-            step=commit.request.step,
-            tag=commit.request.tag,
-            digest=commit.request.digest,
-            samples=commit.request.samples,
-        )
+        rdzv.commit(commit.fence, commit.request)
     commit.reply(True, "", False)
 
 

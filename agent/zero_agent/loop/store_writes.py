@@ -95,15 +95,7 @@ class StoreWrites:
     def _publish(self, rdzv: Rendezvous, commit: _Commit) -> None:
         request = commit.request
         try:
-            granted = rdzv.commit(
-                commit.fence,
-                step=request.step,
-                tag=request.tag,
-                digest=request.digest,
-                samples=request.samples,
-                in_memory=request.in_memory,
-                root=request.root,
-            )
+            granted = rdzv.commit(commit.fence, request)
         except STORE_FAILS as error:
             # An etcd that is full answers everything else: log that from time to time.
             if isinstance(error, StoreRefused) and self._refused.again(FULL_AGAIN_S):

@@ -18,6 +18,7 @@ from zero_contract.clock import Clock
 from zero_contract.errors import ZeroError
 from zero_contract.journal import Journal
 from zero_contract.signing import Secret
+from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import StoreFull, StoreReplaced, StoreUnavailable
 from zero_orchestrator.membership.dead_links import DeadLink, LinkReport
 from zero_orchestrator.membership.durations import Durations
@@ -315,26 +316,21 @@ class Rendezvous:
         self._store.txn([], [Delete(self.keys.aside(self.node.id))])
         self._seeing.distrust()
 
-    def commit(
-        self,
-        fence: int,
-        *,
-        step: int,
-        tag: str,
-        digest: str,
-        samples: int,
-        in_memory: bool = False,
-        root: str = "",
-    ) -> bool:
+    def commit(self, fence: int, request: CommitRequest) -> bool:
         """Publish a checkpoint; a stale worker, whose round is over, is refused by its fence.
 
         Raises:
             StoreUnavailable: The store did not answer; the checkpoint must not be published.
         """
         new = Published(
-            step=step, tag=tag, digest=digest, samples=samples, time=time.time(), root=root
+            step=request.step,
+            tag=request.tag,
+            digest=request.digest,
+            samples=request.samples,
+            time=time.time(),
+            root=request.root,
         )
-        put = Put(self.keys.in_memory if in_memory else self.keys.latest, new.to_json())
+        put = Put(self.keys.in_memory if request.in_memory else self.keys.latest, new.to_json())
         # The fence counts in one store: one that has followed it refuses whoever knows the old one.
         compares = [unchanged(self.keys.round, fence), self._seeing.no_heir]
         return self._store.txn(compares, [put]).succeeded

@@ -25,7 +25,7 @@ from zero_agent.etcd.etcd_access import Access
 from zero_agent.etcd.rdzv_conf import parse_rdzv_conf
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
-from zero_contract.worker import Progress
+from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.ctl.cli import main
 from zero_orchestrator.errors import StoreRefused
 from zero_orchestrator.membership.job_state import Failure, Node, State
@@ -154,8 +154,10 @@ def test_a_role_that_may_use_one_jobs_keys_is_enough_for_its_agents_and_for_no_o
         agent.register()
         wait_for(lambda: agent.poll().state is State.ACTIVE, SOON_S, "its round")
         facts = {"tag": "t", "digest": "d", "samples": 8}
-        assert agent.commit(agent.snapshot.fence, step=1, **facts)
-        assert agent.commit(agent.snapshot.fence, step=2, in_memory=True, **facts)
+        assert agent.commit(agent.snapshot.fence, CommitRequest(request=1, step=1, **facts))
+        assert agent.commit(
+            agent.snapshot.fence, CommitRequest(request=1, step=2, in_memory=True, **facts)
+        )
         agent.report_failure(1, Failure(node="n", symptom=False, summary="broke"))
         wait_for(lambda: agent.poll().state is State.FORMING, SOON_S, "its end")
         agent.close()
@@ -184,7 +186,8 @@ def test_the_same_role_is_enough_to_look_at_the_job_to_change_it_and_for_a_prefl
         agent.register()
         wait_for(lambda: agent.poll().state is State.ACTIVE, SOON_S, "its round")
         assert agent.commit(
-            agent.snapshot.fence, step=2, in_memory=True, tag="kept", digest="d", samples=8
+            agent.snapshot.fence,
+            CommitRequest(request=1, step=2, in_memory=True, tag="kept", digest="d", samples=8),
         )
         pen.event('{"event": "start", "text": "it has begun", "time": 1}')
         pen.progress(Progress(step=3), lease=agent.lease, nodes=1)

@@ -16,7 +16,7 @@ from tests.support.waiting import wait_for
 from zero_agent.etcd.etcd_process import Member
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
-from zero_contract.worker import Progress
+from zero_contract.worker import CommitRequest, Progress
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous
@@ -54,9 +54,14 @@ class Job:
             step = next(self._steps)
             tag = f"step-{step:09}.g7.3fa9"
             assert self._rdzv.commit(
-                fence, step=step, tag=tag, digest="0" * 32, samples=8 * step, in_memory=True
+                fence,
+                CommitRequest(
+                    request=1, step=step, tag=tag, digest="0" * 32, samples=8 * step, in_memory=True
+                ),
             )
-        assert self._rdzv.commit(fence, step=step, tag=tag, digest="0" * 32, samples=8 * step)
+        assert self._rdzv.commit(
+            fence, CommitRequest(request=1, step=step, tag=tag, digest="0" * 32, samples=8 * step)
+        )
         for number in range(DETAILS_PER_HOUR):
             self._journal.tell("left", f"rank {number} left at step {step}")
             self._clock.advance(10.0)

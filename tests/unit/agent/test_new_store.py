@@ -18,6 +18,7 @@ from zero_agent.etcd.new_store import Successor, estate_of, fill
 from zero_agent.etcd.own_etcd import Seat
 from zero_agent.etcd.own_members import REST_S, MemberKeeper
 from zero_contract import beside
+from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, Published, State
 from zero_orchestrator.membership.keys import Keys
@@ -38,7 +39,7 @@ def lost():
     cluster.settle()
     agent = cluster.agents["a"]
     facts = {"step": 20, "tag": "t", "digest": "d", "samples": 640, "root": "/shared"}
-    assert agent.commit(agent.snapshot.fence, **facts)
+    assert agent.commit(agent.snapshot.fence, CommitRequest(request=1, **facts))
     return cluster
 
 
@@ -64,9 +65,9 @@ def test_a_store_that_follows_refuses_whoever_knows_the_fence_of_the_old_one(los
     agent = lost.agents["a"]
     fence = agent.snapshot.fence
     facts = {"tag": "t", "digest": "d", "samples": 8}
-    assert agent.commit(fence, step=21, **facts)
+    assert agent.commit(fence, CommitRequest(request=1, step=21, **facts))
     lost.store.client().put(KEYS.heir("0"), "as if the revisions of both were the same")
-    assert not agent.commit(fence, step=22, **facts)
+    assert not agent.commit(fence, CommitRequest(request=1, step=22, **facts))
 
 
 def test_without_a_publication_there_is_nothing_to_go_on_from():
@@ -156,7 +157,7 @@ def test_a_node_without_a_member_knows_the_first_publication_and_each_charge_at_
         keeper.serve(Cluster.job, "h1", "10.0.0.2", lambda text: None)
         agent = cluster.agents["a"]
         facts = {"step": 20, "tag": "t", "digest": "d", "samples": 640, "root": "/shared"}
-        assert agent.commit(agent.snapshot.fence, **facts)
+        assert agent.commit(agent.snapshot.fence, CommitRequest(request=1, **facts))
         wait_for(lambda: seat.root == "/shared", REST_S / 3, "the node knows the checkpoint")
         cluster.agents["b"].report_failure(1, Failure(node="b", symptom=False, summary="broke"))
         cluster.settle()

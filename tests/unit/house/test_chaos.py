@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.orchestrator.test_rendezvous import Cluster
+from zero_contract.worker import CommitRequest
 from zero_data.ledger import Entry
 from zero_orchestrator.store.kv import Change, KeyValue
 
@@ -45,7 +46,9 @@ def right(chaos):
     job.kill("a")
     job.settle()
     b = job.agents["b"]
-    assert b.commit(b.snapshot.fence, step=2, tag=TAG, digest="d", samples=8)
+    assert b.commit(
+        b.snapshot.fence, CommitRequest(request=1, step=2, tag=TAG, digest="d", samples=8)
+    )
     b.report_done(2)
     job.settle()
     batches = tuple(job.store._shared.database.history)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from zero_contract.journal import Journal
+from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import SpecError, StoreUnavailable, TakenForGone
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
@@ -241,12 +242,16 @@ def test_a_commit_is_published_by_the_current_round_only():
     agent = cluster.join("a")
     cluster.settle()
     fence = agent.snapshot.fence
-    assert agent.commit(fence, step=1, tag="t", digest="d", samples=8)
+    assert agent.commit(fence, CommitRequest(request=1, step=1, tag="t", digest="d", samples=8))
     agent.report_failure(1, Failure(node="a", symptom=False, summary="broke"))
     cluster.settle()
     assert agent.snapshot.n == 2
-    assert not agent.commit(fence, step=2, tag="t", digest="d", samples=16)
-    assert agent.commit(agent.snapshot.fence, step=2, tag="t", digest="d", samples=16)
+    assert not agent.commit(
+        fence, CommitRequest(request=1, step=2, tag="t", digest="d", samples=16)
+    )
+    assert agent.commit(
+        agent.snapshot.fence, CommitRequest(request=1, step=2, tag="t", digest="d", samples=16)
+    )
 
 
 def fail(cluster: Cluster, name: str, step: int | None = None) -> None:
@@ -317,7 +322,7 @@ def test_a_checkpoint_in_memory_is_fenced_too_and_wakes_no_agent():
         agent.snapshot.fence,
         {"tag": "t", "digest": "d", "samples": 8, "in_memory": True},
     )
-    assert agent.commit(fence, step=1, **facts)
+    assert agent.commit(fence, CommitRequest(request=1, step=1, **facts))
     kept = cluster.store.get(agent.keys.in_memory)
     assert kept is not None
     assert json.loads(kept.value)["step"] == 1
@@ -325,7 +330,7 @@ def test_a_checkpoint_in_memory_is_fenced_too_and_wakes_no_agent():
     assert cluster.store.get(agent.keys.latest) is None
     agent.report_failure(1, Failure(node="a", symptom=False, summary="broke"))
     cluster.settle()
-    assert not agent.commit(fence, step=2, **facts)
+    assert not agent.commit(fence, CommitRequest(request=1, step=2, **facts))
 
 
 def test_a_committed_step_gives_a_restart_back():
@@ -334,7 +339,7 @@ def test_a_committed_step_gives_a_restart_back():
     cluster.settle()
     for step in (4, 14):
         facts = {"tag": "t", "digest": "d", "samples": step}
-        assert agent.commit(agent.snapshot.fence, step=step, **facts)
+        assert agent.commit(agent.snapshot.fence, CommitRequest(request=1, step=step, **facts))
         fail(cluster, "a")
         assert (cluster.view.state, cluster.view.spent) == (State.ACTIVE, 1)
     fail(cluster, "a")
@@ -431,7 +436,7 @@ def test_an_agent_that_stood_still_while_its_command_was_started_again_stops_for
     fence = agent.snapshot.fence
     cluster.store.revoke(agent.lease)
     assert current_run(cluster.store, "train") == "train.2"
-    assert not agent.commit(fence, step=1, tag="t", digest="d", samples=8)
+    assert not agent.commit(fence, CommitRequest(request=1, step=1, tag="t", digest="d", samples=8))
     cluster.settle()
     assert agent.snapshot.state is State.STOPPED
     assert "started again as train.2" in agent.snapshot.cause

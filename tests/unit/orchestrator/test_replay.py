@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.memory_store import MemoryStore
 from tests.unit.orchestrator.test_rendezvous import Cluster
+from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, State
 from zero_orchestrator.store.etcd.client import EtcdStore
@@ -111,7 +112,9 @@ def live_on(cluster: Cluster, chance: random.Random, names: str) -> None:
         case 2 if job.state is State.ACTIVE and job.has_member(agent.node):
             agent.report_failure(job.n, Failure(node=name, symptom=False, summary="broke"))
         case 3:
-            agent.commit(job.fence, step=1, tag="t", digest="d", samples=1)
+            agent.commit(
+                job.fence, CommitRequest(request=1, step=1, tag="t", digest="d", samples=1)
+            )
         case _:
             cluster.settle(0.5)
 
