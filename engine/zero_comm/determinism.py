@@ -122,6 +122,7 @@ def choose_kernels(mode: Deterministic) -> None:
     if torch.cuda.is_available():
         os.environ.setdefault(*_WORKSPACE)
     torch.backends.cudnn.benchmark = False  # it chooses by time, and so differently in each run
+    _compile_each_shape(mode)
     if not torch.are_deterministic_algorithms_enabled():
         # Else torch fills all memory that it allocates, to show reads of what nobody has written.
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -129,6 +130,20 @@ def choose_kernels(mode: Deterministic) -> None:
     elif not torch.is_deterministic_algorithms_warn_only_enabled():
         return  # the script refuses the others
     torch.use_deterministic_algorithms(True, warn_only=mode is Deterministic.WARN)
+
+
+def _compile_each_shape(mode: Deterministic) -> None:
+    """Let torch.compile, unless the script says `dynamic`, make a graph for each shape.
+
+    By itself it makes one for all shapes when it meets the second one: which kernels a shape gets
+    would depend on what this process has met before, and so on its rank and on restarts.
+    """
+    import torch._dynamo.config as dynamo  # slow, and an optimizer has imported it
+
+    dynamo.automatic_dynamic_shapes = False
+    # Shapes beyond the limit run without a graph, in other kernels.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, dynamo.accumulated_recompile_limit)
+    dynamo.fail_on_recompile_limit_hit |= mode is Deterministic.ERROR
 
 
 @contextmanager
