@@ -249,21 +249,17 @@ class PositionLoader(ABC, Generic[Ordered]):
         """
         begin, draw, end = self.calls
         begin()
-        for batch in self._batches():
-            moves = self._cursor.moves
-            draw()
-            if self._cursor.moves == moves:  # else the batch is of a position before
-                yield batch
-        end()
-
-    def _batches(self) -> Iterator[Any]:
         self.draws.begin()
         iteration = self._newest = object()
         until = self.epoch
         self._iterates, self._cursor.loop = True, until
         try:
-            if self.order.epoch == until:
-                yield from self._until(until, iteration)
+            for batch in self._until(until, iteration) if self.order.epoch == until else ():
+                moves = self._cursor.moves
+                draw()
+                if self._cursor.moves == moves:  # else the batch is of a position before
+                    yield batch
+            end()
         finally:
             if self._newest is iteration:
                 self._iterates, self._cursor.loop = False, None

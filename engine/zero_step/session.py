@@ -487,9 +487,7 @@ def see_forward(session: Session, module: nn.Module) -> None:
 
 
 def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progress) -> None:
-    """Act on the notes of all ranks; the process may exit here with a fresh checkpoint.
-
-    They are [world][NOTES]; the agent is told `progress`.
+    """Take the notes of all ranks, which are [world][NOTES]; the agent is told `progress`.
 
     Raises:
         ConfigError: See `Hardware.compare`.
@@ -501,9 +499,18 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
             group = session._collectives
             session.hardware.compare_again(group.everybodys, group.rank)
         link.progress(persistence.number, progress)
-        persistence.keep_in_memory()
         if session.staying is not None:
-            session.staying.in_step = False  # first: whether it may stay is asked when it departs
+            session.staying.in_step = False  # whether it may stay is asked when it departs
+
+
+def leave_step(session: Session) -> None:
+    """Behind a step: keep it in memory, and leave if that is asked; the process may exit here.
+
+    To be called where the script comes back from what it does behind the step (an average, a metric
+    for a scheduler, weights that it writes): a checkpoint that lacks that is another run's.
+    """
+    with exit_on_peer_loss(session._link):
+        session._persistence.keep_in_memory()
         session._depart_if_asked()
         if session.staying is not None:
             session.staying.end_step()

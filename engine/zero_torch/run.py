@@ -398,6 +398,7 @@ class Run(Checkpoints):
             if not self._has_acted():
                 return False
             self._end_micro_step()
+        self._come_back()
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
@@ -418,10 +419,7 @@ class Run(Checkpoints):
         """Whether a call of the script belongs to this micro-step.
 
         Else a batch was drawn between the backward of the one before and this call, and it was not
-        the last of its step.
-
-        Raises:
-            ZeroError: No backward has run.
+        the last of its step. Raises ZeroError if no backward has run.
         """
         now = self._now()
         if self._phase.has_run:
@@ -438,13 +436,10 @@ class Run(Checkpoints):
         return plan_step(self._cursor.samples, self._batch, order.epoch_size, order.sizes())
 
     def _begin_iteration(self) -> None:
-        """Begin an iteration of the loader: what the one before has drawn and not run comes again.
-
-        Raises:
-            ZeroError: A step was not taken; or a batch was passed over.
-        """
+        """Begin an iteration: what the one before has drawn and not run comes again."""
         if self._phase.begun:
             self._end_micro_step()
+        self._come_back()
         self._phase.move(Move.DROP)
         self._writes.drop(self._cursor.micro)
         self._owed = False
@@ -461,8 +456,9 @@ class Run(Checkpoints):
         if self._phase.begun and (not self._gradients.pipeline.turn.last or self._has_acted()):
             self._owed = self._phase.state is State.RUN
             self._end_micro_step()
-            if self._cursor.moves != moves:  # in another round
-                return
+        self._come_back()
+        if self._cursor.moves != moves:  # in another round
+            return
         if self._gradients.now is None:
             self._begin_micro_step()
         if batches.draws.waiting > 1 or self._phase.begun:
@@ -487,6 +483,7 @@ class Run(Checkpoints):
             return
         if self._phase.begun:
             self._end_micro_step()
+        self._come_back()
         if gradients.now is None:
             self._begin_micro_step()
 

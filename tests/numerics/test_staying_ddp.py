@@ -66,7 +66,7 @@ def protected(options: dict[str, Any], **config: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, protect(model, optimizer, elastic, more, stream, **config)
 
 
-OF_RUN = ("buffers", "schedule", "scaler", "accumulate", "stream", "rate")
+OF_RUN = ("buffers", "schedule", "scaler", "accumulate", "stream", "rate", "shrinks")
 
 
 def protect(
@@ -103,13 +103,25 @@ def plainly(model: Any, optimizer: Any, run: Any, batch: Any) -> None:
     optimizer.step()
 
 
+def follow(model: Any, optimizer: Any, options: dict[str, Any], steps: int) -> None:
+    """What a script does behind a step: to its weights, and to the rate of the next one."""
+    if steps > 0 and "shrinks" in options:
+        with torch.no_grad():
+            for each in model.parameters():
+                each.mul_(0.99)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
 def trained(directory: str, turn: Any, options: dict[str, Any]) -> Any:
     """What a script does: its weights, its samples, its world."""
     model, optimizer, run = protected(options)
     run.load(directory)
     for _ in range(run.loader.epoch, EPOCHS):
         for (batch,) in run.loader:
+            before = run.global_step
             turn(model, optimizer, run, batch)
+            follow(model, optimizer, options, run.global_step - before)
             run.save_if_due(directory, every_steps=100)
         for group in optimizer.param_groups:
             group["lr"] *= options.get("rate", 1)
@@ -205,6 +217,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "activations computed again": {"reentrant": False},
     "buffers": {"buffers": True},
     "schedule and scaler": {"schedule": True, "scaler": True},
+    "shrinks": {"shrinks": True},
     "accumulate": {"accumulate": "local"},
     "a stream": {"stream": Rows},
     "a stream with a state": {"stream": StatefulRows},
@@ -213,7 +226,7 @@ OF_SCRIPT = [name for name, options in OPTIONS.items() if not {"schedule"} & opt
 """Those of which a script steps nothing but the optimizer."""
 
 
-@pytest.mark.corners(name=["ddp"], turn=[by_script])
+@pytest.mark.corners(name=["shrinks"], turn=[by_run])
 @pytest.mark.parametrize(
     ("name", "turn"),
     [*itertools.product(OPTIONS, [by_run]), *itertools.product(OF_SCRIPT, [by_script])],
@@ -227,11 +240,11 @@ def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bi
     one.leave_at(1)
     one.begin([0, 1], joining=1)
     one.leave_at(4)
-    one.begin([2, 0])  # the second leaves; the newcomer has rank 0
+    one.begin([2, 0], joining=1)  # the second leaves; the newcomer of before has rank 0
     ended = one.end()
     assert len(first & {pid for pid, _ in ended}) == 1
     *same, _ = alone(trained, str(tmp_path / "alone"), turn, OPTIONS[name])
-    assert [result for _, result in ended] == [(*same, 2)] * 2
+    assert [result for _, result in ended] == [(*same, 3)] * 3
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -315,6 +328,7 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
         for (batch,) in run.loader:
             before = run.global_step
             turn(model, optimizer, run, batch)
+            follow(model, optimizer, options, run.global_step - before)
             run.save_if_due(directory, every_steps=100)
             steps |= {run.global_step} if run.global_step > before else set()
             reach("a step that has just ended")
@@ -333,7 +347,8 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
         *itertools.product(["ddp", "static graph"], [by_run, by_script, plainly]),
         *itertools.product(["unused"], [by_run, by_script]),
         *itertools.product(
-            ["buffers", "schedule and scaler", "accumulate", "a stream with a state"], [by_run]
+            ["buffers", "schedule and scaler", "shrinks", "accumulate", "a stream with a state"],
+            [by_run],
         ),
     ],
 )

@@ -60,6 +60,7 @@ from zero_step.session import (
     begin_micro_step,
     end_step,
     fill_in,
+    leave_step,
     notes_of,
     outlived,
     see_forward,
@@ -350,6 +351,7 @@ class Engine(WholeWeights):
         )
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
         end_step(self._session, outcome.notes[:, :NOTES].tolist(), progress)
+        leave_step(self._session)
 
     def _seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
         if self._run.loader is not None and self._link.is_alone():
