@@ -89,7 +89,7 @@ def test_a_change_that_would_not_be_trained_is_refused_at_the_next_step(
     ("stage", "place"),
     [(0, "none"), (1, "none"), (2, "cpu"), (2, "nvme"), (3, "none"), (3, "cpu"), (3, "nvme")],
 )
-@pytest.mark.corners(bf16=[True])
+@pytest.mark.corners(bf16=[True], stage=[0, 3], place=["none", "nvme"])
 def test_a_write_to_what_the_optimizers_groups_show_is_refused_everywhere(
     worlds: WorldPool, tmp_path: Path, stage: int, bf16: bool, place: str
 ) -> None:
