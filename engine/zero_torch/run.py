@@ -35,7 +35,8 @@ from zero_data.ledger import Ledger, begin_ledger
 from zero_data.position_loader import Moment
 from zero_data.token_weights import NOT_GIVEN, checked, nominal, none_of, taken_together
 from zero_step.agree import Agreed, Agreement, clipped
-from zero_step.checks import same_options
+from zero_step.checks.replicas import Replicas
+from zero_step.checks.same_options import OptionsOfStep, SameStep
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import exchange_sizes, lanes_of
 from zero_step.phase import Move, State
@@ -148,7 +149,9 @@ class Run(Checkpoints):
         held = optimizer, scheduler, scaler, stateful.values()
         self._held: HeldCalls = former._held if former else HeldCalls(*held)
         self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
-        self._options = same_options.OptionsOfStep(optimizer)
+        self._options = OptionsOfStep(optimizer)
+        replicas = Replicas(wrapped.parameters(), self._collectives, whole=wrapped.is_whole)
+        self._same = SameStep(optimizer, replicas, self._collectives)
         given = options.sample_ledger, self._link.round, self._collectives.everybodys
         self._ledger = begin_ledger(*given, rank=self._rank, world=self._world)
 
@@ -227,12 +230,9 @@ class Run(Checkpoints):
         self._everybodys = everybodys
         return factor
 
-    def _agree(self, agreement: Agreement, parts: Sequence[Tensor], **more: float) -> Agreed:
-        group, notes = self._collectives, self._notes().tolist()
-        options = same_options.digest(self._optimizer, group, agreement.device, **more)
-        agreed = agreement.reach(parts, group.numbers(notes, agreement.device), options)
-        same_options.check(agreed, self._optimizer, group, **more)
-        return agreed
+    def _agree(self, agreement: Agreement, parts: Sequence[Tensor], **clip: float) -> Agreed:
+        notes = self._collectives.numbers(self._notes().tolist(), agreement.device)
+        return self._same.agree(agreement, parts, notes, **clip)
 
     # ---- a step ----
 
@@ -587,6 +587,7 @@ class Run(Checkpoints):
             self._writes.end_step(self._everybodys[:, NOTES - 1].tolist())
         self._phase.move(Move.STEP)
         self._skipped, self._held.unscaled = skipped, False
+        self._same.stepped()
         cursor.step += 1
         cursor.samples += plan.samples
         cursor.tokens += self._counted

@@ -78,6 +78,11 @@ class Wrapped:
         return {name: p for name, p in self.parameters().items() if p.requires_grad}
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each rank holds all elements of all parameters."""
+        return self.wrapper is not Wrapper.FSDP2
+
+    @property
     def device(self) -> torch.device:
         """The device of what is trained."""
         return next(iter(self.trained().values())).device

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ from zero_engine.sharding.partition import DTYPES
 from zero_engine.sharding.segments import Segment
 from zero_engine.sharding.small_params import SmallParam, checksum
 from zero_step.agree import Agreement, clipped
-from zero_step.checks import same_options
+from zero_step.checks.replicas import Replicas
+from zero_step.checks.same_options import SameStep
 from zero_step.gradients.division import Division
 
 
@@ -101,6 +102,14 @@ class ZeroOptimizer:
             for n in (unit.padded for unit in units)
         ]
         self._agreement = Agreement(collectives, divisions, device)
+        named = {
+            slot.fqn: param
+            for unit in units
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+        }
+        whole = not (layout.stage.shards_parameters or layout.late_weights)
+        replicas = Replicas(named, collectives, whole=whole)
+        self._same = SameStep(optimizer, replicas, collectives)
         self.segments: tuple[Segment, ...] = () if layout.whole else self._attach()
         self.steps: Steps | StepByOwners
         if layout.whole:
@@ -237,12 +246,10 @@ class ZeroOptimizer:
             for each in self.sums:
                 each.total.mul_(1 / scale)
             scale = 1.0
-        # One number says whether all ranks have the same options and have written the same to small
-        # parameters; it travels with the norm. What it is that differs is asked only if it does.
-        options = same_options.digest(self.optimizer, self._collectives, notes.device)
+        # One number says whether all ranks have the same options and parameters, and have written
+        # the same to small ones; it travels with the norm. What differs is asked only if it does.
         written = checksum(self._small(), notes.device)
-        agreed = self._agreement.reach(self.totals, notes, written + options)
-        same_options.check(agreed, self.optimizer, self._collectives)
+        agreed = self._same.agree(self._agreement, self.totals, notes, written)
         if not agreed.alike:
             self._refuse_written()
         share = correction(agreed.notes) / scale
@@ -259,6 +266,7 @@ class ZeroOptimizer:
         self.accumulating = False
         self.scale_state, scaling = self.scaling.after(self.scale_state, not applied)
         self._show_scale(overflow=not applied)
+        self._same.stepped()
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
 
     def _apply(self, factor: float) -> None:
@@ -313,12 +321,17 @@ class ZeroOptimizer:
     def _small(self) -> list[SmallParam]:
         return [each for unit in self.units for each in unit.small.members]
 
-    def _refuse_written(self) -> NoReturn:
+    def _refuse_written(self) -> None:
         """Name the small parameter that ranks have written different values to. Collective."""
         small = self._small()
+        if not small:
+            return
         own = torch.stack([checksum([each], self.units[0].full.device) for each in small])
         everybodys = self._collectives.everybodys(own, "what ranks have written")
-        at = int((everybodys != everybodys[0]).any(dim=0).int().argmax())
+        differs = (everybodys != everybodys[0]).any(dim=0).int()
+        if not differs.any():
+            return
+        at = int(differs.argmax())
         raise ZeroError(
             f"{small[at].name} has different values on the ranks: a script has written to it on "
             "some of them, or not the same; write the same on all ranks, or on one within "

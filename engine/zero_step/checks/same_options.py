@@ -1,4 +1,4 @@
-"""The options of an optimizer's param groups: the same on all ranks, and throughout a step.
+"""What is the same on all ranks in a step; the options of param groups throughout it, too.
 
 Must always hold: where they differ among the ranks, all know before weights change. Otherwise each
 would train weights of its own, or its shard at another rate: a rate that follows from the loss of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ZeroError
-from zero_step.agree import Agreed
+from zero_step.agree import Agreed, Agreement
+from zero_step.checks.replicas import Replicas
 
 _EXACT = (1 << 24) - 1
 """The largest whole number of 24 bits, which fp32 holds exactly."""
@@ -45,9 +46,9 @@ def _plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _options(optimizer: torch.optim.Optimizer, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _options(optimizer: torch.optim.Optimizer, max_norm: float | None) -> list[dict[str, Any]]:
     """By group, whatever their order is, and those of the step."""
-    groups = [dict(more)] if more else []
+    groups: list[dict[str, Any]] = [] if max_norm is None else [{"max_norm": max_norm}]
     for group in optimizer.param_groups:
         told = {}
         for key, value in group.items():
@@ -59,40 +60,58 @@ def _options(optimizer: torch.optim.Optimizer, more: Mapping[str, Any]) -> list[
     return sorted(groups, key=json.dumps)
 
 
-def digest(
-    optimizer: torch.optim.Optimizer,
-    collectives: Collectives,
-    device: torch.device,
-    **more: float | None,
-) -> Tensor:
-    """A whole number that differs, almost surely, if an option does: [] on this device.
+class SameStep:
+    """What has to be the same on all ranks in a step: options, and the parameters themselves."""
 
-    `more`: options of this step, beside those of its optimizer.
-    """
-    checksum = zlib.crc32(json.dumps(_options(optimizer, more)).encode()) & _EXACT
-    return collectives.numbers([checksum], device).long()[0]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, replicas: Replicas, collectives: Collectives
+    ) -> None:
+        self._optimizer = optimizer
+        self._replicas = replicas
+        self._collectives = collectives
 
+    def agree(
+        self,
+        agreement: Agreement,
+        shards: Sequence[Tensor],
+        notes: Tensor,
+        digest: Tensor | int = 0,
+        /,
+        *,
+        max_norm: float | None = None,
+    ) -> Agreed:
+        """Reach an agreement that compares them, and a digest of the caller's. Collective.
 
-def check(
-    agreed: Agreed,
-    optimizer: torch.optim.Optimizer,
-    collectives: Collectives,
-    **more: float | None,
-) -> None:
-    """Compare the options of all ranks, if their digests differ. Collective. See `digest`.
+        `max_norm`: an option of this step, beside those of its optimizer.
 
-    Raises:
-        ZeroError: They differ; names the first one.
-    """
-    if agreed.alike:
-        return
-    everybodys = gather_objects(_options(optimizer, more), "param groups", collectives.everybodys)
-    for rank, others in enumerate(everybodys):
-        none: dict[str, Any] = {}  # a rank may have a further group
-        for number, (ours, theirs) in enumerate(zip_longest(everybodys[0], others, fillvalue=none)):
-            for key in sorted(ours.keys() | theirs.keys()):
-                if (mine := ours.get(key)) != (other := theirs.get(key)):
-                    raise ZeroError(_DIFFERS.format(number, key, mine, other, rank))
+        Raises:
+            ZeroError: They differ; names the first one.
+            Diverged, PeerLost: See `Agreement.reach`.
+        """
+        options = _options(self._optimizer, max_norm)
+        checksum = zlib.crc32(json.dumps(options).encode()) & _EXACT
+        told = self._collectives.numbers([checksum], notes.device).long()[0]
+        own = told + self._replicas.digest(notes.device) + digest
+        agreed = agreement.reach(shards, notes, own)
+        if not agreed.alike:
+            self._compare(options)
+            self._replicas.check()
+        return agreed
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._replicas.stepped()
+
+    def _compare(self, options: list[dict[str, Any]]) -> None:
+        gather = self._collectives.everybodys
+        everybodys = gather_objects(options, "param groups", gather)
+        for rank, others in enumerate(everybodys):
+            none: dict[str, Any] = {}  # a rank may have a further group
+            pairs = zip_longest(everybodys[0], others, fillvalue=none)
+            for number, (ours, theirs) in enumerate(pairs):
+                for key in sorted(ours.keys() | theirs.keys()):
+                    if (mine := ours.get(key)) != (other := theirs.get(key)):
+                        raise ZeroError(_DIFFERS.format(number, key, mine, other, rank))
 
 
 class OptionsOfStep:

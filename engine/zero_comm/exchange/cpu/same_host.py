@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_comm.errors import Diverged
 from zero_comm.waiting import Watched
 
 # ---- the system call ----
@@ -72,6 +73,11 @@ _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _OFFER, _READ = b"h", b"r"
 _WORD = struct.Struct("=c16sQQ")
 """The kind of message, the key, the address and the number of bytes."""
+_UNLIKE = (
+    "rank {} sends {} bytes where this rank expects {}: the ranks do not exchange the same. Run "
+    "the same modules on every rank, and train the same parameters there "
+    "(requires_grad)"
+)
 
 
 def key_of(what: str, turn: int) -> bytes:
@@ -162,7 +168,7 @@ class _Exchanges:
         for rank, tensor in reading.held.items():
             self._send(rank, _WORD.pack(_OFFER, key, tensor.data_ptr(), tensor.nbytes))
         if lost:
-            self._fail(key, _gone(lost[0]))
+            self._fail(key, RuntimeError(_gone(lost[0])))
         elif come:
             self._ready.append(key)
             self._ring()
@@ -234,7 +240,7 @@ class _Exchanges:
                 self._lost.add(rank)
                 keys = [key for key, reading in self._open.items() if reading.needs(rank)]
             for key in keys:
-                self._fail(key, _gone(rank))
+                self._fail(key, RuntimeError(_gone(rank)))
             return False
         what, key, address, size_bytes = _WORD.unpack(word)
         if what == _READ:
@@ -257,12 +263,12 @@ class _Exchanges:
             into = reading.wanted.get(rank)
             if into is None or size != into.nbytes:
                 wanted = 0 if into is None else into.nbytes
-                self._fail(key, f"rank {rank} offers {size} bytes, {wanted} are wanted")
+                self._fail(key, Diverged(_UNLIKE.format(rank, size, wanted)))
                 continue
             try:
                 read_memory(self._members[rank].pid, address, into.data_ptr(), size)
             except OSError as error:
-                self._fail(key, f"{_gone(rank)} ({error})")
+                self._fail(key, RuntimeError(f"{_gone(rank)} ({error})"))
                 continue
             self._send(rank, _WORD.pack(_READ, key, 0, 0))
             self._tick(key, rank, released=False)
@@ -278,11 +284,11 @@ class _Exchanges:
             del self._open[key]
         reading.end()
 
-    def _fail(self, key: bytes, why: str) -> None:
+    def _fail(self, key: bytes, why: Exception) -> None:
         with self._lock:
             reading = self._open.pop(key, None)
         if reading is not None:
-            reading.end(RuntimeError(why))
+            reading.end(why)
 
 
 def _gone(rank: int) -> str:

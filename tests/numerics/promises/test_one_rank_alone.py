@@ -1,0 +1,116 @@
+"""What one rank alone does wrong is an error of all ranks within seconds, under any back end.
+
+The last rank does something that the others do not. They would wait for it, and it for them, until
+a limit of minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.numerics.promises.back_ends import STEPS, Recipe, Training, training
+from tests.support.world import GROUP_TIMEOUT_S, WorldPool
+from zero_contract.errors import PeerLost, ZeroError
+
+
+def saves(own: Training, directory: str) -> None:
+    own.save(directory)
+
+
+def loads(own: Training, directory: str) -> None:
+    own.load(directory)
+
+
+def freezes(own: Training, directory: str) -> None:
+    """Fewer gradients than the others have."""
+    del directory
+    own.module.get_submodule("down").requires_grad_(False)
+
+
+def writes(own: Training, directory: str) -> None:
+    del directory
+    with torch.no_grad():
+        own.module.get_parameter("down.bias").add_(1.0)
+
+
+def loses_a_bit(own: Training, directory: str) -> None:
+    """No version tells of it."""
+    del directory
+    own.module.get_parameter("up.weight").data.view(torch.int32)[3, 2] ^= 1
+
+
+EVERYWHERE = ("ddp", "fsdp2", "stage0", "stage1", "stage3")
+WHOLE = ("ddp", "stage0", "stage1")
+"""Each rank holds all weights."""
+ALONE: dict[Callable[[Training, str], None], tuple[str, tuple[str, ...]]] = {
+    saves: (r"waits for save\(\), which rank 0 has not begun", EVERYWHERE),
+    loads: (r"waits for load\(\), which rank 0 has not begun", EVERYWHERE),
+    freezes: (r"down.weight is trained on rank 0 and not on rank 1", (*WHOLE, "stage3")),
+    writes: (r"down.bias has different values on rank 0 and on rank 1", WHOLE),
+    loses_a_bit: (r"up.weight has different values on rank 0 and on rank 1", WHOLE),
+}
+"""What it does, what is said of it, and under which back ends."""
+CASES = [
+    pytest.param(alone, back_end, id=f"{alone.__name__}-{back_end}")
+    for alone, (_, back_ends) in ALONE.items()
+    for back_end in back_ends
+]
+
+
+def errors_of(
+    alone: Callable[[Training, str], None], back_end: str, directory: str
+) -> tuple[str, float]:
+    """The error of this rank, and the seconds until it came."""
+    own = training(Recipe(), back_end)
+    own.train(1)
+    began_s, error = time.monotonic(), ""
+    try:
+        if dist.get_rank() == 1:
+            alone(own, directory)
+        own.train(3)
+    except (ZeroError, PeerLost) as raised:
+        error = str(raised)
+    return error, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize(("alone", "back_end"), CASES)
+@pytest.mark.corners(alone=[saves, freezes, loses_a_bit], back_end=["ddp", "stage1"])
+def test_what_one_rank_does_alone_is_an_error_of_all_within_seconds(
+    worlds: WorldPool, tmp_path: Path, alone: Callable[[Training, str], None], back_end: str
+) -> None:
+    found = worlds.run(2, errors_of, alone, back_end, str(tmp_path))
+    assert all(error for error, _ in found)
+    assert any(re.search(ALONE[alone][0], error) for error, _ in found)
+    assert max(took_s for _, took_s in found) < GROUP_TIMEOUT_S / 2
+
+
+def written_and_sent(back_end: str) -> tuple[list[str], int]:
+    """The hashes of a run whose first rank writes weights, and sends them to the others."""
+    own = training(Recipe(), back_end)
+    own.train(1)
+    weight = own.module.get_parameter("down.bias")
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            weight.fill_(0.5)
+        dist.broadcast(weight, 0)
+    found = list(own.hashes(STEPS))
+    compared = own.session._collectives.detector.begun["what the parameters are on each rank"]
+    own.close()
+    return found, compared
+
+
+@pytest.mark.parametrize("back_end", WHOLE)
+@pytest.mark.corners(back_end=["ddp"])
+def test_a_rank_may_write_weights_that_it_sends_to_all_others(
+    worlds: WorldPool, back_end: str
+) -> None:
+    """They are compared once, in the step that follows."""
+    ((expected, _),) = worlds.run(1, written_and_sent, "plain")
+    assert worlds.run(2, written_and_sent, back_end) == [(expected, 1)] * 2
