@@ -468,7 +468,10 @@ class DeepSpeedEngine(Engine):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every param group; a schedule changes it in its next step."""
         for group in self.optimizer.param_groups if self.optimizer is not None else []:
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):  # a compiled step reads it where it is
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
     def get_mom(self) -> list[object]:
         """The momentum, or the betas, of each param group."""

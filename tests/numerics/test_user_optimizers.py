@@ -208,3 +208,21 @@ def train_on_a_schedule(name: str, root: str, until: int) -> tuple[str, list[flo
     train(engine, until)
     assert engine.save_checkpoint(root, blocking=True)
     return engine.weight_hash(), engine.get_lr()
+
+
+# ---- rates that are tensors ----
+
+
+def test_set_lr_keeps_a_rate_that_is_a_tensor(worlds: WorldPool) -> None:
+    """A compiled step of the optimizer reads it from there."""
+    assert worlds.run(1, set_a_rate) == [(True, 0.25)]
+
+
+def set_a_rate() -> tuple[bool, float]:
+    model, rate = make_model(), torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
+    settings = config(1)
+    del settings["optimizer"]
+    engine = make_engine(settings, model=model, model_parameters=None, optimizer=optimizer)
+    engine.set_lr(0.25)
+    return optimizer.param_groups[0]["lr"] is rate, float(rate)

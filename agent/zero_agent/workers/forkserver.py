@@ -185,17 +185,21 @@ class Forkserver:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                # Not reaped yet: until then its pid, and so the number of its group, is not reused.
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid = ended.si_pid
+            if pid in self._ids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # processes that the worker left in its group
+            _, status = os.waitpid(pid, 0)
             worker = self._ids.pop(pid, None)
             if worker is None:
                 continue  # an adopted orphan
             del self._pids[worker]
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # processes that the worker left in its group
             self._send({"id": worker, "status": os.waitstatus_to_exitcode(status)})
             if not self._pids:
                 self._kill_children()  # orphans that had left their group
