@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from tests.numerics.promises.back_ends import Recipe, training
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_deepspeed.zero import GatheredParameters
@@ -34,3 +35,23 @@ def test_an_engine_that_is_let_go_of_leaves_no_memory_behind(
     worlds: WorldPool, tmp_path, stage: int, asynchronous: bool
 ) -> None:
     assert worlds.run(2, left_over, stage, asynchronous, str(tmp_path)) == [0, 0]
+
+
+def runs_left_over(wrapper: str) -> bool:
+    """Whether a run of stock PyTorch is still there after its script."""
+    own = training(Recipe(), wrapper)
+    own.train(1)
+    run = weakref.ref(own.session)
+    own.close()
+    del own
+    gc.collect()
+    return run() is not None
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.corners(wrapper=["ddp"])
+def test_a_run_of_stock_pytorch_that_is_let_go_of_leaves_nothing_behind(
+    worlds: WorldPool, wrapper: str
+) -> None:
+    """Nor the threads of its group."""
+    assert worlds.run(2, runs_left_over, wrapper) == [False, False]

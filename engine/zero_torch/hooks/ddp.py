@@ -21,6 +21,7 @@ ends no backward in which one of them got no gradient: then it would leave local
 Annotations are evaluated here: DDP compares those of its hook with its own types.
 """
 
+import weakref
 from collections.abc import Mapping
 from functools import partial
 
@@ -41,7 +42,7 @@ and where the network has as much to do, it will not be idle while a hook waits.
 
 
 class _Buckets:
-    """The state of the hook."""
+    """What the hook does."""
 
     def __init__(
         self,
@@ -71,10 +72,6 @@ class _Buckets:
         """Whether the last bucket is among those of this backward."""
         gradients.settles.append(self._reduce_rests)
         gradients.ends.append(self._end_backward)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A copy of the model, or a file with it, has the reducer of DDP and nothing of this."""
-        return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> None:
         """Begin to reduce the gradients of a bucket in place."""
@@ -178,8 +175,28 @@ class _Buckets:
                 rest.copy_(total)
 
 
-def _reduce(buckets: _Buckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    buffer = bucket.buffer()
+class _State:
+    """The state of the hook, which DDP's reducer has.
+
+    The garbage collector does not see what a reducer has, parameters and their hooks among it: with
+    more than weak references no run would ever be freed, nor the threads of its group.
+    """
+
+    def __init__(self, buckets: _Buckets) -> None:
+        self.buckets = weakref.ref(buckets)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy of the model, or a file with it, has the reducer of DDP and nothing of this."""
+        return type(None), ()
+
+
+def _reduce(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    buckets, buffer = state.buckets(), bucket.buffer()
+    if buckets is None:
+        raise ZeroError(
+            "the run that sums the gradients of this model is gone: keep what zero_torch.protect() "
+            "has returned, or wrap the module anew"
+        )
     devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices or None)
     try:
@@ -198,11 +215,16 @@ def attach(
 ) -> list[RemovableHandle]:
     """Let DDP reduce the gradients of all trained parameters through `gradients`."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-    model.register_comm_hook(_Buckets(model, names, gradients, collectives), _reduce)
+    buckets = _Buckets(model, names, gradients, collectives)  # which `gradients` keeps
+    model.register_comm_hook(_State(buckets), _reduce)
     model.broadcast_buffers = False  # all ranks have the same ones, see `ForwardWrites`
+
+    of_run = weakref.ref(gradients)
 
     # A hook of the script that returns something has put that in the place of the parameter.
     def arrive(name: str, parameter: Tensor, _: object) -> None:
+        if (gradients := of_run()) is None:
+            return
         try:
             check_taken(name, parameter)
             gradients.arrive()
