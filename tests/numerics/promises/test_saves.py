@@ -160,6 +160,7 @@ def kept_in_memory(
         begun, found = own.step, []
         for step in range(begun + 1, until + 1):
             found += own.hashes(step)
+            own.session.due(every_steps=1000)  # the script comes back from behind its step
             settle(own.session)
         drop(own.session)
         return begun, found
