@@ -129,7 +129,7 @@ class Session:
                     _log.warning(text, self._training.cursor.step, directory)
                     return True
                 self.staying.save(whole=not exclude_frozen_parameters)
-            begin_together("save()", name, self._mode, self._collectives)
+            agree_on_tag(name, self._mode, self._collectives)
             saved = self._persistence.save(
                 where,
                 name,
@@ -174,7 +174,6 @@ class Session:
         if self.staying is not None:
             self.staying.load(str(where), whole=name is None and loading.resumes)
         with exit_on_peer_loss(self._link):
-            begin_together("load()", None, IGNORE, self._collectives)
             path, self.client_state = self._persistence.load(where, name, loading)
         if self.staying is not None:
             on_disk = path is not None and not self._persistence.is_in_memory
@@ -535,20 +534,18 @@ def text_of(tag: object) -> str | None:
     return None if tag in (None, "") else str(tag)
 
 
-def begin_together(call: str, tag: str | None, mode: str, collectives: Collectives) -> None:
-    """Wait for all ranks in a collective call, and compare the names of a checkpoint they gave.
+def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
+    """Compare the names that the script gave on the ranks. Collective, if it gave one.
 
     Raises:
-        Diverged: A rank is elsewhere, and waits for this one.
-        TagsDiffer: The names differ, and `mode` is FAIL; on every rank.
+        TagsDiffer: They differ, and `mode` is FAIL; on every rank.
     """
-    if collectives.world == 1:
+    if tag is None or mode == IGNORE or collectives.world == 1:
         return
     # Python's own hash of a text is another one in each process.
-    text = "" if tag is None or mode == IGNORE else tag
-    own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-    # Always: the votes that follow wait for minutes, and no detector of deadlocks sees them.
-    digests = collectives.everybodys(torch.tensor([own], device="cpu"), call).flatten()
+    own = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big", signed=True)
+    digest = torch.tensor([own], device="cpu")
+    digests = collectives.everybodys(digest, "the name of a checkpoint").flatten()
     others = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0]]
     if not others:
         return

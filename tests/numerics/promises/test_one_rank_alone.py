@@ -20,14 +20,6 @@ from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_contract.errors import PeerLost, ZeroError
 
 
-def saves(own: Training, directory: str) -> None:
-    own.save(directory)
-
-
-def loads(own: Training, directory: str) -> None:
-    own.load(directory)
-
-
 def freezes(own: Training, directory: str) -> None:
     """Fewer gradients than the others have."""
     del directory
@@ -46,12 +38,9 @@ def loses_a_bit(own: Training, directory: str) -> None:
     own.module.get_parameter("up.weight").data.view(torch.int32)[3, 2] ^= 1
 
 
-EVERYWHERE = ("ddp", "fsdp2", "stage0", "stage1", "stage3")
 WHOLE = ("ddp", "stage0", "stage1")
 """Each rank holds all weights."""
 ALONE: dict[Callable[[Training, str], None], tuple[str, tuple[str, ...]]] = {
-    saves: (r"waits for save\(\), which rank 0 has not begun", EVERYWHERE),
-    loads: (r"waits for load\(\), which rank 0 has not begun", EVERYWHERE),
     freezes: (r"down.weight is trained on rank 0 and not on rank 1", (*WHOLE, "stage3")),
     writes: (r"down.bias has different values on rank 0 and on rank 1", WHOLE),
     loses_a_bit: (r"up.weight has different values on rank 0 and on rank 1", WHOLE),
@@ -81,7 +70,7 @@ def errors_of(
 
 
 @pytest.mark.parametrize(("alone", "back_end"), CASES)
-@pytest.mark.corners(alone=[saves, freezes, loses_a_bit], back_end=["ddp", "stage1"])
+@pytest.mark.corners(alone=[freezes, loses_a_bit], back_end=["ddp", "stage1"])
 def test_what_one_rank_does_alone_is_an_error_of_all_within_seconds(
     worlds: WorldPool, tmp_path: Path, alone: Callable[[Training, str], None], back_end: str
 ) -> None:
