@@ -462,17 +462,12 @@ class Ring:
         delay_s = self._machines.about(0.02)
         self._kernel.after(delay_s, lambda: self._on_dead(target, certain), self.process)
 
-    def dial(
-        self,
-        target: Node,
-        timeout_s: float = TIMEOUT_S,
-        on_connected: Callable[[], None] = lambda: None,
-    ) -> Any:
+    def dial(self, target: Node) -> Any:
         """As `Ring.dial`."""
         other = self._machines.by_name[target.id]
         network, kernel = self._machines.network, self._kernel
         if not (network.connects(self.machine.name, target.id) and other.alive):
-            kernel.park(timeout_s)
+            kernel.park(TIMEOUT_S)
             raise TimeoutError(110, "Connection timed out")
         kernel.park(0.001)
         if not other.serves or other.ring is None or other.ring.me is None:

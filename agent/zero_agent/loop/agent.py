@@ -113,7 +113,7 @@ class Agent:
         )
         self._store_writes.on_published = self._told.history.saved
         self._ring = _ring(config, self._post(self._suspects.add))
-        reach = reach_by(self._ring, clock)
+        reach = reach_by(self._ring)
         self._links = Links(clock, self._journal, self._post, reach)
         self._store = PumpedStore(store, self._meanwhile, self._post(lambda: None))
         self._rdzv = self._make_rendezvous(incarnation)

@@ -19,24 +19,17 @@ from zero_orchestrator.membership.dead_links import DeadLink
 from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
+# A single look may fail for a moment's congestion, and a dead link may cost a restart.
+LOOKS = 2
 PAUSE_S = 1.0
 """Between two looks; while they find nothing each pause is longer than the one before, up to:"""
 LONGEST_PAUSE_S = 10.0
 GROWTH = 1.5
 MOST = 64
 """The members after this one, in rank order, that it looks at; a large job has thousands."""
-# A single attempt may fail for a moment's congestion, and a dead link may cost a restart. Any of
-# several that overlap is enough: of a slow cable the first answer may come last.
-AGAIN_S = 0.75
-"""Between two attempts to connect; none is given up as long as the look lasts."""
-REFUSALS = 2
-"""So many attempts are enough where all are refused, or fail at once."""
-SILENT_S = 3.0
-"""A look lasts so long where nothing comes back: as the lease of a silent node does."""
-MUTE_S = 6.0
-"""The same where the other kernel accepts connections and no agent answers: a loaded host."""
-LOOKS_TO_RETURN = 2
-"""A node that is set aside comes back when so many looks in a row have reached all others."""
+EARLY = 0.2
+"""The part of the time after which a step counts as missing, after which links are looked at: 3 s,
+or a usual long step. A look that finds a dead link takes 2 s, and two in a row 5 s."""
 MOST_PATIENT = 8
 """A node that is set aside again and again looks so many times as often before it comes back; it
 looks twice as often after each time."""
@@ -45,72 +38,34 @@ Reach = Callable[[Sequence[Node]], Sequence[DeadLink]]
 """Connects to the agents of some nodes; those that cannot be reached."""
 
 
-class _Attempts:
-    """The attempts of one look to connect to one node."""
-
-    def __init__(self, ring: Ring, node: Node, changed: threading.Event) -> None:
-        self._ring, self.node, self._changed = ring, node, changed
-        self.reached = self._connected = False
-        self._begun = 0
-        self._failed: list[str] = []
-        """Of each attempt that has failed: why, if not for want of an answer."""
-
-    def begin(self) -> None:
-        """Try once more, on a thread of its own."""
-        self._begun += 1
-        threading.Thread(target=self._dial, daemon=True).start()
-
-    def _dial(self) -> None:
-        where = self.node.ring
-        try:
-            self._ring.dial(self.node, MUTE_S, self._on_connected).close()
-            self.reached = True
-        except AnotherProcess:
-            self.reached = True  # the node answers
-        # Whatever the reason: the workers' connections take the same way.
-        except ConnectionRefusedError:
-            self._failed.append(f"{where} refuses connections")
-        except TimeoutError:
-            self._failed.append("")
-        except OSError as error:
-            self._failed.append(f"{where} cannot be reached ({error.strerror or error})")
-        self._changed.set()
-
-    def _on_connected(self) -> None:
-        self._connected = True
-
-    def why_dead(self, after_s: float) -> str:
-        """Why it is not reached, after this time; empty: it is, or may be yet."""
-        refused = len(self._failed) == self._begun >= REFUSALS and all(self._failed)
-        limit_s = MUTE_S if self._connected else 0.0 if refused else SILENT_S
-        if self.reached or after_s < limit_s:
-            return ""
-        silent = (
-            "accepts connections, and does not answer" if self._connected else "does not answer"
-        )
-        why = next((each for each in self._failed if each), "")
-        return why or f"{self.node.ring} {silent}"
-
-
-def reach_by(ring: Ring, clock: Clock) -> Reach:
+def reach_by(ring: Ring) -> Reach:
     """A `Reach` through this agent's ring; it takes as long as the slowest of its connections."""
 
+    def dial(node: Node, found: dict[str, str]) -> None:
+        try:
+            ring.dial(node).close()
+        except AnotherProcess:
+            pass  # the node answers
+        # Whatever the reason: the workers' connections take the same way.
+        except ConnectionRefusedError:
+            found[node.id] = f"{node.ring} refuses connections"
+        except TimeoutError:
+            found[node.id] = f"{node.ring} does not answer"
+        except OSError as error:
+            found[node.id] = f"{node.ring} cannot be reached ({error.strerror or error})"
+
     def reach(nodes: Sequence[Node]) -> list[DeadLink]:
-        changed, dead = threading.Event(), []
-        left = [_Attempts(ring, node, changed) for node in nodes if node.ring]
-        began_s = due_s = clock.now()
-        while left:
-            changed.clear()
-            after_s = clock.now() - began_s
-            found = [(each, each.why_dead(after_s)) for each in left]
-            dead += [DeadLink(to=each.node.id, why=why) for each, why in found if why]
-            left = [each for each, why in found if not (why or each.reached)]
-            if left and clock.now() >= due_s:
-                due_s += AGAIN_S
-                for each in left:
-                    each.begin()
-            changed.wait(max(0.0, due_s - clock.now()) if left else 0.0)
-        return dead
+        found: dict[str, str] = {}
+        threads = [
+            threading.Thread(target=dial, args=(node, found), daemon=True)
+            for node in nodes
+            if node.ring
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [DeadLink(to=node, why=why) for node, why in found.items()]
 
     return reach
 
@@ -135,7 +90,8 @@ class LinkWatch:
         self._looking = False
         self._due_s = self._clock.now()
         self._pause_s = PAUSE_S
-        self._dead: tuple[DeadLink, ...] | None = None
+        self._looks: list[dict[str, DeadLink]] = []
+        """What the last ones have found."""
         self.in_a_row = 0
         """The number of last looks that have all reached all nodes."""
 
@@ -156,15 +112,20 @@ class LinkWatch:
         if number != self._number:  # a look at nodes of which nobody asks any more
             return
         self._looking = False
-        self._dead = tuple(sorted(dead, key=lambda link: link.to))
+        self._looks = [*self._looks[1 - LOOKS :], {one.to: one for one in dead}]
         self.in_a_row = 0 if dead else self.in_a_row + 1
         self._pause_s = PAUSE_S if dead else min(self._pause_s * self._growth, LONGEST_PAUSE_S)
         self._due_s = self._clock.now() + self._pause_s
 
     @property
     def dead(self) -> tuple[DeadLink, ...] | None:
-        """The dead links, as the last look has found; None: it is not known yet."""
-        return self._dead
+        """The dead links; None: it is not known yet."""
+        if self._looks and not self._looks[-1]:  # one good look is enough, two bad ones are needed
+            return ()
+        if len(self._looks) < LOOKS:
+            return None
+        always = set.intersection(*(set(look) for look in self._looks))
+        return tuple(self._looks[-1][node] for node in sorted(always))
 
 
 class Links:
@@ -204,16 +165,16 @@ class Links:
             self._in_round.forget()
             return self._told  # nothing new, and nothing to withdraw
         lost, runs = workers.group.state in LOST_PEER, workers.group.state is Workers.RUNNING
-        if not (lost or (runs and workers.steps.is_late)):
+        if not (lost or (runs and workers.steps.is_missing(EARLY))):
             self._in_round.forget()
             return None
         others = others_of(job, me)
         if not others:
             return ()
         self._in_round.look(others)
-        found = self._in_round.dead
-        # That all is well, nobody needs to know at each step that takes a little longer.
-        return found if found or lost or job.links else None
+        # All nodes of a large job would write at each step that takes a little longer.
+        soon = lost or len(job.members.nodes) <= MOST
+        return self._in_round.dead if soon or workers.steps.is_missing() else None
 
     def _come_back(self, rdzv: Rendezvous) -> None:
         """Take part again, if this node is set aside and reaches the others."""
@@ -233,7 +194,7 @@ class Links:
         here = {node.id: node for node in (*job.members.nodes, *job.nodes)}
         self._aside.look([here[one] for one in sorted(here) if one != me.id][:MOST])
         # Each return is a new round: a link that comes and goes must not interrupt the others.
-        if self._aside.in_a_row >= LOOKS_TO_RETURN * min(2 ** (self._times - 1), MOST_PATIENT):
+        if self._aside.in_a_row >= LOOKS * min(2 ** (self._times - 1), MOST_PATIENT):
             rdzv.come_back()
 
     def meeting(self, rank: int) -> str:

@@ -173,15 +173,8 @@ class Ring:
             with self._changed:
                 self._connection = None
 
-    def dial(
-        self,
-        target: Node,
-        timeout_s: float = TIMEOUT_S,
-        on_connected: Callable[[], None] = lambda: None,
-    ) -> socket.socket:
+    def dial(self, target: Node) -> socket.socket:
         """Connect to exactly the process that `target` describes; on any thread.
-
-        `on_connected` is called when its machine has answered, before it has proved who it is.
 
         Raises:
             AnotherProcess: Another process of this job answers, an `OSError` as well.
@@ -191,9 +184,9 @@ class Ring:
         if not hasattr(self, "_key"):
             raise ConnectionAbortedError("this agent has not joined the job yet")
         where = split_host_port(target.ring)
-        connection = socket.create_connection(where, timeout_s)
+        connection = socket.create_connection(where, TIMEOUT_S)
         try:
-            on_connected()
+            connection.settimeout(TIMEOUT_S)
             # Another process may have this port now, of another node or the successor of this one.
             name, _ = handshake.greet(connection, self._key)
             node, _, incarnation = name.rpartition(" ")

@@ -41,12 +41,9 @@ STOOD_STILL_S = 10.0
 it (`docker pause`, `scontrol suspend`), or it has not read what they reported meanwhile."""
 SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
-LATE_S = 1.0
-"""A step that takes longer, and longer than a usual long one, has the links looked at."""
-LATE_MEETING_S = 2.0
-"""The same, of a round whose ranks have not met."""
 MEETING_S = 10.0
-"""If no rank has begun a step after this time, the agents are asked why."""
+"""If no rank has begun a step after this time, the links between the nodes are looked at: a round
+whose ranks cannot meet is over."""
 RECENT_STEPS = 1000
 """The last steps, from whose times the usual time of a long step is taken."""
 LONG_PART = 0.99
@@ -220,21 +217,11 @@ class Steps:
             ranks={rank: found for rank, found in ranks.items() if found is not None},
         )
 
-    @property
-    def is_late(self) -> bool:
-        """Whether workers that report steps take longer than a usual long step, or a second."""
-        usual_s = max(self.long_s or 0.0, LATE_S) if self.begun else LATE_MEETING_S
-        return self._reports and self.idle_s() > usual_s
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether workers that report steps take much longer for one than usual."""
+    def is_missing(self, part: float = 1.0) -> bool:
+        """Whether workers that report steps take longer than `part` of the time for one."""
+        reports = self.begun or self.finished is not None or bool(self._preparing)
         missing_s = stall_s(self.long_s or 0.0) if self.begun else MEETING_S
-        return self._reports and self.idle_s() > missing_s
-
-    @property
-    def _reports(self) -> bool:
-        return self.begun or self.finished is not None or bool(self._preparing)
+        return reports and self.idle_s() > part * missing_s
 
     @property
     def may_be_warming_up(self) -> bool:

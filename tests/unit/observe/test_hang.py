@@ -69,7 +69,7 @@ def test_a_stall_after_one_that_ended_by_itself_is_noticed_as_soon():
     for took_s in (1.0, 1.0, 1.0, 600.0):
         step(took_s)
     clock.advance(15.1)
-    assert steps.is_missing
+    assert steps.is_missing()
 
 
 def test_a_fixed_limit_holds_from_the_first_step():

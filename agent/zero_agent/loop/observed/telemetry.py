@@ -227,7 +227,7 @@ class Telemetry:
         )
         self.verdicts.follow(job, lease)
         runs = now.workers is Workers.RUNNING
-        idle_s = steps.idle_s() if runs and steps.is_missing else None
+        idle_s = steps.idle_s() if runs and steps.is_missing() else None
         if job.members.index(now.node) == 0:
             self._trainjob.look(steps.last, steps.speed)
             # In each turn, also while steps are taken: that ends what was found before.
