@@ -36,7 +36,7 @@ from zero_data.position_loader import Moment
 from zero_data.token_weights import NOT_GIVEN, checked, nominal, none_of, taken_together
 from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.checks.replicas import Replicas
-from zero_step.checks.same_options import OptionsOfStep, SameStep
+from zero_step.checks.same_step import OptionsOfStep, SameStep
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import exchange_sizes, lanes_of
 from zero_step.phase import Move, State

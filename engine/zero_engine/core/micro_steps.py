@@ -37,7 +37,7 @@ from zero_data.token_weights import (
 from zero_engine.memory_check import check_memory
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.grad_reducer import CALLS
-from zero_step.checks.same_options import OptionsOfStep
+from zero_step.checks.same_step import OptionsOfStep
 from zero_step.phase import Move, Phase, State
 
 _log = logging.getLogger(__name__)

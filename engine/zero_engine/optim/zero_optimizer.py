@@ -34,7 +34,7 @@ from zero_engine.sharding.segments import Segment
 from zero_engine.sharding.small_params import SmallParam, checksum
 from zero_step.agree import Agreement, clipped
 from zero_step.checks.replicas import Replicas
-from zero_step.checks.same_options import SameStep
+from zero_step.checks.same_step import SameStep
 from zero_step.gradients.division import Division
 
 

@@ -27,8 +27,9 @@ PIECE = 1 << 16
 _WHAT = "what the parameters are on each rank"
 _DIFFERS = (
     "{} has different values on rank 0 and on rank {}: a script has written to it on some ranks, "
-    "or not the same, or the memory of a device has lost a bit. Write the same on all ranks, or "
-    "load before the model is wrapped; and go on from a checkpoint"
+    "or not the same; or different hardware has stepped it differently, or the memory of a device "
+    "has lost a bit. Write the same on all ranks, or load before the model is wrapped; and go on "
+    "from a checkpoint"
 )
 _TRAINED = (
     "{} is trained on rank {} and not on rank {} (requires_grad): its gradient would lack "
@@ -67,7 +68,8 @@ class Replicas:
         if self._pieces:
             piece = self._pieces[self._at % len(self._pieces)]
             self._at += 1
-            found += bit_sum(torch.cat([each.detach().flatten()[part] for each, part in piece]))
+            bits = torch.cat([each.detach().flatten()[part] for each, part in piece])
+            found += bit_sum(bits).to(device)
         return found
 
     def check(self) -> None:
@@ -78,6 +80,7 @@ class Replicas:
         """
         if not self._parameters:
             return
+        self._at = 0  # as on all ranks: one that has joined begins with the first piece
         own = [
             torch.stack([torch.tensor(each.requires_grad), self._bits(each)])
             for each in self._parameters.values()

@@ -1,7 +1,6 @@
 """What one rank alone does wrong is an error of all ranks within seconds, under any back end.
 
-The last rank does something that the others do not. They would wait for it, and it for them, until
-a limit of minutes.
+Else each would train weights of its own, or the sum would lack the gradients of some.
 """
 
 from __future__ import annotations
@@ -9,38 +8,40 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.numerics.promises.back_ends import STEPS, Recipe, Training, training
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
+from zero_comm.exchange.collectives import Collectives
 from zero_contract.errors import PeerLost, ZeroError
+from zero_step.agree import Agreement
+from zero_step.checks.replicas import PIECE, Replicas
+
+CPU = torch.device("cpu")
 
 
-def freezes(own: Training, directory: str) -> None:
+def freezes(own: Training) -> None:
     """Fewer gradients than the others have."""
-    del directory
     own.module.get_submodule("down").requires_grad_(False)
 
 
-def writes(own: Training, directory: str) -> None:
-    del directory
+def writes(own: Training) -> None:
     with torch.no_grad():
         own.module.get_parameter("down.bias").add_(1.0)
 
 
-def loses_a_bit(own: Training, directory: str) -> None:
+def loses_a_bit(own: Training) -> None:
     """No version tells of it."""
-    del directory
     own.module.get_parameter("up.weight").data.view(torch.int32)[3, 2] ^= 1
 
 
 WHOLE = ("ddp", "stage0", "stage1")
 """Each rank holds all weights."""
-ALONE: dict[Callable[[Training, str], None], tuple[str, tuple[str, ...]]] = {
+ALONE: dict[Callable[[Training], None], tuple[str, tuple[str, ...]]] = {
     freezes: (r"down.weight is trained on rank 0 and not on rank 1", (*WHOLE, "stage3")),
     writes: (r"down.bias has different values on rank 0 and on rank 1", WHOLE),
     loses_a_bit: (r"up.weight has different values on rank 0 and on rank 1", WHOLE),
@@ -53,16 +54,14 @@ CASES = [
 ]
 
 
-def errors_of(
-    alone: Callable[[Training, str], None], back_end: str, directory: str
-) -> tuple[str, float]:
+def errors_of(alone: Callable[[Training], None], back_end: str) -> tuple[str, float]:
     """The error of this rank, and the seconds until it came."""
     own = training(Recipe(), back_end)
     own.train(1)
     began_s, error = time.monotonic(), ""
     try:
         if dist.get_rank() == 1:
-            alone(own, directory)
+            alone(own)
         own.train(3)
     except (ZeroError, PeerLost) as raised:
         error = str(raised)
@@ -72,9 +71,9 @@ def errors_of(
 @pytest.mark.parametrize(("alone", "back_end"), CASES)
 @pytest.mark.corners(alone=[freezes, loses_a_bit], back_end=["ddp", "stage1"])
 def test_what_one_rank_does_alone_is_an_error_of_all_within_seconds(
-    worlds: WorldPool, tmp_path: Path, alone: Callable[[Training, str], None], back_end: str
+    worlds: WorldPool, alone: Callable[[Training], None], back_end: str
 ) -> None:
-    found = worlds.run(2, errors_of, alone, back_end, str(tmp_path))
+    found = worlds.run(2, errors_of, alone, back_end)
     assert all(error for error, _ in found)
     assert any(re.search(ALONE[alone][0], error) for error, _ in found)
     assert max(took_s for _, took_s in found) < GROUP_TIMEOUT_S / 2
@@ -103,3 +102,26 @@ def test_a_rank_may_write_weights_that_it_sends_to_all_others(
     """They are compared once, in the step that follows."""
     ((expected, _),) = worlds.run(1, written_and_sent, "plain")
     assert worlds.run(2, written_and_sent, back_end) == [(expected, 1)] * 2
+
+
+def compared_after_a_join() -> int:
+    """How often all of the weights are compared, if one rank has done fewer steps than the other.
+
+    As one that joins beside a survivor; the weights are larger than what a step compares.
+    """
+    group = Collectives(name="replicas")
+    weights = {"weight": nn.Parameter(torch.randn(3 * PIECE, generator=torch.Generator()))}
+    replicas = Replicas(weights, group, whole=True)
+    if dist.get_rank() == 0:
+        replicas.digest(CPU)
+    agreement, notes = Agreement(group), torch.zeros(1)
+    compared = 0
+    for _ in range(4):
+        if not agreement.reach([], notes, replicas.digest(CPU)).alike:
+            replicas.check()
+            compared += 1
+    return compared
+
+
+def test_a_rank_that_has_joined_compares_the_same_part_of_the_weights(worlds: WorldPool) -> None:
+    assert worlds.run(2, compared_after_a_join) == [1, 1]

@@ -75,8 +75,7 @@ _WORD = struct.Struct("=c16sQQ")
 """The kind of message, the key, the address and the number of bytes."""
 _UNLIKE = (
     "rank {} sends {} bytes where this rank expects {}: the ranks do not exchange the same. Run "
-    "the same modules on every rank, and train the same parameters there "
-    "(requires_grad)"
+    "the same modules on every rank, and train the same parameters there (requires_grad)"
 )
 
 

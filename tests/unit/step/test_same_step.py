@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from zero_step.checks.same_options import OptionsOfStep
+from zero_step.checks.same_step import OptionsOfStep
 
 
 def test_an_option_that_a_script_has_replaced_takes_no_memory() -> None:
