@@ -57,7 +57,7 @@ def start(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         env=environment() | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
