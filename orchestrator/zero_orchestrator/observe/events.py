@@ -143,9 +143,7 @@ def read_timeline(item: KeyValue | None) -> Timeline | None:
 
 def read_history(item: KeyValue | None) -> History:
     """The history in a `history_key`; empty without one, or if it is unreadable."""
-    with contextlib.suppress(SpecMismatch):
-        return histories.from_record(kept(dict[str, Any], item) or {})
-    return History()
+    return kept(History, item) or History()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,16 @@ are wall clocks of nodes, in seconds since the epoch: for people only.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from zero_orchestrator.errors import SpecMismatch
-from zero_orchestrator.membership.records import read
+from msgspec import Struct, structs
+
+from zero_contract.decoding import encode
 from zero_orchestrator.observe.pace import Counts, add_up, bucket
 
 POINTS = 512
@@ -23,8 +25,7 @@ CHECKPOINTS = 100
 """Number of checkpoints that a history keeps: the newest."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(Struct, frozen=True, kw_only=True, array_like=True):
     """One step, or several steps in a row."""
 
     step: int
@@ -221,7 +222,7 @@ def _merged(points: Sequence[Point]) -> Point:
     parts = [(p.loss, p.losses / losses) for p in points if p.loss is not None]
     lows = [point.low for point in points if point.low is not None]
     highs = [point.high for point in points if point.high is not None]
-    return replace(
+    return structs.replace(
         points[-1],
         loss=sum(loss * part for loss, part in parts) if parts else None,
         low=min(lows, default=None),
@@ -232,75 +233,15 @@ def _merged(points: Sequence[Point]) -> Point:
 
 # ---- the record ----
 
-_CHECKPOINT = tuple(field.name for field in fields(Saved))
-
 
 def to_record(history: History) -> dict[str, Any]:
-    """The history as JSON: a list for each field of the points, and one for each checkpoint."""
-    names = [each.name for each in fields(Point)]
-    columns = {name: [_short(getattr(p, name)) for p in history.points] for name in names}
-    return {
-        "stride": history.stride,
-        "points": columns,
-        "checkpoints": [_row(one) for one in history.checkpoints],
-        "saved": history.saved,
-        "kept": history.kept,
-        "in_memory": None if history.in_memory is None else _row(history.in_memory),
-        "failing": None if history.failing is None else asdict(history.failing),
-        "durations": {str(place): count for place, count in history.durations.items()},
-    }
+    """The history as JSON, in which a point is a list of its fields."""
+    record: dict[str, Any] = json.loads(encode(history), parse_float=_short)
+    return record
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """The record of a history."""
-
-    points: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    stride: int = 1
-    checkpoints: tuple[tuple[Any, ...], ...] = ()
-    saved: int = 0
-    kept: int = 0
-    in_memory: tuple[Any, ...] | None = None
-    failing: Failing | None = None
-    durations: Counts = field(default_factory=dict)
-
-
-def from_record(record: Mapping[str, Any]) -> History:
-    """The history in a record; columns that this version does not know are ignored.
-
-    Raises:
-        SpecMismatch: It is no such record.
-    """
-    found = read(_Kept, record)
-    try:
-        rows = zip(*found.points.values(), strict=True)
-        points = [read(Point, dict(zip(found.points, row, strict=True))) for row in rows]
-    except ValueError as error:
-        raise SpecMismatch("the columns of a history in etcd differ in length") from error
-    return History(
-        points=tuple(points),
-        stride=found.stride,
-        checkpoints=tuple(_saved(row) for row in found.checkpoints),
-        saved=found.saved,
-        kept=found.kept,
-        in_memory=_saved(found.in_memory) if found.in_memory else None,
-        failing=found.failing,
-        durations=found.durations,
-    )
-
-
-def _row(saved: Saved) -> list[Any]:
-    return [_short(getattr(saved, name)) for name in _CHECKPOINT]
-
-
-def _saved(row: Sequence[Any]) -> Saved:
-    """The checkpoint of a row; those of an older version are shorter."""
-    return read(Saved, dict(zip(_CHECKPOINT, row, strict=False)))
-
-
-def _short(value: Any) -> Any:
+def _short(text: str) -> float:
     """Seconds and losses with as many digits as anyone can see."""
-    if not isinstance(value, float):
-        return value
+    value = float(text)
     # Of a time since the epoch six digits would be days.
     return round(value, 2) if abs(value) > 1e6 else float(f"{value:.6g}")

@@ -270,7 +270,7 @@ INSIDE = {
     "progress": {"Pace"},
     "seen": {"_Seen"},
     "ledger": {"_Ledger"},
-    "history": {"_Kept", "Point", "Saved"},
+    "history": {"History"},
     "verdicts": {"_Held"},
     "events": {"_Told"},
     "config": {"Config"},

@@ -52,7 +52,7 @@ def test_a_history_of_any_length_is_bounded_and_has_each_step_once(steps):
     mean = sum(point.loss * point.losses for point in history.points) / max(steps, 1)
     assert mean == pytest.approx((steps + 1) / 2 if steps else 0)
     record = json.loads(json.dumps(histories.to_record(history)))
-    assert histories.to_record(histories.from_record(record)) == record
+    assert histories.to_record(decode(History, record, "a history")) == record
 
 
 def test_a_spike_of_one_step_among_thousands_is_kept():
@@ -171,7 +171,7 @@ def test_a_checkpoint_has_the_times_and_the_size_of_its_save_on_disk_and_in_memo
     assert newer.written == saved
     assert (mine.history.saved, mine.history.kept, mine.published) == (1, 2, {False: 1, True: 2})
     record = json.loads(json.dumps(histories.to_record(mine.history)))
-    again = histories.from_record(record)
+    again = decode(History, record, "a history")
     assert (again.kept, again.points[-1].tokens) == (2, 900)
     assert again.checkpoints[0].size_bytes == 64
     assert (again.in_memory.stall_s, again.in_memory.tag) == (0.125, "m2")
@@ -190,7 +190,7 @@ def test_how_long_steps_take_is_known_of_the_whole_run_though_the_node_of_rank_0
         for _ in range(3):  # the agent that does not lead leaves them to the other one
             agent.report(0, Progress(step=2), took_s)
             agent.report(1, Progress(step=2), 7.0)  # one rank counts
-    written = histories.from_record(json.loads(json.dumps(histories.to_record(lost.history))))
+    written = decode(History, json.dumps(histories.to_record(lost.history)), "a history")
     mine.look(job(2, ME), ME)
     mine.report(0, Progress(step=3), 4.0)
     assert quantiles(mine.history.after(written).durations) == Quantiles(
@@ -203,9 +203,10 @@ def test_a_history_of_an_older_version_is_read():
         Saved(step=3, tag="t", time_s=1.0, samples=1, digest="d")
     )
     record = histories.to_record(history)
-    del record["kept"], record["points"]["tokens"], record["in_memory"], record["durations"]
-    record["checkpoints"] = [one[:5] for one in record["checkpoints"]]
-    assert histories.from_record(record) == history
+    del record["kept"], record["in_memory"], record["durations"]
+    record["points"] = [one[:8] for one in record["points"]]
+    del record["checkpoints"][0]["size_bytes"]
+    assert decode(History, record, "a history") == history
 
 
 def test_when_the_node_of_rank_0_is_lost_the_next_one_continues_its_curve_without_a_gap():

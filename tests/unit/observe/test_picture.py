@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+from msgspec import structs
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
@@ -100,7 +101,7 @@ def test_tokens_and_what_saves_took_are_shown_where_they_are_known():
     unknown = dataclasses.replace(records.history.checkpoints[-1], size_bytes=0)
     bare = dataclasses.replace(records.history, checkpoints=(unknown,), in_memory=None)
     assert shown(records, history=bare)["checkpoints"]["rows"][0][6] is None
-    points = [dataclasses.replace(p, tokens=1000 * p.step) for p in records.history.points]
+    points = [structs.replace(p, tokens=1000 * p.step) for p in records.history.points]
     history = dataclasses.replace(records.history, points=tuple(points), kept=70)
     times = {"size_bytes": 1 << 20, "stall_s": 0.1, "write_s": 0.4, "publish_s": 0.2}
     found = shown(records, history=history.with_times(70, **times))
