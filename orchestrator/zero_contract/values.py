@@ -90,6 +90,17 @@ def argument_type(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return convert
 
 
+def whole(problem: str, least: int = 0, most: float = math.inf) -> Callable[[str], int]:
+    """A `type` for argparse: a whole number; of any other text the error is it and `problem`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}{problem}")
+        return int(text)
+
+    return parse
+
+
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that is similar to `name`, if any is."""
     near = difflib.get_close_matches(name, known, n=1)

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from zero_contract.values import argument_type, parse_seconds
+from zero_contract.values import argument_type, parse_seconds, whole
 from zero_orchestrator.errors import SpecError
 
 seconds = argument_type(parse_seconds)
-
-
-def port(text: str) -> int:
-    """A port to listen on; 0: a free one.
-
-    Raises:
-        ArgumentTypeError: The text is not a port.
-    """
-    if not text.isdecimal() or not 0 <= int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text}: write a port, 1 to 65535, or 0 for a free one")
-    return int(text)
-
-
-def whole(least: int, remedy: str) -> Callable[[str], int]:
-    """The type of an argument that is a whole number, `least` or more; errors end with `remedy`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text}: {remedy}")
-        return int(text)
-
-    return parse
-
-
+port = whole(": write a port, 1 to 65535, or 0 for a free one", most=65535)
 _FLAG = re.compile(r"--([a-z][a-z-]*)")
 
 

@@ -20,7 +20,7 @@ from zero_agent.node.network import ANY_PORT, loopback
 from zero_agent.workers.output.streams import Format
 from zero_agent.workers.progress import parse_hang_timeout
 from zero_contract.exit_codes import AgentExit
-from zero_contract.values import Size, argument_type
+from zero_contract.values import Size, argument_type, whole
 from zero_orchestrator.arguments import seconds
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
@@ -54,12 +54,6 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _exit_code(text: str) -> int:
-    if not text.isdecimal() or int(text) > 255:
-        raise argparse.ArgumentTypeError(f"{text} is not an exit code; write a number up to 255")
-    return int(text)
-
-
 def _hang(text: str) -> str:
     try:
         parse_hang_timeout(text)
@@ -74,12 +68,6 @@ def _some_seconds(text: str) -> float:
     if not (length_s := seconds(text)):
         raise argparse.ArgumentTypeError(f"{text}: write more than 0 seconds, such as 30")
     return length_s
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is not a port; write a number up to 65535")
-    return int(text)
 
 
 def _host(text: str) -> str:
@@ -124,6 +112,8 @@ def _ports(text: str) -> str:
     return text
 
 
+_exit_code = whole(" is not an exit code; write a number up to 255", most=255)
+_port = whole(" is not a port; write a number up to 65535", most=LAST_PORT)
 _size_bytes = argument_type(lambda text: Size(text).size_bytes)
 
 

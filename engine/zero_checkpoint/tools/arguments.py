@@ -6,11 +6,10 @@ Each parser raises argparse's own error, with the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero_contract.values import argument_type, parse_seconds, parse_size_bytes
+from zero_contract.values import argument_type, parse_seconds, parse_size_bytes, whole
 
 if TYPE_CHECKING:
     from zero_checkpoint.saving.retention import Best
@@ -27,16 +26,8 @@ def size(text: str) -> int:
     return size_bytes
 
 
-def _whole_number(at_least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < at_least:
-            raise ValueError(f"is not a whole number of at least {at_least}; write one")
-        return int(text)
-
-    return argument_type(parse)
-
-
-positive, not_negative = _whole_number(1), _whole_number(0)
+positive = whole(" is not a whole number of at least 1; write one", 1)
+not_negative = whole(" is not a whole number of at least 0; write one")
 duration_s = argument_type(parse_seconds)
 
 

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import CtlExit
+from zero_contract.values import whole
 from zero_contract.version import add_version
 from zero_orchestrator.addresses import host_port, who
-from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, whole, with_dashes
+from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
     completion,
     dashboard_command,
@@ -260,7 +261,7 @@ def _add_gc(command: _Command) -> None:
         "--older-than", type=seconds, default=collect.OLDER_THAN_S, metavar="SECONDS", help=text
     )
     text = f"number of ended jobs to keep; older ones are deleted too (default {collect.KEEP})"
-    count = whole(0, "write a number of jobs, such as 50")
+    count = whole(": write a number of jobs, such as 50")
     gc.add_argument("--keep", type=count, default=collect.KEEP, metavar="N", help=text)
     text = (
         "also delete jobs that did not end, if all their agents left longer ago than --older-than"

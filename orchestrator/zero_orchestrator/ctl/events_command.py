@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.arguments import seconds, whole
+from zero_contract.values import whole
+from zero_orchestrator.arguments import seconds
 from zero_orchestrator.ctl.views import View, age
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.observe import events, status
@@ -32,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "the next workers, each with the time since the first; 1: the last recovery, 2: the one "
         "before (default of NUMBER: 1)"
     )
-    place = whole(1, "write 1 for the last recovery, 2 for the one before")
+    place = whole(": write 1 for the last recovery, 2 for the one before", 1)
     parser.add_argument("--recovery", type=place, nargs="?", const=1, metavar="NUMBER", help=text)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.text import Text
 
 from zero_contract.exit_codes import CtlExit
-from zero_orchestrator.arguments import whole
+from zero_contract.values import whole
 from zero_orchestrator.ctl.views import View
 from zero_orchestrator.errors import LeaseLost, StoreUnavailable
 from zero_orchestrator.observe import queries, status
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--follow", "-f", action="store_true", help="print new output until the job ends"
     )
     text = f"number of last lines of each worker to print first (default {LINES})"
-    lines = whole(0, "write a number of lines, such as 100")
+    lines = whole(": write a number of lines, such as 100")
     parser.add_argument("--lines", "-n", type=lines, default=LINES, metavar="N", help=text)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero_orchestrator.arguments import whole
+from zero_contract.values import whole
 from zero_orchestrator.jobfile.reading import checks, schema
 from zero_orchestrator.jobfile.reading.schema import Job
 
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
     text = "where the job runs (default: kubectl's cluster, else Slurm, else this machine)"
     run.add_argument("--on", choices=PLACES, help=text)
     text = "with --on local: number of agents (default: the minimum that the job needs)"
-    agents = whole(1, "write a number of agents, from 1")
+    agents = whole(": write a number of agents, from 1", 1)
     run.add_argument("--agents", type=agents, metavar="N", help=text)
     run.add_argument(
         "--dry-run",
