@@ -312,12 +312,10 @@ class SimulatedStore:
         found: KeyValue | None = self._call(lambda database: database.items.get(key))
         return found
 
-    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
+    def range(self, prefix: str, *, limit: int = 0) -> Range:
         """As `KeyValueStore.range`."""
         found: Range = self._call(
-            lambda database: database.range(
-                prefix, limit=limit, oldest=oldest, cluster=self.etcd.cluster
-            )
+            lambda database: database.range(prefix, limit=limit, cluster=self.etcd.cluster)
         )
         return found
 

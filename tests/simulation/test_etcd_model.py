@@ -47,7 +47,7 @@ _write = st.one_of(_put, _delete)
 OPERATIONS = st.one_of(
     st.tuples(st.just("txn"), st.lists(_compare, max_size=2), st.lists(_write, max_size=3)),
     st.tuples(st.just("read"), st.lists(_read, min_size=1, max_size=3)),
-    st.tuples(st.just("range"), _key, _number, st.booleans()),
+    st.tuples(st.just("range"), _key, _number),
     st.tuples(st.just("grant"), st.integers(60, 90)),
     st.tuples(st.just("revoke"), _number),
     st.tuples(st.just("keep"), _number),
@@ -88,7 +88,7 @@ class Session:
         if kind == "read":
             return store.read([Read(self.root + k, prefix, n) for k, prefix, n in facts[0]])
         if kind == "range":
-            return store.range(self.root + facts[0], limit=facts[1], oldest=facts[2])
+            return store.range(self.root + facts[0], limit=facts[1])
         if kind == "grant":
             self.leases.append(store.grant(facts[0]))
             return None

@@ -113,9 +113,9 @@ class MemoryStore:
         """As `KeyValueStore.get`."""
         return self._use(lambda database: database.items.get(key))
 
-    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
+    def range(self, prefix: str, *, limit: int = 0) -> Range:
         """As `KeyValueStore.range`."""
-        return self._use(lambda database: database.range(prefix, limit=limit, oldest=oldest))
+        return self._use(lambda database: database.range(prefix, limit=limit))
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
         """As `KeyValueStore.read`."""

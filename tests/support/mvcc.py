@@ -64,14 +64,9 @@ class Database:
         item = self.items.get(compare.key)
         return (getattr(item, compare.field) if item else 0) == compare.revision
 
-    def range(
-        self, prefix: str, *, limit: int = 0, oldest: bool = False, cluster: int = 0
-    ) -> Range:
-        """The first keys that start with `prefix`, by name or by age; without a limit, all."""
-        items = self.under(prefix)
-        if oldest:
-            items.sort(key=lambda item: item.create_revision)
-        return Range(self.revision, tuple(items[: limit or None]), cluster)
+    def range(self, prefix: str, *, limit: int = 0, cluster: int = 0) -> Range:
+        """The first keys that start with `prefix`, by name; without a limit, all."""
+        return Range(self.revision, tuple(self.under(prefix)[: limit or None]), cluster)
 
     def read(self, reads: Sequence[Read], *, cluster: int = 0) -> tuple[Range, ...]:
         """What each of these reads finds, all at one revision."""

@@ -23,7 +23,7 @@ OLD = {
     DrainOrder: {"node", "incarnation", "by"},
     Charge: {"n", "cause"},
     Exclusion: {"host", "why"},
-    Head: {"n", "state", "cause"},
+    Head: {"n", "state", "cause", "failed"},
     Published: {"step", "tag", "digest", "samples"},
     LinkReport: {"node", "dead"},
     SetAside: {"node", "why", "others"},

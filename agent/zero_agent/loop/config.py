@@ -15,7 +15,6 @@ from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import host_port
 from zero_orchestrator.membership.job_state import Node
-from zero_orchestrator.membership.records import PROTOCOL
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -123,7 +122,6 @@ class AgentConfig:
             role=self.role,
             host=self.host,
             topology=self.topology,
-            protocol=PROTOCOL,
             process=identity.own(),
             lease_ttl_s=self.lease_ttl_s,
         )

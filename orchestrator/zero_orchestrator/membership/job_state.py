@@ -17,7 +17,7 @@ from zero_contract.signing import Purpose, Secret, derive
 from zero_orchestrator.errors import SpecMismatch
 from zero_orchestrator.membership.dead_links import LinkReport, Pair, SetAside
 from zero_orchestrator.membership.failures import Charge, Exclusion, in_force
-from zero_orchestrator.membership.records import FIRST_PROTOCOL, Record, pack, read, unpack
+from zero_orchestrator.membership.records import PROTOCOL, Record, pack, read, unpack
 from zero_orchestrator.membership.spec import JobSpec
 
 
@@ -46,7 +46,7 @@ class Head(Record):
     """The move that led to the state."""
     at: float | None = None
     """When that was, by the writer's wall clock: for people; no decision depends on it."""
-    failed: str | None = None
+    failed: str = ""
     """As in `Snapshot`."""
     took_s: float = 0.0
     """As in `Snapshot`."""
@@ -86,7 +86,7 @@ class Node(Record):
     """Name of its machine, which stays when the agent is restarted; empty: the id."""
     unhealthy: str = ""
     """Why it cannot take part in a round now, by its own judgement."""
-    protocol: int = FIRST_PROTOCOL
+    protocol: int = PROTOCOL
     """The version of the protocol that it speaks."""
     process: str = ""
     """Identifies its process for other agents of the same machine."""
@@ -273,9 +273,8 @@ class Snapshot:
     """The move that led to the state."""
     at_s: float | None = None
     """When that was, by the wall clock of the agent that made it; no decision depends on it."""
-    failed: str | None = None
-    """The node whose workers failed first in round n, once the round is over; empty: none did;
-    None: an agent of an older version has not said."""
+    failed: str = ""
+    """The node whose workers failed first in round n, once the round is over; empty: none did."""
     committed: int = 0
     """The step of the newest published checkpoint; 0 without one."""
     committed_revision: int = 0

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import heapq
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from zero_contract.clock import Clock
 from zero_orchestrator.errors import StoreReplaced
@@ -38,8 +38,6 @@ LOOKS_PER_S = 25
 """The agent that has k others before it looks no more often than LOOKS_PER_S / k times a second."""
 LONGEST_S = 15.0
 """Longest pause of a follower: half of a large job may be gone at once."""
-CAUSES = 8
-"""Number of failure reports, the oldest, that a follower reads beside agents of other versions."""
 
 
 RESTART = "Start the agents again; the job goes on from its newest checkpoint"
@@ -311,13 +309,7 @@ class _FollowerView:
             return ()
         if job.fence != self._causes_of:
             prefix = self._keys.report(job.n, "fail/")
-            found: Sequence[KeyValue] = ()
-            if job.failed is None:
-                # Written by an agent of an older version. To find the oldest, etcd looks through
-                # the reports of all nodes, for each agent that asks.
-                found = self._store.range(prefix, limit=CAUSES, oldest=True).items
-            elif job.failed and (item := self._store.get(prefix + job.failed)) is not None:
-                found = [item]
-            self._causes = failures(found, prefix)
+            item = self._store.get(prefix + job.failed) if job.failed else None
+            self._causes = failures([item] if item is not None else [], prefix)
             self._causes_of = job.fence
         return self._causes

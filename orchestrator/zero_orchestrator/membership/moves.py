@@ -132,7 +132,7 @@ def transaction(
         by=transition.move,
         at=at_s or None,
         # All agents read this one report, and not those of all nodes.
-        failed=failed if source is State.ACTIVE else None,
+        failed=failed if source is State.ACTIVE else "",
         took_s=round(took_s, 3) if transition.move is Move.ACTIVATE else 0.0,
     )
     writes: list[Write] = [Put(keys.round, head.to_json())]

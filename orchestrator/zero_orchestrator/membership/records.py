@@ -19,8 +19,6 @@ from zero_orchestrator.store.kv import KeyValue
 
 PROTOCOL = 2
 """Version of the records, keys and moves of a job, as this agent writes and reads them."""
-FIRST_PROTOCOL = 1
-"""The version of records that name none."""
 
 LARGEST_BYTES = 16 << 20
 """The largest text that is packed in a value of the store."""

@@ -10,15 +10,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from zero_orchestrator.errors import SpecError, SpecMismatch
 from zero_orchestrator.membership.records import (
-    FIRST_PROTOCOL,
     PROTOCOL,
     Record,
     check_protocol,
-    read,
 )
 
 _NNODES = re.compile(r"(\d+)(?::(\d+))?")
@@ -126,11 +123,6 @@ class JobSpec(Record):
     def fewest(self) -> int:
         """The size of the smallest round there can be."""
         return -(-self.min_nodes // self.node_unit) * self.node_unit
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> JobSpec:
-        """The inverse of `to_json`; raises as `read`."""
-        return read(cls, {"protocol": FIRST_PROTOCOL, **read(dict[str, Any], text)})
 
     def check_same(self, running: JobSpec, job: str) -> None:
         """Refuse to join a job that was started with another specification.

@@ -131,14 +131,12 @@ class KeyValueStore(Protocol):
     def get(self, key: str) -> KeyValue | None:
         """The key as it is now, or None."""
 
-    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
+    def range(self, prefix: str, *, limit: int = 0) -> Range:
         """Every key that starts with `prefix`, read at one revision.
 
         Args:
             prefix: Prefix of the keys to read.
             limit: Maximum number of keys, the first by name; 0: all.
-            oldest: Order the keys by creation, oldest first, instead of by name. The server scans
-                all keys under the prefix for that.
         """
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:

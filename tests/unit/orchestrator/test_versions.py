@@ -24,7 +24,7 @@ from zero_orchestrator.membership.job_state import (
 )
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
-from zero_orchestrator.membership.records import FIRST_PROTOCOL, PROTOCOL, read
+from zero_orchestrator.membership.records import PROTOCOL, read
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -60,7 +60,7 @@ class Mixed(Cluster):
             OtherVersion(store, change) if change is not None else store,
             self.job,
             spec or self.spec,
-            Node(id=name, incarnation=incarnation, address=name, slots=1, protocol=PROTOCOL),
+            Node(id=name, incarnation=incarnation, address=name, slots=1),
             clock=self.clock,
             journal=Journal(name),
         )
@@ -127,12 +127,6 @@ def test_agents_of_another_protocol_are_told_what_to_install():
         f"version {PROTOCOL}: install the zero-elastic with which the job was started, or stop "
         "the job and start it again with this one; it goes on from its newest checkpoint"
     )
-
-
-def test_a_specification_that_says_nothing_of_the_protocol_is_of_the_first():
-    record = json.loads(JobSpec(min_nodes=1, max_nodes=2).to_json())
-    assert record.pop("protocol") == PROTOCOL
-    assert JobSpec.from_json(json.dumps(record)).protocol == FIRST_PROTOCOL
 
 
 def test_an_upgrade_under_a_running_agent_is_seen(tmp_path):

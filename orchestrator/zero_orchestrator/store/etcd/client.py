@@ -144,13 +144,10 @@ class EtcdStore:
         found = self._connection.call(lambda etcd: etcd.get_response(key), repeatable=True)
         return key_value(found.kvs[0]) if found.kvs else None
 
-    def range(self, prefix: str, *, limit: int = 0, oldest: bool = False) -> Range:
+    def range(self, prefix: str, *, limit: int = 0) -> Range:
         """As `KeyValueStore.range`."""
         key, end = key_range(prefix)
         request = rpc.RangeRequest(key=key, range_end=end, limit=limit)
-        if oldest:
-            request.sort_order = rpc.RangeRequest.ASCEND
-            request.sort_target = rpc.RangeRequest.CREATE
 
         def send(etcd: Any) -> Any:  # etcd3's range calls take no limit
             return etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
