@@ -13,6 +13,7 @@ each once, all of a revision together. `test_etcd_model` compares it with a real
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -160,6 +161,8 @@ class SimulatedWatch:
         self._stream = 0
         """Number of the present stream; what is on its way on an older one is lost."""
         self._open = False
+        self._on_the_way: deque[Callable[[], None]] = deque()
+        """What is on its way on the present stream, in order."""
         self._arrives_s = 0.0
         self.cancelled = False
 
@@ -173,6 +176,7 @@ class SimulatedWatch:
         """End the stream; another one resumes after this time."""
         self._stream += 1
         self._open = False
+        self._on_the_way.clear()
         self._store.later(again_s, self.resume)
 
     def resume(self) -> None:
@@ -217,12 +221,13 @@ class SimulatedWatch:
         arrives_s = kernel.now + self._store.latency_s() + self._store.lag_s()
         # A stream is in order: what comes at the same time as the one before comes after it.
         self._arrives_s = max(arrives_s, self._arrives_s + 1e-9)
+        self._on_the_way.append(deliver)
 
         def arrive() -> None:
             if self.cancelled or stream != self._stream:
                 return
             if self._store.reaches(both=True):
-                deliver()
+                self._on_the_way.popleft()()  # events of a slow process come in another order
             else:
                 self.break_off(NOTICE_S)
 
