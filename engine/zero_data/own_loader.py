@@ -67,6 +67,7 @@ class MicroBatches(Sampler[list[int]]):
         seed_step(self.order.seed, self.order.cursor, moment)
 
     known_as: int | None = None
+    comes_back = False
 
     def look(self) -> None:
         """Nothing: the script collates the samples."""

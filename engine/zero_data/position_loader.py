@@ -150,6 +150,9 @@ class Feed(Protocol):
         a process: what follows may belong to the same micro-batch, as in a GAN.
         """
 
+    comes_back: bool
+    """Whether it hears, on this thread, where the loop comes back from the step under way."""
+
     known_as: int | None
     """The `fingerprint` of its data; None: no checkpoint has it, and the first micro-batch of the
     run was not handed out here."""
@@ -186,6 +189,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         """Whether it is the only training of the process."""
         self.calls: tuple[Callable[[], object], ...] = (_nothing, _nothing, _nothing)
         """Called before each iteration, for each batch, and at the end of an epoch."""
+        self.comes_back = False
 
     @property
     def epoch(self) -> int:
@@ -253,16 +257,20 @@ class PositionLoader(ABC, Generic[Ordered]):
         iteration = self._newest = object()
         until = self.epoch
         self._iterates, self._cursor.loop = True, until
+        self.comes_back = not self.elsewhere
+        moves = None
         try:
-            for batch in self._until(until, iteration) if self.order.epoch == until else ():
+            while self._cursor.moves != moves:
+                for batch in self._until(until, iteration) if self.order.epoch == until else ():
+                    moves = self._cursor.moves
+                    draw()
+                    if self._cursor.moves == moves:  # else the batch is of a position before
+                        yield batch
                 moves = self._cursor.moves
-                draw()
-                if self._cursor.moves == moves:  # else the batch is of a position before
-                    yield batch
-            end()
+                end()  # it may have moved the position back
         finally:
             if self._newest is iteration:
-                self._iterates, self._cursor.loop = False, None
+                self._iterates, self._cursor.loop, self.comes_back = False, None, False
 
     def _until(self, until: int, iteration: object) -> Iterator[Any]:
         """The batches of an iteration from the position to the end of an epoch."""

@@ -67,6 +67,10 @@ class Session:
         self.hardware: Hardware | None = None
         self.writes: ForwardWrites | None = None
         self.staying: Staying | None = None
+        self.is_behind = False
+        """Whether a step has ended, and the script has not come back since; see `come_back`."""
+        self._may_leave = False
+        """Whether this worker could leave when that step ended: all was saved after the last."""
         self._mode = config.tag_validation.lower()
         self._training = training
         self._collectives = collectives
@@ -355,7 +359,7 @@ class Session:
         """Leave on a drain, preemption, join or stop, saving first if needed."""
         if not self.leaving:
             return
-        if self._link.may_leave:
+        if self._may_leave:
             self.leave()
         engines = self._persistence.engines()
         departure, reason = choose_departure(
@@ -389,7 +393,7 @@ class Session:
 def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
     """Note in `Session.lost` that a peer is lost, if this process can go on in the next round.
 
-    What was begun within this has no effect: `survive` ends it, at the end of the step.
+    What was begun within this has no effect: `survive` ends it, when the script comes back.
 
     Args:
         session: That of the training.
@@ -500,16 +504,22 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
             session.hardware.compare_again(group.everybodys, group.rank)
         link.progress(persistence.number, progress)
         if session.staying is not None:
-            session.staying.in_step = False  # whether it may stay is asked when it departs
+            session.staying.end_step()
+    session.is_behind, session._may_leave = True, link.may_leave
 
 
-def leave_step(session: Session) -> None:
-    """Behind a step: keep it in memory, and leave if that is asked; the process may exit here.
+def come_back(session: Session) -> None:
+    """The script comes back from what it does behind a step; the process may exit here.
 
-    To be called where the script comes back from what it does behind the step (an average, a metric
-    for a scheduler, weights that it writes): a checkpoint that lacks that is another run's.
+    It has changed averages, weights, or a scheduler by a metric: a checkpoint that lacks that is
+    another run's. So the state is kept in memory here, and this is where a worker leaves.
     """
+    if survive(session) or not session.is_behind:
+        return
+    session.is_behind = False
     with exit_on_peer_loss(session._link):
+        if session.staying is not None:
+            session.staying.come_back()
         session._persistence.keep_in_memory()
         session._depart_if_asked()
         if session.staying is not None:

@@ -155,8 +155,13 @@ class Staying:
                 self.forbid("the script does not load before its first step")
 
     def end_step(self) -> None:
-        """Note that the script gets the end of a step back, perhaps in another round."""
-        self._since_step = standing()
+        """Note that the script gets the end of a step back."""
+        self.in_step, self._since_step = False, standing()
+
+    def come_back(self) -> None:
+        """Note that the script comes back from what it does behind a step."""
+        self._compare_between()
+        self._since_step = None
 
     def reason_against(self, *, in_step: bool = False) -> str:
         """Why this process is started anew; empty: it stays, even in the middle of a step."""

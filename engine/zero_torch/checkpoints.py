@@ -32,7 +32,7 @@ from zero_data.global_batch import Cursor, MicroBatch
 from zero_step.agree import Agreement
 from zero_step.checks import alike
 from zero_step.phase import Move, Phase, State
-from zero_step.session import NOTES, Session, end_step, leave_step, notes_of
+from zero_step.session import NOTES, Session, come_back, end_step, notes_of
 from zero_torch import settings
 from zero_torch.optimizers.held_calls import replace
 from zero_torch.optimizers.others import makes_state
@@ -114,8 +114,6 @@ class Checkpoints(Session):
         self._phase = Phase(CALLS)
         self._unsaved = False
         """Whether a step has ended since the last save."""
-        self._is_behind = False
-        """Whether one has ended, and the script has not come back to the run since."""
         self._losses: dict[int, Tensor | None] = {}
         """Of this rank's micro-batches of the step, weighted; on the device; None: not seen."""
         self._tells_unseen_loss = True
@@ -194,18 +192,12 @@ class Checkpoints(Session):
         """End a step whose optimizer has acted. Returns whether this is between two steps."""
         if self._phase.state is State.STEPPED:
             self._end_step()
-        self._come_back()
+        come_back(self)
         return True
 
     def _leave_step(self, what: str) -> None:
         del what
         self._between_steps()
-
-    def _come_back(self) -> None:
-        """The script has done what it does behind a step."""
-        if self._is_behind:
-            self._is_behind = False
-            leave_step(self)
 
     def _end_step(self) -> None:
         """Tell the other ranks and the agent."""
@@ -228,7 +220,6 @@ class Checkpoints(Session):
                 reduction=NATIVE if self._in_order and self._chosen.elastic.is_native else "",
             )
             end_step(self, [row[:NOTES] for row in notes], progress)
-            self._is_behind = True
 
     def _notes(self) -> Tensor:
         """The notes for all ranks at the end of a step.

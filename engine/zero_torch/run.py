@@ -40,7 +40,7 @@ from zero_step.checks.same_step import OptionsOfStep, SameStep
 from zero_step.forward_writes import ForwardWrites
 from zero_step.lane_states import exchange_sizes, lanes_of
 from zero_step.phase import Move, State
-from zero_step.session import NOTES, begin_micro_step, fill_in, outlived, see_forward, survive
+from zero_step.session import NOTES, begin_micro_step, come_back, fill_in, outlived, see_forward
 from zero_torch import hooks, settings
 from zero_torch.checkpoints import Checkpoints
 from zero_torch.checks import self_test
@@ -296,15 +296,14 @@ class Run(Checkpoints):
         Returns:
             Whether this was the last micro-batch of a step.
         """
-        if survive(self) or not self._belongs_to_this():
+        if self.lost is not None or not self._belongs_to_this():
             return False
         last = self._now().last
         with outlived(self):
             if last:
                 self._act(max_norm)
             self._end_micro_step()
-        # A step that has lost a peer had no effect.
-        return last and not survive(self)
+        return last and self.lost is None  # one that has lost a peer had no effect
 
     def _act(self, max_norm: float | None) -> None:
         if max_norm is not None:
@@ -394,15 +393,16 @@ class Run(Checkpoints):
             self._ledger.forget()
 
     def _between_steps(self) -> bool:
+        come_back(self)
         if self._phase.begun:
             if not self._has_acted():
                 return False
             self._end_micro_step()
-        self._come_back()
+        come_back(self)
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:
-        if not (survive(self) or self._between_steps()):
+        if not self._between_steps():
             raise ZeroError(
                 f"{what} in the middle of a step: its gradients cannot be saved; call it after "
                 "the step() of the last micro-batch, which returns True"
@@ -437,9 +437,10 @@ class Run(Checkpoints):
 
     def _begin_iteration(self) -> None:
         """Begin an iteration: what the one before has drawn and not run comes again."""
+        come_back(self)
         if self._phase.begun:
             self._end_micro_step()
-        self._come_back()
+        come_back(self)
         self._phase.move(Move.DROP)
         self._writes.drop(self._cursor.micro)
         self._owed = False
@@ -449,14 +450,15 @@ class Run(Checkpoints):
         batches, moves = self.loader, self._cursor.moves
         if batches.elsewhere:
             raise ZeroError(OTHER_THREAD)
-        if survive(self):
+        come_back(self)  # after the loss of a peer the step is not ended
+        if self._cursor.moves != moves:
             return
         if batches.draws.passed_over is not None:
             raise ZeroError(PASSED_OVER)
         if self._phase.begun and (not self._gradients.pipeline.turn.last or self._has_acted()):
             self._owed = self._phase.state is State.RUN
             self._end_micro_step()
-        self._come_back()
+        come_back(self)
         if self._cursor.moves != moves:  # in another round
             return
         if self._gradients.now is None:
@@ -483,7 +485,7 @@ class Run(Checkpoints):
             return
         if self._phase.begun:
             self._end_micro_step()
-        self._come_back()
+        come_back(self)
         if gradients.now is None:
             self._begin_micro_step()
 

@@ -49,17 +49,29 @@ STEPS = 9
 def made(settings: dict[str, Any]) -> Engine:
     """The engine of a script, whose data may be a "stream"."""
     settings = dict(settings)
+    settings.pop("follows", None)
     if (stream := settings.pop("stream", None)) is None:
         return make_engine(settings)
     samples = [Tokens(DATASET_SIZE)[index] for index in range(DATASET_SIZE)]
     return make_engine(settings, training_data=stream(samples))
 
 
+def follow(engine: Engine, settings: dict[str, Any]) -> None:
+    """What a script may do behind each step: to the rate of the next one, and to its weights."""
+    if "follows" in settings:
+        for group in engine.optimizer.param_groups:  # type: ignore[union-attr]
+            group["lr"] *= 0.9
+        if engine.zero_optimization_stage() < 3:
+            with torch.no_grad():
+                for each in engine.module.parameters():
+                    each.mul_(0.99)
+
+
 def trained(directory: str, settings: dict[str, Any]) -> Any:
     """What a script does: make, load, train; the losses that this process has seen."""
     engine = made(settings)
     engine.load_checkpoint(directory)
-    losses = train(engine, STEPS)
+    losses = train(engine, STEPS, lambda: follow(engine, settings))
     return fingerprint(engine), losses, engine.world_size, dist.get_world_size()
 
 
@@ -77,7 +89,7 @@ def trained_and_saved(directory: str, settings: dict[str, Any]) -> Any:
 
 def undisturbed(settings: dict[str, Any]) -> Any:
     engine = made(settings)
-    losses = train(engine, STEPS)
+    losses = train(engine, STEPS, lambda: follow(engine, settings))
     return fingerprint(engine), losses
 
 
@@ -100,6 +112,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "stage 3, a stream": {**config(3), "stream": Rows},
     "stage 1, a stream with a state": {**config(1), "stream": StatefulRows},
+    "stage 2, follows": {**config(2), "follows": True},
+    "stage 3, follows": {**config(3), "follows": True},
     "stage 1, Muon": {**config(1), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
 }
 
@@ -265,7 +279,7 @@ def test_a_newcomer_that_has_warmed_up_for_no_round_ends_without_an_error(
     assert one.members[1].exitcode == 0
 
 
-@pytest.mark.full
+@pytest.mark.corners(name=["stage 2, follows"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path, name: str
@@ -419,8 +433,10 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
             else:
                 engine.backward(loss)
             reach("the end of a step")
-            before = engine.global_steps
+            before, is_last = engine.global_steps, engine.is_gradient_accumulation_boundary()
             engine.step()
+            if is_last:  # also behind one that has lost a peer, which had no effect
+                follow(engine, settings)
             if engine.global_steps > before:
                 losses[engine.global_steps] = engine.mean_loss
                 reach("a step that has just ended")
@@ -430,11 +446,20 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
     return fingerprint(engine), losses
 
 
-@pytest.mark.corners(name=["stage 3"], moment=["a forward"], victim=[1])
+@pytest.mark.corners(name=["stage 2, follows"], moment=["a forward"], victim=[1])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("moment", [*MOMENTS, *(PLAIN + each for each in MOMENTS)])
 @pytest.mark.parametrize(
-    "name", ["stage 0", "stage 2, fp16", "stage 3", "stage 3, offloaded", "stage 3, a stream"]
+    "name",
+    [
+        "stage 0",
+        "stage 2, fp16",
+        "stage 2, follows",
+        "stage 3",
+        "stage 3, follows",
+        "stage 3, offloaded",
+        "stage 3, a stream",
+    ],
 )
 def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     job: Callable[..., Job], tmp_path: Path, name: str, moment: str, victim: int

@@ -40,7 +40,7 @@ from zero_contract import worker as contract
 from zero_contract.errors import PeerLost, ZeroError
 from zero_contract.worker import Ability, CommitRequest, ExitCode, Join, Message, Progress, Saved
 from zero_data.global_batch import strided
-from zero_step.session import Session, begin_micro_step, end_step, notes_of, outlived, survive
+from zero_step.session import Session, begin_micro_step, come_back, end_step, notes_of, outlived
 from zero_step.staying import Staying, standing
 
 AMBUSH_S = 0.5
@@ -294,8 +294,7 @@ class Worker:
             training.stepped(self, step, samples)
             progress = Progress(step=step, samples=step * MICROBATCHES, loss=1.0)
             end_step(session, [note for _, note in notes.values()], progress)
-        if self.present.lost is not None:
-            survive(self.present)
+        come_back(self.present)
 
 
 def _microbatches(rank: int, world: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,8 +52,11 @@ def make_engine(
     return engine
 
 
-def train(engine: Engine, steps: int) -> list[float]:
-    """Train until `steps` steps are done in all; the mean loss of each new one."""
+def train(engine: Engine, steps: int, behind: Callable[[], None] | None = None) -> list[float]:
+    """Train until `steps` steps are done in all; the mean loss of each new one.
+
+    `behind`: what the script does behind each.
+    """
     losses = []
     loader = engine.training_dataloader
     assert loader is not None
@@ -63,6 +67,8 @@ def train(engine: Engine, steps: int) -> list[float]:
             engine.step()
             if engine.global_steps > before:
                 losses.append(engine.mean_loss)
+                if behind is not None:
+                    behind()
             if engine.global_steps == steps:
                 break
     return losses

@@ -58,13 +58,12 @@ from zero_step.session import (
     NOTES,
     Session,
     begin_micro_step,
+    come_back,
     end_step,
     fill_in,
-    leave_step,
     notes_of,
     outlived,
     see_forward,
-    survive,
 )
 
 _log = logging.getLogger(__name__)
@@ -152,6 +151,8 @@ class Engine(WholeWeights):
         call = partial(self._precision.call, self.module)
         with exit_on_peer_loss(self._link), self._core.hardware.mode.refusals():
             if training:
+                if self._session.is_behind:
+                    self._come_back()
                 see_forward(self._session, self.module)
                 begin_micro_step(self._session)
                 microbatch = self._run.microbatch()
@@ -224,7 +225,9 @@ class Engine(WholeWeights):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at the boundary also the step: update weights, scheduler, position.
 
-        If this worker has been asked to leave, the process may exit here with a fresh checkpoint.
+        If this worker has been asked to leave, the process exits with a fresh checkpoint where the
+        loop over the engine's loader comes back from what the script does behind the step; here, if
+        its batches are of another loader.
         Gradients that the script has written to `.grad` of the parameters are those of the
         micro-step, if it has had no backward; in fp16 training they are scaled.
 
@@ -238,7 +241,12 @@ class Engine(WholeWeights):
             self._end_micro_step(lr_kwargs or {})
         if self._session.lost is not None:  # the step has no effect
             self._micro_steps.applied = False
-            survive(self._session)
+        if self._run.loader is None or not self._run.loader.comes_back:
+            self._come_back()
+
+    def _come_back(self) -> None:
+        """See `zero_step.session.come_back`; the engine's loader calls it."""
+        come_back(self._session)
 
     def _end_micro_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         with outlived(self._session):
@@ -317,7 +325,7 @@ class Engine(WholeWeights):
         self._after_step(outcome, zero.scale_state.unanswered)
 
     def _after_step(self, outcome: StepOutcome, unanswered: int) -> None:
-        """Report a step that has ended, save if one is due, and leave if the agent has asked."""
+        """Report a step that has ended."""
         cursor = self._run.cursor
         self._profile.report(cursor.step - 1)
         if not outcome.applied:
@@ -351,7 +359,6 @@ class Engine(WholeWeights):
         )
         self._reporter.step(cursor, self.mean_loss, outcome.norm, self.get_lr(), self.loss_scale)
         end_step(self._session, outcome.notes[:, :NOTES].tolist(), progress)
-        leave_step(self._session)
 
     def _seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
         if self._run.loader is not None and self._link.is_alone():
@@ -466,6 +473,7 @@ class Engine(WholeWeights):
 
         Inside of a step it is that of the step before.
         """
+        self._come_back()
         self._core.moved.need("save_checkpoint()")
         if self._micro_steps.is_begun() and self.global_rank == 0:
             _log.warning(
@@ -519,6 +527,7 @@ class Engine(WholeWeights):
         Returns:
             The path of the checkpoint and its client state, or (None, {}) if there is none yet.
         """
+        self._come_back()
         self._core.moved.need("load_checkpoint()", refills=True)
         if self._micro_steps.is_begun():
             self._micro_steps.begin_again()
@@ -535,6 +544,7 @@ class Engine(WholeWeights):
         self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None
     ) -> bool:
         """Whether to save now; see `zero_step.Session.due`."""
+        self._come_back()
         return self._session.due(every_steps, every_s)
 
     @property

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_for
 from zero_agent.node.memory import NodeMemory
 from zero_engine.core.engine import Engine
 from zero_step import Session
+from zero_step.session import come_back
 
 STEPS = 5
 
@@ -50,6 +51,7 @@ def checkpoints(root: str) -> Path:
 
 def settle(engine: Engine | Session) -> None:
     """Until the checkpoint of the last step is committed, or is not."""
+    come_back(session_of(engine))
     ram = persistence_of(engine).ram
     assert ram is not None
     wait_for(lambda: not ram.busy, 60, "the end of the save")
