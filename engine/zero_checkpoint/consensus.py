@@ -33,8 +33,9 @@ COORDINATOR = 0
 
 Record = Mapping[str, Any]
 """A vote or a verdict: JSON, and `bytes` for values that are too long to be encoded as text."""
-Judge = Callable[[list[Record | None]], Record]
-"""From the votes in rank order (None: no vote came in time) to the verdict. Must not raise."""
+Judge = Callable[[list[Record]], Record]
+"""From the votes in rank order to the verdict. Must not raise. Where no vote came in time, its
+`problem` says so."""
 NO_VOTE = "rank {} did not report in time: it has died or stalls"
 
 _MOST_PARTS = 1 << 12
@@ -108,13 +109,15 @@ class StoreConsensus:
         if self.rank != COORDINATOR:
             self._put(f"{question}/{self.rank}", vote)
             return self._await_verdict(question)
-        keys = [f"{question}/{rank}" for rank in range(self.world) if rank != COORDINATOR]
+        others = {f"{question}/{rank}": rank for rank in range(self.world) if rank != COORDINATOR}
+        keys = list(others)
         votes: dict[str, Record] = {}
         complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self.on_wait)
         if not complete:  # late: take the votes that are there, one by one
             for key in keys:
                 self._take_all([key], votes)
-        return self._publish(question, judge([vote, *map(votes.get, keys)]))
+        silent = {key: {"problem": NO_VOTE.format(rank)} for key, rank in others.items()}
+        return self._publish(question, judge([vote, *({**silent, **votes}[key] for key in keys)]))
 
     def announce(self, make: Callable[[], Record], *, voted_on: str | None = None) -> Record:
         """Return on every rank the record that `make` returns on rank 0. Raises as `ask`.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_checkpoint.consensus import COORDINATOR, NO_VOTE, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.dtypes import DTYPES, name_of
@@ -109,7 +109,7 @@ def save(
             },
         }
     except CheckpointError as error:
-        vote = {"problem": str(error)}
+        vote = {"problem": f"rank {consensus.rank}: {error}"}
     agreed = consensus.ask(vote, agree)
     if "problem" in agreed:
         raise CheckpointError(f"{where} was not saved: {agreed['problem']}")
@@ -208,11 +208,11 @@ def load(
     return Restored(state=state, step=manifest.step, tag=manifest.tag, path=loaded.path)
 
 
-def agree(votes: Sequence[Record | None]) -> Record:
+def agree(votes: Sequence[Record]) -> Record:
     """Which tensors all ranks save together, and which rank writes which; a pure function.
 
     A vote has "state", the packed structure, and "tensors", name -> dtype, shape, start and count
-    of the elements; or "problem". It is None for a rank that did not answer.
+    of the elements; or "problem".
 
     Returns:
         "state", "tensors" (name -> dtype and shape) and "writes" (by rank, names); or "problem".
@@ -221,10 +221,8 @@ def agree(votes: Sequence[Record | None]) -> Record:
     tensors: dict[str, list[Any]] = {}
     holders: dict[tuple[str, int, int], list[int]] = {}
     for rank, vote in enumerate(votes):
-        if vote is None:
-            return {"problem": NO_VOTE.format(rank)}
         if "problem" in vote:
-            return {"problem": f"rank {rank}: {vote['problem']}"}
+            return vote
         state = _joined(state, unpack(vote["state"])) if rank else unpack(vote["state"])
         for name, (dtype, shape, start, count) in vote["tensors"].items():
             known = tensors.setdefault(name, [dtype, shape])

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero_checkpoint.consensus import COORDINATOR, NO_VOTE, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
@@ -122,7 +122,7 @@ class Writer(StorageWriter):
             PeerLost: A rank is lost.
         """
         consensus = self._consensus or group_consensus("dcp", self._group)
-        boxes, vote = _own(plan, planner)
+        boxes, vote = _own(plan, planner, consensus.rank)
         agreed = consensus.ask(vote, agree)
         root = self._root
         assert root is not None
@@ -196,7 +196,7 @@ class Writer(StorageWriter):
         return int(number[1])
 
 
-def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
+def _own(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[list[_Box], Record]:
     """The boxes that DCP lets this rank write, and its vote, which may be an error."""
     boxes: list[_Box] = []
     values: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
         tensors = {key: [name_of(i.dtype), list(i.shape)] for key, i, _, _ in boxes}
     except Exception as error:
         # It votes all the same: every rank then raises the same error, and DCP passes that on.
-        return [], {"problem": f"{type(error).__name__}: {error}"}
+        return [], {"problem": f"rank {rank}: {type(error).__name__}: {error}"}
     # Where the keys are in the state, if the planner has flattened that.
     known = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     paths = {key: list(known[key]) for item in plan.items if (key := item.index.fqn) in known}
@@ -227,11 +227,11 @@ def _own(plan: SavePlan, planner: SavePlanner) -> tuple[list[_Box], Record]:
     return boxes, {"tensors": tensors, "values": values, "paths": paths}
 
 
-def agree(votes: Sequence[Record | None]) -> Record:
+def agree(votes: Sequence[Record]) -> Record:
     """The tensors and values of all ranks; a pure function of their votes.
 
     A vote has "tensors", key -> dtype and shape, "values", key -> packed value, and "paths", key ->
-    its place in the state; or "problem". It is None for a rank that did not answer.
+    its place in the state; or "problem".
 
     Returns:
         "tensors", "values" and "paths"; or "problem".
@@ -240,10 +240,8 @@ def agree(votes: Sequence[Record | None]) -> Record:
     values: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for rank, vote in enumerate(votes):
-        if vote is None:
-            return {"problem": NO_VOTE.format(rank)}
         if "problem" in vote:
-            return {"problem": f"rank {rank}: {vote['problem']}"}
+            return vote
         for key, known in vote["tensors"].items():
             if tensors.setdefault(key, known) != known:
                 here, there = (f"{dtype} {shape}" for dtype, shape in (known, tensors[key]))

@@ -98,13 +98,13 @@ class MemorySearch:
         self._node = node
         self._place = place
         self._holdings: Holdings = node.holdings() if node is not None else {}
-        self._votes: list[Record | None] = []
+        self._votes: list[Record] = []
 
     def gather(self, consensus: StoreConsensus) -> None:
         """Tell rank 0 what all nodes hold. Collective; raises as `StoreConsensus.ask`."""
         address = self._node.address if self._node is not None else ""
 
-        def keep(votes: list[Record | None]) -> Record:
+        def keep(votes: list[Record]) -> Record:
             self._votes = votes
             return {}
 
@@ -117,7 +117,7 @@ class MemorySearch:
         home = home_of(root, self._place)
         # Checkpoint -> file -> addresses, each once, in rank order.
         places: dict[str, dict[str, list[str]]] = {}
-        for vote in filter(None, self._votes):
+        for vote in self._votes:
             for name, files in vote.get("holdings", {}).get(home, {}).items():
                 for file in files:
                     addresses = places.setdefault(name, {}).setdefault(file, [])

@@ -338,7 +338,7 @@ class _Search:
         )
         return {"outcome": LoadOutcome.FAILED, "reason": reason}
 
-    def judge(self, offered: _Offered, votes: list[Record | None]) -> Record:
+    def judge(self, offered: _Offered, votes: list[Record]) -> Record:
         """The verdict of all ranks: the worst vote."""
         verdict = worst(offered.path, votes)
         if verdict["outcome"] == LoadOutcome.DAMAGED:
@@ -369,18 +369,14 @@ def _newest_first(root: Place, ram: MemorySearch | None) -> Iterator[_Entry]:
     return heapq.merge(in_memory, scan(root), key=age_of, reverse=True)
 
 
-def worst(path: Place, votes: list[Record | None]) -> Record:
-    """The verdict on a load, a pure function: the first of the most severe votes.
-
-    They are by rank, None for one that did not answer.
-    """
+def worst(path: Place, votes: list[Record]) -> Record:
+    """The verdict on a load, a pure function: the first of the most severe votes, by rank."""
     for rank, vote in enumerate(votes):
-        if vote is None:
+        if "problem" in vote:
             reason = f"rank {rank} did not report on {path} in time: it has died or stalls"
             return {"outcome": LoadOutcome.FAILED, "reason": reason}
-    answers = [vote for vote in votes if vote is not None]
-    verdict = max(answers, key=lambda vote: _SEVERITY.index(LoadOutcome(vote["outcome"])))
-    alike = all(vote["outcome"] == verdict["outcome"] for vote in answers)
+    verdict = max(votes, key=lambda vote: _SEVERITY.index(LoadOutcome(vote["outcome"])))
+    alike = all(vote["outcome"] == verdict["outcome"] for vote in votes)
     if verdict["outcome"] == LoadOutcome.MISMATCHED and not alike:
         reason = f"the ranks have built different models, build one: {verdict['reason']}"
         return {"outcome": LoadOutcome.FAILED, "reason": reason}

@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, Judge, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place
@@ -123,7 +123,7 @@ def save(
     path = directory / file_name(consensus.rank)
     attempt: Attempt | None = None
 
-    def judge(votes: list[Record | None]) -> Record:
+    def judge(votes: list[Record]) -> Record:
         nonlocal attempt
         verdict, attempt = _judge(directory, state, header, votes, fence, disk)
         return verdict
@@ -230,7 +230,7 @@ def own_layout(state: State, rank: int) -> FileLayout:
 def vote(
     consensus: StoreConsensus,
     write: Callable[[], Record],
-    judge: Callable[[list[Record | None]], Record],
+    judge: Judge,
     *,
     where: object,
     on_part: OnPart,
@@ -247,11 +247,11 @@ def vote(
         # Without its vote all ranks would wait for the whole timeout.
         own = problem(f"rank {consensus.rank}: {where}", error)
 
-    def timed(votes: list[Record | None]) -> Record:
+    def timed(votes: list[Record]) -> Record:
         begin_s = time.monotonic()
         verdict = judge(votes)
-        sizes = (each.get("size_bytes", 0) for each in votes if each is not None)
-        on_part(PUBLISH, sum(sizes), time.monotonic() - begin_s)
+        size_bytes = sum(each.get("size_bytes", 0) for each in votes)
+        on_part(PUBLISH, size_bytes, time.monotonic() - begin_s)
         return verdict
 
     return consensus.ask(own, timed)
@@ -261,7 +261,7 @@ def _judge(
     directory: Place,
     state: State,
     header: Header,
-    votes: list[Record | None],
+    votes: list[Record],
     fence: Fence | None,
     disk: Disk,
 ) -> tuple[Record, Attempt | None]:
@@ -270,8 +270,8 @@ def _judge(
         attempt = prepare(directory, assemble(state, header, votes), disk)
     except CheckpointError as error:
         # The disk is full if every rank that failed has failed for want of room alone.
-        failed = [vote for vote in votes if vote is None or "problem" in vote]
-        full = bool(failed) and all(vote is not None and vote.get("full") for vote in failed)
+        failed = [vote for vote in votes if "problem" in vote]
+        full = bool(failed) and all(vote.get("full") for vote in failed)
         withdraw(directory, disk)
         return {"problem": f"{directory} was not saved: {error}", "full": full}, None
     except Exception as error:  # a bug, too: the other ranks wait for the verdict

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from zero_checkpoint.consensus import COORDINATOR, NO_VOTE, Record, StoreConsensus
+from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.writer import BlockHasher
 from zero_checkpoint.format.layout import block_bytes_for
@@ -97,7 +97,7 @@ def commit_in_memory(
         CheckpointError: No verdict came, and the outcome is unknown.
         PeerLost: The store of the votes is gone.
     """
-    joining: Record = {"problem": save.problem}
+    joining: Record = {"off": save.problem}
     if save.image is not None and node is not None:
         joining = {"address": node.address}
     opened = consensus.ask(joining, partial(_open, save))
@@ -124,19 +124,19 @@ def commit_in_memory(
     return Kept(name=name, poorer=tuple(verdict["poorer"]))
 
 
-def _open(save: MemorySave, votes: list[Record | None]) -> Record:
+def _open(save: MemorySave, votes: list[Record]) -> Record:
     """Rank 0: the name of the checkpoint; or why all is switched off, or which rank is missing."""
     try:
         for rank, vote in enumerate(votes):
-            if vote is None:
-                return {"problem": NO_VOTE.format(rank)}
             if "problem" in vote:
-                return {"off": f"rank {rank}: {vote['problem']}"}
+                return vote
+            if "off" in vote:
+                return {"off": f"rank {rank}: {vote['off']}"}
         return {
             "round": generation(save.round, save.step, save.newest()),
             "nonce": secrets.token_hex(2),
             "home": home_of(save.root, save.place),
-            "roster": [vote["address"] for vote in votes if vote is not None],
+            "roster": [vote["address"] for vote in votes],
         }
     except Exception as error:
         return problem(f"rank {COORDINATOR}", error)
@@ -173,7 +173,7 @@ def _seal_own(
     return {**vote_for(save.state, image.layout, file), "poorer": poorer}
 
 
-def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record | None]) -> Record:
+def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record]) -> Record:
     """Rank 0: the manifest if all votes are good and the fence agrees, or the problem."""
     header = Header(
         tag=save.tag,
@@ -192,5 +192,5 @@ def _judge(save: MemorySave, opened: Record, directory: Path, votes: list[Record
         return {"problem": str(error)}  # it names the rank
     except Exception as error:
         return problem(f"rank {COORDINATOR}", error)
-    poorer = [why for vote in votes if vote is not None for why in vote["poorer"]]
+    poorer = [why for vote in votes for why in vote["poorer"]]
     return {"manifest": text, "poorer": poorer}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zero_checkpoint.consensus import NO_VOTE, Record
+from zero_checkpoint.consensus import Record
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.files.storage import REMOVED, Disk
@@ -95,18 +95,15 @@ def fingerprint(state: State) -> str:
 
 
 @uncollected()
-def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Manifest:
+def assemble(state: State, header: Header, votes: Sequence[Record]) -> Manifest:
     """The manifest from the votes of all ranks, in rank order.
 
     Raises:
         CheckpointError: A rank did not vote, failed, or describes another model; or the
             fragments do not cover every tensor exactly once.
     """
-    table = fingerprint(state)
-    good: list[Record] = []
+    table, files = fingerprint(state), []
     for rank, vote in enumerate(votes):
-        if vote is None:
-            raise CheckpointError(NO_VOTE.format(rank))
         if problem := vote.get("problem"):
             raise CheckpointError(str(problem))
         if vote["table"] != table:
@@ -114,13 +111,10 @@ def assemble(state: State, header: Header, votes: Sequence[Record | None]) -> Ma
                 f"rank {rank} has another table of tensors or ties than rank 0; "
                 "build the same model, in the same order, on every rank"
             )
-        good.append(vote)
-    files = []
-    for rank, vote in enumerate(good):
         digests = np.frombuffer(vote["xxh3_64"], dtype=np.uint64)
         size_bytes, data_offset = vote["size_bytes"], vote["data_offset"]
         files.append(FileRecord(file_name(rank), size_bytes, data_offset, digests))
-    own = [np.frombuffer(vote["fragments"], np.int64).reshape(len(_OWN), -1) for vote in good]
+    own = [np.frombuffer(vote["fragments"], np.int64).reshape(len(_OWN), -1) for vote in votes]
     columns = dict(zip(_OWN, np.concatenate(own, axis=1), strict=True))
     columns["file"] = np.repeat(np.arange(len(own)), [each.shape[1] for each in own])
     fragments, tensors = from_lists(columns), table_of(state.tensors)

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from tests.support.packed import packed_zeros
 from tests.unit.checkpoint.support import on_ranks
 from zero_checkpoint import StoreConsensus
+from zero_checkpoint.consensus import NO_VOTE
 from zero_checkpoint.errors import CheckpointError
 from zero_contract.errors import PeerLost
 
@@ -36,7 +37,7 @@ def test_the_judge_is_told_who_did_not_vote_and_the_others_still_hear():
     def work(consensus):
         if consensus.rank == 1:
             return None
-        return consensus.ask({}, lambda votes: {"missing": [v is None for v in votes]})
+        return consensus.ask({}, lambda votes: {"missing": ["problem" in v for v in votes]})
 
     verdict = {"missing": [False, True, False]}
     assert on_ranks(3, work, timeout_s=2.0) == [verdict, None, verdict]
@@ -132,7 +133,7 @@ def test_what_no_rank_has_written_is_no_vote_and_takes_little_memory(what, caplo
     store.set("consensus/1/1", b"1 %d %b" % (len(FOREIGN[what]), FOREIGN[what]))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     verdict = StoreConsensus(store, 0, 2, timeout_s=0.05).ask({}, lambda votes: {"votes": votes})
-    assert verdict == {"votes": [{}, None]}
+    assert verdict == {"votes": [{}, {"problem": NO_VOTE.format(1)}]}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600 << 10  # KiB
     assert "consensus/1/1 is no signed record" in caplog.text
 

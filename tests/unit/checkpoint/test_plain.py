@@ -206,5 +206,5 @@ def test_what_several_ranks_have_is_divided_among_them_by_bytes() -> None:
     agreed = agree([vote(a=a), vote(a=["F32", [4, 2], 0, 8])])
     assert agreed == {"problem": "a is F32 [4, 2] on rank 1 and F32 [8] on one before it"}
 
-    agreed = agree([vote(a=a), None])
-    assert agreed == {"problem": "rank 1 did not report in time: it has died or stalls"}
+    agreed = agree([vote(a=a), {"problem": "rank 1: it has failed"}])
+    assert agreed == {"problem": "rank 1: it has failed"}
