@@ -58,16 +58,12 @@ def decode(
 ) -> T:
     """The value of a type in a JSON text, or in the objects of one that has been read.
 
-    Args:
-        kind: The type.
-        data: The text, or the objects.
-        what: What it is, for the error: "a message of a worker".
-        error: The class of the error.
-        remedy: The end of its message.
+    `what` it is, such as "a message of a worker", begins the message of an error, and `remedy` ends
+    it.
 
     Raises:
         Exception: An `error`: the data is not of this type. Its message has the path of the value
-            that is wrong (`records[3].kind`), the value and the remedy.
+            that is wrong (`records[3].kind`) and the value.
     """
     try:
         found = parse(data) if isinstance(data, bytes | str) else data
@@ -107,11 +103,9 @@ def _holder(kind: UnionType) -> type[Any]:
 
 
 def parse(text: bytes | str, *, wide: bool = False) -> Any:
-    """The objects in a JSON text, in which no key is there twice.
+    """The objects in a JSON text, which is UTF-8, in which no key is there twice.
 
-    Args:
-        text: Is UTF-8.
-        wide: Whether integers may have more than 64 bits, as in the state of a generator.
+    `wide`: integers may have more than 64 bits, as in the state of a generator.
 
     Raises:
         ValueError: It is not such a text.

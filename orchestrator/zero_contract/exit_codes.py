@@ -138,8 +138,7 @@ ENDS_THE_JOB = frozenset(
 def verdict(codes: Iterable[int]) -> int:
     """One exit code for all agents of a job: that of an agent that saw the job's end, if any did.
 
-    Args:
-        codes: Exit codes of all agents, at least one; a signal is its negative number, or 128 + it.
+    A signal is its negative number, or 128 + it.
     """
     known = [128 - code if code < 0 else code for code in codes]
     ends = [code for code in known if code in ENDS_THE_JOB]

@@ -29,15 +29,7 @@ class StrangerError(WireError):
 
 
 def answer(connection: socket.socket, key: Key, name: str = "") -> Key:
-    """The server's part.
-
-    Args:
-        connection: To a client that has just connected.
-        key: The key of this wire.
-        name: Who the server is.
-
-    Returns:
-        The key of this connection.
+    """The server's part, to a client that has just connected; returns the key of this connection.
 
     Raises:
         StrangerError: The client does not know the key.
@@ -57,10 +49,7 @@ def answer(connection: socket.socket, key: Key, name: str = "") -> Key:
 
 
 def greet(connection: socket.socket, key: Key) -> tuple[str, Key]:
-    """The client's part.
-
-    Returns:
-        The server's name, and the key of this connection.
+    """The client's part; returns the server's name, and the key of this connection.
 
     Raises:
         StrangerError: The server does not know the key.

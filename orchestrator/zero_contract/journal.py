@@ -234,13 +234,10 @@ EVENTS: Mapping[str, Event] = MappingProxyType(
 
 
 def retention(event: str, *, level: int, nodes: int, symptom: bool = False) -> Retention:
-    """How long to keep an event.
+    """How long to keep an event of this short name.
 
-    Args:
-        event: Its short name.
-        level: Log level of its line.
-        nodes: Number of nodes of the round: an event of one node may come from all of them.
-        symptom: Whether a healthy worker ended because it lost its peers.
+    `level`: that of its line. `nodes`: those of the round, all of which may tell it. `symptom`: a
+    healthy worker ended because it lost its peers.
     """
     if event in EVENTS and EVENTS[event].story:
         return Retention.STORY
@@ -263,11 +260,11 @@ class Journal:
         publish: Callable[[str, Retention], None] = lambda line, kept: None,
         unlogged: Collection[str] = (),
     ) -> None:
-        """Open a journal.
+        """Open the journal of a node, with a file for the events, one JSON object a line.
 
         Args:
-            node: Name of the node that writes.
-            path: File for the events, one JSON object a line; None: no file.
+            node: Who writes.
+            path: None: no file.
             publish: Called with each event for the store, as JSON; must return at once and raise
                 nothing.
             unlogged: Events that are recorded only, because the log has them in other words.

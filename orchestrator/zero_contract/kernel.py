@@ -24,11 +24,8 @@ def text_of(path: Path) -> str:
 def own_cgroup(controller: str, files: Sequence[str], cgroups: Path, own: Path) -> Path | None:
     """The directory of this process's cgroup of a controller, if one of its files is there.
 
-    Args:
-        controller: Such as "memory"; cgroup version 2 has one directory for all.
-        files: What a cgroup of the controller has, in version 2 and in version 1.
-        cgroups: `CGROUPS`.
-        own: `OWN`.
+    A controller, such as "memory", has a directory of its own in version 1 of cgroups; `files` are
+    what its cgroup has, in version 2 and in version 1.
     """
     for line in text_of(own).splitlines():
         _, controllers, path = (*line.split(":", 2), "?", "?")[:3]

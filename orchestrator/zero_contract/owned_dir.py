@@ -66,9 +66,7 @@ def make(parent: Path, prefix: str) -> OwnedDir:
 def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
     """Own a directory: a new one, or one that a dead process has left, with its contents.
 
-    Args:
-        path: The directory; its parent exists.
-        only_left: Take over an existing directory only; make none.
+    Its parent exists. `only_left`: take over an existing directory only; make none.
 
     Raises:
         DirectoryTaken: It belongs to another process, or may.
@@ -110,14 +108,8 @@ def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
 def sweep(parent: Path, names: str, *, spare: str = "", grace_s: float = 0.0) -> list[Path]:
     """Remove the directories that dead processes of this user have left; never raises.
 
-    Args:
-        parent: Directory that contains them.
-        names: Glob pattern of directories that `make` made.
-        spare: Glob pattern of directories to keep.
-        grace_s: A directory used within the last `grace_s` seconds stays, for a successor.
-
-    Returns:
-        The directories removed.
+    Those in `parent` whose names match the pattern `names` and not `spare`. One that was used
+    within the last `grace_s` seconds stays, for a successor. Returns those removed.
     """
     removed: list[Path] = []
     with contextlib.suppress(OSError):

@@ -132,12 +132,9 @@ def join(path: str, key: str) -> str:
 def unknown_key(
     where: str, known: Collection[str], *, listed: Collection[str] | None = None
 ) -> Problem:
-    """The problem of an unknown key.
+    """The problem of an unknown key, whose whole path is `where`.
 
-    Args:
-        where: The whole path of the key.
-        known: The keys that are possible in its place.
-        listed: The keys to list if none is near; by default all.
+    `known` are possible in its place; `listed`, by default all of them, are named if none is near.
     """
     near = nearest(where.rpartition(".")[2], known)
     names = ", ".join(sorted(known if listed is None else listed))

@@ -33,13 +33,7 @@ class Purpose(StrEnum):
 
 
 def derive(parent: Secret | Key, purpose: Purpose, *context: str) -> Key:
-    """The key for a purpose.
-
-    Args:
-        parent: What the key is derived from, one-way.
-        purpose: What the key is for.
-        context: What it is for in particular, such as the number of a round.
-    """
+    """The key for a purpose, derived one-way, and for what the context names, such as a round."""
     return Key(_mac(parent, b"derive", *(part.encode() for part in (purpose, *context))).hex())
 
 

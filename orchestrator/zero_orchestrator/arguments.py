@@ -27,10 +27,9 @@ def variable_of(flag: str) -> str:
 
 @contextlib.contextmanager
 def named_as_set(variables: Mapping[str, str]) -> Iterator[None]:
-    """In a SpecError raised within, replace a flag set in the environment by its variable.
+    """In a SpecError raised within, replace a flag by the variable that set it.
 
-    Args:
-        variables: Flag, without its dashes -> the variable that set it.
+    `variables`: flag, without its dashes -> variable.
     """
     try:
         yield

@@ -136,12 +136,9 @@ class Access:
     def await_answer(
         self, ask: Callable[[], object], wait_s: float, flag: str = "--etcd-wait"
     ) -> None:
-        """Return when etcd answers; the first failure is logged at once.
+        """Return when etcd answers, within `wait_s`, which `flag` sets.
 
-        Args:
-            ask: Sends a request to etcd.
-            wait_s: How long to retry, seconds.
-            flag: What sets that.
+        The first failure is logged at once.
 
         Raises:
             StoreUnavailable: Etcd has not answered in time.
@@ -287,13 +284,10 @@ class Joining:
 def joined(
     args: argparse.Namespace, environ: MutableMapping[str, str], *, given: bool, wanted: bool
 ) -> Iterator[Joining]:
-    """Remove the token from the environment, and set the flags to the certificates made from it.
+    """Take the token out of `environ`, and set the flags to the certificates made from it.
 
-    Args:
-        args: The flags; those of etcd's certificates are changed if there is a token.
-        environ: The environment, which children inherit; the token is removed.
-        given: Whether the user names certificates.
-        wanted: Whether the etcd is on the network.
+    Not if the user names certificates (`given`), or the etcd is not on the network (`wanted`).
+    Children inherit the environment.
 
     Raises:
         SpecError: The token is too easy to guess.

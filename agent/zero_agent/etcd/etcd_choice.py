@@ -167,14 +167,7 @@ class Static:
 
 @contextlib.contextmanager
 def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortProxy | None]]:
-    """The endpoint of node 0's etcd: node 0 runs it, the other nodes wait for it.
-
-    Args:
-        world: This node's rank.
-        access: The join token; without one every client is admitted.
-
-    Yields:
-        The endpoint, and on node 0 its port.
+    """The endpoint of node 0's etcd, and on node 0 its port; the other nodes wait for it.
 
     Raises:
         SpecError: Node 0 cannot listen there.

@@ -379,14 +379,11 @@ def start_server(
     names: Sequence[str] = (),
     to_thread: bool = False,
 ) -> EtcdProcess:
-    """Start a server, which is to end with `made`; then call `wait_healthy`.
+    """Start a server, which ends with `made`; then call `wait_healthy`.
 
-    Args:
-        made: Ends it.
-        member: Its data may be a name alone: they end with the server.
-        token: The job's join token, without which no client is admitted; empty: all clients are.
-        names: Further names by which other machines reach it, for its certificate.
-        to_thread: As for `EtcdProcess.start`.
+    Its data may be a name alone: they end with the server. With a `token`, that of the job, only
+    its holders are admitted; the certificate has `names`, by which other machines reach it, as
+    well. `to_thread`: as for `EtcdProcess.start`.
 
     Raises:
         SpecError: No etcd is installed, or the token is too easy to guess.

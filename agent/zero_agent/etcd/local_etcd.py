@@ -49,14 +49,10 @@ _POLL_S = 0.05
 def private_server(
     addresses: Sequence[str] = (), *, token: str = "", names: Sequence[str] = ()
 ) -> Iterator[str]:
-    """A new etcd that ends with the calling process; its endpoint.
+    """A new etcd that ends with the calling process, entered from the main thread; its endpoint.
 
-    Enter it from the main thread.
-
-    Args:
-        addresses: IP addresses on which other machines reach it, beside the loopback.
-        token: The job's join token; empty: every client is admitted.
-        names: Further names by which other machines reach it.
+    Other machines reach it by `addresses` and `names`; with a `token`, only its holders are
+    admitted.
 
     Raises:
         SpecError: As `start_server`.
@@ -146,13 +142,9 @@ class SharedDirectory:
 
 
 def shared_server(endpoint: str, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> str:
-    """Make sure that an etcd answers at `endpoint` of this machine; returns the endpoint.
+    """Make sure, at any time, that an etcd answers at an endpoint of the loopback; returns that.
 
-    May be called again at any time, for instance when the server seems to be gone.
-
-    Args:
-        endpoint: HOST:PORT on the loopback interface.
-        idle_timeout_s: A server started here ends after this time without a live node of any job.
+    A server started here ends after `idle_timeout_s` without a live node of any job.
 
     Raises:
         SpecError: Another program listens there, or no etcd is installed.

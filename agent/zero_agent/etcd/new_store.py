@@ -89,15 +89,9 @@ def fill(
     last_round: int,
     cause: str,
 ) -> None:
-    """Write a job into a new store; its next round is to form.
+    """Write a job into an empty store, which follows the `lost` ones; its next round is to form.
 
-    Args:
-        store: It is empty.
-        keys: Of the job.
-        estate: Of the old store.
-        lost: The stores that this one follows.
-        last_round: The number of the last round.
-        cause: Why the job has a new store, for people.
+    `cause` says for people why the job has a new store.
 
     Raises:
         StoreError: The store has not taken all of it.

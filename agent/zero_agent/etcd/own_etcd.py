@@ -149,10 +149,7 @@ class Seat:
     def beginning_anew(self, name: str, host: str, address: str) -> Iterator[Member]:
         """Begin a new store with this member; without `follow`, the data of the old one come back.
 
-        Args:
-            name: Of this node.
-            host: By which the others reach this machine.
-            address: On which it listens.
+        It listens on `address`; the others reach this machine by `host`.
 
         Raises:
             SpecError: No etcd is installed.
@@ -202,11 +199,8 @@ class Seat:
     def join(self, name: str, host: str, address: str, add: Callable[[str], str]) -> None:
         """Run another member of the store; it serves once it has all data.
 
-        Args:
-            name: Of this node.
-            host: By which the others reach this machine.
-            address: On which it listens.
-            add: Adds the member with this peer URL; returns the --initial-cluster of the others.
+        It listens on `address`; the others reach this machine by `host`. `add` adds the member with
+        this peer URL, and returns the --initial-cluster of the others.
 
         Raises:
             SpecError, StoreError: This node cannot run it, or `add` raised that.

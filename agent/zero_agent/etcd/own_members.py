@@ -74,12 +74,9 @@ class MemberKeeper:
     """Keeps this agent's member, and with the others the members of the store."""
 
     def __init__(self, seat: Seat, store: EtcdStore, node: str) -> None:
-        """Nothing happens before `serve`.
+        """Nothing happens before `serve`; then its thread owns the server of the seat.
 
-        Args:
-            seat: This agent's; its thread owns the server from now on.
-            store: Belongs to the keeper, which closes it.
-            node: The id of this node.
+        The store belongs to the keeper, which closes it.
         """
         self._seat = seat
         self._store = store
@@ -110,11 +107,8 @@ class MemberKeeper:
     def serve(self, job: str, host: str, address: str, tell: Callable[[str], None]) -> None:
         """From now on keep the members for this job.
 
-        Args:
-            job: Its name.
-            host: By which other nodes reach this one.
-            address: On which this node listens.
-            tell: Records what was done, and why; called on the keeper's thread.
+        This node listens on `address`, and others reach it by `host`. `tell` records what was done,
+        and why, on the keeper's thread.
         """
         self._watch_nothing()
         self._keys, self._tell = Keys(job), tell
@@ -143,11 +137,9 @@ class MemberKeeper:
         return self._replaced
 
     def go_on(self, access: Access, *, begins: bool) -> str:
-        """The endpoints of the store with which the job goes on; after `close`.
+        """The endpoints of the store with which the job goes on, after `close`.
 
-        Args:
-            access: The credentials of this agent.
-            begins: Whether this node may begin that store itself.
+        `begins`: this node may begin that store itself.
 
         Raises:
             StoreError, SpecError: As `Successor.go_on`.
@@ -180,8 +172,7 @@ class MemberKeeper:
     def see_off(self, ended: bool) -> None:
         """Serve the others, up to `SEE_OFF_S`, until they have read the end, or need it no more.
 
-        Args:
-            ended: The job is over, rather than this node's part in it.
+        `ended`: the job is over, rather than this node's part in it.
         """
         self._seat.ended = ended
         heard_s = began_s = time.monotonic()

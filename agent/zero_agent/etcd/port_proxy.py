@@ -28,12 +28,10 @@ class PortProxy:
     """Forwards connections on a daemon thread until it is closed."""
 
     def __init__(self, address: str, listeners: Sequence[socket.socket], etcd: str) -> None:
-        """Begin to forward; there is no TCPStore yet.
+        """Begin to forward from the listeners, which belong to this object from now on.
 
-        Args:
-            address: `host:port` by which other nodes reach the listeners.
-            listeners: Listening sockets, which belong to this object from now on.
-            etcd: `host:port` of this node's etcd; empty: connections to etcd are closed.
+        There is no TCPStore yet. Other nodes reach the listeners by `address`; without an `etcd`,
+        connections to it are closed.
         """
         self.address = address
         self._etcd, self._store = etcd, ""

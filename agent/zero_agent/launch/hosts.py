@@ -70,14 +70,7 @@ def select(
     num_nodes: int | None = None,
     num_slots: int | None = None,
 ) -> Hosts:
-    """Select hosts and slots by the flags.
-
-    Args:
-        hosts: All hosts of the hostfile.
-        include: The filter of --include: only these.
-        exclude: The filter of --exclude: all but these.
-        num_nodes: How many hosts to use, the first ones.
-        num_slots: How many slots to use of each host, the first ones.
+    """Select hosts and slots by the flags: the filters, and how many of them, the first ones.
 
     Raises:
         SpecError: Two of these contradict each other, or select hosts or slots that do not exist.

@@ -67,11 +67,9 @@ class LaunchPlan:
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables)
 
     def in_shell(self, begin: str, host: str | None = None) -> str:
-        """The agent as one line for a shell of the host.
+        """The agent as one line for a POSIX shell of the host, or of every host.
 
-        Args:
-            begin: Commands that a POSIX shell runs there before it becomes the agent.
-            host: The host; None: one line for every host.
+        The shell runs the commands `begin` before it becomes the agent.
         """
         command = shlex.join(["/bin/sh", "-c", f'{begin} exec "$@"', "sh", *self.agent(host)])
         lacking = (

@@ -57,11 +57,9 @@ class _Host:
 
 @dataclass
 class Session:
-    """The commands of one job, while they run.
+    """The commands of one job, one for each host or one for all, while they run.
 
-    Args:
-        commands: One command for each host, or one for all hosts.
-        ask_to_stop: Requests that the job ends with a checkpoint.
+    `ask_to_stop` requests that the job ends with a checkpoint.
     """
 
     commands: Sequence[Command]

@@ -55,12 +55,8 @@ class SetAside(Record):
 def who_goes(order: Sequence[str], dead: Iterable[Pair]) -> dict[str, str]:
     """The nodes without which no dead link is left, and why each of them.
 
-    The one goes that most dead links have as an end, at a tie the later one; again, until none is
-    left.
-
-    Args:
-        order: The members of the round, in rank order.
-        dead: The dead links between members.
+    The one goes that most dead links have as an end, at a tie the later one in the order of ranks;
+    again, until none is left.
     """
     left, goes = set(dead), {}
     place = {node: index for index, node in enumerate(order)}

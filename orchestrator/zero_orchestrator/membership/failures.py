@@ -61,9 +61,8 @@ def next_refill(charges: Sequence[Charge], committed: int, refill_after: int) ->
 def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
     """Restarts in a row after which workers failed, or lost peers, without a new step, up to now.
 
-    Args:
-        charges: All of the job, in order of rounds.
-        reached: The last step known to be finished; None: no worker reported one.
+    `charges` are all of the job, in order of rounds; `reached` is None if no worker reported a
+    step.
     """
     if reached is None:  # whether there is progress is not known
         return 0

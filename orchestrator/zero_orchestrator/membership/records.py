@@ -40,11 +40,7 @@ class Record:
 
 
 def read(kind: type[T], data: object) -> T:
-    """A record as this version understands it.
-
-    Args:
-        kind: Its type.
-        data: What an agent of this or of another version has written: the text, or its objects.
+    """A record as this version understands it: the text of an agent of any version, or its objects.
 
     Raises:
         SpecMismatch: It is no such record, or lacks a field that every version writes.

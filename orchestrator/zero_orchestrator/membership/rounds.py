@@ -99,15 +99,9 @@ class Observation:
 
 
 def decide(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
-    """The next move of a job, the same for every agent that looks at it.
+    """The next move of a job at one revision, or None, with its reason; all agents decide alike.
 
-    Args:
-        job: The job at one revision.
-        seen: For how long the observer has seen things as they are.
-        timing: The job's patience.
-
-    Returns:
-        The transition to try, or None, with its reason.
+    `seen`: for how long the observer has seen things as they are.
     """
     return _DECIDE[job.state](job, seen, timing)
 

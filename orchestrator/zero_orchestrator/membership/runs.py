@@ -27,11 +27,9 @@ ATTEMPTS = 20
 def command_name(program: str, command: Sequence[str], *, is_module: bool) -> str:
     """A readable, collision-free name for a command: `train_gpt-5f3a9c21`.
 
-    Args:
-        program: The path of a script, or the name of a module. A module that runs a script, as
-            `zero_deepspeed.as_deepspeed train.py`, has the name of the script.
-        command: The program as the other nodes know it, and its arguments.
-        is_module: Whether `program` is a module.
+    `program` is the path of a script or the name of a module, `command` what the other nodes know
+    it as, and its arguments. A module that runs a script, as `zero_deepspeed.as_deepspeed
+    train.py`, has the name of the script.
     """
     runs_script = is_module and any(argument.endswith(".py") for argument in command[1:2])
     if runs_script or not is_module:

@@ -48,14 +48,10 @@ def check_job_name(name: str) -> str:
 
 
 def check_name(flag: str, name: str) -> str:
-    """Returns a name if it can be part of a key and of a directory name.
-
-    Args:
-        flag: The flag that gave it, for the error.
-        name: Of a job, or of a node.
+    """Returns the name of a job or a node if it can be part of a key and of a directory name.
 
     Raises:
-        SpecError: It has other characters, or too many.
+        SpecError: It has other characters, or too many; names the flag.
     """
     if _NAME.fullmatch(name) is None:
         raise SpecError(

@@ -62,12 +62,9 @@ def check_token(token: str) -> str:
 
 
 def write_certificates(directory: Path, token: str, names: Sequence[str] = ()) -> TlsFiles:
-    """Write ca.pem, cert.pem and key.pem, readable by this user only.
+    """Write ca.pem, cert.pem and key.pem, readable by this user only, into an existing directory.
 
-    Args:
-        directory: An existing directory without these files.
-        token: The job's join token.
-        names: Host names and addresses of a server; empty for a client.
+    `names`: host names and addresses of a server; empty for a client.
 
     Raises:
         SpecError: The token could be guessed, or the files cannot be written.

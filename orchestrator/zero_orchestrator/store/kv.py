@@ -132,12 +132,7 @@ class KeyValueStore(Protocol):
         """The key as it is now, or None."""
 
     def range(self, prefix: str, *, limit: int = 0) -> Range:
-        """Every key that starts with `prefix`, read at one revision.
-
-        Args:
-            prefix: Prefix of the keys to read.
-            limit: Maximum number of keys, the first by name; 0: all.
-        """
+        """Every key that starts with `prefix`, read at one revision; or the first by name."""
 
     def read(self, reads: Sequence[Read]) -> tuple[Range, ...]:
         """Several reads in one call, all of one revision: a `Range` for each."""

@@ -45,11 +45,9 @@ def running(parents: Sequence[Path]) -> list[str]:
 
 
 def choose(default: str, parents: Sequence[Path] | None = None) -> str:
-    """The endpoint for a command that names none.
+    """The endpoint for a command that names none: `default`, the shared server, or the private one.
 
-    Args:
-        default: The endpoint of the shared server, which comes first.
-        parents: The directories in which agents make temporary ones; by default those of this user.
+    Private ones are looked for in `parents`, by default the temporary directories of this user.
 
     Raises:
         SpecError: Only private servers answer, and there are several.

@@ -52,12 +52,8 @@ def etcd_settings(file: JobFile) -> dict[str, str]:
 def places(job: Job, *, config: str, default: Path | None = None) -> list[str]:
     """The script's arguments on machines, with the paths of the config and the checkpoints.
 
-    Pods have other paths; on machines both are in directories that all machines share.
-
-    Args:
-        job: The job.
-        config: Path of the config.
-        default: The checkpoints' directory if the file names no place.
+    Pods have other paths; on machines both are in directories that all machines share. `default` is
+    that of the checkpoints if the file names no place.
 
     Raises:
         JobFileError: The arguments use $(CHECKPOINTS), and the file names no place.

@@ -194,10 +194,9 @@ class Login:
         return None if found is None else time.monotonic() - found[1]
 
     def forget(self, token: str | None) -> None:
-        """Drop a token that the server has refused, so that the next call logs in again.
+        """Drop a token that the server has refused, unless another one has replaced it.
 
-        Args:
-            token: The refused token; nothing happens if another one has replaced it.
+        The next call then logs in again.
         """
         with self._lock:
             if self.token == token:
@@ -353,12 +352,10 @@ class Connection:
         return session
 
     def failed(self, session: EtcdSession, error: Exception, began_s: float = 0.0) -> StoreError:
-        """The `StoreError` for an error; abandons `session` if another connection is better.
+        """The `StoreError` for an error of gRPC or etcd3, or a NoAnswer, which came on `session`.
 
-        Args:
-            session: The connection on which the error came.
-            error: An error of gRPC or etcd3, or a NoAnswer.
-            began_s: When the request was sent that got no answer, by the monotonic clock.
+        Abandons the session if another connection is better. `began_s`: when the request was sent
+        that got no answer, by the monotonic clock.
         """
         code, text = _facts(error)
         failure = store_error(code, text, session.endpoint)

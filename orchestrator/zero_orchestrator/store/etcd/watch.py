@@ -61,12 +61,7 @@ class Stream:
     """One watch stream: requests from any thread, responses on one thread."""
 
     def __init__(self, session: EtcdSession, *, answer_s: float) -> None:
-        """Open the stream.
-
-        Args:
-            session: The connection on which the stream is opened.
-            answer_s: The stream ends if no response follows a request within this many seconds.
-        """
+        """Open the stream; it ends if no response follows a request within `answer_s` seconds."""
         self.session = session
         self.silent = False
         """Whether the stream was ended because no response came."""
