@@ -29,10 +29,7 @@ _BY_CHANCE = (
 def difference(look: Callable[[], int | None], known_as: int, **words: str) -> str:
     """The difference from the data of a checkpoint, with the remedy; empty if none is known.
 
-    Args:
-        look: Reads the first micro-batch, for its fingerprint; None: cannot.
-        known_as: The fingerprint of the checkpoint's.
-        **words: See above.
+    `look` reads the first micro-batch, for its fingerprint (None: cannot); `words` see above.
     """
     found = look()
     if found in (None, known_as):

@@ -186,10 +186,8 @@ class Agreement:
 def clipped(norm: float, factor: float, most: float | None) -> tuple[float, float]:
     """The norm of unscaled gradients, and the one factor that unscales and clips them.
 
-    Args:
-        norm: That of the gradients as they are.
-        factor: Unscales them: the share of their micro-batches, without the loss scale.
-        most: The largest norm; None: any.
+    `factor` unscales them: the share of their micro-batches, without the loss scale. `most` is the
+    largest norm; None: any.
     """
     norm *= factor
     clip = math.inf if most is None else most / (norm + _NORM_EPSILON)

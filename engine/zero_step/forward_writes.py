@@ -109,8 +109,7 @@ class ForwardWrites:
     def begin_micro_step(self, first: tuple[int, int]) -> None:
         """Keep what the step begins with, before its first forward.
 
-        Args:
-            first: Micro-step and rank that run the first micro-batch of the step.
+        `first`: micro-step and rank that run the first micro-batch of the step.
 
         Raises:
             ConfigError: A module is known to write to its parameters.
@@ -168,8 +167,7 @@ class ForwardWrites:
     def end_step(self, notes: Iterable[float]) -> None:
         """Give all ranks what the first micro-batch of the step has left. Collective.
 
-        Args:
-            notes: The `note` of each rank.
+        `notes`: the `note` of each rank.
 
         Raises:
             PeerLost: A peer is lost.

@@ -393,12 +393,9 @@ class Session:
 def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
     """Note in `Session.lost` that a peer is lost, if this process can go on in the next round.
 
-    What was begun within this has no effect: `survive` ends it, when the script comes back.
-
-    Args:
-        session: That of the training.
-        goes_on: What is within this runs to its end all the same, with zeros for what it does not
-            get: a forward, which has to return something.
+    What was begun within this has no effect: `survive` ends it, when the script comes back. With
+    `goes_on` it runs to its end all the same, with zeros for what it does not get: a forward, which
+    has to return something.
 
     Raises:
         SystemExit: A peer is lost, and the process cannot go on; see `exit_on_peer_loss`.

@@ -68,13 +68,10 @@ class Staying:
         came_after_s: float,
         why_not: str = "",
     ) -> None:
-        """Made where the training has been made.
+        """Made where the training has been made, in `came_after_s` of this process's life.
 
-        Args:
-            make_again: Makes the training over the group that there is then; returns its `Session`.
-            began: The `standing` before it was made.
-            came_after_s: The age of this process then.
-            why_not: Why it cannot stay; empty: it can.
+        `make_again` makes the training over the group that there is then, and returns its
+        `Session`. `began` is the `standing` before it was made; `why_not` says why it cannot stay.
         """
         self.make_again = make_again
         self.why_not = why_not

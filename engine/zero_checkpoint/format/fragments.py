@@ -77,12 +77,8 @@ def run_lengths(follows: npt.NDArray[np.bool_], length: Ints) -> tuple[Ints, Int
 def first_break(group: Ints, begin: Ints, end: Ints, low: Ints, high: Ints) -> Break | None:
     """The first position at which runs do not tile [low, high) of a group exactly once; or None.
 
-    Args:
-        group: [runs], the group of each run; runs are sorted by (group, begin).
-        begin: [runs], the first position of each run.
-        end: [runs], one past its last position.
-        low: [groups], the first position of each group.
-        high: [groups], one past its last position.
+    Of each run [runs] the group, the first position, and one past its last; sorted by the first
+    two. Of each group [groups] its bounds.
     """
     # A run begins where the run before it in its group ends, the first one at `low`.
     expected = low[group]

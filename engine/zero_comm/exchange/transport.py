@@ -216,13 +216,8 @@ class Transport:
     ) -> list[Work]:
         """Begin exchanges, and further ones when those have ended.
 
-        All ranks begin all exchanges in the order of these calls.
-
-        Args:
-            begin: Begins the first ones.
-            begin_next: Begins the others.
-            waiter: For exchanges that this process has to wait for.
-            buffers: All that they read and write.
+        All ranks begin all of them in the order of these calls. `waiter` is for those that this
+        process has to wait for; `buffers` are all that they read and write.
         """
         del waiter
         # A stream of its own waits in between: neither the host nor the stream that computes does.

@@ -64,12 +64,9 @@ def order_of(
 ) -> tuple[int, str]:
     """How a resumed run sums gradients: as its checkpoint says, unless the config names a mode.
 
-    Args:
-        saved: The checkpoint's record of its run, with this record under "reduction".
-        mode: elastic.reduction.
-        configured: elastic.reduction_block.
-        anew: How the user begins a new run with the weights of the checkpoint, for the error.
-        rounds: The run rounds the sum of each block to int8.
+    `saved` is the checkpoint's record of its run; mode and block are those of the config. `anew`
+    says for the error how a user begins a new run with these weights. `rounds`: the run rounds the
+    sum of each block to int8.
 
     Returns:
         The block, and a sentence about what changes; empty if nothing does.

@@ -93,13 +93,9 @@ def next_sums(
 ) -> tuple[tuple[Addition, ...], Progress]:
     """Plan the additions for the next pieces; returns them and the new state.
 
-    Args:
-        progress: What it has come to before.
-        levels: Of the pieces, which follow each other; 0: the gradient of one micro-batch.
-        block: B, a power of two.
-        last: There are no more in this step.
-        rounds: Each block is rounded before it is added to the chain.
-        given_rounded: Those that come as one piece have been rounded already.
+    The pieces follow each other; one of level 0 is the gradient of one micro-batch. `last`: there
+    are no more in this step. `rounds`: each block is rounded before it is added to the chain, but
+    those that come as one piece not if `given_rounded`.
     """
     stack = _Stack(block, list(progress.pending), progress.chain, rounds)
     given, stop = len(levels), progress.count

@@ -86,12 +86,8 @@ class OrderedReduction:
     def start(self, gradient: Tensor, what: str, into: OrderedSum, turn: Turn) -> Reducing:
         """Send the gradient of one micro-batch; all ranks in the same order.
 
-        Args:
-            gradient: [world * n]; to be left alone while it `holds_gradient` and until the sum is
-                made, which uses it up.
-            what: Names the exchanges in messages.
-            into: The sum of the step, of n elements.
-            turn: Which micro-step it is.
+        The gradient [world * n] is to be left alone while it `holds_gradient` and until the sum is
+        made, which uses it up. `what` names the exchanges in messages.
 
         Raises:
             PeerLost: A peer is gone.

@@ -115,13 +115,10 @@ class MicroSteps:
     def weigh(
         self, loss: Loss, tokens: int | Tensor | None = None, *, by_share: bool = True
     ) -> Weighted:
-        """The loss weighted and scaled.
+        """The loss weighted and scaled; see `Engine.backward`.
 
-        Args:
-            loss: A scalar; see `Engine.backward`.
-            tokens: The number of tokens in a mean.
-            by_share: Weight a loss without tokens by its samples; otherwise the script has divided
-                it by its micro-steps.
+        `by_share`: weight a loss without tokens by its samples; otherwise the script has divided it
+        by its micro-steps.
 
         Raises:
             ZeroError: The loss cannot be differentiated, or there is no step to do so in.

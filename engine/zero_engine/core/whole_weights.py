@@ -44,11 +44,8 @@ class _Answers:
 def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: bool) -> Any:
     """Load the dictionaries of all ranks; returns torch's answer, of rank 0 where a rank has none.
 
-    Args:
-        core: The parts of the engine.
-        root: The engine, whose names are in the dictionary.
-        load: torch's load of this rank's dictionary.
-        given: Whether this rank has one; if not, it takes the parameters and buffers of rank 0.
+    The dictionaries have the names of `root`, and `load` is torch's load of this rank's. A rank
+    that is not `given` one takes the parameters and buffers of rank 0.
 
     Raises:
         Exception: That of `load`, on the ranks where it has failed.

@@ -113,10 +113,7 @@ def described(known: Any, path: Path = ()) -> Iterator[tuple[str, str, list[int]
 def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
     """A nest with this tree spec and zeros in all leaves, of which the numbers are tensors, too.
 
-    Args:
-        known: The tree spec.
-        device: Where its tensors are to be.
-        of_scalars: Where those without dimensions are to be, such as step counts.
+    Tensors without dimensions, such as step counts, are on the device `of_scalars`.
     """
     match known:
         case {"tensor": [dtype, shape]}:

@@ -231,10 +231,8 @@ class ZeroOptimizer:
     ) -> StepOutcome:
         """Apply the gradient sums. Collective. The caller sets `changing` to False afterwards.
 
-        Args:
-            notes: [n] fp32, the same n on all ranks; every rank gets the notes of all.
-            correction: From the notes of all ranks [world, n], on the CPU, to the factor of the
-                totals.
+        Every rank gives as many notes [n] fp32, and gets those of all [world, n], on the CPU, from
+        which `correction` makes the factor of the totals.
         """
         self._refuse_written_groups()
         for each in self.sums:

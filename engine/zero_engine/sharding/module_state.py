@@ -26,12 +26,7 @@ _KEPT = WeakTensorKeyDictionary()
 
 
 def keep(params: Iterable[nn.Parameter], how: str) -> None:
-    """Note that hooks fill these parameters.
-
-    Args:
-        params: Of an engine.
-        how: What they are, for the error.
-    """
+    """Note that hooks fill these parameters of an engine, and what they are, for the error."""
     _KEPT.update((param, how) for param in params)
 
 

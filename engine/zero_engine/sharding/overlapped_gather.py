@@ -31,12 +31,9 @@ class OverlappedGather:
         units: Sequence[FlatUnit],
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Hook the modules of `root`.
+        """Hook the modules of `root`, for the units that a step leaves arriving; without any, none.
 
-        Args:
-            root: The model.
-            units: Those that a step leaves arriving; without any, nothing is hooked.
-            guard: A context around waits, for a peer that is lost.
+        `guard` is a context around waits, for a peer that is lost.
         """
         self.units = tuple(units)
         self._guard = guard

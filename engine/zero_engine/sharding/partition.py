@@ -116,12 +116,9 @@ def partition(
 ) -> list[UnitSpec]:
     """The units of a model, in module order with the root last.
 
-    Args:
-        root: The model.
-        groups: id(parameter) -> param group, for the trained parameters.
-        compute_dtype: The dtype of the trained parameters; in bf16 and fp16 training also
-            that of the other floating-point ones.
-        small: The names of parameters that stay whole; they change nothing of the partition.
+    `groups` is id(parameter) -> param group, for the trained parameters. In bf16 and fp16 training
+    other floating-point ones have their dtype as well. `small` ones stay whole; they change nothing
+    of the partition.
     """
     modules = {**wrapped_modules(root), ROOT: root}
     # id(parameter) -> the unit module that alone uses it, else the root.

@@ -95,16 +95,12 @@ def of_settings(elastic: Elastic) -> dict[str, Any]:
 
 
 def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor]) -> None:
-    """Compare what this rank is given with what the others are. Collective.
+    """Compare facts that this rank is given with those of the others, as JSON. Collective.
 
     Rank 0 warns of a dataset that may be the share of a rank.
 
-    Args:
-        facts: By its name, each a JSON value; of a list the first item that differs is named.
-        everybodys: Gathers rows of all ranks.
-
     Raises:
-        ConfigError: Something differs; names the first. On every rank.
+        ConfigError: Something differs; names the first, of a list its first item. On every rank.
     """
     checksum = zlib.crc32(json.dumps(facts).encode())
     seen = everybodys(torch.tensor([checksum], device="cpu"), _WHAT)

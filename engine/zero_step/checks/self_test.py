@@ -78,11 +78,7 @@ class SelfTest:
     ) -> None:
         """Replay a micro-batch if a run begins, or resumes on other hardware. Collective.
 
-        Args:
-            call: The module's forward.
-            args: Its arguments.
-            kwargs: Those with names.
-            seed: Gives random numbers a beginning, the same each time.
+        `call` is the module's forward; `seed` gives random numbers the same beginning each time.
 
         Raises:
             ZeroError: The bits differ, and elastic.deterministic is "error".

@@ -128,12 +128,9 @@ class Pipeline:
     ) -> None:
         """Begin to add the gradients of the micro-batches of all ranks. Collective.
 
-        Args:
-            gradient: [world * n], n elements for each rank; used up.
-            what: Names the exchanges in messages.
-            into: The sum of the step, of n elements; or of all, if the backend makes it.
-            lent: The gradient is memory of the pool, and goes back to it.
-            then: Called when the micro-step has been added; may begin an exchange, as of the sums.
+        The gradient [world * n] is used up, and goes back to the pool if it is `lent`; the sum is
+        of n elements, or of all if the backend makes it. `then` is called when the micro-step has
+        been added, and may begin an exchange, as of the sums.
 
         Raises:
             PeerLost: A peer is gone, or has not answered within the group's timeout.

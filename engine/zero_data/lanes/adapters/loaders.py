@@ -93,10 +93,7 @@ class Given:
 def given_by(data: Any, seed: int, exchange: Callable[[Tensor], Tensor]) -> Given:
     """The samples of a dataset or a DataLoader. Collective, where that has a batch sampler.
 
-    Args:
-        data: Either.
-        seed: Of the order, where a sampler draws one.
-        exchange: See `Lanes`.
+    `seed`: of the order, where a sampler draws one. `exchange`: see `Lanes`.
 
     Raises:
         ConfigError: It cannot be done at any number of ranks; says why.
@@ -200,11 +197,7 @@ def _name(thing: object) -> str:
 def warn_of_seeds(data: Any, seed: int, key: str, *more: str) -> None:
     """Name the seeds of a script that change nothing; five of them would be five equal runs.
 
-    Args:
-        data: A dataset or a DataLoader.
-        seed: What counts.
-        key: Its name, and how it is given.
-        *more: Further sentences about such seeds.
+    `seed` is what counts, `key` its name and how it is given; `more` are further sentences.
     """
     found = [*more]
     if isinstance(data, DataLoader):
