@@ -462,14 +462,15 @@ class Ring:
         delay_s = self._machines.about(0.02)
         self._kernel.after(delay_s, lambda: self._on_dead(target, certain), self.process)
 
-    def dial(self, target: Node) -> Any:
+    def dial(self, target: Node, connect_s: float = TIMEOUT_S, answer_s: float = TIMEOUT_S) -> Any:
         """As `Ring.dial`."""
         other = self._machines.by_name[target.id]
-        network, kernel = self._machines.network, self._kernel
-        if not (network.connects(self.machine.name, target.id) and other.alive):
-            kernel.park(TIMEOUT_S)
-            raise TimeoutError(110, "Connection timed out")
-        kernel.park(0.001)
+        network = self._machines.network
+        network.connect(self.machine.name, target.id, lambda: other.alive, connect_s)
+        if other.serves and other.agent.frozen:  # its kernel accepts
+            self._kernel.park(answer_s)
+            if other.agent.frozen:
+                raise TimeoutError("timed out")
         if not other.serves or other.ring is None or other.ring.me is None:
             raise ConnectionRefusedError(111, "Connection refused")
         if _key(other.ring.me) != _key(target):

@@ -233,11 +233,8 @@ def between_nodes(machines: Machines) -> Any:
     def create_connection(address: tuple[str, int], timeout_s: float) -> Wire:
         assert kernel.current is not None
         here, there = kernel.current.process.name.partition("/")[0], address[0]
-        kernel.park(network.latency_s(here, there))
+        network.connect(here, there, lambda: machines.by_name[there].alive, timeout_s)
         service = machines.services.get(address)
-        if not (network.connects(here, there) and machines.by_name[there].alive):
-            kernel.park(timeout_s)
-            raise TimeoutError("timed out")
         if service is None or not service.process.alive:
             raise ConnectionRefusedError(111, "Connection refused")
         mine, theirs = Wire.pair(kernel, network, here, there)

@@ -94,7 +94,9 @@ class Network:
         if shutil.which("nft") is None:
             pytest.skip("a firewall needs nft, of nftables")
         for here, by in ((one, other), (other, one))[: 1 if one_way else 2]:
-            rule = f"ip saddr {self.address(here)} meta l4proto tcp {verdict}"
+            # A reset passes: else what the other firewall rejects with one would vanish.
+            kind = "meta l4proto tcp" if verdict == "drop" else "tcp flags & rst == 0"
+            rule = f"ip saddr {self.address(here)} {kind} {verdict}"
             chain = f"chain input {{ type filter hook input priority 0\n {rule}\n }}"
             self._nft(by, f"table inet from_{here} {{\n {chain}\n }}")
 

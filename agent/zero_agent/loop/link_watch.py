@@ -19,8 +19,15 @@ from zero_orchestrator.membership.dead_links import DeadLink
 from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
-# A single look may fail for a moment's congestion, and a dead link may cost a restart.
+TURNS = 3
+"""Attempts of a look to reach a node, which overlap. A single one may fail for a moment's
+congestion, and a dead link may cost a restart; a silent node has as long, in its lease."""
+TURN_S = 1.0
+"""From one attempt to the next, as a kernel sends its first packet again."""
+REFUSALS = 2
+"""So many attempts are enough if each has ended with an error."""
 LOOKS = 2
+"""A node that is set aside comes back when so many looks in a row have reached all others."""
 PAUSE_S = 1.0
 """Between two looks; while they find nothing each pause is longer than the one before, up to:"""
 LONGEST_PAUSE_S = 10.0
@@ -28,8 +35,8 @@ GROWTH = 1.5
 MOST = 64
 """The members after this one, in rank order, that it looks at; a large job has thousands."""
 EARLY = 0.2
-"""The part of the time after which a step counts as missing, after which links are looked at: 3 s,
-or a usual long step. A look that finds a dead link takes 2 s, and two in a row 5 s."""
+"""The part of the time after which a step counts as missing, after which a node says that it
+reaches all others: 3 s, or a usual long step. Few steps are to cost all nodes a write."""
 MOST_PATIENT = 8
 """A node that is set aside again and again looks so many times as often before it comes back; it
 looks twice as often after each time."""
@@ -38,36 +45,67 @@ Reach = Callable[[Sequence[Node]], Sequence[DeadLink]]
 """Connects to the agents of some nodes; those that cannot be reached."""
 
 
-def reach_by(ring: Ring) -> Reach:
-    """A `Reach` through this agent's ring; it takes as long as the slowest of its connections."""
+def verdict(ends: Sequence[str | None]) -> str | None:
+    """Why a node is not reached; empty: it is; None: it is not known yet.
 
-    def dial(node: Node, found: dict[str, str]) -> None:
-        try:
-            ring.dial(node).close()
-        except AnotherProcess:
-            pass  # the node answers
-        # Whatever the reason: the workers' connections take the same way.
-        except ConnectionRefusedError:
-            found[node.id] = f"{node.ring} refuses connections"
-        except TimeoutError:
-            found[node.id] = f"{node.ring} does not answer"
-        except OSError as error:
-            found[node.id] = f"{node.ring} cannot be reached ({error.strerror or error})"
+    Args:
+        ends: Of each attempt, in order: why it has failed; empty: it has an answer; None: it lasts.
+    """
+    if "" in ends:
+        return ""
+    return None if None in ends or len(ends) < REFUSALS else ends[-1]
+
+
+def reach_by(ring: Ring) -> Reach:
+    """A `Reach` through this agent's ring: a look takes 3 s where nothing answers.
+
+    Only attempts that have ended count, each with what the kernel had until then: a process that
+    has stood still meanwhile takes nobody for dead.
+    """
 
     def reach(nodes: Sequence[Node]) -> list[DeadLink]:
-        found: dict[str, str] = {}
-        threads = [
-            threading.Thread(target=dial, args=(node, found), daemon=True)
-            for node in nodes
-            if node.ring
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [DeadLink(to=node, why=why) for node, why in found.items()]
+        ended = threading.Condition()
+        ends: dict[Node, list[str | None]] = {node: [] for node in nodes if node.ring}
+
+        def attempt(node: Node, turn: int) -> None:
+            end = _attempt(ring, node, (TURNS - turn) * TURN_S)
+            with ended:
+                ends[node][turn] = end
+                ended.notify_all()
+
+        def known() -> bool:
+            return all(verdict(each) is not None for each in ends.values())
+
+        with ended:
+            for turn in range(TURNS):
+                for node in (one for one, each in ends.items() if verdict(each) is None):
+                    ends[node].append(None)
+                    threading.Thread(target=attempt, args=(node, turn), daemon=True).start()
+                ended.wait_for(known, TURN_S)
+            ended.wait_for(known)  # each attempt has a deadline
+            return [
+                DeadLink(to=node.id, why=why) for node, of in ends.items() if (why := verdict(of))
+            ]
 
     return reach
+
+
+def _attempt(ring: Ring, node: Node, within_s: float) -> str:
+    """Connect to the agent of a node: why it cannot be reached; empty: it answers."""
+    try:
+        # Where its kernel accepts connections it has twice the time: on a loaded host, until its
+        # lease has ended as well.
+        ring.dial(node, within_s, 2 * within_s).close()
+    except AnotherProcess:
+        pass  # the node answers
+    # Whatever the reason: the workers' connections take the same way.
+    except ConnectionRefusedError:
+        return f"{node.ring} refuses connections"
+    except TimeoutError:
+        return f"{node.ring} does not answer"
+    except OSError as error:
+        return f"{node.ring} cannot be reached ({error.strerror or error})"
+    return ""
 
 
 class LinkWatch:
@@ -90,8 +128,8 @@ class LinkWatch:
         self._looking = False
         self._due_s = self._clock.now()
         self._pause_s = PAUSE_S
-        self._looks: list[dict[str, DeadLink]] = []
-        """What the last ones have found."""
+        self.dead: tuple[DeadLink, ...] | None = None
+        """The dead links, as the last look has found; None: it is not known yet."""
         self.in_a_row = 0
         """The number of last looks that have all reached all nodes."""
 
@@ -112,20 +150,10 @@ class LinkWatch:
         if number != self._number:  # a look at nodes of which nobody asks any more
             return
         self._looking = False
-        self._looks = [*self._looks[1 - LOOKS :], {one.to: one for one in dead}]
+        self.dead = tuple(sorted(dead, key=lambda link: link.to))
         self.in_a_row = 0 if dead else self.in_a_row + 1
         self._pause_s = PAUSE_S if dead else min(self._pause_s * self._growth, LONGEST_PAUSE_S)
         self._due_s = self._clock.now() + self._pause_s
-
-    @property
-    def dead(self) -> tuple[DeadLink, ...] | None:
-        """The dead links; None: it is not known yet."""
-        if self._looks and not self._looks[-1]:  # one good look is enough, two bad ones are needed
-            return ()
-        if len(self._looks) < LOOKS:
-            return None
-        always = set.intersection(*(set(look) for look in self._looks))
-        return tuple(self._looks[-1][node] for node in sorted(always))
 
 
 class Links:
@@ -165,16 +193,17 @@ class Links:
             self._in_round.forget()
             return self._told  # nothing new, and nothing to withdraw
         lost, runs = workers.group.state in LOST_PEER, workers.group.state is Workers.RUNNING
-        if not (lost or (runs and workers.steps.is_missing(EARLY))):
+        if not (lost or (runs and workers.steps.is_late)):
             self._in_round.forget()
             return None
         others = others_of(job, me)
         if not others:
             return ()
         self._in_round.look(others)
-        # All nodes of a large job would write at each step that takes a little longer.
-        soon = lost or len(job.members.nodes) <= MOST
-        return self._in_round.dead if soon or workers.steps.is_missing() else None
+        # That all is well, all nodes of a large job would write at each step that takes longer.
+        part = EARLY if len(job.members.nodes) <= MOST else 1.0
+        found = self._in_round.dead
+        return found if found or lost or workers.steps.is_missing(part) else None
 
     def _come_back(self, rdzv: Rendezvous) -> None:
         """Take part again, if this node is set aside and reaches the others."""

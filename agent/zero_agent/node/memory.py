@@ -188,7 +188,6 @@ class MemoryServer:
 
 
 class _Server(PatientServer):
-    request_queue_size = 128
     directory: Path
     key: Key
     budget_bytes: int

@@ -48,6 +48,7 @@ class PatientServer(socketserver.ThreadingTCPServer):
     It pauses when it is out of descriptors, then accepts again: no client is turned away.
     """
 
+    request_queue_size = 128  # all other members of a round look at their links at the same time
     exhausted_pause_s = 0.2
     daemon_threads = True
     block_on_close = False

@@ -173,8 +173,12 @@ class Ring:
             with self._changed:
                 self._connection = None
 
-    def dial(self, target: Node) -> socket.socket:
+    def dial(
+        self, target: Node, connect_s: float = TIMEOUT_S, answer_s: float = TIMEOUT_S
+    ) -> socket.socket:
         """Connect to exactly the process that `target` describes; on any thread.
+
+        Its machine has `connect_s` to answer, and then the process `answer_s` for each message.
 
         Raises:
             AnotherProcess: Another process of this job answers, an `OSError` as well.
@@ -184,9 +188,9 @@ class Ring:
         if not hasattr(self, "_key"):
             raise ConnectionAbortedError("this agent has not joined the job yet")
         where = split_host_port(target.ring)
-        connection = socket.create_connection(where, TIMEOUT_S)
+        connection = socket.create_connection(where, connect_s)
         try:
-            connection.settimeout(TIMEOUT_S)
+            connection.settimeout(answer_s)
             # Another process may have this port now, of another node or the successor of this one.
             name, _ = handshake.greet(connection, self._key)
             node, _, incarnation = name.rpartition(" ")

@@ -41,9 +41,11 @@ STOOD_STILL_S = 10.0
 it (`docker pause`, `scontrol suspend`), or it has not read what they reported meanwhile."""
 SECOND_STEP_S = 8.0
 """The time that the second step is taken to need."""
+LATE_S = 1.0
+"""A step that takes longer, and longer than a usual long one, has the links looked at: a round
+whose ranks cannot meet is over as well."""
 MEETING_S = 10.0
-"""If no rank has begun a step after this time, the links between the nodes are looked at: a round
-whose ranks cannot meet is over."""
+"""If no rank has ended a step after this time, the agents are asked why."""
 RECENT_STEPS = 1000
 """The last steps, from whose times the usual time of a long step is taken."""
 LONG_PART = 0.99
@@ -217,11 +219,19 @@ class Steps:
             ranks={rank: found for rank, found in ranks.items() if found is not None},
         )
 
+    @property
+    def is_late(self) -> bool:
+        """Whether workers that report steps take longer than a usual long step, or a second."""
+        return self._reports and self.idle_s() > max(LATE_S, self.long_s or 0.0)
+
     def is_missing(self, part: float = 1.0) -> bool:
         """Whether workers that report steps take longer than `part` of the time for one."""
-        reports = self.begun or self.finished is not None or bool(self._preparing)
         missing_s = stall_s(self.long_s or 0.0) if self.begun else MEETING_S
-        return reports and self.idle_s() > part * missing_s
+        return self._reports and self.idle_s() > part * missing_s
+
+    @property
+    def _reports(self) -> bool:
+        return self.begun or self.finished is not None or bool(self._preparing)
 
     @property
     def may_be_warming_up(self) -> bool:
