@@ -212,10 +212,8 @@ def agree(votes: Sequence[Record]) -> Record:
     """Which tensors all ranks save together, and which rank writes which; a pure function.
 
     A vote has "state", the packed structure, and "tensors", name -> dtype, shape, start and count
-    of the elements; or "problem".
-
-    Returns:
-        "state", "tensors" (name -> dtype and shape) and "writes" (by rank, names); or "problem".
+    of the elements; or "problem". The verdict has "state", "tensors" (name -> dtype and shape) and
+    "writes" (by rank, names); or "problem".
     """
     state: Any = None
     tensors: dict[str, list[Any]] = {}

@@ -279,12 +279,9 @@ class Waiter:
         return job
 
     def wait(self, works: Sequence[Work], look: Callable[[], None]) -> bool:
-        """Block until exchanges on the CPU have ended, or an interrupt.
+        """Block until exchanges on the CPU have ended, or (False) an interrupt.
 
-        `look` is called every LOOK_S, and what it raises ends the wait.
-
-        Returns:
-            False if the wait was interrupted. Raises what the transport raises.
+        `look` is called every LOOK_S. What it raises ends the wait, as what the transport raises.
         """
         if all(work.is_completed() for work in works):  # also those that have failed
             for work in works:
@@ -305,12 +302,10 @@ class Waiter:
         return _ended(watched)
 
     def poll(self, reached: Callable[[], bool], look: Callable[[], None]) -> bool:
-        """Block until a device has reached something, or an interrupt.
+        """Block until a device has reached something, or (False) an interrupt.
 
-        `reached` is asked again and again, so it must not block; `look` is as for `wait`.
-
-        Returns:
-            False if the wait was interrupted. Raises RuntimeError after the timeout.
+        `reached` is asked again and again, so it must not block; `look` is as for `wait`. Raises
+        RuntimeError after the timeout.
         """
         begun = looked = time.monotonic()
         pause_s = _SHORTEST_PAUSE_S

@@ -436,8 +436,7 @@ def fill_in(session: Session, runs: bool) -> None:
 def survive(session: Session) -> bool:
     """After the loss of a peer go on in the next round, after its newest checkpoint.
 
-    Returns:
-        Whether the step under way has lost one; then it has ended here.
+    Returns whether the step under way has lost one; then it has ended here.
     """
     link, lost = session._link, session.lost
     if lost is None:

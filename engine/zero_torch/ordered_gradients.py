@@ -276,10 +276,8 @@ class OrderedGradients:
     def add(self, name: str, gradients: Tensor) -> Tensor | None:
         """Add gradients [micro-steps, world, n], which all ranks have, after `receive`.
 
-        They are those of this micro-step; or of all, in the last one, if there is a plan.
-
-        Returns:
-            [n] in the dtype of sums, in the last micro-step.
+        They are those of this micro-step; or of all, in the last one, if there is a plan. That
+        returns [n] in the dtype of sums.
         """
         turn = self.pipeline.turn
         by_place = gradients.flatten(0, 1)

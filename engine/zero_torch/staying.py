@@ -35,13 +35,11 @@ _OTHERS = "the script exchanges something of its own before protect()"
 
 
 def stay(run: Run, again: Callable[..., Run], began: Standing, came_after_s: float) -> None:
-    """Let a run stay in its process, if it can; the log of its end says why it cannot.
+    """Let a run, which has just been made, stay in its process, if it can.
 
-    Args:
-        run: It has just been made.
-        again: Makes one of what `protect` was given, in the place of a former one.
-        began: What the process had exchanged when `protect` was called.
-        came_after_s: The age of this process then.
+    The log of its end says why it cannot. `again` makes one of what `protect` was given, in the
+    place of a former one. `began`: what the process had exchanged when `protect` was called, at the
+    age `came_after_s`.
     """
     why_not = _why_not(run, began)
     wrapping = (1, 0, 0) if not why_not else began

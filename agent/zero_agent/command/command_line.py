@@ -129,8 +129,7 @@ def _in_full(token: str, flag: Flag, value: str, rest: list[str]) -> tuple[str, 
 def _find(name: str) -> tuple[Flag | None, str]:
     """Find a flag by its name, in either spelling, or by a unique prefix.
 
-    Returns:
-        The flag and no error; or an error, with the flag that was probably meant.
+    Or an error, with the flag that was probably meant.
     """
     if name in _SHORT:
         return _SHORT[name], ""

@@ -58,10 +58,9 @@ def held() -> Iterator[None]:
 
 
 def call_until_signal(call: Callable[[], object], numbers: Sequence[int]) -> int | None:
-    """Run `call` on a thread until it ends or one of these signals comes.
+    """Run `call` on a thread until it ends (None), or one of these signals comes: the first.
 
-    Returns:
-        The signal that came first, while the call continues on its thread; None if it ended.
+    After a signal it continues on its thread.
 
     Raises:
         Exception: Whatever the call raised.

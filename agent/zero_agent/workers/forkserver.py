@@ -77,11 +77,9 @@ class Forkserver:
         self._word: tuple[Key, str] | None = None
 
     def serve(self) -> worker_main.Program | None:
-        """Serve the agent until it is gone.
+        """Serve the agent until it is gone and everything has been killed; then None.
 
-        Returns:
-            In a forked worker the program to run, right after the fork; None in the forkserver
-            itself, when everything has been killed.
+        In a forked worker, right after the fork, the program to run.
         """
         # SIGCHLD ends the wait for orders; its handler only has to exist.
         wake_read, wake_write = os.pipe()

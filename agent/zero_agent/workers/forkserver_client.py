@@ -89,10 +89,9 @@ class ForkserverClient:
         return worker
 
     def host_store(self, address: str, ports: range = ANY_PORT) -> int:
-        """Fork a process that hosts a TCPStore on an address, at one of these ports.
+        """Fork a process that hosts a TCPStore on an address, at one of these ports; its id.
 
-        Returns:
-            The id of the process: `on_news` receives its port, or, if no port was free, its end.
+        `on_news` receives its port, or, if no port was free, its end.
         """
         ends = [ports.start, ports.stop]
         return self._order({"op": "store", "address": address, "ports": ends}, [])
@@ -126,11 +125,7 @@ class ForkserverClient:
         return self._unresponsive.elapsed_s if self._unresponsive.past(limit_s) else None
 
     def close(self) -> int:
-        """End the forkserver and all its descendants.
-
-        Returns:
-            Its exit code, or the negative number of the signal that ended it.
-        """
+        """End the forkserver and all its descendants; its exit code, or its signal, negative."""
         # The word of the agent is not needed: it lives, and a watcher must not take it for dead.
         with contextlib.suppress(OSError):  # it is gone, or hangs
             self._socket.send(STOP_FORKSERVER, socket.MSG_DONTWAIT)

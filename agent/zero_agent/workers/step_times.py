@@ -40,10 +40,9 @@ class StepTimes:
         self.counts.clear()
 
     def add(self, rank: int, now_s: float, progress: Progress | None) -> float | None:
-        """A worker has reported a step, or the same step again.
+        """A worker has reported a step, which took so long without saves.
 
-        Returns:
-            How long the step took, without saves; None: the same step again, or the round's first.
+        None: the same step again, or the round's first.
         """
         last, step = self._last.get(rank), progress.step if progress is not None else None
         saving_s = progress.saving_s if progress is not None else 0.0

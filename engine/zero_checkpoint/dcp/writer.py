@@ -228,13 +228,10 @@ def _own(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[list[_Box], R
 
 
 def agree(votes: Sequence[Record]) -> Record:
-    """The tensors and values of all ranks; a pure function of their votes.
+    """The "tensors", "values" and "paths" of all ranks, or a "problem"; a pure function.
 
     A vote has "tensors", key -> dtype and shape, "values", key -> packed value, and "paths", key ->
     its place in the state; or "problem".
-
-    Returns:
-        "tensors", "values" and "paths"; or "problem".
     """
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}

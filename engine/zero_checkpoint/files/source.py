@@ -23,8 +23,4 @@ class Source(Protocol):
         """
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Scatter the file's bytes from `offset` into the buffers.
-
-        Returns:
-            Bytes of the buffers that are beyond the end of the file, and so were not filled.
-        """
+        """Scatter the file's bytes from `offset` into the buffers; how many bytes it lacks."""

@@ -84,10 +84,7 @@ class Disk:
     def retire(self, path: Place, *, committed: bool) -> Place:
         """Make a directory stop being a checkpoint, durably, before any byte of it is gone.
 
-        If it is not `committed`, it must not become one either.
-
-        Returns:
-            The directory's new path.
+        If it is not `committed`, it must not become one either. Returns its new path.
         """
         manifest = path / MANIFEST
         # First, and durably: a directory without a manifest is no checkpoint, whatever is left of

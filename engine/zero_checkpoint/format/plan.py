@@ -79,11 +79,10 @@ def plan(
 
 
 def _intersect(wants: Extents, fragments: Fragments, n_tensors: int) -> Ints:
-    """The intersection of each want with each fragment.
+    """The intersection of each want with each fragment, by file and offset.
 
-    Returns:
-        [file and fields of `PlannedPart`, parts], by file and offset; parts that are adjacent both
-        in a file and in memory are one.
+    [file and fields of `PlannedPart`, parts]; parts that are adjacent both in a file and in memory
+    are one.
     """
     # The tensors are laid end to end, as the fragments cover them: on that one axis a want is an
     # interval, and the fragments that it intersects are consecutive. Of fragments [0, 4), [4, 8),

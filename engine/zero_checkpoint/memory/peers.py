@@ -55,13 +55,10 @@ class ReplicaPeers:
         self._leave_at_s = time.monotonic() + limit_s
 
     def send(self, address: str, path: str, image: Image, file: FileRecord, block: int) -> str:
-        """Send a copy of an image to a replica peer.
+        """Send a copy of an image to a replica peer; returns why it has none, or "".
 
         `path` is the copy's there, see `peer_memory.FILE`; each digest of `file` covers `block`
         bytes.
-
-        Returns:
-            Why the peer has no copy, or "".
         """
         if time.monotonic() < self._avoid_until_s.get(address, 0.0):
             return f"{address} is left out for {AVOID_S:g} s after its last failure"

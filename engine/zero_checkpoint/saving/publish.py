@@ -216,10 +216,8 @@ def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
 def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:
     """Remove a failed attempt; files that cannot be removed are left for a later sweep.
 
+    Returns whether it surely has no manifest, and will have none; if not, all files are left.
     `committing`: the rename of the manifest had begun.
-
-    Returns:
-        Whether it surely has no manifest, and will have none; if not, all files are left.
     """
     if committing and disk.publishes_late:
         return False

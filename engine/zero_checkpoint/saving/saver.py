@@ -114,10 +114,9 @@ class Saver:
         return self._background.busy
 
     def begin(self, request: Request, *, copy: bool) -> bool:
-        """Begin a save, with a copy if there is memory for it; none may be in flight.
+        """Begin a save; none may be in flight. Returns whether the state was copied.
 
-        Returns:
-            Whether it was copied; if not, the state must not change before `wait`.
+        If it was not, for want of memory, it must not change before `wait`.
         """
         self._in_flight_step, self._in_flight_root = request.step, request.root
         try:

@@ -125,12 +125,9 @@ class Transport:
         return pinned.to(self.device, non_blocking=True)
 
     def finish(self, works: Sequence[Work], waiter: Waiter, look: Callable[[], None]) -> bool:
-        """Wait for what was begun here; raises what the transport raises.
+        """Wait for what was begun here; False if an interrupt ends the wait.
 
-        `look` is called now and then; what it raises ends the wait.
-
-        Returns:
-            False if the wait was interrupted.
+        Raises what the transport raises, and what `look` raises, which is called now and then.
         """
         # A device's stream is what waits, so it can be neither interrupted nor looked at.
         del waiter, look

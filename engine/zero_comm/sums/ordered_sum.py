@@ -162,12 +162,10 @@ def next_pieces(
 def form_pieces(
     gradients: Sequence[Tensor], start: int, block: int, pool: BufferPool
 ) -> list[tuple[Piece, Tensor]]:
-    """Add the gradients of consecutive micro-batches as far as a sender may.
+    """Add the gradients [n] of consecutive micro-batches, at least one, as far as a sender may.
 
-    They are of [n], at least one, and used up; `block` is B.
-
-    Returns:
-        Sums in fp32, in memory of the pool, and single gradients where and as they are.
+    They are used up; `block` is B. Returns sums in fp32, in memory of the pool, and single
+    gradients where and as they are.
     """
     additions, pieces = next_pieces(start, len(gradients), block)
     memory = {Memory("given", number): each for number, each in enumerate(gradients)}

@@ -56,8 +56,7 @@ class Reducing(ABC):
     def advance(self) -> bool:
         """Wait for the exchanges under way, then begin the next ones, or add what has come.
 
-        Returns:
-            False if it has been added: this was the last step.
+        False if it has been added: this was the last step.
 
         Raises:
             PeerLost: A peer is gone, or has not answered within the group's timeout.

@@ -257,9 +257,8 @@ class AgentLink:
     def step_times(self) -> tuple[float, float, float, float]:
         """At the end of a step, what `everyones_times` needs of each rank.
 
-        Returns:
-            The seconds in which this rank computed in the step, and in which it waited; and the
-            bytes per second and the seconds of its part of the last checkpoint.
+        The seconds in which this rank computed in the step, and in which it waited; and the bytes
+        per second and the seconds of its part of the last checkpoint.
         """
         compute_s, wait_s = self._timer.step()
         self._compute_s += compute_s

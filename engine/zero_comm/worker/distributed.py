@@ -133,8 +133,7 @@ def _in_round(rendezvous: Callable[..., Iterator[Any]], url: str, **given: Any) 
 def _await_round() -> bool:
     """In a worker that was started before it has a round: wait for one, and take its environment.
 
-    Returns:
-        Whether it had none.
+    Returns whether it had none.
 
     Raises:
         SystemExit: There is no round for this process.
@@ -182,8 +181,7 @@ def backend_for(*, has_gpu: bool, has_nccl: bool) -> str:
 def leave_group() -> bool:
     """Leave all process groups, also if exchanges are under way that never end.
 
-    Returns:
-        Whether everything has been aborted in time.
+    Returns whether everything has been aborted in time.
     """
     if not dist.is_initialized():
         return True

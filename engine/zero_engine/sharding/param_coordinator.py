@@ -242,8 +242,7 @@ class ParamCoordinator:
     def read(self, unit: FlatUnit) -> bool:
         """Gather a unit for a read of one of its parameters, which its module does not make.
 
-        Returns:
-            False, and nothing is gathered, if neither forward nor backward is under way.
+        False, and nothing is gathered, if neither forward nor backward is under way.
         """
         if not self.under_way:
             return False

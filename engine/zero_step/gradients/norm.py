@@ -57,12 +57,9 @@ def block_norms(flat: Tensor) -> Tensor:
 
 
 def sum_of_squares(norms: Tensor) -> Tensor:
-    """The sum of the squares of block norms [n], to be given to `merged`.
+    """The sum of the squares of block norms [n], to be given to `merged`: [ROW] in int64.
 
     They are in fp32 or fp64; nothing waits for their device.
-
-    Returns:
-        [ROW] in int64, on the device of the norms.
     """
     device = norms.device
     largest = norms.max() if norms.numel() else norms.new_zeros(())

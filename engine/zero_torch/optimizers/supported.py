@@ -151,13 +151,10 @@ def takes_no_metric(scheduler: Any) -> bool:
 
 
 def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:
-    """Let an optimizer step with kernels that round each element alike, wherever it lies.
+    """Let an optimizer step with kernels that round each element alike; whether it was fused.
 
     A fused kernel rounds the end of a tensor differently, and the world size decides where shards
     end. DDP has no shards, and must have the bits of FSDP2 all the same.
-
-    Returns:
-        Whether it was fused.
     """
     # Those of param groups that are added later come from the defaults.
     fused = [g for g in (*optimizer.param_groups, optimizer.defaults) if g.get("fused")]

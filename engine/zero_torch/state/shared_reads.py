@@ -111,10 +111,8 @@ class SharedReads:
 def divide(tensors: Sequence[tuple[int, int]], parts: int) -> list[list[tuple[int, int, int]]]:
     """Divide tensors into parts of consecutive elements, of nearly as many bytes each.
 
-    A tensor is its elements, and the bytes of one of them.
-
-    Returns:
-        By part: (tensor, start, stop) of each interval; none is empty.
+    A tensor is its elements, and the bytes of one of them; a part has (tensor, start, stop) of each
+    interval, none of which is empty.
     """
     total = sum(size * width for size, width in tensors)
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(parts)]

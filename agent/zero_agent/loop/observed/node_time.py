@@ -134,11 +134,9 @@ _POLL_S = 0.1
 def await_ledgers(
     store: KeyValueStore, job: str, nodes: Collection[str]
 ) -> tuple[Mapping[Use, int], int]:
-    """The time of all nodes that a job has had: each writes its ledger last.
+    """The time of all nodes that a job has had, by use: each writes its ledger last.
 
-    Returns:
-        The time by use, and the number of these nodes whose last seconds are not in it. Without
-        etcd, nothing of any node.
+    And the number of nodes whose last seconds are not in it. Without etcd, nothing of any node.
     """
     prefix, until_s = goodput_prefix(job), time.monotonic() + WAIT_S
     while True:

@@ -27,10 +27,7 @@ def shown(files: Mapping[str, str]) -> str:
 
 
 def write(files: Mapping[str, str], directory: Path) -> list[Path]:
-    """Write the files below a directory; files below `PRIVATE` get mode 0600.
-
-    Returns:
-        The paths, in the order of `files`.
+    """Write the files below a directory; files below `PRIVATE` get mode 0600. Returns the paths.
 
     Raises:
         SpecError: A file or directory cannot be written.

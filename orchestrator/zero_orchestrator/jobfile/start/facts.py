@@ -77,10 +77,9 @@ class Kubectl:
         return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
     def get(self, kind: str, name: str | None = None) -> list[Object] | None:
-        """The objects of a kind, or the one of this name.
+        """The objects of a kind, or the one of this name; empty if there is none.
 
-        Returns:
-            An empty list if there is none; None if kubectl failed for another reason.
+        None if kubectl failed for another reason.
         """
         done = self._run("get", kind, *([name] if name else []), "--output=json", *self._flags)
         if done is None:

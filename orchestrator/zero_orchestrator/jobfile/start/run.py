@@ -170,8 +170,7 @@ PLACES: Mapping[str, Place] = {
 def run(job: Job, on: str, how: StartOptions) -> int:
     """Start a job on a kind of cluster, unless a problem is known that would keep it from running.
 
-    Returns:
-        The exit code of the program that starts the job.
+    Returns the exit code of the program that starts the job.
 
     Raises:
         JobFileError: The job cannot run there.
