@@ -18,6 +18,7 @@ from tests.support.cluster import ROOT, descendants, environment, kill_all, whol
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_comm.worker.agent_link import AgentLink
+from zero_contract.errors import CommitRefused
 from zero_contract.exit_codes import AgentExit
 from zero_contract.worker import ENV_JOB, ENV_ROUND
 from zero_orchestrator.membership.job_state import Published
@@ -263,13 +264,18 @@ def test_a_worker_publishes_only_while_its_round_is_current(etcd, etcd_store, mo
         handler.next_rendezvous()
         assert (os.environ[ENV_JOB], os.environ[ENV_ROUND]) == ("fenced", "1")
         link = AgentLink(0)
-        assert link.request_commit(4, "step-4", "digest", 8, root="/shared").granted
+        current = link.fence(4, "step-4", 8, root="/shared")
+        assert current is not None
+        current("digest")
         assert not link.request_peer_memory(None).directory
         key = Keys("fenced").round
         held = etcd_store.get(key)
         etcd_store.put(key, held.value)  # as of a transition that this node has not seen
-        reply = link.request_commit(5, "step-5", "digest", 10)
-        assert (reply.granted, reply.reason, reply.passing) == (False, "round 1 is over", False)
+        stale = link.fence(5, "step-5", 10)
+        assert stale is not None
+        with pytest.raises(CommitRefused, match=r"step-5 .*: round 1 is over") as refused:
+            stale("digest")
+        assert not refused.value.passing
         link.close()
     finally:
         handler.shutdown()

@@ -323,37 +323,6 @@ class AgentLink:
                 if self._socket is None:
                     return
 
-    def request_commit(
-        self,
-        step: int,
-        tag: str,
-        digest: str,
-        samples: int,
-        *,
-        in_memory: bool = False,
-        patience_s: float = 0.0,
-        written: str = "",
-        root: str = "",
-    ) -> CommitReply:
-        """Ask whether a checkpoint may be published; no reply in time is a refusal."""
-        number = next(self._numbers)
-        request = contract.CommitRequest(
-            request=number,
-            step=step,
-            tag=tag,
-            digest=digest,
-            samples=samples,
-            in_memory=in_memory,
-            patience_s=patience_s,
-            round=self.round,
-            written=written,
-            root=root,
-        )
-        answer = self._ask(request, patience_s + COMMIT_TIMEOUT_S)
-        if isinstance(answer, CommitReply):
-            return answer
-        return CommitReply(request=number, granted=False, reason=str(answer))
-
     def request_peer_memory(self, budget_bytes: int | None) -> PeerMemoryReply:
         """Ask where this node keeps in-memory checkpoints; no reply in time is a refusal."""
         number = next(self._numbers)
@@ -409,16 +378,21 @@ class AgentLink:
             patience_s = WAIT_FOR_ETCD_S if written else 0.0
             if last:
                 patience_s = max(0.0, self._last_save_by_s - time.monotonic())
-            reply = self.request_commit(
-                step,
-                tag,
-                digest,
-                samples,
+            request = contract.CommitRequest(
+                request=next(self._numbers),
+                step=step,
+                tag=tag,
+                digest=digest,
+                samples=samples,
                 in_memory=in_memory,
                 patience_s=patience_s,
+                round=self.round,
                 written=written,
                 root=root,
             )
+            reply = self._ask(request, patience_s + COMMIT_TIMEOUT_S)
+            if not isinstance(reply, CommitReply):  # no reply in time is a refusal
+                reply = CommitReply(request=request.request, granted=False, reason=str(reply))
             if not reply.granted:
                 raise CommitRefused(
                     f"checkpoint {tag} may not be published: {reply.reason}", passing=reply.passing
