@@ -59,48 +59,16 @@ _LOOP = 3
 """Separates those of what a script does between a batch and the engine's forward."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataSource:
-    """A dataset and the order of its samples."""
-
-    dataset: Dataset[Any]
-    size: int
-    epoch_size: int
-    """The samples used per epoch: `size`, less the tail if it is dropped."""
-    shuffle_key: int | None
-
-
-def make_source(
-    dataset: Dataset[Any], batch: BatchShape, *, shuffle: bool, seed: int, drop_last: bool
-) -> DataSource:
-    """Check a dataset and fix the order of its samples.
-
-    Raises:
-        ConfigError: The dataset has no length, is empty, or does not fill one batch.
-    """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ConfigError(
-            f"{type(dataset).__name__} has no length and no random access; give a map-style "
-            "dataset, or pass it to initialize(training_data=...), which reads it in lanes"
-        )
-    size = len(dataset)
-    epoch_size = size // batch.samples * batch.samples if drop_last else size
-    if epoch_size == 0:
-        raise ConfigError(
-            f"training_data: {size} samples do not fill one global batch of {batch.samples}"
-            if size
-            else "training_data: the dataset is empty"
-        )
-    return DataSource(
-        dataset=dataset, size=size, epoch_size=epoch_size, shuffle_key=seed if shuffle else None
-    )
-
-
 @dataclass(kw_only=True)
 class MicroBatchSampler:
     """The micro-batches of one rank, as tickets: an `Order`, and the loader's batch sampler."""
 
-    source: DataSource
+    dataset: Dataset[Any]
+    """See `Order`, like what follows."""
+    dataset_size: int
+    epoch_size: int
+    """The samples used per epoch: all, less the tail if it is dropped."""
+    shuffle_key: int | None
     batch: BatchShape
     cursor: Cursor
     rank: int
@@ -116,24 +84,9 @@ class MicroBatchSampler:
     """The epoch with whose end an iteration ends; None: the one in which it begins."""
 
     @property
-    def dataset(self) -> Dataset[Any]:
-        """See `Order`, like what follows."""
-        return self.source.dataset
-
-    @property
     def epoch(self) -> int:
         """The epoch that the next step belongs to; counts from 0."""
         return self.cursor.samples // self.epoch_size
-
-    @property
-    def epoch_size(self) -> int:
-        """Samples used per epoch."""
-        return self.source.epoch_size
-
-    @property
-    def dataset_size(self) -> int:
-        """Samples in the dataset."""
-        return self.source.size
 
     def sizes(self) -> None:
         """All are full, but the last one of an epoch."""
@@ -149,9 +102,9 @@ class MicroBatchSampler:
 
     def __len__(self) -> int:
         """Micro-batches from here to the end of the epoch."""
-        position, epoch_size, begun = self.cursor.samples, self.source.epoch_size, self.cursor.micro
+        position, begun = self.cursor.samples, self.cursor.micro
         if self.managed:
-            return micro_steps_left(position, self.batch, epoch_size, self.world) - begun
+            return micro_steps_left(position, self.batch, self.epoch_size, self.world) - begun
         return self._rest().micro_steps(self.world) - begun
 
     def __iter__(self) -> Iterator[Ticket]:
@@ -172,8 +125,7 @@ class MicroBatchSampler:
                 micro = 0
             return
         assignment = self.assignment or strided(self.world)
-        size = self.source.epoch_size
-        plans = plan_epoch(self.cursor.samples, self.batch, size, self.until)
+        plans = plan_epoch(self.cursor.samples, self.batch, self.epoch_size, self.until)
         for step, plan in enumerate(plans, self.cursor.step):
             for each in range(micro, plan.micro_steps(self.world)):
                 microbatch = plan.assigned(assignment, each, self.rank)
@@ -183,17 +135,15 @@ class MicroBatchSampler:
 
     def _rests(self) -> Iterator[StepPlan]:
         """The rest of this epoch, and all of the following ones up to `until`."""
-        rest, size = self._rest(), self.source.epoch_size
-        yield rest
+        yield self._rest()
         for epoch in range(self.epoch + 1, (self.until or 0) + 1):
-            yield plan_rest(epoch * size, self.batch, size)
+            yield plan_rest(epoch * self.epoch_size, self.batch, self.epoch_size)
 
     def _rest(self) -> StepPlan:
-        return plan_rest(self.cursor.samples, self.batch, self.source.epoch_size)
+        return plan_rest(self.cursor.samples, self.batch, self.epoch_size)
 
     def _ticket(self, plan: StepPlan, microbatch: MicroBatch, step: int, number: int) -> Ticket:
-        source = self.source
-        ids = sample_ids(plan, microbatch, source.size, source.epoch_size, source.shuffle_key)
+        ids = sample_ids(plan, microbatch, self.dataset_size, self.epoch_size, self.shuffle_key)
         seed = microbatch_seed(self.seed, step, number)
         of_loop = mix(self.seed, step, number) if self.seeds_forward else loop_seed(seed)
         return Ticket(plan.position + microbatch.start, tuple(ids), seed, of_loop)
@@ -213,20 +163,44 @@ def sampler_of(
 ) -> MicroBatchSampler:
     """One rank's micro-batches of a map-style dataset; rank 0 says what is left out.
 
-    The arguments are those of `make_source` and `MicroBatchSampler`, and raise as the former.
+    The options are those of `MicroBatchSampler`.
+
+    Raises:
+        ConfigError: The dataset has no length, is empty, or does not fill one batch.
     """
-    source = make_source(dataset, batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    if rank == 0 and (tail := source.size - source.epoch_size):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{type(dataset).__name__} has no length and no random access; give a map-style "
+            "dataset, or pass it to initialize(training_data=...), which reads it in lanes"
+        )
+    size = len(dataset)
+    epoch_size = size // batch.samples * batch.samples if drop_last else size
+    if epoch_size == 0:
+        raise ConfigError(
+            f"training_data: {size} samples do not fill one global batch of {batch.samples}"
+            if size
+            else "training_data: the dataset is empty"
+        )
+    if rank == 0 and (tail := size - epoch_size):
         _log.warning(
             "drop_last leaves out %d of %d samples in each epoch: those that fill no global batch "
             "of %d, at every number of ranks; without it the last step of an epoch is smaller, and "
             "no sample is left out",
             tail,
-            source.size,
+            size,
             batch.samples,
         )
     return MicroBatchSampler(
-        source=source, batch=batch, cursor=cursor, rank=rank, world=world, seed=seed, **options
+        dataset=dataset,
+        dataset_size=size,
+        epoch_size=epoch_size,
+        shuffle_key=seed if shuffle else None,
+        batch=batch,
+        cursor=cursor,
+        rank=rank,
+        world=world,
+        seed=seed,
+        **options,
     )
 
 
@@ -262,7 +236,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         """
         super().__init__(sampler, sampler.cursor, sampler.seed)
         self._loader: DataLoader[Any] = DataLoader(
-            _Batches(sampler.source.dataset, collate_fn or default_collate),
+            _Batches(sampler.dataset, collate_fn or default_collate),
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=_as_it_is,
             num_workers=num_workers,
@@ -281,7 +255,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         Raises:
             ZeroError: The dataset has another length than before.
         """
-        now, before = len(self.dataset), self.order.source.size
+        now, before = len(self.dataset), self.order.dataset_size
         if now != before:
             raise ZeroError(_LENGTH.format(now, before))
         self.order.until = until

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_contract.errors import ZeroError
-from zero_data.elastic_loader import MicroBatchSampler, make_source
+from zero_data.elastic_loader import sampler_of
 from zero_data.global_batch import Assignment, BatchShape, Cursor, StepPlan, contiguous, node_turns
 from zero_data.token_weights import correction, in_order
 
@@ -35,14 +35,15 @@ def wanted(where: str) -> list[tuple[int, ...]]:
 def test_the_loader_hands_out_what_the_assignment_says(where: str) -> None:
     by_rank = []
     for rank in range(3):
-        source = make_source(range(SIZE), BATCH, shuffle=False, seed=1, drop_last=False)  # type: ignore[arg-type]
-        sampler = MicroBatchSampler(
-            source=source,
+        sampler = sampler_of(
+            range(SIZE),  # type: ignore[arg-type]
             batch=BATCH,
             cursor=Cursor(),
             rank=rank,
             world=3,
             seed=1,
+            shuffle=False,
+            drop_last=False,
             assignment=ASSIGNMENTS[where],
         )
         by_rank.append([ticket.ids for ticket in sampler])
