@@ -153,22 +153,20 @@ class HeldCalls:
 
 def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
     """Replace a method of one object; torch's schedulers need it to be a bound method."""
-    call = getattr(owner, name)
-
-    @wraps(call)
-    def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return held(call, *args, **kwargs)
-
-    setattr(owner, name, MethodType(method, owner))
+    setattr(owner, name, MethodType(_method(owner, name, held), owner))
 
 
 def derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
     """Replace one through a derived class: the state_dict of a scheduler has all its attributes."""
     base = type(owner)
+    owner.__class__ = type(base.__name__, (base,), {name: _method(owner, name, held)})
+
+
+def _method(owner: Any, name: str, held: Callable[..., Any]) -> Callable[..., Any]:
     call = getattr(owner, name)
 
     @wraps(call)
     def method(_: Any, *args: Any, **kwargs: Any) -> Any:
         return held(call, *args, **kwargs)
 
-    owner.__class__ = type(base.__name__, (base,), {name: method})
+    return method

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
 
 import tenacity
 
 from zero_orchestrator.errors import StoreUnavailable
-
-if TYPE_CHECKING:
-    from tenacity.wait import wait_base
 
 _log = logging.getLogger(__name__)
 
@@ -30,15 +26,14 @@ _JITTER = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_
 
 
 class _WithinDeadline(tenacity.wait.wait_base):
-    """The wait of another policy, shortened so that the last try starts at the deadline."""
+    """The jitter, shortened so that the last try starts at the deadline."""
 
-    def __init__(self, wait: wait_base, timeout_s: float) -> None:
-        self._wait = wait
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
         left_s = self._timeout_s - (retry_state.seconds_since_start or 0.0)
-        return max(0.0, min(self._wait(retry_state), left_s))
+        return max(0.0, min(_JITTER(retry_state), left_s))
 
 
 def _log_wait(state: tenacity.RetryCallState) -> None:
@@ -61,13 +56,9 @@ def within(timeout_s: float, *, cancelled: threading.Event | None = None) -> ten
         StoreUnavailable: The error of the last try, at the deadline or once `cancelled` is set.
     """
     cancelled = cancelled or threading.Event()  # one that nobody sets
-    return tenacity.Retrying(
-        retry=tenacity.retry_if_exception_type(StoreUnavailable),
-        wait=_WithinDeadline(_JITTER, timeout_s),
+    return until_set(cancelled).copy(
+        wait=_WithinDeadline(timeout_s),
         stop=tenacity.stop_after_delay(timeout_s) | tenacity.stop_when_event_set(cancelled),
-        sleep=tenacity.sleep_using_event(cancelled),
-        before_sleep=_log_wait,
-        reraise=True,
     )
 
 
