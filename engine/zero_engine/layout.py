@@ -132,11 +132,6 @@ class Layout:
     def __str__(self) -> str:
         return "\n".join(map(str, self.choices))
 
-    @property
-    def sums_everywhere(self) -> bool:
-        """Whether every rank gets all sums from the backend, and not only those that it owns."""
-        return self.native is not None and not self.stage.shards_optimizer
-
 
 def resolve(config: Config, facts: Facts) -> Layout:
     """The layout of a run.

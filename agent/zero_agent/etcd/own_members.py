@@ -364,8 +364,14 @@ class MemberKeeper:
         )
         self._looked_s = now_s
         self._follow(self._view.announced)
-        if invited is not None:
-            self._check_invited(invited, now_s)
+        if invited is not None and self._invited[0] != invited.mod_revision:
+            self._invited = (invited.mod_revision, now_s)
+        elif invited is not None and now_s - self._invited[1] > START_S:
+            # Another node is invited. Only if the invitation still is this one: the node may just
+            # have begun.
+            late = Put(self._keys.store_part("unable", invited.value), encode("it did not begin"))
+            same = unchanged(invited.key, invited.mod_revision)
+            self._store.txn([same], [Delete(invited.key), late])
         return self._view
 
     def _gone_s(
@@ -374,17 +380,6 @@ class MemberKeeper:
         gone = [one.id for one in members if one.node not in live]
         self._gone = {each: self._gone.get(each, now_s) for each in gone}
         return {each: now_s - since_s for each, since_s in self._gone.items()}
-
-    def _check_invited(self, invited: KeyValue, now_s: float) -> None:
-        """Invite another node if this one does not come."""
-        if self._invited[0] != invited.mod_revision:
-            self._invited = (invited.mod_revision, now_s)
-        elif now_s - self._invited[1] > START_S:
-            # The invitation ends only if it is still this one: the node may just have begun.
-            late = Put(self._keys.store_part("unable", invited.value), encode("it did not begin"))
-            self._store.txn(
-                [unchanged(invited.key, invited.mod_revision)], [Delete(invited.key), late]
-            )
 
     def _make_due_change(self) -> None:
         """Make the change that is due, if no other agent is making one."""

@@ -160,12 +160,6 @@ def failure_of(node_workers: NodeWorkers, node: str) -> Failure:
     )
 
 
-def log_traceback(cause: Failure) -> None:
-    """Log the traceback of a failed worker, if it has left one."""
-    if cause.traceback:
-        log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())
-
-
 def root_cause_block(job: Snapshot) -> str:
     """The root cause of a failed job, with the heading and the field names of torchrun's summary.
 

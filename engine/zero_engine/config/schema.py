@@ -385,11 +385,6 @@ class Config:
     flops_profiler: FlopsProfiler = FlopsProfiler()
 
     @property
-    def sums_gradients(self) -> bool:
-        """Whether gradients are summed over ranks instead of averaged."""
-        return self.gradient_allreduce_op.lower() == "sum"
-
-    @property
     def compute(self) -> str:
         """The dtype that the model computes in: "fp32", "bf16" or "fp16"."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"

@@ -495,7 +495,7 @@ def _make_run(
         world=world,
         accumulation=layout.sums,
         managed=config.managed_gradient_accumulation,
-        summed_over=world if config.sums_gradients else None,
+        summed_over=world if config.gradient_allreduce_op.lower() == "sum" else None,
     )
     if rank == 0 and run.managed:
         _log.info(

@@ -89,7 +89,8 @@ class ZeroOptimizer:
         self.totals = self._gradients
         if not layout.stage.shards_optimizer:
             self.totals = tuple(collectives.own(gradient) for gradient in self._gradients)
-        summed = self._gradients if layout.sums_everywhere else self.totals
+        # A backend gives all sums to every rank, and not only to their owner.
+        summed = self._gradients if layout.native else self.totals
         self.spill = Spill(device)
         """What is kept between micro-steps beside the sums, here and by senders."""
         block = CHAIN if layout.native else layout.sums.block

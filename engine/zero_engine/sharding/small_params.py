@@ -133,7 +133,14 @@ class SmallParams:
         No pairs if they show these weights themselves.
         """
         for each in self.members:
-            self._put_back(each)
+            # A script may have put a tensor in the place of the parameter's memory.
+            data, shape = each.param.data, each.param.shape
+            same = data.dtype == each.shown.dtype and data.device == each.shown.device
+            moved = data.data_ptr() != each.shown.data_ptr()
+            if moved and same and data.numel() == each.shown.numel() and data.numel():
+                with torch.no_grad():
+                    each.shown.view(shape).copy_(data)
+                    each.param.data = each.shown.view(shape)
         found = [
             Beside(
                 each.shown[start - each.start : stop - each.start], held[start - low : stop - low]
@@ -141,8 +148,8 @@ class SmallParams:
             for each, start, stop in self._inside(low, low + held.numel())
         ]
         # All of them or none: they have separate memory together, or are parts of one buffer.
-        same = found and found[0].shown.data_ptr() == found[0].held.data_ptr()
-        return [] if same else found
+        is_one = found and found[0].shown.data_ptr() == found[0].held.data_ptr()
+        return [] if is_one else found
 
     def take_far(self, held: Tensor, low: int, wrote: Callable[[int, int], None]) -> None:
         """Copy what a script has written to weights `held` that are in a far tier, or have a copy.
@@ -159,16 +166,6 @@ class SmallParams:
             if bool(changed.any()):
                 pair.held.copy_(new)
                 wrote(start, stop)
-
-    def _put_back(self, each: SmallParam) -> None:
-        """Take a tensor that a script has put in place of the parameter's memory."""
-        data, shape = each.param.data, each.param.shape
-        same = data.dtype == each.shown.dtype and data.device == each.shown.device
-        moved = data.data_ptr() != each.shown.data_ptr()
-        if moved and same and data.numel() == each.shown.numel() and data.numel():
-            with torch.no_grad():
-                each.shown.view(shape).copy_(data)
-                each.param.data = each.shown.view(shape)
 
 
 def _part(of: Tensor, start: int, param: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +88,11 @@ class Replicas:
         differs = (everybodys != everybodys[0]).nonzero()
         if len(differs):
             rank, at = differs[0].tolist()
-            self._refuse(rank, at, everybodys[0, at])
-
-    def _refuse(self, rank: int, at: int, first: Tensor) -> NoReturn:
-        name = list(self._parameters)[at // 2]
-        if at % 2:
-            raise ZeroError(_DIFFERS.format(name, rank))
-        raise ZeroError(_TRAINED.format(name, *((0, rank) if first else (rank, 0))))
+            name = list(self._parameters)[at // 2]
+            if at % 2:
+                raise ZeroError(_DIFFERS.format(name, rank))
+            trains, not_ = (0, rank) if everybodys[0, at] else (rank, 0)
+            raise ZeroError(_TRAINED.format(name, trains, not_))
 
     def _bits(self, parameter: nn.Parameter) -> Tensor:
         return bit_sum(parameter).cpu() if self._whole else torch.zeros((), dtype=torch.int64)

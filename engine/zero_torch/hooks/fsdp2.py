@@ -173,7 +173,11 @@ def attach(
             module.set_requires_gradient_sync = _keep_sync  # type: ignore[method-assign]
             for setter in _HOOKS:
                 setattr(module, setter, partial(_refuse, setter))
-    _give_buffers(model, collectives)
+    # The buffers of rank 0, as DDP does: FSDP2 leaves to each rank what it has made.
+    for name, buffer in model.named_buffers():
+        if not isinstance(buffer, DTensor) and not buffer.is_meta:
+            buffer.data = buffer.data.contiguous()
+            collectives.broadcast(buffer, f"buffer {name}")
     direct = _Direct(gradients)
     direct.look()
     gradients.begins.append(direct.begin)
@@ -188,14 +192,6 @@ def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
 
 def _refuse(setter: str, *_: object, **__: object) -> None:
     raise ZeroError(_OWN.format(setter))
-
-
-def _give_buffers(model: nn.Module, collectives: Collectives) -> None:
-    """Give all ranks the buffers of rank 0, as DDP does: FSDP2 leaves to each what it has made."""
-    for name, buffer in model.named_buffers():
-        if not isinstance(buffer, DTensor) and not buffer.is_meta:
-            buffer.data = buffer.data.contiguous()
-            collectives.broadcast(buffer, f"buffer {name}")
 
 
 class _Direct:

@@ -35,16 +35,6 @@ class Link:
     """Why nothing was measured; empty if it was."""
 
     @property
-    def network_bytes_per_s(self) -> float:
-        """The rate without the time in which it was a CPU that was waited for."""
-        return self.bytes_per_s / max(1 - self.cpu_wait, 0.01)
-
-    @property
-    def network_latency_s(self) -> float:
-        """The same of the round trip."""
-        return self.latency_s * (1 - self.cpu_wait)
-
-    @property
     def way(self) -> tuple[str, str]:
         """The nodes that send and receive."""
         return self.source, self.target

@@ -171,10 +171,6 @@ def _strains(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Strains:
     return Strains(by_node={node: record.get("strain") or {} for node, record in published.items()})
 
 
-def _probed(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Probed:
-    return Probed(links=links.probe(store, job, nodes))
-
-
 def _evidence(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Evidence:
     """Ask which nodes do not reach each other, and, if all do, where their workers are."""
     reached = ask_once(store, job, nodes, "reach", {}, within_s=ASK_S)
@@ -191,7 +187,7 @@ def _evidence(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Evidence:
 
 _ASKS: Mapping[Question, tuple[Callable[[KeyValueStore, str, Sequence[str]], Report], Report]] = {
     Question.STRAIN: (_strains, Strains(by_node={})),
-    Question.NETWORK: (_probed, Probed(links=())),
+    Question.NETWORK: (lambda *asked: Probed(links=links.probe(*asked)), Probed(links=())),
     Question.WHERE: (_evidence, Evidence()),
 }
 """How each question is asked, and its answer without etcd."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from zero_agent.loop.config import AgentConfig
-from zero_agent.loop.leaving import log_traceback, root_cause
+from zero_agent.loop.leaving import root_cause
 from zero_agent.loop.node_workers import NodeWorkers, Post
 from zero_agent.loop.observed.judging import Verdicts, ask_through
 from zero_agent.loop.observed.node_time import NodeTime, await_ledgers, in_a_sentence
@@ -307,5 +307,5 @@ class Telemetry:
         logged = self.journal.last.startswith(text)  # as the reason why the workers were stopped
         if job.by == Move.INTERRUPT and not logged:
             log.warning("%s", text)
-        if (cause := root_cause(job)) and cause.node == me.id:
-            log_traceback(cause)
+        if (cause := root_cause(job)) and cause.node == me.id and cause.traceback:
+            log.error("rank %d on node %s:\n%s", cause.rank, cause.node, cause.traceback.rstrip())

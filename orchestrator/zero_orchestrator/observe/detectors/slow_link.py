@@ -102,7 +102,8 @@ def _judge(link: Link, measured: Sequence[Link], earlier: Mapping[Way, float]) -
     usual = max([*rates, earlier.get(link.way, 0.0), link.bytes_per_s])
     usual_s = min([*latencies_s, link.latency_s])
     # Without the time in which either end waited for a CPU: a busy machine is no slow link.
-    rate, latency_s = link.network_bytes_per_s, link.network_latency_s
+    rate = link.bytes_per_s / max(1 - link.cpu_wait, 0.01)
+    latency_s = link.latency_s * (1 - link.cpu_wait)
     slow = rate * SLOWER <= usual and rate < FAST_BYTES_PER_S
     late = latency_s >= max(SLOWER * usual_s, usual_s + LATER_S)
     if not slow and not late:
