@@ -137,6 +137,18 @@ class Persistence:
                 return each.number
         return None
 
+    # ---- calls of all ranks ----
+
+    def watch(self, look: Callable[[], object]) -> None:
+        """Call `look` while this rank waits for the others, in this call or for its save."""
+        raise_if_leaving = partial(self._link.raise_if_leaving, "loading")
+
+        def on_wait() -> None:
+            raise_if_leaving()
+            look()
+
+        self.saver.look, self._consensus.on_wait = look, on_wait
+
     # ---- saving ----
 
     def save(

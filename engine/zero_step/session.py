@@ -25,6 +25,7 @@ from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.saving.departure import ClientSource, Departure, choose_departure
 from zero_checkpoint.training import Loading, Training
 from zero_comm.determinism import Hardware
+from zero_comm.errors import Diverged
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import found_again, leave_group
@@ -41,7 +42,13 @@ _STEPPED = (
     "last micro-batches of a step have these, and how many depends on the number of ranks; call "
     "step() of both after the last backward() of the loop"
 )
-NOTES = OF_PERSISTENCE + 2
+_SAVED_ALONE = (
+    "save: rank {} has called it and rank {} has not; nothing is saved before all have called it, "
+    "each of which writes a part of the state: call it on all ranks"
+)
+_SAVE, _LOAD, _CLOSE = "a save", "a load", "the end of the training"
+"""Calls of all ranks, as the detector of deadlocks names them."""
+NOTES = OF_PERSISTENCE + 3
 """Numbers that a session tells all ranks at the end of a step."""
 Directory = str | os.PathLike[str]
 
@@ -133,6 +140,7 @@ class Session:
                     _log.warning(text, self._training.cursor.step, directory)
                     return True
                 self.staying.save(whole=not exclude_frozen_parameters)
+            self._persistence.watch(self._collectives.call(_SAVE))
             agree_on_tag(name, self._mode, self._collectives)
             saved = self._persistence.save(
                 where,
@@ -178,6 +186,7 @@ class Session:
         if self.staying is not None:
             self.staying.load(str(where), whole=name is None and loading.resumes)
         with exit_on_peer_loss(self._link):
+            self._persistence.watch(self._collectives.call(_LOAD))
             path, self.client_state = self._persistence.load(where, name, loading)
         if self.staying is not None:
             on_disk = path is not None and not self._persistence.is_in_memory
@@ -234,6 +243,7 @@ class Session:
             CommitRefused: It may not be published.
         """
         self._persistence.close()
+        self._collectives.detector.end(_CLOSE)
         # Afterwards: the last one to be removed closes the connection, over which saves commit.
         self._link.remove(self._persistence.number)
 
@@ -453,10 +463,12 @@ def survive(session: Session) -> bool:
 
 
 def notes_of(session: Session) -> list[float]:
-    """[NOTES] for all ranks: of the persistence, the hardware and the forwards' writes."""
-    others = (session.hardware, session.writes)
-    own = [each.note() if each is not None else 0 for each in others]
-    return [*session._persistence.notes(), *own]
+    """[NOTES] for all ranks: of the persistence, the hardware, saves, and the forwards' writes."""
+    hardware, writes = (
+        each.note() if each is not None else 0 for each in (session.hardware, session.writes)
+    )
+    saves = session._collectives.detector.begun[_SAVE]
+    return [*session._persistence.notes(), hardware, saves, writes]
 
 
 def begin_micro_step(session: Session) -> None:
@@ -491,8 +503,15 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
 
     Raises:
         ConfigError: See `Hardware.compare`.
+        Diverged: Some ranks have saved, and others have not.
     """
     persistence, link = session._persistence, session._link
+    saves = [row[OF_PERSISTENCE + 1] for row in notes]
+    if min(saves) < max(saves):
+        ranks = saves.index(max(saves)), saves.index(min(saves))
+        error = Diverged(_SAVED_ALONE.format(*ranks))
+        persistence.saver.give_up(error)
+        raise error
     with exit_on_peer_loss(link):
         persistence.take_notes([row[:OF_PERSISTENCE] for row in notes])
         if session.hardware is not None and len({row[OF_PERSISTENCE] for row in notes}) > 1:

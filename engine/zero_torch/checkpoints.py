@@ -139,6 +139,8 @@ class Checkpoints(Session):
 
     def weight_hash(self) -> str:
         """The hash of all weights, as zero_engine computes it. Collective."""
+        if not self._wrapped.is_whole:  # no wait in torch's own exchanges can be interrupted
+            self._collectives.barrier("the hash of the weights")
         return weight_hash(self._whole_weights())
 
     def _whole_weights(self) -> Iterable[tuple[str, Tensor]]:

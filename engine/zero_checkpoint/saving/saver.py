@@ -31,6 +31,7 @@ from zero_checkpoint.saving.publish import Fence, NotPublished
 from zero_checkpoint.saving.retention import Best
 from zero_checkpoint.saving.staging import Background, OnPart, Outcome, StagingBuffer
 from zero_checkpoint.saving.staging_memory import NoStagingMemory, PrivateStaging
+from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Saver:
         """Whether the last save that has ended found the disk full."""
         self.on_published: Callable[[], object] = lambda: None
         """Called when a save has succeeded, on its thread."""
+        self.look: Callable[[], object] = lambda: None
+        """Called while training waits for a save; raises if some rank will never come to it."""
         self._has_warned = False
         self._buffers = gather_buffers()
         self._layout: tuple[Sequence[Piece], FileLayout] | None = None
@@ -140,8 +143,28 @@ class Saver:
         """The outcome of the save in flight, once it has ended; None if it was returned before.
 
         `meanwhile` is called now and then.
+
+        Raises:
+            Diverged: A rank will never come to this save.
         """
-        return self._noted(self._background.wait(meanwhile))
+
+        def look() -> None:
+            meanwhile()
+            self.look()
+
+        try:
+            return self._noted(self._background.wait(look))
+        except Diverged as error:
+            self.give_up(error)
+            raise
+
+    def give_up(self, error: Diverged) -> None:
+        """End the votes of the save in flight, and of all later ones, with this error."""
+
+        def give_up() -> None:
+            raise error
+
+        self._consensus.on_wait = give_up
 
     def finished(self) -> Outcome | None:
         """The outcome as of `wait`; None if the save is still in flight."""

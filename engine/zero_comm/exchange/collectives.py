@@ -10,6 +10,7 @@ for the device.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from zero_comm.exchange.objects import gather_objects
 from zero_comm.exchange.transport import Transport
 from zero_comm.exchange.transports import Transports, own_group, timeout_of
 from zero_comm.topology import Topology, alone, concluded, place_of, rail_order, relay
-from zero_comm.waiting import Interrupt, Waiter, Work, transport_failures
+from zero_comm.waiting import LOOK_S, Interrupt, Waiter, Work, transport_failures
 from zero_comm.worker.distributed import group_store, local_device
 from zero_comm.worker.rank_times import WAITS
 from zero_contract.errors import PeerLost
@@ -205,6 +206,23 @@ class Collectives:
     def numbers(self, values: Sequence[float], device: torch.device) -> Tensor:
         """Numbers as an fp32 tensor on `device`, without a wait for the device."""
         return self.transports.of(device).from_host(values)
+
+    def call(self, what: str) -> Callable[[], None]:
+        """Note that this rank makes a call that all ranks have to make.
+
+        Returns:
+            A look at the others, for the waits of that call. It raises Diverged if one that has not
+            made the call waits for something else, which this rank has not begun.
+        """
+        turn, due_s = self.detector.begin(what), time.monotonic() + LOOK_S
+
+        def look() -> None:
+            nonlocal due_s
+            if self.world > 1 and time.monotonic() >= due_s:
+                self._look(Pending(what, turn=turn))
+                due_s = time.monotonic() + LOOK_S
+
+        return look
 
     def check_order(self, checksums: Sequence[float]) -> None:
         """Compare the orders in which the ranks have begun exchanges since the last comparison.

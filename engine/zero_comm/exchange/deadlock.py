@@ -130,8 +130,7 @@ class DeadlockDetector:
         """Post what this rank waits for; returns a sentence if that is a deadlock, else nothing."""
         own = Standing(awaits=what, turn=turn, begun=dict(self.begun), at=here())
         try:
-            self._board.set(str(self._rank), json.dumps(asdict(own)))
-            self._posted = True
+            self._post(own)
             others = [rank for rank in range(self._world) if rank != self._rank]
             # Checked first: `get` waits for a key that does not exist.
             posted = {
@@ -162,6 +161,17 @@ class DeadlockDetector:
             )
         self._warned = True  # once in a wait
         return ""
+
+    def end(self, what: str) -> None:
+        """Note that this rank begins nothing any more: it waits for all others to do the same."""
+        if self._world > 1:
+            turn = self.begin(what)
+            with suppress(RuntimeError):
+                self._post(Standing(awaits=what, turn=turn, begun=dict(self.begun), at=here()))
+
+    def _post(self, own: Standing) -> None:
+        self._board.set(str(self._rank), json.dumps(asdict(own)))
+        self._posted = True
 
     def end_wait(self) -> None:
         """Note that the wait has ended, and withdraw the post."""

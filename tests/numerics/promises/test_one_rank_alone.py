@@ -6,6 +6,7 @@ Else each would train weights of its own, or the sum would lack the gradients of
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -39,12 +40,42 @@ def loses_a_bit(own: Training) -> None:
     own.module.get_parameter("up.weight").data.view(torch.int32)[3, 2] ^= 1
 
 
+def saves(own: Training) -> None:
+    """In the background: it goes on with its steps."""
+    own.session.save(tempfile.mkdtemp(), blocking=False)
+
+
+def saves_and_waits(own: Training) -> None:
+    own.session.save(tempfile.mkdtemp(), blocking=True)
+
+
+def loads(own: Training) -> None:
+    own.session.load(tempfile.mkdtemp())
+
+
+def ends(own: Training) -> None:
+    """The others save once more."""
+    if dist.get_rank() == 1:
+        own.close()
+    else:
+        own.session.save(tempfile.mkdtemp(), blocking=True)
+
+
 WHOLE = ("ddp", "stage0", "stage1")
 """Each rank holds all weights."""
+ALL = (*WHOLE, "fsdp2", "stage3")
+SAVED = r"(a save|the hash of the weights|\w+ of root.*)"
 ALONE: dict[Callable[[Training], None], tuple[str, tuple[str, ...]]] = {
     freezes: (r"down.weight is trained on rank 0 and not on rank 1", (*WHOLE, "stage3")),
     writes: (r"down.bias has different values on rank 0 and on rank 1", WHOLE),
     loses_a_bit: (r"up.weight has different values on rank 0 and on rank 1", WHOLE),
+    saves: (r"save: rank 1 has called it and rank 0 has not", ALL),
+    saves_and_waits: (rf"rank 1 waits for {SAVED}, which rank 0 has not begun", ALL),
+    loads: (r"rank 1 waits for a load, which rank 0 has not begun", ALL),
+    ends: (
+        rf"rank 0 waits for {SAVED}, which rank 1 has not begun|connection closed by rank 1",
+        ALL,
+    ),
 }
 """What it does, what is said of it, and under which back ends."""
 CASES = [
@@ -60,21 +91,24 @@ def errors_of(alone: Callable[[Training], None], back_end: str) -> tuple[str, fl
     own.train(1)
     began_s, error = time.monotonic(), ""
     try:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 or alone is ends:
             alone(own)
-        own.train(3)
+        if alone is not ends:
+            own.train(3)
     except (ZeroError, PeerLost) as raised:
         error = str(raised)
     return error, time.monotonic() - began_s
 
 
 @pytest.mark.parametrize(("alone", "back_end"), CASES)
-@pytest.mark.corners(alone=[freezes, loses_a_bit], back_end=["ddp", "stage1"])
+@pytest.mark.corners(
+    alone=[freezes, loses_a_bit, saves, saves_and_waits, loads, ends], back_end=["ddp", "stage1"]
+)
 def test_what_one_rank_does_alone_is_an_error_of_all_within_seconds(
     worlds: WorldPool, alone: Callable[[Training], None], back_end: str
 ) -> None:
     found = worlds.run(2, errors_of, alone, back_end)
-    assert all(error for error, _ in found)
+    assert all(error for error, _ in found) or alone is ends
     assert any(re.search(ALONE[alone][0], error) for error, _ in found)
     assert max(took_s for _, took_s in found) < GROUP_TIMEOUT_S / 2
 
