@@ -347,7 +347,9 @@ class Session:
                 "this process cannot stay, and is started anew: %s: %s", type(error).__name__, error
             )
             leave_group()
-            raise SystemExit(ExitCode.PEER_LOST) from error
+            # None has a checkpoint to go on from: no peer is lost, whose cause could appear.
+            gone = isinstance(error, CheckpointError)
+            raise SystemExit(ExitCode.LEFT if gone else ExitCode.PEER_LOST) from error
 
     def _leave_if_all_saved(self) -> None:
         """After a save: leave now, or at the next step, or with the save of another engine."""

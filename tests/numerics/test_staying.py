@@ -244,7 +244,7 @@ def test_who_stays_and_finds_no_checkpoint_any_more_is_started_anew(
     one.begin([0])
     (process,) = one.members
     process.join(60)
-    assert process.exitcode == ExitCode.PEER_LOST
+    assert process.exitcode == ExitCode.LEFT
 
 
 def exported(directory: str, other: str, settings: dict[str, Any]) -> Any:

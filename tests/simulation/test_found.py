@@ -97,6 +97,22 @@ def test_a_link_that_carries_nothing_keeps_a_job_of_four_nodes_for_five_seconds(
     assert 12.0 < float(again_s) < 17.0
 
 
+def test_survivors_without_a_checkpoint_start_anew_at_once_and_for_no_further_restart() -> None:
+    """Two of four nodes are cut off with their checkpoints in memory, before any is on disk."""
+    starts = [word for name in "abcd" for word in ("--fault", f"0 start {name}")]
+    pairs = ("a c", "a d", "b c", "b d")
+    cuts = [word for pair in pairs for word in ("--fault", f"6 cut {pair} for 40 s")]
+    setting = (
+        "nodes=4 min_nodes=2 steps=60 save_every=500 memory_every=1 step_s=0.5 in_place=True "
+        "start_up_s=0.5"
+    )
+    told = simulated("--seed", "1", "--setting", setting, *starts, *cuts)
+    assert "there is no checkpoint in /checkpoints any more" in told
+    assert "restart 2 of" not in told
+    (again_s,) = re.findall(r"^ *([\d.]+) .* round 3 resumes", told, re.MULTILINE)
+    assert float(again_s) < 13.0
+
+
 def test_nodes_may_return_after_a_silence_for_longer_than_a_call_takes() -> None:
     timeout_s = inspect.signature(EtcdStore).parameters["timeout_s"].default
     assert Timing().return_within_s >= timeout_s + 1.0
