@@ -114,12 +114,7 @@ class Agreed:
 
 
 class Agreement:
-    """The end of the steps of a training.
-
-    Attributes:
-        divisions: How the gradients are divided into shards.
-        device: Where they are.
-    """
+    """The end of the steps of a training."""
 
     def __init__(
         self,
@@ -128,12 +123,12 @@ class Agreement:
         device: torch.device = _CPU,
     ) -> None:
         """Describe how gradients are divided; without divisions nobody asks for a norm."""
-        self.divisions = tuple(divisions)
         self._collectives = collectives
         self._norms = BlockNorms(divisions, collectives, device)
         self._not_finite: list[Tensor] = []
         """The block norms of the last step, if the norm was not finite."""
         self.device = device
+        """Where the gradients are."""
 
     @torch.no_grad()
     def reach(
