@@ -151,7 +151,7 @@ _CHUNK_BYTES = 1 << 20
 """Bytes that are received, verified and written at once, because blocks may be short."""
 
 
-class MemoryServer:
+class MemoryServer(PatientServer):
     """Serves one directory on daemon threads until it is closed."""
 
     def __init__(
@@ -162,48 +162,28 @@ class MemoryServer:
         Raises:
             OSError: It cannot listen there.
         """
-        self._server = first_free(ports, lambda port: _Server((address, port), _Caller))
-        self._server.directory, self._server.key = directory, key
-        self._server.budget_bytes = budget_bytes
-        self.port = int(self._server.server_address[1])
-        self.address = host_port(address, self.port)
-        threading.Thread(
-            target=self._server.serve_forever, name="zero-ram-server", daemon=True
-        ).start()
-
-    @property
-    def budget_bytes(self) -> int:
+        self.directory, self.key = directory, key
+        self.budget_bytes = budget_bytes
         """How many bytes all files of the directory may take together."""
-        return self._server.budget_bytes
-
-    @budget_bytes.setter
-    def budget_bytes(self, budget_bytes: int) -> None:
-        self._server.budget_bytes = budget_bytes
+        self.taking = threading.Lock()
+        """Held while space is reserved: two clients must not reserve the same bytes."""
+        listen = super().__init__
+        first_free(ports, lambda port: listen((address, port), _Caller))
+        self.port = int(self.server_address[1])
+        self.address = host_port(address, self.port)
+        threading.Thread(target=self.serve_forever, name="zero-ram-server", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening; returns at once."""
         # `shutdown` waits up to half a second for the server's thread.
-        threading.Thread(target=self._server.shutdown, daemon=True).start()
-        self._server.server_close()
-
-
-class _Server(PatientServer):
-    directory: Path
-    key: Key
-    budget_bytes: int
-
-    def __init__(
-        self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]
-    ) -> None:
-        self.taking = threading.Lock()
-        """Held while space is reserved: two clients must not reserve the same bytes."""
-        super().__init__(address, handler)
+        threading.Thread(target=self.shutdown, daemon=True).start()
+        self.server_close()
 
 
 class _Caller(socketserver.BaseRequestHandler):
     """One worker's connection."""
 
-    server: _Server
+    server: MemoryServer
     request: socket.socket
 
     def handle(self) -> None:
