@@ -97,7 +97,7 @@ _METRICS = "/metrics"
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Health:
+class Health(PatientServer, ThreadingHTTPServer):
     """The server; `watch` sets the agent whose state it reports."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -106,7 +106,7 @@ class Health:
         self.metrics: Callable[[], bytes] = bytes
         """Returns the metrics of this node in Prometheus' text format."""
         try:
-            self._server = _Server((host, port), self)
+            super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             raise SpecError(
                 f"--health-port={port}: cannot listen on {host} ({error}); choose another port, "
@@ -114,9 +114,9 @@ class Health:
             ) from error
         # Polls ten times a second: `close` waits for the next one.
         threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="zero-health", daemon=True
+            target=self.serve_forever, args=(0.1,), name="zero-health", daemon=True
         ).start()
-        self.port = int(self._server.server_address[1])
+        self.port = int(self.server_address[1])
         where = host_port(host, self.port)
         log.info("health: http://%s/healthz and http://%s/readyz", where, where)
 
@@ -143,8 +143,12 @@ class Health:
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
+
+    def server_bind(self) -> None:
+        """Skip HTTPServer's look-up of this host's full name, which may take a minute."""
+        socketserver.TCPServer.server_bind(self)
 
 
 @contextlib.contextmanager
@@ -157,25 +161,15 @@ def served(host: str, port: int | None) -> Iterator[Health | None]:
         yield health
 
 
-class _Server(PatientServer, ThreadingHTTPServer):
-    def __init__(self, address: tuple[str, int], health: Health) -> None:
-        self.health = health
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Skip HTTPServer's look-up of this host's full name, which may take a minute."""
-        socketserver.TCPServer.server_bind(self)
-
-
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: Health
     timeout = _CLIENT_TIMEOUT_S  # a slow client costs its own connection
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] == _METRICS:
             code, kind, body = self._metrics()
         else:
-            code, record = self.server.health.answer(self.path)
+            code, record = self.server.answer(self.path)
             kind, body = "application/json", json.dumps(record).encode() + b"\n"
         self.send_response(code)
         self.send_header("Content-Type", kind)
@@ -185,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _metrics(self) -> tuple[HTTPStatus, str, bytes]:
         try:
-            return HTTPStatus.OK, _TEXT, self.server.health.metrics()
+            return HTTPStatus.OK, _TEXT, self.server.metrics()
         except ModuleNotFoundError as error:  # prometheus-client, an extra
             text = f"{remedy(str(error.name))}\n"
             return HTTPStatus.NOT_IMPLEMENTED, "text/plain", text.encode()
