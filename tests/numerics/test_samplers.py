@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
@@ -90,6 +91,13 @@ class Clock(Lengths):
         return iter([order[:4], order[4:]])
 
 
+class Endless(Lengths):
+    """A loop over it leaves it."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.cycle(self.batches)
+
+
 class Locked(Lengths):
     def __init__(self) -> None:
         super().__init__()
@@ -148,6 +156,7 @@ SAMPLERS: list[tuple[type, dict[str, Any], bool | str | Sequence[int]]] = [
     (list, batched([[3, 1, 2], [0]]), [3, 1, 2, 0]),
     (Lengths, batched(Lengths()), SHUFFLED),
     (Clock, batched(Clock()), "a Clock, draws other batches when .*set_epoch"),
+    (Endless, batched(Endless()), "an? Endless, has more than 16 .* says that it has 4"),
     (Locked, batched(Locked()), "a Locked, cannot be copied .*give batch_size"),
     (Sampler, {"sampler": [3, 2, 1]}, r"a list \(builtins.list\)"),
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class Batches:
             The samples of the largest batch of the first epoch, or what the sampler says.
 
         Raises:
-            ConfigError: They do not.
+            ConfigError: They do not, or their batches have no end.
         """
         once, again = ([self._draw(epoch) for epoch in (0, 1)] for _ in range(2))
         digest = hashlib.sha256(repr(once).encode()).digest()
@@ -159,8 +160,17 @@ class Batches:
             ) from error
         seed = mix(self._seed, epoch)
         _begin(sampler, epoch, seed)
+        says = len(sampler)
+        most = 2 * says + size_of(self._dataset)  # a length may be an estimate
         with seeded(seed), Worker(0, 1, epoch, alone=True):
-            return [[int(number) for number in batch] for batch in sampler]
+            drawn = [[int(n) for n in batch] for batch in itertools.islice(sampler, most + 1)]
+        if len(drawn) > most:
+            raise ConfigError(
+                f"the batch sampler of the DataLoader, a {type(sampler).__name__}, has more "
+                f"than {most} batches in an epoch and says that it has {says}: it may have no end; "
+                f"let it end, or {_BATCH_SIZE}"
+            )
+        return drawn
 
 
 _BATCH_SIZE = "give batch_size and shuffle in its place"
