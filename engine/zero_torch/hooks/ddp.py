@@ -136,9 +136,9 @@ class _Buckets:
             raise ZeroError(
                 f"DistributedDataParallel has not reduced {what}: it decides when it is made which "
                 "parameters it reduces, and waits for the gradient of each of them; wrap the model "
-                "after the last change of requires_grad, call the wrapped model and not its "
-                ".module, and give find_unused_parameters=True if layers are frozen afterwards, "
-                "or not used by every micro-batch"
+                "after the last change of requires_grad, call the wrapped model, outside of "
+                "no_sync(), and not its .module, and give find_unused_parameters=True if layers "
+                "are frozen afterwards, or not used by every micro-batch"
             )
 
     def _reduce_rests(self) -> None:
