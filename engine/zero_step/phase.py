@@ -153,11 +153,7 @@ class Phase:
         self._calls = calls
 
     def check(self, move: Move) -> State:
-        """The state after a move.
-
-        Raises:
-            ZeroError: The move is illegal here; says what to do.
-        """
+        """The state after a move. Raises ZeroError if it is illegal; says what to do."""
         sources, target = LEGAL[move]
         if self.state in sources:
             return target

@@ -86,11 +86,7 @@ class Access:
 
     @property
     def first(self) -> str:
-        """The first endpoint, `HOST:PORT`.
-
-        Raises:
-            SpecError: --rdzv-endpoint is malformed.
-        """
+        """The first endpoint, `HOST:PORT`. Raises SpecError if --rdzv-endpoint is malformed."""
         _etcd()  # the first import sets gRPC's verbosity
         from zero_orchestrator.store.etcd.connection import parse_endpoints
 
@@ -242,11 +238,7 @@ def check_authority(args: argparse.Namespace, conf: RdzvConf) -> None:
 
 
 def readable(flag: str, path: Path | None) -> Path | None:
-    """Return the path unchanged.
-
-    Raises:
-        SpecError: The file cannot be read.
-    """
+    """Return the path unchanged. Raises SpecError if the file cannot be read."""
     if path is not None:
         _read(flag, path)
     return path

@@ -68,11 +68,7 @@ class Idleness:
 
 
 def look(store: KeyValueStore, directory: SharedDirectory) -> ServerUse:
-    """Read what uses the server now.
-
-    Raises:
-        StoreError: The server does not answer.
-    """
+    """Read what uses the server now. Raises StoreError if the server does not answer."""
     jobs = store.range(JOBS_PREFIX)
     nodes = any(item.lease and _NODE.match(item.key) for item in jobs.items)
     handed_out_ns = directory.used.stat().st_mtime_ns if directory.used.exists() else 0

@@ -66,11 +66,7 @@ def pack(value: Any, path: str = "client_state") -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The inverse of `pack`.
-
-    Raises:
-        CheckpointError: The value was not made by `pack`.
-    """
+    """The inverse of `pack`. Raises CheckpointError if the value was not made by `pack`."""
     try:
         return _unpacked(value)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:

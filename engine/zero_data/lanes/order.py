@@ -146,11 +146,7 @@ class LaneOrder:
         return not any(sizes) or (self._drop_last and sum(sizes) < self._batch.samples)
 
     def known(self, step: int) -> Sizes:
-        """The sizes of a step.
-
-        Raises:
-            ZeroError: They are not known yet.
-        """
+        """The sizes of a step. Raises ZeroError if they are not known yet."""
         if step not in self._known:
             raise ZeroError(
                 f"a batch of step {step + 1} was drawn during step {self.cursor.step + 1}: how far "

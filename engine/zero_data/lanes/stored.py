@@ -29,11 +29,7 @@ def dump(state: object) -> bytes:
 
 
 def load(state: bytes) -> Any:
-    """The inverse of `dump`.
-
-    Raises:
-        ConfigError: No `dump` has written this.
-    """
+    """The inverse of `dump`. Raises ConfigError if no `dump` has written this."""
     try:
         return msgspec.msgpack.decode(state, ext_hook=_read)
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -79,11 +79,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        """Make it.
-
-        Raises:
-            ConfigError: `bias_correction` or `fp32_optimizer_states` is False.
-        """
+        """Make it. Raises ConfigError if `bias_correction` or `fp32_optimizer_states` is False."""
         if not fp32_optimizer_states:
             raise ConfigError("fp32_optimizer_states=False: moments are fp32 here; leave it out")
         super().__init__(

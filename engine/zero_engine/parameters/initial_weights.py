@@ -140,11 +140,7 @@ class _Files:
             )
 
     def read(self, names: Sequence[str], place: Tensor) -> None:
-        """Copy a parameter to its place.
-
-        Raises:
-            ConfigError: It has another shape.
-        """
+        """Copy a parameter to its place. Raises ConfigError if it has another shape."""
         name = next(name for name in names if name in self._files)
         values = self._files[name].get_tensor(name)
         if values.shape != place.shape:

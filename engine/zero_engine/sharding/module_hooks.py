@@ -26,11 +26,7 @@ class Hook:
         return self._call(*args)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse `copy.deepcopy(module)` and `torch.save(module)`.
-
-        Raises:
-            ZeroError: Always.
-        """
+        """Refuse `copy.deepcopy(module)` and `torch.save(module)`. Always raises ZeroError."""
         # A copy would have hooks that gather the parameters of the original.
         raise ZeroError(
             "a module cannot be copied or pickled at stage 3, or with elastic.overlap_param_gather:"

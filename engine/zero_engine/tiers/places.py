@@ -45,11 +45,7 @@ class Tier(Protocol):
     """Whether tensors must be fetched before kernels of the device can read them."""
 
     def hold(self, contents: Tensor) -> Tensor:
-        """A copy of `contents` that rests here.
-
-        Raises:
-            TierError: There is no room left.
-        """
+        """A copy of `contents` that rests here. Raises TierError if there is no room left."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that rest here. Raises as `hold`."""

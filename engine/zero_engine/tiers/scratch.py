@@ -38,11 +38,7 @@ class ScratchFile:
     """An unlinked file of tensors; for one process and any number of its threads."""
 
     def __init__(self, directory: Path) -> None:
-        """Make the file.
-
-        Raises:
-            TierError: There can be no file in this directory.
-        """
+        """Make the file. Raises TierError if there can be no file in this directory."""
         self.directory = directory
         self.size_bytes = 0
         """The bytes that are reserved."""

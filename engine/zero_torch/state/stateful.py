@@ -31,11 +31,7 @@ class Statefuls:
     """The objects by name, and the tensors of their states while they are saved or loaded."""
 
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
-        """Keep objects.
-
-        Raises:
-            ConfigError: One of them cannot give or take its state.
-        """
+        """Keep objects. Raises ConfigError if one of them cannot give or take its state."""
         for name, each in objects.items():
             if not isinstance(each, Stateful):
                 raise ConfigError(

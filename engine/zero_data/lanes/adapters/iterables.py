@@ -42,11 +42,7 @@ class Iterables:
     """An iterable, or a function that makes one for (part, parts)."""
 
     def __init__(self, dataset: Any) -> None:
-        """Read a dataset.
-
-        Raises:
-            ConfigError: It is divided already.
-        """
+        """Read a dataset. Raises ConfigError if it is divided already."""
         self._dataset = dataset
         self._library = library_of(dataset)
         self._library.check(dataset)
