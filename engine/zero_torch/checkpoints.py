@@ -86,6 +86,7 @@ class Checkpoints(Session):
         self.scaler = scaler
         self._wrapped = wrapped
         self._optimizer = optimizer
+        self._has_stateful = bool(stateful)
         self._chosen = chosen
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._cursor = cursor or Cursor()
@@ -258,7 +259,11 @@ class Checkpoints(Session):
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if makes_state(self._optimizer):
             return call(*args, **kwargs)
-        self._between_steps()
+        if self._phase.state is State.STEPPED:
+            self._end_step()
+        # What the script counts, such as the position of its data, is that of its next step.
+        if not self._has_stateful and self._persistence.script.client_source is None:
+            come_back(self)
         self._training.take_back()
         result = call(*args, **kwargs)
         self._cursor.step += 1

@@ -192,7 +192,11 @@ def examples(count: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     @settings(
-        max_examples=count, derandomize=True, database=None, suppress_health_check=HealthCheck
+        max_examples=count,
+        deadline=None,  # a process of the pool has no profile
+        derandomize=True,
+        database=None,
+        suppress_health_check=HealthCheck,
     )
     @given(OBJECTS)
     def draw(objects: dict[str, Any]) -> None:

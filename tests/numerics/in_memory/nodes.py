@@ -49,9 +49,10 @@ def checkpoints(root: str) -> Path:
     return Path(root) / "checkpoints"
 
 
-def settle(engine: Engine | Session) -> None:
+def settle(engine: Engine | Session, *, comes_back: bool = True) -> None:
     """Until the checkpoint of the last step is committed, or is not."""
-    come_back(session_of(engine))
+    if comes_back:
+        come_back(session_of(engine))
     ram = persistence_of(engine).ram
     assert ram is not None
     wait_for(lambda: not ram.busy, 60, "the end of the save")

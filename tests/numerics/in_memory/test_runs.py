@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zero_torch
 from tests.numerics.in_memory.nodes import (
     checkpoints,
     drop,
@@ -189,3 +191,47 @@ def loaded_state(root: str) -> tuple[int, dict[str, Any]]:
         drop(engine)
         client.pop("ds_version", None)
         return engine.global_steps, client
+
+
+class Position:
+    """Of a loader of the script's own, which counts the batches that it has handed out."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_position_that_the_script_counts_is_that_of_the_step_that_is_in_memory(
+    worlds: WorldPool, root: str, asks: bool
+) -> None:
+    """A script that asks for no save has drawn its next batch where the run comes to know of it."""
+    assert worlds.run(1, train_with_position, root, asks) == [(0, 0)]
+    kept = 3 if asks else 0
+    assert worlds.run(1, train_with_position, root, asks) == [(kept, kept)]
+
+
+def train_with_position(root: str, asks: bool) -> tuple[int, int]:
+    """Where a loop of the script's own went on; the steps that were done, and the batches drawn."""
+    position, model = Position(), torch.nn.Linear(2, 1)
+    with on_a_node(root):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given: dict[str, Any] = {"stateful": {"position": position}}
+        run = zero_torch.protect(model, optimizer, config={"checkpoint": {"ram": {}}}, **given)
+        run.load(checkpoints(root))
+        resumed = run.global_step, position.drawn
+        for _ in range(3):
+            position.drawn += 1
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if asks:
+                run.due(every_steps=100)
+                settle(run, comes_back=False)
+        drop(run)
+    return resumed
