@@ -8,7 +8,6 @@ seconds. A probe sends at most `MOST_BYTES`, and ends within `LIMIT_S`.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 import time
@@ -33,6 +32,7 @@ _LENGTH = struct.Struct("!Q")
 _SECONDS = struct.Struct("!d")
 _HOW_LONG = (1 << 64) - 1
 _ANSWER = b"."
+_HUNG_UP = "the other end hung up during a probe"
 _NOTHING = bytes(LARGEST_BYTES)
 _CHUNK_BYTES = 256 << 10
 
@@ -94,14 +94,13 @@ def measure(connection: socket.socket) -> Measured:
     # The fastest counts: other load makes some transfers slower, and none faster.
     sent_s = min(sent_s, *(_transfer(connection, size, until_s) for _ in range(TRIES - 1)))
     took_s, own_s = time.perf_counter() - begin_s, waited_for_cpu_s() - own_s
-    waited_s = own_s
     # Busy CPUs make every transfer slow, and the network seem so: both ends say how busy they were.
-    with contextlib.suppress(ConnectionError):  # an agent of an older version hangs up
-        # The other end's thread serves this connection alone.
-        connection.settimeout(max(until_s - time.monotonic(), 1e-3))
-        connection.sendall(_LENGTH.pack(_HOW_LONG))
-        if len(answer := connection.recv(_SECONDS.size, socket.MSG_WAITALL)) == _SECONDS.size:
-            waited_s += float(_SECONDS.unpack(answer)[0])
+    connection.settimeout(max(until_s - time.monotonic(), 1e-3))
+    connection.sendall(_LENGTH.pack(_HOW_LONG))
+    # The other end's thread serves this connection alone.
+    if len(answer := connection.recv(_SECONDS.size, socket.MSG_WAITALL)) < _SECONDS.size:
+        raise ConnectionAbortedError(_HUNG_UP)
+    waited_s = own_s + float(_SECONDS.unpack(answer)[0])
     return Measured(
         latency_s=round_trip_s,
         bytes_per_s=size / max(sent_s - round_trip_s, 1e-6),
@@ -124,5 +123,5 @@ def _transfer(connection: socket.socket, size: int, until_s: float) -> float:
     connection.sendall(_LENGTH.pack(size) + _NOTHING[:size])
     connection.settimeout(max(until_s - time.monotonic(), 1e-3))
     if connection.recv(1) != _ANSWER:
-        raise ConnectionAbortedError("the other end hung up during a probe")
+        raise ConnectionAbortedError(_HUNG_UP)
     return time.perf_counter() - begin_s

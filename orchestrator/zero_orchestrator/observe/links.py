@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zero_orchestrator.observe.queries import Answer, ask_each
 from zero_orchestrator.store.kv import KeyValueStore
@@ -87,15 +88,10 @@ def probe(store: KeyValueStore, job: str, nodes: Sequence[str]) -> list[Link]:
 def link_of(source: str, target: str, answer: Answer) -> Link:
     """The link that an agent has measured."""
     record: Mapping[str, object] = answer.record
-    latency_s, rate = record.get("latency_s"), record.get("bytes_per_s")
-    if not isinstance(latency_s, float) or not isinstance(rate, float):
-        problem = answer.problem or str(record.get("problem", "")) or "an answer without figures"
-        return Link(source=source, target=target, problem=problem)
-    wait = record.get("cpu_wait")  # an agent of an older version does not say
-    return Link(
-        source=source,
-        target=target,
-        latency_s=latency_s,
-        bytes_per_s=rate,
-        cpu_wait=wait if isinstance(wait, float) else 0.0,
-    )
+    figures: dict[str, Any] = {
+        name: record.get(name) for name in ("latency_s", "bytes_per_s", "cpu_wait")
+    }
+    if all(isinstance(value, float) for value in figures.values()):
+        return Link(source=source, target=target, **figures)
+    problem = answer.problem or str(record.get("problem", "")) or "an answer without figures"
+    return Link(source=source, target=target, problem=problem)

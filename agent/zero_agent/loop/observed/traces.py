@@ -151,8 +151,7 @@ class Traces:
 
     def saved(self, saved: Saved) -> None:
         """A save of rank 0, which is here, has ended."""
-        if saved.began_s:  # a worker of an older version does not say
-            self._put(partial(of_save, saved))
+        self._put(partial(of_save, saved))
 
     def close(self) -> None:
         """Send what is queued, for up to `CLOSE_S`."""
