@@ -82,9 +82,13 @@ class Situation:
     @property
     def stands_back(self) -> bool:
         """Whether this node, which has no workers, is better not waited for."""
-        if self.node.starting or self.cold or self.workers is not Workers.FAILED:
+        if self.node.starting or self.cold:
             return False
         job = self.job
+        if any(one.node == self.node.id for one in job.aside):  # it joins when its links work
+            return self.node.stays and self.workers is Workers.STOPPED
+        if self.workers is not Workers.FAILED:
+            return False
         if not self.round:  # they have warmed up in vain
             return True
         # In-memory checkpoints survive the loss of one node, and not that of two.

@@ -6,6 +6,7 @@ import pytest
 
 from zero_agent.loop.supervise import Action, Situation, next_action
 from zero_agent.node.state import WAITING, Workers
+from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
 from zero_orchestrator.membership.spec import JobSpec
 
@@ -100,6 +101,7 @@ def test_workers_of_a_lost_round_that_may_stay_get_time_to_leave_it(workers, fac
 
 STARTS, STAYS = replace(ME, starting=True), replace(ME, stays=True)
 ALONE = job(State.ACTIVE, members=(OTHER,))
+ASIDE = replace(ALONE, aside=(SetAside(node=ME.id, why="", others=()),))
 FAILED = replace(FORMS, failures=(FAILURE,))
 BOTH_NEEDED = replace(FAILED, spec=JobSpec(min_nodes=2, max_nodes=2))
 BOTH_FAILED = replace(FAILED, failures=(FAILURE, replace(FAILURE, node="other")))
@@ -126,6 +128,14 @@ BOTH_FAILED = replace(FAILED, failures=(FAILURE, replace(FAILURE, node="other"))
         # Somebody kills it.
         (ALONE, STARTS, Workers.FAILED, 0, Action.WARM_UP),
         (ALONE, ME, Workers.FAILED, 0, Action.STAND_BACK),
+        # Its links are dead: nobody is to wait for its workers when they work again.
+        (ASIDE, STAYS, Workers.STRANDED, 1, Action.STOP),
+        (ASIDE, STAYS, Workers.STOPPED, 1, Action.STAND_BACK),
+        (ASIDE, replace(STARTS, stays=True), Workers.STOPPED, 1, Action.WARM_UP),
+        (ASIDE, replace(STARTS, stays=True), Workers.READY, 0, Action.STAND_BY),
+        (ASIDE, STAYS, Workers.READY, 0, Action.WAIT),
+        (ASIDE, ME, Workers.STOPPED, 1, Action.WAIT),
+        (ALONE, STAYS, Workers.STOPPED, 1, Action.WAIT),
         # A worker of a round has failed.
         (FAILED, STAYS, Workers.FAILED, 2, Action.STAND_BACK),
         (FAILED, replace(STARTS, stays=True), Workers.FAILED, 2, Action.REPORT_QUIET),
