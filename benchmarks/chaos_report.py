@@ -45,10 +45,12 @@ class Story:
 
 def standstills(
     faults: Sequence[Happened], steps: Sequence[tuple[float, int, int]]
-) -> Iterator[tuple[str, float]]:
-    """Of each fault: the longest time between two steps that begins after it, and before the next.
+) -> Iterator[tuple[str, float, float]]:
+    """Of each fault, until the next one: the longest time between two steps, and what all cost.
 
-    The last step before a fault ends up to `STEP_S` before it.
+    A time costs what it is longer than a step if it is longer than two, such as when the job forms
+    a round without a node, and one with it again. The last step before a fault ends up to `STEP_S`
+    before it.
     """
     times = [at_s for at_s, _, _ in steps]
     gaps = list(itertools.pairwise(times))
@@ -59,20 +61,23 @@ def standstills(
             for earlier, later in gaps
             if fault.at_s <= earlier + STEP_S < end_s and earlier < fault.until_s + AFTER_S
         ]
-        yield fault.what, max(mine, default=0.0)
+        lost_s = sum(gap - STEP_S for gap in mine if gap > 2 * STEP_S)
+        yield fault.what, max(mine, default=0.0), lost_s
 
 
 def show(story: Story) -> None:
     table = Table(title="longest time between two steps, seconds: median (range)")
-    for head in ("fault", "times", *story.steps, "of all"):
+    for head in ("fault", "times", *story.steps, "each costs", "of all"):
         table.add_column(head)
     gaps = {job: list(standstills(story.faults, steps)) for job, steps in story.steps.items()}
-    all_s = sum(gap for found in gaps.values() for _, gap in found) or 1.0
+    all_s = sum(lost for found in gaps.values() for *_, lost in found) or 1.0
     for what in sorted({fault.what for fault in story.faults}):
-        mine = {job: [gap for name, gap in found if name == what] for job, found in gaps.items()}
-        times = str(len(next(iter(mine.values()))))
-        share = sum(map(sum, mine.values())) / all_s
-        table.add_row(what, times, *(span(found, ".1f") for found in mine.values()), f"{share:.0%}")
+        mine = {job: [gap for gap in found if gap[0] == what] for job, found in gaps.items()}
+        longest = [span([gap for _, gap, _ in found], ".1f") for found in mine.values()]
+        lost_s = [[lost for *_, lost in found] for found in mine.values()]
+        means = "; ".join(f"{statistics.mean(each):.1f}" for each in lost_s)
+        share = sum(map(sum, lost_s)) / all_s
+        table.add_row(what, str(len(lost_s[0])), *longest, means, f"{share:.0%}")
     Console(width=120).print(table)
     print(f"load: {span(story.loads, '.1f')} on {os.cpu_count()} CPUs")
     print(f"after the last fault the jobs trained on for {story.finished_s:.0f} s, to their end")

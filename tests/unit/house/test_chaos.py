@@ -267,5 +267,5 @@ def test_each_fault_has_its_own_standstill_and_no_fault_has_none(chaos):
         for what, at_s in (("kill", 10.0), ("cut", 20.0))
     ]
     steps = [(at_s, number, 0) for number, at_s in enumerate((9.5, 10.5, 13.5, 21.0, 26.0))]
-    assert list(chaos.report.standstills(faults, steps)) == [("kill", 7.5), ("cut", 5.0)]
+    assert list(chaos.report.standstills(faults, steps)) == [("kill", 7.5, 9.5), ("cut", 5.0, 4.5)]
     assert list(chaos.report.standstills([], steps)) == []
