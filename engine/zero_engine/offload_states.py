@@ -170,6 +170,11 @@ class MovedStates:
             tensor.data = home
         self._show_what_is_there()
 
+    @property
+    def are_away(self) -> bool:
+        """Whether some states are in host memory by `offload`."""
+        return bool(self._copies)
+
     def lend(self, until: Callable[[], object]) -> None:
         """Let a thread read the states in place; their next use waits for `until` to return."""
         self._read_until = until

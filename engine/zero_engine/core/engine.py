@@ -6,7 +6,6 @@ same at every world size and stage. `zero_deepspeed.engine` has DeepSpeed's furt
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Container, Iterator, Mapping
@@ -46,6 +45,7 @@ from zero_engine.offload_states import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
+from zero_engine.optim.lr_schedules import check_call
 from zero_engine.optim.zero_optimizer import StepOutcome
 from zero_engine.parts import Core, Run
 from zero_engine.sharding.grad_reducer import if_alive
@@ -246,7 +246,13 @@ class Engine(WholeWeights):
 
     def _come_back(self) -> None:
         """See `zero_step.session.come_back`; the engine's loader calls it."""
-        come_back(self._session)
+        session = self._session
+        if session.lost is not None or not self._core.moved.are_away:
+            come_back(session)
+        elif (
+            session.staying is not None
+        ):  # the next forward, with a batch of this round, comes back
+            session.staying.forbid("the loop draws its next batch while states are offloaded")
 
     def _end_micro_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         with outlived(self._session):
@@ -263,16 +269,8 @@ class Engine(WholeWeights):
             self._core.as_given.check(self._core.zero.units)
             assert self._core.reducer is not None
             self._core.reducer.check_hooks()
-        scheduler = self.lr_scheduler
-        try:  # before the weights are stepped, which could not be taken back
-            if scheduler is not None:
-                inspect.signature(scheduler.step).bind(**lr_kwargs)
-        except TypeError as error:
-            raise ZeroError(
-                f"{type(scheduler).__name__}.step(): {error}: give it to "
-                "engine.step(lr_kwargs={}), or step the scheduler in the script, and do not give "
-                "it to initialize()"
-            ) from error
+        if self.lr_scheduler is not None:
+            check_call(self.lr_scheduler, lr_kwargs)
         with outlived(self._session):
             self._end_step(lr_kwargs)
 

@@ -9,15 +9,16 @@ Source: deepspeed/runtime/lr_schedules.py, of 0.19.8. LRRangeTest and OneCycle a
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 from msgspec import Meta
 
-from zero_contract.errors import ConfigError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_contract.sections import MOST, Finite, take
 from zero_engine.config import SchedulerConfig
 from zero_engine.config.nearest import check_params
@@ -370,3 +371,18 @@ def _own_rates(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def _whole(value: float, name: str, least: int = 1) -> int:
     return int(take(f"scheduler.params.{name}", value, Annotated[int, Meta(ge=least, le=MOST)]))
+
+
+def check_call(scheduler: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of `step` before the weights are stepped, which could not be taken back.
+
+    Raises:
+        ZeroError: `step` does not take them, or needs others.
+    """
+    try:
+        inspect.signature(scheduler.step).bind(**kwargs)
+    except TypeError as error:
+        raise ZeroError(
+            f"{type(scheduler).__name__}.step(): {error}: give it to engine.step(lr_kwargs={{}}), "
+            "or step the scheduler in the script, and do not give it to initialize()"
+        ) from error

@@ -193,6 +193,7 @@ class EngineTraining:
         self, run: Mapping[str, Any], client: Mapping[str, Any], *, exclude_frozen: bool
     ) -> State:
         """The state to save, with counters, batch and environment."""
+        self._core.moved.take_writes()
         whole = {**self._describe(), **run}
         state = self._state.capture(whole, client, exclude_frozen=exclude_frozen)
         kept = client or self.in_library_loop or state.meta["engine"]["scheduler"] is not None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.numerics.in_memory.nodes import (
     STEPS,
@@ -17,11 +21,14 @@ from tests.numerics.in_memory.nodes import (
     settle,
 )
 from tests.numerics.test_offload import offloading
+from tests.support.inside import persistence_of
 from tests.support.saving import heard
 from tests.support.training import make_engine, train
+from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_contract.worker import CommitRequest, Saved
+from zero_engine.core.engine import Engine
 
 
 def keep_steps(root: str, stage: int, last: int, ram: dict[str, Any]) -> tuple[list[int], int]:
@@ -131,3 +138,57 @@ def train_refused(root: str) -> list[str]:
             settle(engine)
         drop(engine)
     return lines
+
+
+def offloads(engine: Engine) -> None:
+    engine.offload_states()
+
+
+def doubles_small(engine: Engine) -> None:
+    """At stage 3 they are whole between uses."""
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            if param.dim() == 1 and param.numel():
+                param.mul_(2.0)
+
+
+FOLLOWS: dict[str, Callable[[Engine], None]] = {
+    each.__name__: each for each in (offloads, doubles_small)
+}
+
+
+def follow_steps(root: str, how: str, last: int) -> tuple[int, list[int], str]:
+    """A script that does something behind each step; where from, what was kept, the weights."""
+    settings = in_memory(3) | {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    with on_a_node(root) as agent:
+        engine = make_engine(settings)
+        engine.load_checkpoint(checkpoints(root))
+        loaded = engine.global_steps
+        for batch in itertools.chain.from_iterable(itertools.repeat(engine.training_dataloader)):
+            wait_for(lambda: not persistence_of(engine).ram.busy, 60, "the end of a save")
+            engine.reload_states()
+            if engine.global_steps == last:
+                break
+            engine.backward(engine(batch))
+            before = engine.global_steps
+            engine.step()
+            if engine.global_steps > before:
+                FOLLOWS[how](engine)
+        digest = engine.weight_hash()
+        drop(engine)
+        told = [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_memory]
+    return loaded, told, digest
+
+
+@pytest.mark.parametrize("how", FOLLOWS)
+def test_what_a_script_does_to_the_states_behind_a_step_is_in_memory_or_delays_it(
+    worlds: WorldPool, root: str, how: str
+) -> None:
+    """Those that are away are kept in memory where the next forward begins."""
+    (alone := Path(root, "alone")).mkdir()
+    (_, _, undisturbed), *_ = worlds.run(2, follow_steps, str(alone), how, STEPS)
+    late = 1 if how == "offloads" else 0
+    loaded, kept, _ = worlds.run(2, follow_steps, root, how, 3)[0]
+    assert (loaded, kept) == (0, [1, 2, 3][: 3 - late])
+    then = 3 - late, [3, 4, 5][1 - late : 3 - late], undisturbed
+    assert worlds.run(2, follow_steps, root, how, STEPS)[0] == then
