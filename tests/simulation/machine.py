@@ -467,9 +467,10 @@ class Ring:
         other = self._machines.by_name[target.id]
         network = self._machines.network
         network.connect(self.machine.name, target.id, lambda: other.alive, connect_s)
-        if other.serves and other.agent.frozen:  # its kernel accepts
+        agent = other.agent
+        if agent is not None and other.serves and agent.frozen:  # its kernel accepts
             self._kernel.park(answer_s)
-            if other.agent.frozen:
+            if other.agent is agent and agent.frozen:  # and has not reset the connection since
                 raise TimeoutError("timed out")
         if not other.serves or other.ring is None or other.ring.me is None:
             raise ConnectionRefusedError(111, "Connection refused")
