@@ -99,6 +99,10 @@ class Draws:
         over = not elsewhere and self._depth is not None and len(self._waiting) > self._depth
         self.passed_over = self._waiting.popleft() if over else None
 
+    def withdraw(self) -> None:
+        """Note that the batch that was drawn last is not handed out."""
+        self._waiting.pop()
+
     def end(self) -> None:
         """Note the end of the epoch; a loop that draws ahead has batches left to run."""
         self._ended, self._run_since = True, False

@@ -258,16 +258,20 @@ class PositionLoader(ABC, Generic[Ordered]):
         until = self.epoch
         self._iterates, self._cursor.loop = True, until
         self.comes_back = not self.elsewhere
-        moves = None
         try:
-            while self._cursor.moves != moves:
-                for batch in self._until(until, iteration) if self.order.epoch == until else ():
+            while True:
+                for batch in self._until(until, iteration) if self.order.epoch <= until else ():
                     moves = self._cursor.moves
                     draw()
-                    if self._cursor.moves == moves:  # else the batch is of a position before
+                    if self._cursor.moves == moves:
                         yield batch
+                    else:  # the batch is of a position before
+                        self.draws.withdraw()
                 moves = self._cursor.moves
-                end()  # it may have moved the position back
+                end()
+                if self._cursor.moves == moves:
+                    break
+                self._move(until)
         finally:
             if self._newest is iteration:
                 self._iterates, self._cursor.loop, self.comes_back = False, None, False
@@ -290,11 +294,14 @@ class PositionLoader(ABC, Generic[Ordered]):
                 self.draws.end()
                 self._seed()
                 return
-            # Go on from the position: what was planned and prefetched is of another one.
-            self.draws.move()
-            self._cursor.loop = until
+            self._move(until)
             if self.order.epoch > until:  # a script that counts epochs begins the next by itself
                 return
+
+    def _move(self, until: int) -> None:
+        """Go on from the position: what was planned and prefetched is of another one."""
+        self.draws.move()
+        self._cursor.loop = until
 
     def _seed(self) -> None:
         """Begin the random numbers of what the script does with the next batch."""

@@ -1,0 +1,176 @@
+"""The ranks of a drawn script change while its processes stay: nothing is lost, doubled or changed.
+
+A rank joins, leaves or is killed at any moment of a step. Whoever is there at the end, from the
+begin or since a change, has the weights and the samples of the same script in one process that
+nothing has happened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.numerics.promises.back_ends import Recipe, training
+from tests.numerics.promises.test_combinations import SCRIPTS, recipe_of
+from tests.support.staying import Job
+from tests.support.world import WorldPool
+from zero_contract.worker import ENV_ROUND
+
+UNTIL = 9
+"""Steps, in three epochs."""
+BEHIND = "an end"
+MOMENTS = ["a draw", "a forward", "a backward", "a step", BEHIND]
+KINDS = ["ddp", "stage0", "stage1", "stage2", "stage3", "offload"]
+
+
+def follow(_: nn.Module, optimizer: Any) -> None:
+    """What a script does behind each step."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.9 * group["lr"]
+
+
+class Life:
+    """A process of a script, which dies in its first round, or goes on in others."""
+
+    def __init__(
+        self, recipe: Recipe, kind: str, victim: int = -1, moment: str = "", step: int = 0
+    ) -> None:
+        sections = {**recipe.sections, "checkpoint": {"ram": {}}}
+        sections["elastic"] = {**sections.get("elastic", {}), "in_place": True}
+        self.own = training(replace(recipe, sections=sections), kind)
+        self.cursor: Any = self.own.session._training.cursor
+        self._dies = os.environ.get(ENV_ROUND) == "1" and dist.get_rank() == victim
+        self._at = moment, step - 1 + (moment == BEHIND)
+        [*self.own.module.children()][-1].register_forward_hook(self._see_forward)
+
+    def _see_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        self.reach("a forward")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.reach("a backward"))
+
+    def reach(self, moment: str) -> None:
+        if self._dies and (moment, self.own.step) == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def live(self, directory: str) -> tuple[str, int]:
+        own = self.own
+        own.load(directory)
+        while own.step < UNTIL:
+            for (batch,) in own.loader:
+                if self.cursor.micro == 0:
+                    own.prepare(own.step)
+                self.reach("a draw")
+                own.backward(batch)
+                self.reach("a step")
+                before = own.step
+                own.end()
+                if own.step > before:
+                    follow(own.module, own.optimizer)
+                self.reach(BEHIND)
+                if own.step == UNTIL:
+                    break
+        result = own.hash(), self.cursor.samples
+        own.close()
+        return result
+
+
+def lived(directory: str, recipe: Recipe, *given: Any) -> tuple[str, int]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with recipe.within():
+        return Life(recipe, *given).live(directory)
+
+
+def alone(recipe: Recipe, directory: str) -> tuple[str, int]:
+    return lived(directory, recipe, "plain")
+
+
+Change = tuple[str, int, str, int]
+"""What happens ("joins", "leaves" or "dies"), to which rank, at which moment of which step."""
+
+
+def changed(
+    make: Callable[..., Job], root: Path, recipe: Recipe, kind: str, change: Change
+) -> list[tuple[str, int]]:
+    """What each process of the last round ends with; who stays has a process of the first one."""
+    what, rank, moment, step = change
+    victim = rank if what == "dies" else -1
+    one = make(lived, str(root / "checkpoints"), recipe, kind, victim, moment, step)
+    one.memory = root / "memory"
+    one.memory.mkdir()
+    one.begin([], joining=3)
+    first = {process.pid for process in one.members}
+    others = [each for each in range(3) if each != rank]
+    if what == "dies":
+        one.wait_for_loss(victim)
+    else:
+        one.leave_at(step)
+    one.begin([0, 1, 2] if what == "joins" else others, joining=what != "leaves")
+    ended = dict(one.end())
+    assert len(first & ended.keys()) == (3 if what == "joins" else 2)
+    return [*ended.values()]
+
+
+CHANGES = st.tuples(
+    st.sampled_from(["joins", "leaves", "dies"]),
+    st.integers(0, 2),
+    st.sampled_from(MOMENTS),
+    st.integers(3, 6),
+)
+"""Of a step whose one before is in memory."""
+
+
+def staying(script: dict[str, Any]) -> Recipe:
+    """A script whose processes can stay: no evaluation exchanges anything in a step."""
+    recipe = recipe_of({**script, "workers": 0, "nodes": "", "evaluation": ""})
+    if script["model"] == "seldom":  # DDP exchanges by itself in a plain backward
+        return replace(recipe, own_loop=False)
+    return replace(recipe, of_wrapper=())
+
+
+def ends_alike(
+    make: Callable[..., Job], worlds: WorldPool, root: Path, recipe: Recipe, *given: Any
+) -> None:
+    found = changed(make, root, recipe, *given)
+    assert set(found) == {*worlds.run(1, alone, recipe, str(root / "alone"))}
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("step", [6, 7])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.corners(kind=["ddp", "stage3"], own_loop=[True])
+def test_who_loses_a_peer_in_the_last_or_first_step_of_an_epoch_goes_on_with_that_epoch(
+    job: Callable[..., Job], worlds: WorldPool, tmp_path: Path, kind: str, step: int, own_loop: bool
+) -> None:
+    recipe = Recipe(own_loop=own_loop, of_wrapper=())
+    ends_alike(job, worlds, tmp_path, recipe, kind, ("dies", 2, "a draw", step))
+
+
+@settings(max_examples=20, phases=[Phase.generate])
+@given(script=SCRIPTS, kind=st.sampled_from(KINDS), change=CHANGES)
+@pytest.mark.full
+def test_processes_of_any_script_that_stay_end_as_if_nothing_had_happened(
+    worlds: WorldPool,
+    tmp_path_factory: pytest.TempPathFactory,
+    script: dict[str, Any],
+    kind: str,
+    change: Change,
+) -> None:
+    root = tmp_path_factory.mktemp("staying")
+    with contextlib.ExitStack() as stack:
+
+        def make(*given: Any) -> Job:
+            return stack.enter_context(contextlib.closing(Job(root, *given)))
+
+        ends_alike(make, worlds, root, staying(script), kind, change)
