@@ -76,6 +76,8 @@ class Session:
         self.staying: Staying | None = None
         self.is_behind = False
         """Whether a step has ended, and the script has not come back since; see `come_back`."""
+        self._began_at: tuple[int, int] | None = None
+        """The step and the micro-step that have begun last, unless a load has come since."""
         self._may_leave = False
         """Whether this worker could leave when that step ended: all was saved after the last."""
         self._mode = config.tag_validation.lower()
@@ -186,6 +188,7 @@ class Session:
         if self.staying is not None:
             self.staying.load(str(where), whole=name is None and loading.resumes)
         with exit_on_peer_loss(self._link):
+            self._began_at = None
             self._persistence.watch(self._collectives.call(_LOAD))
             path, self.client_state = self._persistence.load(where, name, loading)
         if self.staying is not None:
@@ -474,12 +477,16 @@ def notes_of(session: Session) -> list[float]:
 
 
 def begin_micro_step(session: Session) -> None:
-    """A micro-step begins."""
-    if session._training.cursor.micro == 0:
+    """A micro-step begins, or one of its further forwards."""
+    cursor = session._training.cursor
+    if cursor.micro == 0:
         session._persistence.begin_step()
     # In a block that a script opens around its loop, the casts of a forward before are those of
-    # older weights, and FSDP2 gets no gradients through them.
-    torch.clear_autocast_cache()
+    # older weights, and FSDP2 gets no gradients through them. Those of one micro-step are shared:
+    # the gradients of several forwards meet in 16 bits, as in stock PyTorch.
+    if (at := (cursor.step, cursor.micro)) != session._began_at:
+        session._began_at = at
+        torch.clear_autocast_cache()
     if session.staying is not None:
         session.staying.begin()
 

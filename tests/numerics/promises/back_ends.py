@@ -449,7 +449,8 @@ def by_torch_alone(recipe: Recipe, steps: int = STEPS) -> list[str]:
             put(model, buffers[0])
             optimizer.zero_grad()
             share = microbatch.size / plan.samples
-            loss = recipe.loss(model, x) if recipe.loss else model(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "autocast"):
+                loss = recipe.loss(model, x) if recipe.loss else model(x)
             if recipe.own_loop:
                 loss.backward()
                 scaled = [
