@@ -251,7 +251,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         Raises:
             ZeroError: A newer iteration has begun; or see `Draws`.
         """
-        begin, draw, end = self.calls
+        begin, draw, _ = self.calls
         begin()
         self.draws.begin()
         iteration = self._newest = object()
@@ -259,19 +259,13 @@ class PositionLoader(ABC, Generic[Ordered]):
         self._iterates, self._cursor.loop = True, until
         self.comes_back = not self.elsewhere
         try:
-            while True:
-                for batch in self._until(until, iteration) if self.order.epoch <= until else ():
-                    moves = self._cursor.moves
-                    draw()
-                    if self._cursor.moves == moves:
-                        yield batch
-                    else:  # the batch is of a position before
-                        self.draws.withdraw()
+            for batch in self._until(until, iteration) if self.order.epoch == until else ():
                 moves = self._cursor.moves
-                end()
+                draw()
                 if self._cursor.moves == moves:
-                    break
-                self._move(until)
+                    yield batch
+                else:  # the batch is of a position before
+                    self.draws.withdraw()
         finally:
             if self._newest is iteration:
                 self._iterates, self._cursor.loop, self.comes_back = False, None, False
@@ -293,15 +287,14 @@ class PositionLoader(ABC, Generic[Ordered]):
             else:
                 self.draws.end()
                 self._seed()
-                return
-            self._move(until)
+                self.calls[-1]()
+                if self._cursor.moves == plan[0]:
+                    return
+            # Go on from the position: what was planned and prefetched is of another one.
+            self.draws.move()
+            self._cursor.loop = until
             if self.order.epoch > until:  # a script that counts epochs begins the next by itself
                 return
-
-    def _move(self, until: int) -> None:
-        """Go on from the position: what was planned and prefetched is of another one."""
-        self.draws.move()
-        self._cursor.loop = until
 
     def _seed(self) -> None:
         """Begin the random numbers of what the script does with the next batch."""

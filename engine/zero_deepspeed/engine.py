@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from zero_engine.core.loaders import Collate, training_loader
 from zero_engine.core.micro_steps import EndsBy, Loss
 from zero_engine.offload_states import WEIGHTS
 from zero_engine.parameters.gather import GatheredParameters
+from zero_engine.sharding.grad_reducer import if_alive
 from zero_engine.sharding.weights import state, state_table
 
 
@@ -276,11 +278,12 @@ class DeepSpeedEngine(Engine):
                 f"deepspeed_io: batch_size {batch_size} is not the micro-batch size "
                 f"{run.batch.micro_batch}; change train_micro_batch_size_per_gpu"
             )
-        run.loader = training_loader(
+        loader = training_loader(
             self._config, run, self._core.collectives, dataset, collate_fn, workers
         )
-        self.training_dataloader = run.loader
-        return run.loader
+        loader.calls = (partial(if_alive(self._hear_loop), loader),) * 3
+        run.loader = self.training_dataloader = loader
+        return loader
 
     @property
     def loaded_samples(self) -> int | None:

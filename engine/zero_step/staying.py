@@ -21,6 +21,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from zero_comm.worker.rank_times import WAITS
+from zero_data.position_loader import PositionLoader
 
 Standing = tuple[int, int, int]
 """The number of process groups, of what was exchanged in the default one, and of what `Collectives`
@@ -150,6 +151,16 @@ class Staying:
             self._compare("its first step")
             if self.directory is None:
                 self.forbid("the script does not load before its first step")
+
+    def hear_loop(self, loader: PositionLoader[Any], *, are_away: bool) -> None:
+        """Note that the loop draws a batch, with states that are offloaded or not.
+
+        It must run the batch in this round: here it comes back, and not at the next forward.
+        """
+        if loader.elsewhere or loader.draws.waiting > 1:
+            self.forbid("the loop draws batches ahead")
+        if are_away:
+            self.forbid("the loop draws its next batch while states are offloaded")
 
     def end_step(self) -> None:
         """Note that the script gets the end of a step back."""

@@ -11,9 +11,9 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.inside import persistence_of, session_of
 from tests.support.lane_data import Rows, StatefulRows
+from tests.support.loops import ahead
 from tests.support.models import Tokens
 from tests.support.staying import Job
 from tests.support.training import (
@@ -148,16 +150,51 @@ def test_a_worker_that_is_joined_goes_on_in_its_process_with_the_same_bits(
     assert list(ended.values()) == [(expected, losses[step:], 2, 2)]
 
 
-def by_epochs(directory: str, settings: dict[str, Any]) -> Any:
-    """What a script does that counts epochs."""
+def by_epochs(directory: str, settings: dict[str, Any], dies_in: int = 0) -> Any:
+    """What a script does that counts epochs; its rank 1 dies at the end of a step, once."""
     engine = make_engine(settings)
     engine.load_checkpoint(directory)
     loader: Any = engine.training_dataloader
+    dies = os.environ.get(contract.ENV_ROUND) == "1" and dist.get_rank() == 1
     for _ in range(loader.epoch, STEPS // 3):
         for batch in loader:
             engine.backward(engine(batch))
+            at_end = engine.is_gradient_accumulation_boundary()
+            if dies and at_end and engine.global_steps == dies_in - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             engine.step()
+            wait_until_kept(engine)
     return fingerprint(engine)
+
+
+def wait_until_kept(training: Any) -> None:
+    if (ram := persistence_of(training).ram) is not None:
+        wait_for(lambda: not ram.busy, 60, "the step is kept in memory")
+
+
+ENDS_OF_EPOCHS = [(6, 1), (9, 5)]
+"""The step in which a rank dies, and the steps between two checkpoints in memory."""
+
+
+@pytest.mark.parametrize(("dies_in", "every"), ENDS_OF_EPOCHS)
+def test_who_loses_a_peer_at_the_end_of_an_epoch_trains_what_is_left_of_it(
+    job: Callable[..., Job], tmp_path: Path, dies_in: int, every: int
+) -> None:
+    """Also if the checkpoint in memory is of an epoch before."""
+    settings = {**config(2), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    kept = {**settings, "checkpoint": {"ram": {"every_steps": every}}}
+    one = job(by_epochs, str(tmp_path / "checkpoints"), kept, dies_in)
+    one.memory = tmp_path / "memory"
+    one.memory.mkdir()
+    one.begin([], joining=2)
+    first = one.members[0].pid
+    one.wait_for_loss(1)
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    _, (expected, _) = alone.get(timeout=60)
+    assert first in ended
+    assert [*ended.values()] == [expected] * 2
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -324,10 +361,29 @@ def refused(why: str, directory: str) -> None:
         engine.save_checkpoint(directory)
     if why == "saves a part":
         engine.save_checkpoint(directory, exclude_frozen_parameters=True)
+    loader: Any = engine.training_dataloader
+    for batch in DRAWS.get(why, lambda _: [])(loader):
+        engine.backward(engine(batch))
+        engine.step()
     train(engine, STEPS)
 
 
-@pytest.mark.corners(why=["exchanges before its first step", "exchanges between two steps"])
+def in_thread(loader: Any) -> Iterator[Any]:
+    """Each batch, drawn by a thread, as prefetchers do."""
+    with ThreadPoolExecutor(1) as thread:
+        iteration = iter(loader)
+        yield from iter(lambda: thread.submit(next, iteration, None).result(), None)
+
+
+DRAWS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "draws ahead": lambda loader: ahead(loader, 1),
+    "draws in a thread": in_thread,
+}
+
+
+@pytest.mark.corners(
+    why=["exchanges before its first step", "exchanges between two steps", "draws ahead"]
+)
 @pytest.mark.parametrize(
     "why",
     [
@@ -339,6 +395,7 @@ def refused(why: str, directory: str) -> None:
         "has a group of its own",
         "saves before its first step",
         "saves a part",
+        *DRAWS,
     ],
 )
 def test_a_script_that_a_newcomer_would_wait_for_in_vain_is_started_anew(
@@ -443,6 +500,8 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
             if engine.global_steps == STEPS:
                 break
     assert dist.get_rank() == int(os.environ.get("RANK", "0"))
+    stays = session_of(engine).staying
+    assert contract.ENV_ROUND not in os.environ or (stays is not None and not stays.why_not)
     return fingerprint(engine), losses
 
 
@@ -556,8 +615,7 @@ def holds(directory: str, shared: Path, settings: dict[str, Any]) -> Any:
         for batch in engine.training_dataloader:
             engine.backward(engine(batch))
             engine.step()
-            if (ram := engine._session._persistence.ram) is not None:
-                wait_for(partial(lambda ram: not ram.busy, ram), 60, "the step is kept in memory")
+            wait_until_kept(engine)
             seen[int(os.environ[contract.ENV_ROUND])] = Held.now(shared)
             if len(seen) > CHANGES + 1:
                 break

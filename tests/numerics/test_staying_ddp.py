@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
+from tests.numerics.test_staying import ENDS_OF_EPOCHS, wait_until_kept
 from tests.support.lane_data import Rows, StatefulRows
+from tests.support.loops import ahead
 from tests.support.staying import Job
 from tests.support.stock import GPT, LENGTH, VOCABULARY, make, wrap
 from tests.support.world import forkserver
@@ -154,19 +156,12 @@ def refused(log: Path, directory: str, why: str) -> None:
     run = protect(model, torch.optim.SGD(model.parameters(), lr=0.1), {}, {})
     run.load(directory)
     while True:
-        for (batch,) in one_ahead(run.loader) if "ahead" in why else run.loader:
+        for (batch,) in ahead(run.loader, 1) if "ahead" in why else run.loader:
             run.backward(model(batch))
             ended = run.step()
             run.save_if_due(directory, every_steps=100)
             if "unfrozen" in why and ended:
                 model.module.embed.weight.requires_grad_(False)
-
-
-def one_ahead(loader: Any) -> Iterator[Any]:
-    """Each batch after the following one is drawn, as prefetchers do."""
-    for drawn, following in itertools.pairwise(itertools.chain(loader, [None])):
-        del following
-        yield drawn
 
 
 @pytest.mark.corners(why=["the loop draws batches ahead"])
@@ -368,3 +363,36 @@ def test_survivors_of_a_kill_go_on_in_their_processes_with_the_same_bits(
     same, _ = alone(killed, str(tmp_path / "alone"), *given, -1)
     assert [result for result, _ in ended.values()] == [same] * 3
     assert all((seen == 3 * EPOCHS) is (pid in first) for pid, (_, seen) in ended.items())
+
+
+def kept_in_memory_alone(directory: str, every: int, dies_in: int) -> Any:
+    """A script that asks for no save, whose rank 1 dies at the end of a step, once."""
+    model, _, run = protected({}, checkpoint={"ram": {"every_steps": every}})
+    run.load(directory)
+    dies = os.environ.get(contract.ENV_ROUND) == "1" and dist.get_rank() == 1
+    for _ in range(run.loader.epoch, EPOCHS):
+        for (batch,) in run.loader:
+            wait_until_kept(run)
+            run.backward(model(batch))
+            if dies and run.last and run.global_step == dies_in - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.step()
+    return run.weight_hash(), run.samples
+
+
+@pytest.mark.parametrize(("dies_in", "every"), ENDS_OF_EPOCHS)
+def test_who_loses_a_peer_at_the_end_of_an_epoch_trains_what_is_left_of_it(
+    job: Callable[..., Job], tmp_path: Path, dies_in: int, every: int
+) -> None:
+    """Also if the checkpoint in memory is of an epoch before."""
+    one = job(kept_in_memory_alone, str(tmp_path / "checkpoints"), every, dies_in)
+    one.memory = tmp_path / "memory"
+    one.memory.mkdir()
+    one.begin([], joining=2)
+    first = one.members[0].pid
+    one.wait_for_loss(1)
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    assert first in ended
+    expected = alone(kept_in_memory_alone, str(tmp_path / "alone"), every, 0)
+    assert [*ended.values()] == [expected] * 2

@@ -28,7 +28,7 @@ from zero_data.generators import generators_of_module, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.loaders import Given
 from zero_data.own_loader import MicroBatches
-from zero_data.position_loader import Moment, seed_everything
+from zero_data.position_loader import Moment, PositionLoader, seed_everything
 from zero_engine.core.loaders import microbatch_sampler
 from zero_engine.core.micro_steps import EndsBy, Loss, MicroSteps
 from zero_engine.core.plain_backward import PlainBackward
@@ -225,9 +225,8 @@ class Engine(WholeWeights):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at the boundary also the step: update weights, scheduler, position.
 
-        If this worker has been asked to leave, the process exits with a fresh checkpoint where the
-        loop over the engine's loader comes back from what the script does behind the step; here, if
-        its batches are of another loader.
+        Asked to leave, the process exits with a fresh checkpoint where the loop over the engine's
+        loader comes back from what the script does behind the step; with another loader, here.
         Gradients that the script has written to `.grad` of the parameters are those of the
         micro-step, if it has had no backward; in fp16 training they are scaled.
 
@@ -245,14 +244,16 @@ class Engine(WholeWeights):
             self._come_back()
 
     def _come_back(self) -> None:
-        """See `zero_step.session.come_back`; the engine's loader calls it."""
-        session = self._session
-        if session.lost is not None or not self._core.moved.are_away:
-            come_back(session)
-        elif (
-            session.staying is not None
-        ):  # the next forward, with a batch of this round, comes back
-            session.staying.forbid("the loop draws its next batch while states are offloaded")
+        """See `zero_step.session.come_back`; states that are away delay it to the next forward."""
+        if self._session.lost is not None or not self._core.moved.are_away:
+            come_back(self._session)
+
+    def _hear_loop(self, loader: PositionLoader[Any]) -> None:
+        """The loop over it begins, has drawn a batch, or ends."""
+        if not loader.elsewhere:
+            self._come_back()
+        if self._session.staying is not None:
+            self._session.staying.hear_loop(loader, are_away=self._core.moved.are_away)
 
     def _end_micro_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         with outlived(self._session):

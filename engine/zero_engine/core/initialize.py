@@ -156,8 +156,8 @@ def initialize(
             engine_class=engine_class,
         )
         engine = _make(given, link, without_values)
-    if isinstance(engine.training_dataloader, PositionLoader):
-        engine.training_dataloader.calls = (if_alive(engine._come_back),) * 3
+    if isinstance(loader := engine.training_dataloader, PositionLoader):
+        loader.calls = (partial(if_alive(engine._hear_loop), loader),) * 3
     if began is not None:
         staying = engine._session.staying = _staying(engine, given, began, came_after_s)
         if not staying.why_not:  # else no newcomer warms up for the sake of the others

@@ -22,6 +22,7 @@ from tests.numerics.in_memory.nodes import (
 )
 from tests.numerics.test_offload import offloading
 from tests.support.inside import persistence_of
+from tests.support.models import Tokens
 from tests.support.saving import heard
 from tests.support.training import make_engine, train
 from tests.support.waiting import wait_for
@@ -192,3 +193,21 @@ def test_what_a_script_does_to_the_states_behind_a_step_is_in_memory_or_delays_i
     assert (loaded, kept) == (0, [1, 2, 3][: 3 - late])
     then = 3 - late, [3, 4, 5][1 - late : 3 - late], undisturbed
     assert worlds.run(2, follow_steps, root, how, STEPS)[0] == then
+
+
+def test_the_last_step_of_an_epoch_is_in_memory_with_a_loader_of_deepspeed_io(
+    worlds: WorldPool, root: str
+) -> None:
+    assert worlds.run(1, keep_an_epoch, root) == [[1]]
+
+
+def keep_an_epoch(root: str) -> list[int]:
+    with on_a_node(root) as agent:
+        engine = make_engine(in_memory(), training_data=None)
+        engine.load_checkpoint(checkpoints(root))
+        for batch in engine.deepspeed_io(Tokens(10)):
+            engine.backward(engine(batch))
+            engine.step()
+        settle(engine, comes_back=False)
+        drop(engine)
+        return [m.step for m in agent.told() if isinstance(m, CommitRequest) and m.in_memory]
