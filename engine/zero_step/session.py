@@ -245,6 +245,7 @@ class Session:
             CheckpointError: The last save has failed again.
             CommitRefused: It may not be published.
         """
+        self.is_behind = False
         self._persistence.close()
         self._collectives.detector.end(_CLOSE)
         # Afterwards: the last one to be removed closes the connection, over which saves commit.

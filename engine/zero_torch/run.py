@@ -49,7 +49,7 @@ from zero_torch.gradient_norm import Norms, scale
 from zero_torch.hooks.ddp import DEPTH
 from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.optimizers.held_calls import HELD, HeldCalls, Steps, take
-from zero_torch.optimizers.supported import check_members, takes_no_metric
+from zero_torch.optimizers.supported import check_members
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
 from zero_torch.training import Ordered
 from zero_torch.wrapped import (
@@ -148,7 +148,6 @@ class Run(Checkpoints):
         )
         held = optimizer, scheduler, scaler, stateful.values()
         self._held: HeldCalls = former._held if former else HeldCalls(*held)
-        self._steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._options = OptionsOfStep(optimizer)
         replicas = Replicas(wrapped.parameters(), self._collectives, whole=wrapped.is_whole)
         self._same = SameStep(optimizer, replicas, self._collectives)
@@ -313,7 +312,7 @@ class Run(Checkpoints):
             self.scaler.update()
         else:
             self._optimizer.step()
-        if self._steps_scheduler and not self._skipped:
+        if self._held.steps_scheduler and not self._skipped:
             try:
                 self.scheduler.step()
             except BaseException:  # the weights have stepped, and their rates have not

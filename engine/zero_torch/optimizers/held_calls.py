@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from zero_contract.errors import ConfigError, ZeroError
 from zero_torch.optimizers.local_step import local_tensors
 from zero_torch.optimizers.others import acts, makes_state, watch
-from zero_torch.optimizers.supported import NO_CLOSURE
+from zero_torch.optimizers.supported import NO_CLOSURE, takes_no_metric
 
 HELD = (
     "give a scheduler to zero_torch.protect(scheduler=...), which holds it until the last micro-"
@@ -76,6 +76,7 @@ class HeldCalls:
 
     Attributes:
         unscaled: Whether the gradients of this step are unscaled.
+        steps_scheduler: Whether there is a scheduler whose `step` needs nothing of the script.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class HeldCalls:
         others: Iterable[object] = (),
     ) -> None:
         self.unscaled = False
+        self.steps_scheduler = scheduler is not None and takes_no_metric(scheduler)
         self._steps: Steps | None = None
         self._optimizer = optimizer
         self._scheduler = scheduler
