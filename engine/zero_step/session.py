@@ -123,8 +123,9 @@ class Session:
             Whether the checkpoint was published, or begun in the background. False if this worker's
             round is over or its agent does not answer, if the disk is full and the script asks
             whether a save is due (which is then true again after a minute; other scripts wait here
-            for space, up to an hour), or if the previous save is in flight and checkpoint.when_busy
-            is "skip". Then nothing was written, and the reason is logged.
+            for space, up to an hour), if the previous save is in flight and checkpoint.when_busy
+            is "skip", or if the ranks have just changed, and this is not where it was loaded from.
+            Then nothing was written, and the reason is logged.
 
         Raises:
             CheckpointError: A rank failed, the client state has a value of another type, or the
@@ -136,11 +137,13 @@ class Session:
         with exit_on_peer_loss(self._link):
             name, where = text_of(tag), place(directory)
             if self.staying is not None:
-                # A newcomer is not in this call, and what it would save is there already.
-                if self.staying.resumed and str(where) == self.staying.directory:
-                    text = "nothing is written: this round began with step %d, which is saved in %s"
-                    _log.warning(text, self._training.cursor.step, directory)
-                    return True
+                # A newcomer is not in this call of one that has stayed: it begins behind it.
+                saved = str(where) == self.staying.directory
+                if self.staying.resumed and (saved or self.staying.has_begun):
+                    text = "nothing is written to %s: this round began with step %d, saved in %s"
+                    step = self._training.cursor.step
+                    _log.warning(text, directory, step, self.staying.directory)
+                    return saved
                 self.staying.save(whole=not exclude_frozen_parameters)
             self._persistence.watch(self._collectives.call(_SAVE))
             agree_on_tag(name, self._mode, self._collectives)

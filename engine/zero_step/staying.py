@@ -89,7 +89,8 @@ class Staying:
         """The place, an absolute path or a URL, from which the script has loaded."""
         self.in_step = False
         """Whether a step is under way."""
-        self._has_begun = False
+        self.has_begun = False
+        """Whether the script has trained in this process."""
         self._since_step: Standing | None = None
         """The `standing` at the end of the last step; None: since then a micro-step has begun."""
         self.resumed = False
@@ -122,14 +123,14 @@ class Staying:
 
     def load(self, directory: str, *, whole: bool) -> None:
         """Note that the script loads; `whole`: the newest checkpoint, and everything of it."""
-        if self.directory is not None or self._has_begun or not whole:
+        if self.directory is not None or self.has_begun or not whole:
             self.forbid("the script does not load once, everything, before its first step")
         self._compare("its load")
         self.directory = directory
 
     def save(self, *, whole: bool) -> None:
         """Note that the script saves; `whole`: everything."""
-        if not (self._has_begun and whole):
+        if not (self.has_begun and whole):
             self.forbid("the script saves before its first step, or without what is not trained")
         self._compare_between()
 
@@ -146,8 +147,8 @@ class Staying:
         """Note that a micro-step begins."""
         self._compare_between()
         self.in_step, self.resumed, self._since_step = True, False, None
-        if not self._has_begun:
-            self._has_begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._compare("its first step")
             if self.directory is None:
                 self.forbid("the script does not load before its first step")
@@ -173,7 +174,7 @@ class Staying:
 
     def reason_against(self, *, in_step: bool = False) -> str:
         """Why this process is started anew; empty: it stays, even in the middle of a step."""
-        if not self._has_begun or (self.in_step and not in_step):
+        if not self.has_begun or (self.in_step and not in_step):
             return self.why_not or "it is not between two steps"
         if standing()[0] != self._at[0]:
             return self.why_not or "the script has process groups of its own"

@@ -233,6 +233,36 @@ def test_a_newcomer_that_has_warmed_up_joins_in_its_process_with_the_same_bits(
     ]
 
 
+def saved_in_two_places(directory: str, settings: dict[str, Any]) -> Any:
+    """Such as the best so far, and the newest."""
+    engine = make_engine(settings)
+    engine.load_checkpoint(directory)
+    saved = []
+    while engine.global_steps < STEPS:
+        train(engine, engine.global_steps + 1)
+        saved.append(engine.save_checkpoint(f"{directory}-best"))
+        assert engine.save_checkpoint(directory)
+    return fingerprint(engine)[0], saved
+
+
+def test_a_script_that_saves_in_two_places_is_joined_at_a_step_of_one(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """As after a restart, which would go on behind both saves."""
+    settings = {**config(2), "elastic": {"in_place": True}}
+    alone = begin_undisturbed(settings)
+    one = job(saved_in_two_places, str(tmp_path / "checkpoints"), settings)
+    one.begin([], joining=1)
+    step = one.leave_at(2)
+    first = one.members[0].pid
+    one.begin([0], joining=1)
+    ended = dict(one.end())
+    _, (expected, _) = alone.get(timeout=60)
+    written = [True] * (STEPS - step)
+    assert ended.pop(first) == (expected[0], [*[True] * (step - 1), False, *written])
+    assert list(ended.values()) == [(expected[0], written)]
+
+
 @pytest.mark.corners(after=[1])
 @pytest.mark.parametrize("after", [1, STEPS - 1])
 def test_a_script_that_saves_after_each_step_is_joined_by_one_that_saves_less(
