@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def follow(_: nn.Module, optimizer: Any) -> None:
         group["lr"] = 0.9 * group["lr"]
 
 
+def _is_kept(ram: Any) -> bool:
+    return not ram.busy
+
+
 class Life:
     """A process of a script, which dies in its first round, or goes on in others."""
 
@@ -64,8 +69,6 @@ class Life:
 
     def reach(self, moment: str) -> None:
         if self._dies and (moment, self.own.step) == self._at:
-            ram = persistence_of(self.own.session).ram
-            wait_for(lambda: not ram.busy, 60, "the step before is in memory")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def live(self, directory: str) -> tuple[str, int]:
@@ -75,6 +78,10 @@ class Life:
             for (batch,) in own.loader:
                 if self.cursor.micro == 0:
                     own.prepare(own.step)
+                # A rank knows at the end of the next step that one is in memory.
+                present = persistence_of(getattr(own, "engine", own.session))
+                if present.ram is not None:
+                    wait_for(partial(_is_kept, present.ram), 60, "the step is in memory")
                 self.reach("a draw")
                 own.backward(batch)
                 self.reach("a step")
