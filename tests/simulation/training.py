@@ -259,6 +259,7 @@ class Worker:
         return self.session
 
     def _make_again(self) -> Session:
+        self.stepped = self.hangs = False  # before its first step nothing tells a hang from a load
         made = self._make()
         self._announce()
         return made
