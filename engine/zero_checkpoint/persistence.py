@@ -167,6 +167,7 @@ class Persistence:
         self._take(directory)
         client = client or script.client_state()
         script.directory, self._memory_root = directory, self._memory_root or directory
+        script.home = directory if directory == script.loaded else script.home
         script.has_state |= bool(client)
         script.has_saved = True
         if self.ram is not None and self.known_to_script_alone:
@@ -201,7 +202,8 @@ class Persistence:
             ),
         )
         saved = self._save(request, waits=waits)
-        script.saved_step = step
+        if directory == script.leaves_to:
+            script.saved_step = step
         self._some_rank_busy = not waits
         self.last.began = began = began.stalled()
         self.schedule.begun(began.stall_s)
@@ -342,7 +344,8 @@ class Persistence:
         recovers = tag is None and loading.resumes and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
         loaded = loading.read(directory, self._consensus, tag, search)
-        self.script.directory = directory
+        self.script.directory = self.script.loaded = directory
+        self.script.home = directory if loaded is None else None
         if not self.saver.has_laid_out(loading.filled):
             # The layout of the last save does not fit any more: drop it, and its tensors.
             self.saver.forget()

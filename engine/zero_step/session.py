@@ -313,7 +313,7 @@ class Session:
         why_not = self.staying.reason_against(in_step=in_step)
         if len(self._link.clients) > 1:
             return "it has several engines"
-        directory = self._persistence.script.directory
+        directory = self._persistence.script.leaves_to
         if not why_not and str(directory) != self.staying.directory:
             return "the script saves elsewhere than it loads from"
         return why_not or ("" if self._link.may_stay else "no zero-agent has started it")
@@ -392,7 +392,7 @@ class Session:
             _log.info("asked to leave: %s, because %s", departure, reason)
         self._link.departure = departure
         if departure is Departure.SAVE_AND_LEAVE:
-            directory = self._persistence.script.directory
+            directory = self._persistence.script.leaves_to
             assert directory is not None
             try:
                 self._persistence.save(directory, None, {})

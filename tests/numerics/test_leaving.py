@@ -337,3 +337,32 @@ def test_without_an_agent_a_killed_peer_is_an_error_that_says_what_was_going_on(
         worlds.run(3, lose_a_peer, str(tmp_path), False, "backward", 2)
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}").read_text().startswith("PeerLost: gradients of blocks.")
+
+
+def drained_between_two_places(root: str, best_first: bool) -> tuple[int | None, list[int]]:
+    """Saves the best so far, and the newest, in this order or the other; the steps of both."""
+    places = [f"{root}/best", f"{root}/newest"]
+    with under_agent(root, leave_after=2):
+        engine = make_engine(config(1))
+        engine.load_checkpoint(places[1])
+
+        def run() -> None:
+            for step in range(1, 9):
+                train(engine, step)
+                if step == 2:
+                    await_leave(engine)
+                if step in (1, 3):
+                    for place in places if best_first else reversed(places):
+                        engine.save_checkpoint(place)
+
+        code = exit_code_of(engine, run)
+    return code, [find(Path(place)).candidates[0].manifest.step for place in places]
+
+
+@pytest.mark.parametrize("best_first", [False, True])
+def test_a_worker_leaves_with_a_checkpoint_where_its_script_has_loaded_from(
+    worlds: WorldPool, tmp_path: Path, best_first: bool
+) -> None:
+    """Not where the script keeps the best so far."""
+    found = worlds.run(2, drained_between_two_places, str(tmp_path), best_first)
+    assert found == [(ExitCode.LEFT, [1, 3])] * 2

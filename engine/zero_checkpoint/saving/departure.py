@@ -24,6 +24,10 @@ class Script:
     """Its client_state, in checkpoints that it does not make itself."""
     directory: Place | None = None
     """The one that it has saved to or loaded from last."""
+    loaded: Place | None = None
+    """The one that it has loaded from last."""
+    home: Place | None = None
+    """That one, if it saves there: nothing was in it, or it has saved to it since."""
     has_state: bool = False
     """Whether it has saved or loaded a client_state that is not empty."""
     has_saved: bool = False
@@ -31,7 +35,12 @@ class Script:
     asks: bool = False
     """Whether it calls `checkpoint_due()`, and saves when that returns True."""
     saved_step: int | None = None
-    """The step of its last save."""
+    """The step of its last save there."""
+
+    @property
+    def leaves_to(self) -> Place | None:
+        """Where a save goes that it does not make itself; no directory for the best so far."""
+        return self.home or self.directory
 
     def client_state(self) -> Mapping[str, Any]:
         """The client_state of a checkpoint that it does not make itself."""
