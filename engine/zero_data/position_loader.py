@@ -287,7 +287,8 @@ class PositionLoader(ABC, Generic[Ordered]):
             else:
                 self.draws.end()
                 self._seed()
-                self.calls[-1]()
+                *_, end = self.calls
+                end()  # it may move the position back
                 if self._cursor.moves == plan[0]:
                     return
             # Go on from the position: what was planned and prefetched is of another one.

@@ -128,9 +128,8 @@ class DeadlockDetector:
 
     def look(self, what: str, turn: int) -> str:
         """Post what this rank waits for; returns a sentence if that is a deadlock, else nothing."""
-        own = Standing(awaits=what, turn=turn, begun=dict(self.begun), at=here())
         try:
-            self._post(own)
+            own = self._post(what, turn)
             others = [rank for rank in range(self._world) if rank != self._rank]
             # Checked first: `get` waits for a key that does not exist.
             posted = {
@@ -167,11 +166,13 @@ class DeadlockDetector:
         if self._world > 1:
             turn = self.begin(what)
             with suppress(RuntimeError):
-                self._post(Standing(awaits=what, turn=turn, begun=dict(self.begun), at=here()))
+                self._post(what, turn)
 
-    def _post(self, own: Standing) -> None:
+    def _post(self, what: str, turn: int) -> Standing:
+        own = Standing(awaits=what, turn=turn, begun=dict(self.begun), at=here())
         self._board.set(str(self._rank), json.dumps(asdict(own)))
         self._posted = True
+        return own
 
     def end_wait(self) -> None:
         """Note that the wait has ended, and withdraw the post."""

@@ -477,7 +477,7 @@ HABITS: dict[str, Recipe] = {
     "returns a dataclass": Recipe(model=partial(Returns, as_output), loss=unpacked),
     "returns an object": Recipe(model=partial(Returns, Box), loss=unpacked),
     "calls the model twice": Recipe(model=Residual, loss=twice_called),
-    "calls it twice in autocast": Recipe(model=Residual, loss=twice_called, precision="autocast"),
+    "twice in autocast": Recipe(model=Residual, loss=twice_called, precision="autocast"),
     "a penalty on slopes": Recipe(model=Residual, loss=penalty_on_input),
     "a penalty on gradients": Recipe(model=Residual, loss=penalty_on_gradients),
     "a penalty on weights": Recipe(model=Residual, loss=weight_penalty),
@@ -575,7 +575,7 @@ OTHER_NUMBERS = {"loading processes", "float64 is the default", "float64 is the 
 @pytest.mark.corners(
     habit=[
         "infers between micro-steps",
-        "calls it twice in autocast",
+        "twice in autocast",
         "a new head",
         "tied late",
         "a hook that takes away",
