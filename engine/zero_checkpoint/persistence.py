@@ -34,10 +34,10 @@ from zero_checkpoint.saving.saver import Request, Saver
 from zero_checkpoint.saving.schedule import Schedule
 from zero_checkpoint.state.client_state import pack, unpack
 from zero_checkpoint.training import Loading, Training
-from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, AgentLink
+from zero_comm.worker.agent_link import AgentLink
 from zero_comm.worker.distributed import group_store
 from zero_contract.errors import PeerLost
-from zero_contract.worker import Restored
+from zero_contract.worker import BEFORE_FIRST_STEP, Restored
 
 _log = logging.getLogger(__name__)
 

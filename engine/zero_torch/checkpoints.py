@@ -26,8 +26,8 @@ from zero_checkpoint.state.weight_hash import weight_hash
 from zero_comm.determinism import meet, mode_of
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.sums.order import NATIVE
-from zero_comm.worker.agent_link import BEFORE_FIRST_STEP, agent_link, exit_on_peer_loss
-from zero_contract.worker import Progress
+from zero_comm.worker.agent_link import agent_link, exit_on_peer_loss
+from zero_contract.worker import BEFORE_FIRST_STEP, Progress
 from zero_data.global_batch import Cursor, MicroBatch
 from zero_step.agree import Agreement
 from zero_step.checks import alike

@@ -300,6 +300,10 @@ class Restored(_Message, frozen=True, kw_only=True):
     """Bytes that rank 0 has read, and verified."""
 
 
+BEFORE_FIRST_STEP = "first step: it may compile and warm up"
+"""Told of a worker that has an engine and its state, until its first step ends."""
+
+
 class Preparing(_Message, frozen=True, kw_only=True):
     """What the worker does before its first step of a round."""
 

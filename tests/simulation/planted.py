@@ -430,6 +430,13 @@ BUGS: Sequence[Bug] = (
         "has forgotten",
         in_place=True,
     ),
+    Bug(
+        "a process that stays has no limit for its first step",
+        {"zero_agent.workers.progress:Steps.prepares": lambda *_: None},
+        ("hang-worker", "kill-agent"),
+        "I6",
+        in_place=True,
+    ),
 )
 
 

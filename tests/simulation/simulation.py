@@ -9,6 +9,7 @@ from functools import partial
 from tests.simulation.cluster import AgentRun, Cluster, Line, Setting, cluster
 from tests.simulation.faults import APPLY, FREE, HEAL, OF_WAITING, Fault, draw
 from tests.simulation.invariants import Invariants
+from zero_agent.workers.progress import FLOOR_S
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.membership.job_state import ENDED, Snapshot, State
 from zero_orchestrator.membership.moves import Move
@@ -120,6 +121,7 @@ def run(plan: Plan) -> Result:
         last_s = max(fault.at_s + fault.for_s for fault in plan.faults)
         setting = plan.setting
         limit_s = last_s + LIVE_S + 2 * setting.steps * setting.step_s
+        limit_s += FLOOR_S if setting.in_place else 0.0  # a hang in a first step is found then
         while made.kernel.now < limit_s and not made.problems:
             made.kernel.run(min(made.kernel.now + 10.0, limit_s))
             if over() and made.kernel.now > last_s and not made.alive:

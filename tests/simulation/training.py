@@ -144,7 +144,7 @@ class Worker:
         """It tells its agent that it has left its group, and waits for a round."""
         if self.group is not None:
             self.training.on_problem(f"rank {self.rank} waits, and is in a group of {self.round}")
-        self.waits, self.stepped = True, False
+        self.waits = True
         self.training.waits(self)
 
     def hears(self, message: Message) -> None:
@@ -259,7 +259,6 @@ class Worker:
         return self.session
 
     def _make_again(self) -> Session:
-        self.stepped = self.hangs = False  # before its first step nothing tells a hang from a load
         made = self._make()
         self._announce()
         return made

@@ -287,7 +287,6 @@ class NodeWorkers:
             lease_s=lease_s,
             patience_s=max(self._config.timing.symptom_patience_s, lease_s),
         )
-        self.steps.begin(self._orders.heartbeats(job, node), elsewhere)
         self._world_size.begin(job.members.world_size, tells=job.members.index(node) == 0)
         self._askings = LeaveRequests(self._orders.askings(job, node))
         orders = self._orders.of(job, node, secret)
@@ -296,6 +295,8 @@ class NodeWorkers:
             self._journal.tell("logs", f"the workers' output is kept in {directory}")
         self._directory = directory
         stay = self.group.take_over(former, orders)
+        stayed = [order.rank for order in stay.values()] if former.round else []
+        self.steps.begin(self._orders.heartbeats(job, node), elsewhere, stayed)
         joins = {rank: Join(round=job.n, env=order.env) for rank, order in stay.items()}
         # Who stays connects again, under the rank of this round.
         self._channel.hang_up(joins)

@@ -41,6 +41,8 @@ class Late:
     since_s: float
     """Seconds without a step in which etcd answered: others can be judged only then."""
     limit_s: float
+    begins: bool = False
+    """Whether it is the first step of its round: other ranks may still start, or load."""
     can_say: bool = True
     """Whether it can be asked what it waits for; a script that only sends heartbeats cannot."""
     stopped: bool = False
@@ -65,6 +67,7 @@ def judge(late: Sequence[Late], elsewhere: Elsewhere) -> Judgement | None:
     if found:
         one, why = found[0]
         return Judgement(rank=one.rank, reason=f"{one.verdict}, and {why}")
+    late = [one for one in late if not one.begins]  # it may wait for who starts
     if not late or any(one.can_say and one.reply is None for one in late):
         return None  # the answer comes
     # One that may be the cause itself: of the others only a silent node is given its time.

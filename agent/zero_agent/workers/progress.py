@@ -3,7 +3,7 @@
 Steps come from two sources, which count the same: workers under zero_engine report each step on
 their socket (`Progress`), any other script may send heartbeats. The limit is the usual time of a
 long step, saves included, times a factor, or that of --hang-timeout. A worker that has sent nothing
-never counts as hung.
+never counts as hung, unless its process has stayed from the round before and has its state.
 
 Source of the idea: NVRx's calibrated heartbeat timeouts (x5 of the largest interval seen); the
 quantile is ours.
@@ -12,7 +12,7 @@ quantile is ours.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -24,7 +24,15 @@ from zero_agent.workers.hang import ANSWER_S, Elsewhere, Inquiry, Judgement, Lat
 from zero_agent.workers.step_times import SpeedMeter, Spent, StepTimes
 from zero_contract.clock import Clock
 from zero_contract.values import parse_seconds
-from zero_contract.worker import Preparing, Progress, Restored, Saved, SaveWaits, WaitReply
+from zero_contract.worker import (
+    BEFORE_FIRST_STEP,
+    Preparing,
+    Progress,
+    Restored,
+    Saved,
+    SaveWaits,
+    WaitReply,
+)
 from zero_orchestrator.observe.pace import Pace, Speed, add_up, quantiles, stall_s
 
 FACTOR = 10.0
@@ -64,8 +72,10 @@ class HangPolicy:
 class StepClock:
     """The steps of one worker in one round."""
 
-    def __init__(self, policy: HangPolicy) -> None:
+    def __init__(self, policy: HangPolicy, first_limit_s: float | None = None) -> None:
+        """`first_limit_s` is the limit of the first step of a process that has stayed; seconds."""
         self._policy = policy
+        self.first_limit_s = first_limit_s
         self.last_s: float | None = None
         """When the last step has ended."""
         self._took_s: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -104,6 +114,8 @@ class StepClock:
         """Seconds that the next step may take; None while there is no limit."""
         if not self._policy.enabled or self.last_s is None:
             return None
+        if self.first_limit_s is not None:
+            return self.first_limit_s
         if self._policy.limit_s is not None:
             return self._policy.limit_s
         # Killing a healthy run is worse than noticing a hang late: minutes at least, and no limit
@@ -122,6 +134,7 @@ class StepClock:
         if limit_s is None or self.last_s is None or now_s <= self.late_s:
             return None
         how = "--hang-timeout" if self._policy.limit_s is not None else f"{FACTOR:g}x a long step"
+        how = how if self.first_limit_s is None else "the first step of a round"
         return f"no step for {now_s - self.last_s:.1f} s (limit {limit_s:.1f} s, {how})"
 
 
@@ -148,6 +161,10 @@ class Steps:
         self._policy = policy
         self._clock = clock
         self._clocks: dict[int, StepClock] = {}
+        self._stayed: dict[int, StepClock | None] = {}
+        """Of the ranks whose processes have stayed and have ended no step of this round, the clock
+        of the first step; None: it has not begun."""
+        self._first_limit_s = FLOOR_S
         self._began_s = clock.now()
         """When the round has begun."""
         self._looked_s: float | None = None
@@ -251,9 +268,17 @@ class Steps:
         last = [one.last_s for one in self._clocks.values() if one.last_s is not None]
         return self._clock.now() - max(last, default=self._began_s)
 
-    def begin(self, heartbeats: Mapping[int, Path], elsewhere: Elsewhere | None = None) -> None:
-        """A round begins; by default on this node alone."""
-        self._clocks, self._inquiries = {}, {}
+    def begin(
+        self,
+        heartbeats: Mapping[int, Path],
+        elsewhere: Elsewhere | None = None,
+        stayed: Iterable[int] = (),
+    ) -> None:
+        """A round begins; by default on this node alone, and in new processes."""
+        # Sums and blocks for another world are made within this time.
+        long_s = max(self._policy.limit_s or 0.0, FACTOR * (self.long_s or 0.0))
+        self._first_limit_s = max(FLOOR_S, long_s)
+        self._clocks, self._inquiries, self._stayed = {}, {}, dict.fromkeys(stayed)
         self._elsewhere = elsewhere or Elsewhere(world_size=len(heartbeats))
         self._began_s = self._clock.now()
         self._reporting, self._ended = set(), set()
@@ -277,6 +302,7 @@ class Steps:
     def _step(self, rank: int, progress: Progress | None) -> None:
         """A worker has ended a step; `progress` if it is known which."""
         self._preparing.pop(rank, None)
+        self._stayed.pop(rank, None)
         if rank not in self.ways:
             self.ways = {**self.ways, rank: self._way(rank)}
         took_s = self.times.add(rank, self._clock.now(), progress)
@@ -309,9 +335,16 @@ class Steps:
     def prepares(self, rank: int, preparing: Preparing) -> None:
         """Record what a worker does before its first step of this round."""
         self._preparing[rank] = preparing
+        if rank in self._stayed:
+            self._stayed[rank] = self._first_step() if preparing.what == BEFORE_FIRST_STEP else None
         begun = self._begun.setdefault(rank, [])
         if not begun or begun[-1][0] != preparing.what:
             begun.append((preparing.what, self._clock.now()))
+
+    def _first_step(self) -> StepClock:
+        clock = StepClock(self._policy, self._first_limit_s)
+        clock.go_on(self._clock.now())
+        return clock
 
     def _way(self, rank: int) -> Way:
         """What a worker has done from the beginning of the round until now."""
@@ -336,7 +369,7 @@ class Steps:
         self._silent_s = self._silent_s if etcd_answers else now_s
         if pause_s > STOOD_STILL_S:
             # The workers stood still as well, or their reports wait unread in the sockets.
-            for clock in self._clocks.values():
+            for clock in self._running.values():
                 clock.leave_out(pause_s)
         for rank, beat in self._heartbeats.beats():
             if beat is not None and beat.total_steps:
@@ -348,13 +381,20 @@ class Steps:
                 self._step(rank, None if beat is None else Progress(**beat._asdict()))
         return judge(list(self._late(now_s, pause_s)), self._elsewhere)
 
+    @property
+    def _running(self) -> dict[int, StepClock]:
+        """The clocks that run, by rank."""
+        first = {rank: clock for rank, clock in self._stayed.items() if clock is not None}
+        return first | self._clocks
+
     def _late(self, now_s: float, pause_s: float) -> Iterator[Late]:
         """The workers that are late; those that are, or soon will be, are asked why."""
-        for rank, clock in self._clocks.items():
+        for rank, clock in self._running.items():
             if rank in self._ended or now_s < clock.late_s - ANSWER_S:
                 self._inquiries.pop(rank, None)
                 continue
-            can_say = rank in self._reporting
+            begins = clock.first_limit_s is not None
+            can_say = begins or rank in self._reporting
             inquiry = self._inquiries.setdefault(rank, Inquiry())
             if can_say and inquiry.is_due(now_s, clock.late_s, pause_s):
                 self.ask(rank)
@@ -364,6 +404,7 @@ class Steps:
                     verdict=verdict,
                     since_s=now_s - max(clock.last_s or 0.0, self._silent_s),
                     limit_s=clock.limit_s or 0.0,
+                    begins=begins,
                     can_say=can_say,
                     stopped=not can_say and self.is_stopped(rank),
                     owes_s=inquiry.owes_s,

@@ -49,8 +49,6 @@ _log = logging.getLogger(__name__)
 
 COMMIT_TIMEOUT_S = 30.0
 PEER_MEMORY_TIMEOUT_S = 10.0
-BEFORE_FIRST_STEP = "first step: it may compile and warm up"
-"""Told of a worker that has an engine and its state, until its first step ends."""
 WAIT_FOR_ETCD_S = 5.0
 """The time that one request for the last checkpoint of a script waits for etcd: another follows."""
 ENDED_WITHIN_S = 30.0

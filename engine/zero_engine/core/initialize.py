@@ -26,16 +26,11 @@ from zero_comm.exchange.comms_log import LOG
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
 from zero_comm.topology import Topology
 from zero_comm.waiting import Interrupt
-from zero_comm.worker.agent_link import (
-    BEFORE_FIRST_STEP,
-    AgentLink,
-    agent_link,
-    exit_on_peer_loss,
-)
+from zero_comm.worker.agent_link import AgentLink, agent_link, exit_on_peer_loss
 from zero_comm.worker.distributed import init_distributed, local_device
 from zero_contract.clock import process_age_s
 from zero_contract.errors import ConfigError
-from zero_contract.worker import Ability
+from zero_contract.worker import BEFORE_FIRST_STEP, Ability
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import begin_ledger
 from zero_data.position_loader import PositionLoader

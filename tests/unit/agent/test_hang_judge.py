@@ -7,7 +7,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from zero_agent.workers.hang import ANSWER_S, Elsewhere, Judgement, Late, judge
 from zero_agent.workers.progress import HangPolicy, Steps
-from zero_contract.worker import Progress, WaitReply
+from zero_contract.worker import BEFORE_FIRST_STEP, Preparing, Progress, WaitReply
 
 LATE = "no step for 2.1 s (limit 2.0 s, --hang-timeout)"
 FOUR = Elsewhere(world_size=4, lease_s=4.5, patience_s=6.0)
@@ -131,3 +131,48 @@ def test_a_step_in_time_takes_back_the_question():
     assert node.hung_after_s(1.9) is None
     node.steps.beat(0, Progress(step=3))
     assert node.hung_after_s(0.9) is None
+
+
+class Stayed(Node):
+    """A worker that stays in its process in the next round, and is about to take its first step."""
+
+    def __init__(self, replies: WaitReply | None = None) -> None:
+        super().__init__(replies)
+        self.steps.begin({}, FOUR, stayed=[0])
+        self.begun_s = self.clock.now()
+
+    def says(self, what: str) -> None:
+        self.steps.prepares(0, Preparing(what=what))
+
+
+@pytest.mark.parametrize("replies", [BUSY, None], ids=["says so", "does not answer"])
+def test_a_process_that_stays_and_hangs_in_its_first_step_is_found_after_five_minutes(replies):
+    node = Stayed(replies)
+    assert node.hung_after_s(400) is None, "the others are being started"
+    node.says(BEFORE_FIRST_STEP)
+    node.hung_after_s(200)
+    node.says("loading step-000000040.g1.3fa9")
+    assert node.hung_after_s(400) is None, "it loads"
+    node.says(BEFORE_FIRST_STEP)
+    assert node.hung_after_s(400) == pytest.approx(1300, abs=0.3)
+
+
+def test_a_process_that_stays_waits_in_its_first_step_for_others_that_start():
+    node = Stayed(WAITS)
+    node.says(BEFORE_FIRST_STEP)
+    assert node.hung_after_s(2000) is None
+
+
+def test_behind_its_first_step_a_process_that_stays_has_the_limit_of_any():
+    node = Stayed(BUSY)
+    node.says(BEFORE_FIRST_STEP)
+    node.hung_after_s(60)
+    node.steps.beat(0, Progress(step=2))
+    assert node.hung_after_s(60) == pytest.approx(62, abs=0.3)
+
+
+def test_a_new_process_may_take_any_time_for_its_first_step():
+    node = Node(BUSY)
+    node.steps.begin({}, FOUR)
+    node.steps.prepares(0, Preparing(what=BEFORE_FIRST_STEP))
+    assert node.hung_after_s(2000) is None
