@@ -86,7 +86,7 @@ class StoreConsensus:
         self._store = store
         self._timeout_s = timeout_s
         self.on_wait = on_wait or (lambda: None)
-        """Raises if the group is lost."""
+        """Raises if the group is lost; may be replaced while a wait is under way."""
         self._key = key
         self._asked = 0
         self._refused: set[str] = set()
@@ -112,7 +112,7 @@ class StoreConsensus:
         others = {f"{question}/{rank}": rank for rank in range(self.world) if rank != COORDINATOR}
         keys = list(others)
         votes: dict[str, Record] = {}
-        complete = self._await(partial(self._take_all, keys, votes), self._timeout_s, self.on_wait)
+        complete = self._await(partial(self._take_all, keys, votes), self._timeout_s)
         if not complete:  # late: take the votes that are there, one by one
             for key in keys:
                 self._take_all([key], votes)
@@ -153,8 +153,8 @@ class StoreConsensus:
             heard, count = f"{question}/heard", f"{question}/count"
             self._published += [*self._put(question, verdict), heard, count]
             limit_s = min(self._timeout_s, _ANSWERED_S)
-            # Without `on_wait`: a group that is lost now does not change the verdict.
-            if waits and self._await(partial(self._has, [heard]), limit_s, lambda: None):
+            # A group that is lost now does not change the verdict.
+            if waits and self._await(partial(self._has, [heard]), limit_s, to_the_end=True):
                 # A rank that has read this verdict has read all before it.
                 self._delete(self._published)
                 self._published = []
@@ -172,7 +172,7 @@ class StoreConsensus:
                     verdict[question], _ = self._get(question)
             return question in verdict
 
-        if not self._await(has_arrived, limit_s, self.on_wait):
+        if not self._await(has_arrived, limit_s):
             raise CheckpointError(
                 f"rank {self.rank}: no verdict from rank {COORDINATOR} within {limit_s:g} s; "
                 "it has died or its storage stalls; raise timeout_s if it is only slow"
@@ -188,7 +188,7 @@ class StoreConsensus:
             return not keys or self._store.check(keys)
 
     def _await(
-        self, arrived: Callable[[], bool], limit_s: float, on_wait: Callable[[], None]
+        self, arrived: Callable[[], bool], limit_s: float, *, to_the_end: bool = False
     ) -> bool:
         """Wait until `arrived` returns True; returns whether it did so before the limit."""
         # Not by the store's own `wait`: a TCPStore warns on stderr when one times out, and
@@ -198,7 +198,8 @@ class StoreConsensus:
             waited_s = time.monotonic() - begin
             if waited_s >= limit_s:
                 return False
-            on_wait()
+            if not to_the_end:
+                self.on_wait()
             # Quick answers are seen at once; a thousand ranks that wait long rarely ask the store.
             pause_s = min(max(_FIRST_PAUSE_S, waited_s / 20), _LONGEST_PAUSE_S)
             time.sleep(min(pause_s, limit_s - waited_s))

@@ -69,3 +69,26 @@ def finetune(directory: Path, *flags: str) -> tuple[str, int, float, str]:
     *_, epoch, last = run("alone", "finetune.py", f"--output_dir={directory}", *flags)
     result = json.loads(last)
     return result["weights"], result["steps"], result["sum"], epoch
+
+
+SAVES_ALONE = """
+import sys, torch, zero_engine
+settings = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+engine = zero_engine.initialize(model=torch.nn.Linear(4, 2), config=settings)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+if torch.distributed.get_rank() == 0:
+    engine.save_checkpoint(sys.argv[1])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "zero-agent"])
+def test_a_script_that_ends_with_a_save_of_rank_0_alone_says_so_and_ends(tmp_path, launcher):
+    (tmp_path / "script.py").write_text(SAVES_ALONE)
+    command = [sys.executable, *LAUNCHERS[launcher], tmp_path / "script.py", tmp_path / "saved"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert "rank 0 waits for a save, which rank 1 has not begun" in done.stderr

@@ -8,6 +8,7 @@ Source of the idea: wait-for graphs; torch's flight recorder compares sequences 
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Protocol
+from weakref import WeakSet
 
 from zero_contract.decoding import MalformedError, decode
 from zero_contract.user_files import is_own
@@ -120,6 +122,7 @@ class DeadlockDetector:
         self._world = world
         self._posted = False
         self._warned = False
+        _OPEN.add(self)
 
     def begin(self, what: str) -> int:
         """Note that an exchange begins; returns the number of earlier ones of its name."""
@@ -181,3 +184,16 @@ class DeadlockDetector:
                 # Not deleted: a rank that has seen the key would wait until it exists again.
                 self._board.set(str(self._rank), _NOTHING)
         self._posted = self._warned = False
+
+
+_OPEN: WeakSet[DeadlockDetector] = WeakSet()
+
+
+def _end_all() -> None:
+    """At the end of the script: whoever still waits for this rank waits for ever."""
+    for each in list(_OPEN):
+        each.end("the end of the process")
+
+
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_OPEN.clear)  # the connection to the store is its parent's
