@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_deepspeed
+from tests.support.fresh import run_forked
 from tests.support.models import Tokens, make_model, param_groups
 from tests.support.training import DATASET_SIZE, DIVIDED, config, make_engine, train
 from tests.support.world import WorldError, WorldPool, one_result
@@ -313,8 +312,8 @@ def test_the_fp32_weights_of_a_checkpoint_are_the_engines(
     assert "pytorch_model.bin is there already" in capsys.readouterr().err
     assert zero_to_fp32.main([str(tmp_path / "none"), "x"]) == 2
     assert "there is no such directory" in capsys.readouterr().err
-    module = [sys.executable, "-m", "zero_deepspeed.utils.zero_to_fp32", "--help"]
-    assert subprocess.run(module, capture_output=True, text=True, check=True).stderr == ""
+    told = run_forked("zero_deepspeed.utils.zero_to_fp32", "--help")
+    assert (told.returncode, told.stderr) == (0, "")
     arguments = [str(root), str(tmp_path / "hf"), "--safe_serialization", "--max_shard_size=20KB"]
     assert zero_to_fp32.main(arguments) == 0
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists()

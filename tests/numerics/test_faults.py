@@ -7,10 +7,10 @@ fail.
 
 from __future__ import annotations
 
-import ast
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -119,12 +119,8 @@ FAULTS = {
 
 
 def test_every_fault_of_the_list_has_its_tests() -> None:
-    there = {
-        node.name
-        for path in TESTS.rglob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    texts = (path.read_text() for path in TESTS.rglob("test_*.py"))
+    there = {name for text in texts for name in re.findall(r"(?m)^def (test_\w+)\(", text)}
     named = {test for tests in FAULTS.values() for test in tests}
     assert named <= there, sorted(named - there)
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import (
+    COLD,
     ROOT,
     SAMPLES,
     STEPS,
@@ -164,6 +165,7 @@ def test_a_lost_node_and_then_a_killed_worker_cost_a_restart_each_and_no_committ
     assert last is not None
     assert last.step > kept[1]
     assert min(last.size_bytes, last.stall_s, last.write_s, last.publish_s) > 0
+    job.flags = (*job.flags, COLD)  # it finds that the job is done, and needs no torch
     job.start("b")
     job.wait_for_end()
     assert not left.exists(), "what the dead agent has left went with its successor"

@@ -14,11 +14,10 @@ from tests.support.cluster import (
     ROOT,
     TOGETHER,
     Cluster,
-    agent,
     descendants,
-    environment,
     final_hash,
 )
+from tests.support.fresh import run_forked
 from tests.support.lane_data import consumed
 from tests.support.lanes_job import STEPS
 from zero_data.ledger import read_ledger, verify
@@ -90,7 +89,6 @@ def undisturbed(directory: Path, back_end: str, kind: str) -> str:
     """One process, and nothing happens to it."""
     directory.mkdir()
     (directory / "pause").write_text("0")
-    variables = {**environment(), "PYTHONPATH": PATH}
-    done = agent("--standalone", JOB, "plain", kind, "0", str(directory), env=variables)
+    done = run_forked("tests.support.lanes_job", "plain", kind, 0, directory)
     assert done.returncode == 0, done.stderr
     return final_hash(done.stdout)

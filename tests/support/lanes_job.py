@@ -3,6 +3,7 @@
 It saves every 3 steps. `DIRECTORY/pause` has the seconds that each step takes more.
 """
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -16,12 +17,16 @@ from tests.support.lane_data import KINDS
 
 STEPS = 19
 """Into the fifth epoch."""
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What the process has that no launcher has started."""
 
 
 def main() -> None:
     back_end, kind, workers, where = sys.argv[1:]
     directory = Path(where)
     torch.set_num_threads(1)
+    for name, value in ALONE.items():
+        os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
     ledger = {"elastic": {"sample_ledger": str(directory / "ledger")}}
     given = replace(Recipe(**KINDS[kind]), workers=int(workers), sections=ledger)

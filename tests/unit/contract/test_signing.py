@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import typing
+from collections import defaultdict
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -57,31 +59,34 @@ def test_parts_have_borders(one, other):
     assert same == (one == other)
 
 
-def calls(path: Path) -> list[str]:
-    """What a module calls, by name."""
-    tree = ast.parse(path.read_text())
-    return [ast.unparse(each.func) for each in ast.walk(tree) if isinstance(each, ast.Call)]
+@cache
+def calls() -> list[tuple[Path, str, ast.Call]]:
+    """What each module calls, by name."""
+    return [
+        (path, ast.unparse(each.func), each)
+        for path in PRODUCT
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.Call)
+    ]
 
 
 def test_only_one_module_signs_and_derives():
     """Others compare tokens, and hash without a key."""
     found = {
         path.relative_to(ROOT).as_posix(): name
-        for path in PRODUCT
-        for name in calls(path)
+        for path, name, _ in calls()
         if name.startswith("hmac.") and name != "hmac.compare_digest"
     }
     assert found == {"orchestrator/zero_contract/signing.py": "hmac.new"}
 
 
 def test_no_hash_takes_a_secret_or_a_key():
-    for path in PRODUCT:
-        for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("hashlib."):
-                assert not {keyword.arg for keyword in call.keywords} & {"key", "salt", "person"}
-                names = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)}
-                fields = {n.attr for n in ast.walk(call) if isinstance(n, ast.Attribute)}
-                assert not (names | fields) & {"secret", "_secret", "token", "key", "_key"}, path
+    for path, function, call in calls():
+        if function.startswith("hashlib."):
+            assert not {keyword.arg for keyword in call.keywords} & {"key", "salt", "person"}
+            names = {n.id for n in ast.walk(call) if isinstance(n, ast.Name)}
+            fields = {n.attr for n in ast.walk(call) if isinstance(n, ast.Attribute)}
+            assert not (names | fields) & {"secret", "_secret", "token", "key", "_key"}, path
 
 
 def test_whoever_signs_has_a_key_and_not_a_secret():
@@ -89,9 +94,8 @@ def test_whoever_signs_has_a_key_and_not_a_secret():
     for function in (sign, verify):
         assert typing.get_type_hints(function)["key"] is Key
     assert typing.get_type_hints(derive)["return"] is Key
-    holders = {
-        path.relative_to(ROOT).as_posix(): made
-        for path in PRODUCT
-        if (made := {"Key", "Secret"} & set(calls(path)))
-    }
+    holders = defaultdict(set)
+    for path, name, _ in calls():
+        if name in {"Key", "Secret"}:
+            holders[path.relative_to(ROOT).as_posix()].add(name)
     assert holders == HOLDERS

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from typing import Any
 
-_MADE = """
-import torch.nn, zero_deepspeed
-for section in {sections}:
-    with zero_deepspeed.zero.Init(config={{"zero_optimization": section}}):
-        layer = torch.nn.Linear(3, 2)
-    print(hasattr(layer.weight, "ds_id"))
-"""
+from torch import nn
+
+import zero_deepspeed
+from tests.support.world import WorldPool
 
 
-def _divided(*sections: object) -> list[str]:
+def _divided(*sections: Any) -> list[bool]:
     """For each section of a config, whether a layer is divided that is made under `zero.Init`."""
-    script = _MADE.format(sections=sections)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    return done.stdout.split()
+    found = []
+    for section in sections:
+        with zero_deepspeed.zero.Init(config={"zero_optimization": section}):
+            layer = nn.Linear(3, 2)
+        found.append(hasattr(layer.weight, "ds_id"))
+    return found
 
 
-def test_a_model_stays_whole_below_stage_3_however_the_config_is_written() -> None:
+def test_a_model_stays_whole_below_stage_3_however_the_config_is_written(
+    worlds: WorldPool,
+) -> None:
     sections = (True, {"stage": "auto"}, {"stage": 1}, {"zero_stage": 2}, {"stage": None}, None)
-    assert _divided(*sections) == ["False"] * 6
+    assert worlds.run(1, _divided, *sections) == [[False] * 6]
 
 
-def test_a_model_is_divided_at_stage_3_however_the_config_is_written() -> None:
+def test_a_model_is_divided_at_stage_3_however_the_config_is_written(worlds: WorldPool) -> None:
     sections = ({"stage": 3}, {"stage": "3"}, {"stage": 3.0}, {"zero_stage": 3})
-    assert _divided(*sections) == ["True"] * 4
+    assert worlds.run(1, _divided, *sections) == [[True] * 4]
