@@ -35,7 +35,9 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A case that only one run in many draws would be red for whoever has changed something else.
     # `HYPOTHESIS_PROFILE=searching pytest ...` draws others in each run.
-    settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+    # It draws few: `make searches` is there to find what is not known yet.
+    few = {"derandomize": True, "database": None, "max_examples": 40}
+    settings.register_profile("repeatable", deadline=None, **few)
     settings.register_profile("searching", deadline=None, max_examples=1000)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
     gc.disable()  # until all tests are collected: half of the time would go into looking at them
