@@ -176,6 +176,7 @@ ENDS_OF_EPOCHS = [(6, 1), (9, 5)]
 
 
 @pytest.mark.parametrize(("dies_in", "every"), ENDS_OF_EPOCHS)
+@pytest.mark.corners(dies_in=[6])
 def test_who_loses_a_peer_at_the_end_of_an_epoch_trains_what_is_left_of_it(
     job: Callable[..., Job], tmp_path: Path, dies_in: int, every: int
 ) -> None:

@@ -242,8 +242,8 @@ def test_survivors_of_joins_and_drains_go_on_in_their_processes_with_the_same_bi
     assert [result for _, result in ended] == [(*same, 3)] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [2, 3])
-@pytest.mark.corners(step=[2])
 def test_who_stays_at_the_end_of_an_epoch_begins_the_next_one_once(
     job: Callable[..., Job], tmp_path: Path, step: int
 ) -> None:
@@ -380,6 +380,7 @@ def kept_in_memory_alone(directory: str, every: int, dies_in: int) -> Any:
     return run.weight_hash(), run.samples
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dies_in", "every"), ENDS_OF_EPOCHS)
 def test_who_loses_a_peer_at_the_end_of_an_epoch_trains_what_is_left_of_it(
     job: Callable[..., Job], tmp_path: Path, dies_in: int, every: int

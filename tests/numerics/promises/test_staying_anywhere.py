@@ -162,7 +162,7 @@ def ends_alike(
 
 @pytest.mark.parametrize("change", [("joins", 0, "", 4), ("dies", 1, "a backward", 4)], ids=str)
 @pytest.mark.parametrize("name", sorted(MADE.keys() - {"OneCycleLR"}))  # it ends after 6 steps
-@pytest.mark.corners(name=["ReduceLROnPlateau", "SequentialLR"], change=[("joins", 0, "", 4)])
+@pytest.mark.corners(name=["ReduceLROnPlateau"], change=[("joins", 0, "", 4)])
 def test_a_run_that_stays_steps_its_scheduler_as_before(
     job: Callable[..., Job], worlds: WorldPool, tmp_path: Path, name: str, change: Change
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_run_that_stays_steps_its_scheduler_as_before(
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("step", [6, 7])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.corners(kind=["ddp", "stage3"], own_loop=[True])
+@pytest.mark.corners(kind=["ddp"], own_loop=[True], step=[6])
 def test_who_loses_a_peer_in_the_last_or_first_step_of_an_epoch_goes_on_with_that_epoch(
     job: Callable[..., Job], worlds: WorldPool, tmp_path: Path, kind: str, step: int, own_loop: bool
 ) -> None:
