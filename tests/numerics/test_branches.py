@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import zero_deepspeed
+from tests.support.inside import looking_often
 from tests.support.training import config, divided, fingerprint, train
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.errors import Diverged
@@ -107,6 +108,7 @@ _LAST: list[Engine] = []
 """Kept, so that a rank does not leave before the others have been told."""
 
 
+@looking_often()
 def diverge(stage: int, how: str) -> str:
     """What a rank is told that does what the others do not, before its group loses patience."""
     engine = branching_engine(stage, BACKWARDS if how == "order" else [EVERY])

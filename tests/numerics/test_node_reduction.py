@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.numerics.test_reduction_order import COUNT, digest, expected, make, train
+from tests.support.inside import looking_often
 from tests.support.traffic import traffic
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.errors import Diverged
@@ -110,6 +111,7 @@ def test_parameters_that_are_stepped_whole_are_the_same_bits_in_every_grouping(
         assert worlds.run(4, stepped_whole, nodes) == [alone] * 4
 
 
+@looking_often()
 def diverge(nodes: str) -> str:
     """What a rank is told when rank 0 waits for all at a barrier, and the others for a sum."""
     os.environ[ENV_NODE_RANKS] = nodes

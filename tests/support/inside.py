@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
 from zero_checkpoint.persistence import Persistence
+from zero_comm import waiting
+from zero_comm.exchange import collectives
 from zero_engine.core.engine import Engine
 from zero_step import Session
 
@@ -15,3 +22,12 @@ def session_of(training: Engine | Session) -> Session:
 def persistence_of(training: Engine | Session) -> Persistence:
     """What saves and loads it."""
     return session_of(training)._persistence
+
+
+@contextmanager
+def looking_often() -> Iterator[None]:
+    """Ranks that wait look every tenth of a second at what the others wait for, not every 3 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (waiting, collectives):
+            patch.setattr(module, "LOOK_S", 0.1)
+        yield

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.numerics.promises.back_ends import STEPS, Recipe, Training, training
+from tests.support.inside import looking_often
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldPool
 from zero_comm.exchange import deadlock
@@ -95,6 +96,7 @@ CASES = [
 ]
 
 
+@looking_often()
 def errors_of(alone: Callable[[Training], None], back_end: str) -> tuple[str, float]:
     """The error of this rank, and the seconds until it came."""
     own = training(Recipe(), back_end)
