@@ -11,7 +11,14 @@ from torch import Tensor, nn
 import zero_deepspeed
 from tests.support.models import Tokens
 from tests.support.training import config, make_engine, run_micro_step, train
-from tests.support.world import WorldError, WorldPool, one_result
+from tests.support.world import (
+    Stages,
+    WorldError,
+    WorldPool,
+    of_stages,
+    one_of_stages,
+    one_result,
+)
 from zero_deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -45,9 +52,9 @@ def numbers(tensor: Tensor | None) -> Any:
 # ---- looking at parameters, gradients and optimizer state ----
 
 
-def look(bf16: bool) -> list[Any]:
-    """Everything that can be read of the probes, before, between and after; per stage."""
-    return [look_at(make_engine(config(stage, bf16=bf16))) for stage in STAGES]
+def look(stage: int, bf16: bool) -> list[Any]:
+    """Everything that can be read of the probes, before, between and after."""
+    return look_at(make_engine(config(stage, bf16=bf16)))
 
 
 def look_at(engine: Engine) -> list[Any]:
@@ -75,12 +82,13 @@ def run_to_the_last_micro_step(engine: Engine) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.corners(bf16=[True])
+@of_stages
 def test_what_is_seen_of_a_parameter_is_the_same_at_every_stage_and_world(
-    worlds: WorldPool, bf16: bool
+    worlds: WorldPool, stages: Stages, bf16: bool
 ) -> None:
-    stages = one_result(worlds, look, bf16)
-    assert stages == [stages[0]] * len(STAGES)
-    before, no_state, no_gradient, gradient, *state, after = stages[0]
+    before, no_state, no_gradient, gradient, *state, after = one_of_stages(
+        worlds, stages, look, bf16
+    )
     assert no_state == no_gradient == [None] * len(PROBES)
     assert state[-1] == [2.0] * len(PROBES)
     assert before != after
@@ -262,12 +270,12 @@ def test_what_cannot_be_done_is_named(worlds: WorldPool, kind: str, message: str
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.corners(bf16=[True])
+@of_stages
 def test_changes_inside_gathered_parameters_are_those_of_the_modifier_everywhere(
-    worlds: WorldPool, bf16: bool
+    worlds: WorldPool, stages: Stages, bf16: bool
 ) -> None:
-    results = {one_result(worlds, modify_gathered, stage, bf16, sizes=(2, 3)) for stage in STAGES}
-    assert len(results) == 1
-    (before, after, kept), *_ = results
+    of_worlds = {2: stages[1] + stages.get(2, ()), 3: stages[3]}
+    before, after, kept = one_of_stages(worlds, of_worlds, modify_gathered, bf16)
     assert before != after
     # One element was changed; the fp32 weights of the others are what they were.
     assert kept == 1

@@ -11,12 +11,18 @@ import torch
 from tests.numerics.test_global_batch import round_number
 from tests.support.models import Tokens
 from tests.support.training import DATASET_SIZE, config, fingerprint, make_engine, train
-from tests.support.world import WorldError, WorldPool, one_result
+from tests.support.world import (
+    Stages,
+    WorldError,
+    WorldPool,
+    of_stages,
+    one_of_stages,
+    one_result,
+)
 from zero_data.ledger import read_ledger, verify
 from zero_engine.core.engine import Engine
 
-STAGES = (0, 1, 2, 3)
-MICROBATCHES, STEPS = 12, 3
+MICROBATCHES, STEPS = 6, 3
 """Divisible by worlds of 1, 2 and 3; two steps are an epoch."""
 
 
@@ -25,19 +31,11 @@ def make(size: int = DATASET_SIZE, stage: int = 2, **more: Any) -> Engine:
     return make_engine(config(stage, **settings), training_data=Tokens(size))
 
 
-def fingerprints_of_managed_steps() -> list[tuple[Any, ...]]:
-    return [fingerprint_of_managed_steps(stage) for stage in STAGES]
-
-
 def fingerprint_of_managed_steps(stage: int) -> tuple[Any, ...]:
     batch = {"train_batch_size": 2 * MICROBATCHES, "managed_gradient_accumulation": True}
     engine = make(size=4 * MICROBATCHES, stage=stage, **batch)
     train(engine, STEPS)
     return fingerprint(engine)
-
-
-def fingerprints_of_own_steps(scaling: str) -> list[tuple[Any, ...]]:
-    return [fingerprint_of_own_steps(stage, scaling) for stage in STAGES]
 
 
 def fingerprint_of_own_steps(stage: int, scaling: str) -> tuple[Any, ...]:
@@ -67,36 +65,36 @@ def backward(engine: Engine, loss: torch.Tensor, scaling: str, count: int) -> No
 
 @pytest.mark.parametrize("scaling", ["by the script", "by the config's accumulation", "plain"])
 @pytest.mark.corners(scaling=["plain"])
+@of_stages
 def test_the_steps_of_a_script_have_the_bits_of_the_engines_own(
-    worlds: WorldPool, scaling: str
+    worlds: WorldPool, stages: Stages, scaling: str
 ) -> None:
     """1/3 rounds alike in both; the rest of a micro-batch's share is a power of two, or one."""
-    ours = one_result(worlds, fingerprints_of_managed_steps)
-    assert len(set(ours)) == 1
-    assert one_result(worlds, fingerprints_of_own_steps, scaling) == ours
+    ours = one_of_stages(worlds, stages, fingerprint_of_managed_steps)
+    assert one_of_stages(worlds, stages, fingerprint_of_own_steps, scaling) == ours
 
 
-def fingerprints_scaled_by_the_script() -> list[tuple[Any, ...]]:
+def fingerprint_scaled_by_the_script(stage: int) -> tuple[Any, ...]:
     """In steps of the engine's own."""
-    found = []
-    for stage in STAGES:
-        settings = {"train_batch_size": 2 * MICROBATCHES, "managed_gradient_accumulation": True}
-        engine = make(size=4 * MICROBATCHES, stage=stage, **settings)
-        while engine.global_steps < STEPS:
-            for batch in engine.training_dataloader:
-                count = engine.gradient_accumulation_steps()
-                engine.backward(engine(batch) * (1 / count), scale_wrt_gas=False)
-                engine.step()
-                if engine.global_steps == STEPS:
-                    break
-        found.append(fingerprint(engine))
-    return found
+    settings = {"train_batch_size": 2 * MICROBATCHES, "managed_gradient_accumulation": True}
+    engine = make(size=4 * MICROBATCHES, stage=stage, **settings)
+    while engine.global_steps < STEPS:
+        for batch in engine.training_dataloader:
+            count = engine.gradient_accumulation_steps()
+            engine.backward(engine(batch) * (1 / count), scale_wrt_gas=False)
+            engine.step()
+            if engine.global_steps == STEPS:
+                break
+    return fingerprint(engine)
 
 
 @pytest.mark.full
-def test_a_script_may_divide_over_the_micro_steps_of_the_engine(worlds: WorldPool) -> None:
-    ours = one_result(worlds, fingerprints_of_managed_steps, sizes=(1,))
-    assert one_result(worlds, fingerprints_scaled_by_the_script, sizes=(1, 2, 3)) == ours
+@of_stages
+def test_a_script_may_divide_over_the_micro_steps_of_the_engine(
+    worlds: WorldPool, stages: Stages
+) -> None:
+    (ours,) = worlds.run(1, fingerprint_of_managed_steps, 0)
+    assert one_of_stages(worlds, stages, fingerprint_scaled_by_the_script) == ours
 
 
 # ---- what is consumed ----

@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+import pytest
+
 _DEATH_S = 30.0
 """How long the end of a process whose pipe is closed may take to be known here."""
 GROUP_TIMEOUT_S = 30.0
@@ -198,3 +200,28 @@ def one_result(worlds: WorldPool, job: Any, *args: Any, sizes: tuple[int, ...] =
     results = [result for world in sizes for result in worlds.run(world, job, *args)]
     assert all(result == results[0] for result in results)
     return results[0]
+
+
+of_stages = pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param({1: (0,), 2: (1, 3), 3: (2,)}, id="each once"),
+        pytest.param(dict.fromkeys((1, 3), (0, 1, 2, 3)), id="all", marks=pytest.mark.full),
+    ],
+)
+"""By world size, the stages that are trained there; see `one_of_stages`."""
+Stages = dict[int, tuple[int, ...]]
+
+
+def one_of_stages(worlds: WorldPool, stages: Stages, job: Any, *args: Any) -> Any:
+    """The result of `job(stage, *args)`, which must be the same at every stage on every rank."""
+    ranks = [
+        rank for world in stages for rank in worlds.run(world, _of_each, stages[world], job, *args)
+    ]
+    results = [result for rank in ranks for result in rank]
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def _of_each(stages: tuple[int, ...], job: Any, *args: Any) -> list[Any]:
+    return [job(stage, *args) for stage in stages]
