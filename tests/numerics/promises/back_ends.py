@@ -88,7 +88,19 @@ STOCK: list[Place] = [
     ("fsdp2", 2),
     ("hsdp", 4),
 ]
-PLACES: list[Place] = [*STOCK, ("stage0", 2), ("stage3", 3)]
+FEW: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage3", 3)]
+"""One of each kind: the fast suite trains there what the full suite trains at the others, too."""
+PLACES = pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(FEW, id="few places"),
+        pytest.param(
+            [*(place for place in STOCK if place not in FEW), ("stage0", 2)],
+            id="the others",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
 
 
 class Net(nn.Module):

@@ -114,9 +114,7 @@ HARMLESS: dict[str, tuple[Recipe, list[Place]]] = {
 
 
 @pytest.mark.parametrize("what", HARMLESS)
-@pytest.mark.corners(
-    what=["evaluates before the optimizer acts", "draws a learning rate", "noise on gradients"]
-)
+@pytest.mark.corners(what=["evaluates before the optimizer acts", "draws a learning rate"])
 def test_what_a_script_does_beside_training_has_the_same_bits_everywhere(
     worlds: WorldPool, tmp_path: Path, what: str
 ) -> None:
@@ -549,7 +547,7 @@ def losses(back_end: str) -> list[float]:
 def test_the_loss_of_a_step_has_the_same_bits_at_every_world_size(worlds: WorldPool) -> None:
     (expected,) = worlds.run(1, losses, "plain")
     assert len(expected) == 4
-    for back_end, world in [("ddp", 2), ("ddp", 3), ("fsdp2", 4), ("stage0", 1), ("stage3", 3)]:
+    for back_end, world in [("ddp", 3), ("fsdp2", 4), ("stage0", 1), ("stage3", 2)]:
         assert worlds.run(world, losses, back_end) == [expected] * world, (back_end, world)
 
 

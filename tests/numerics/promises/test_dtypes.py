@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero_engine
-from tests.numerics.promises.back_ends import IN, STOCK, Net, Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import (
+    IN,
+    PLACES,
+    STOCK,
+    Net,
+    Place,
+    Recipe,
+    by_torch_alone,
+    everywhere,
+)
 from tests.support.world import WorldError, WorldPool
 
 REAL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -66,12 +75,14 @@ def momentum(model: nn.Module) -> Optimizer:
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("dtype", REAL)
 @pytest.mark.corners(dtype=[torch.float64], own_loop=[True])
+@PLACES
 def test_real_numbers_have_the_bits_of_torch_alone(
-    worlds: WorldPool, tmp_path: Path, dtype: torch.dtype, own_loop: bool
+    worlds: WorldPool, tmp_path: Path, dtype: torch.dtype, own_loop: bool, places: list[Place]
 ) -> None:
     recipe = Recipe(model=partial(Of, dtype), optimizer=momentum, own_loop=own_loop)
     (expected,) = worlds.run(1, by_torch_alone, recipe)
-    for (back_end, _), found in everywhere(worlds, recipe, tmp_path).items():
+    stock = [place for place in places if place in STOCK]
+    for (back_end, _), found in everywhere(worlds, recipe, tmp_path, stock).items():
         if dtype.itemsize == 2 and back_end in ("fsdp2", "hsdp"):
             assert f"has the dtype {dtype} on a CPU, whose optimizer kernels round" in found[0]
         else:

@@ -21,8 +21,8 @@ CHAIN: list[Place] = [
     ("plain", 1),
     ("hsdp", 4),
     ("stage0", 2),
-    ("columns", 4),
-    ("stage3", 4),
+    ("columns", 2),
+    ("stage3", 2),
     ("stage1", 1),
 ]
 STEPS = 1

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tests.numerics.promises.back_ends import IN, PLACES, Recipe, by_torch_alone, everywhere
+from tests.numerics.promises.back_ends import (
+    IN,
+    PLACES,
+    Place,
+    Recipe,
+    by_torch_alone,
+    everywhere,
+)
 from tests.support.world import WorldPool
 
 
@@ -86,11 +93,12 @@ def adam(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
+@PLACES
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("how", BODIES)
 @pytest.mark.corners(how=["all reentrant"], own_loop=[True])
 def test_its_bits_are_those_of_torch_alone(
-    worlds: WorldPool, tmp_path: Path, how: str, own_loop: bool
+    worlds: WorldPool, tmp_path: Path, how: str, own_loop: bool, places: list[Place]
 ) -> None:
     recipe = Recipe(
         model=partial(Uses, how),
@@ -98,7 +106,7 @@ def test_its_bits_are_those_of_torch_alone(
         own_loop=own_loop,
         of_wrapper=OF_DDP.get(how, ()),
     )
-    places = [p for p in PLACES if p[0] in ("plain", "ddp") or how not in NOT_IN_STOCK_FSDP2]
+    places = [p for p in places if p[0] in ("plain", "ddp") or how not in NOT_IN_STOCK_FSDP2]
     (expected,) = worlds.run(1, by_torch_alone, recipe)
     for (back_end, _), found in everywhere(worlds, recipe, tmp_path, places).items():
         if how in LOST_BY_FSDP2 and back_end in ("fsdp2", "hsdp"):
