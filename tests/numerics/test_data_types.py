@@ -39,7 +39,7 @@ BF16, FP32 = "torch.bfloat16", "torch.float32"
         ({"data_types": {"buffer_dtype": "bfloat16"}}, [FP32, BF16, BF16]),
     ],
 )
-@pytest.mark.corners(dtypes=[[BF16, BF16, BF16], [BF16, FP32, FP32]])
+@pytest.mark.corners(dtypes=[[BF16, BF16, BF16]])
 def test_buffers_have_the_dtype_that_is_asked_for(
     worlds: WorldPool, tmp_path: Path, settings: dict[str, Any], dtypes: list[str]
 ) -> None:

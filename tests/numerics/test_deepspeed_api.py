@@ -76,10 +76,9 @@ def test_a_model_that_cannot_be_written_is_an_error_on_every_rank(
 
 
 def test_no_sync_and_declared_boundaries_change_nothing(worlds: WorldPool) -> None:
-    plain = one_result(worlds, train_plainly, 1)
-    assert one_result(worlds, train_without_sync) == plain
-    assert one_result(worlds, train_with_declared_boundaries) == plain
-    assert one_result(worlds, train_coalesced) == plain
+    (plain,) = worlds.run(1, train_plainly, 1)
+    for job in (train_without_sync, train_with_declared_boundaries, train_coalesced):
+        assert one_result(worlds, job, sizes=(3,)) == plain
 
 
 def train_plainly(stage: int) -> str:
@@ -138,7 +137,7 @@ def declare_a_boundary() -> None:
 def test_another_batch_size_counts_from_the_next_step_within_a_running_loop(
     worlds: WorldPool, world: int
 ) -> None:
-    samples, digest = one_result(worlds, change_the_batch_size, 0)
+    samples, digest = one_result(worlds, change_the_batch_size, 0, sizes=(3,))
     assert samples == [10, 14, 18, 22, 23]
     with_processes = worlds.run(world, change_the_batch_size, 1)
     assert with_processes == [(samples, digest)] * world
@@ -274,8 +273,8 @@ def load_weights_alone(root: str, stage: int) -> tuple[int, list[bool]]:
 
 
 def test_two_engines_of_one_process_take_turns(worlds: WorldPool) -> None:
-    alone = one_result(worlds, train_plainly, 3)
-    assert one_result(worlds, train_two) == (alone, alone)
+    (alone,) = worlds.run(1, train_plainly, 3)
+    assert one_result(worlds, train_two, sizes=(3,)) == (alone, alone)
 
 
 def train_two() -> tuple[str, str]:

@@ -93,7 +93,7 @@ STOCK: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("wrapper", "sizes", "options"), STOCK, ids=str)
-@pytest.mark.corners(wrapper=["plain", "ddp", "hsdp"], options=[{}, {"static_graph": True}])
+@pytest.mark.corners(wrapper=["ddp", "hsdp"], options=[{}])
 def test_stock_pytorch_has_the_same_bits_with_a_replay(
     worlds: WorldPool, wrapper: str, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
@@ -241,13 +241,13 @@ LATER = "the ranks do not compute on the same: torch's number of threads is 2 on
 
 
 @pytest.mark.parametrize("kind", ["engine", "plain", "ddp", "fsdp2"])
-@pytest.mark.corners(kind=["engine", "ddp"])
+@pytest.mark.corners(kind=["ddp"])
 def test_a_rank_that_a_script_switches_while_it_trains_is_named_after_that_step(
     worlds: WorldPool, kind: str
 ) -> None:
-    for world in (3,) if kind != "plain" else (1,):
+    for world in (2,) if kind != "plain" else (1,):
         found, *others = worlds.run(world, switch_later, kind, "warn")
-        others_of = {1: "", 3: "ranks 1, 2"}[world]
+        others_of = {1: "", 2: "rank 1"}[world]
         after = [] if world == 1 else [LATER + others_of]
         assert [(step, line.partition(";")[0]) for step, line in found] == [
             (2, line) for line in after

@@ -61,7 +61,7 @@ def test_a_loop_that_is_left_and_entered_again_goes_on_where_it_was(
     worlds: WorldPool, world: int
 ) -> None:
     """Even in the middle of a step, and with batches prefetched by worker processes."""
-    expected = one_result(worlds, train_in_fragments, 0)
+    expected = one_result(worlds, train_in_fragments, 0, sizes=(3,))
     assert worlds.run(world, train_in_one_go, 2) == [expected] * world
 
 

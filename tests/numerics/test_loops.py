@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -71,12 +72,12 @@ LOOPS: dict[str, Operations] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.corners(kind=["engine", "protect"])
+@pytest.mark.parametrize("case", [*itertools.product(LOOPS, KINDS)], ids=", ".join)
+@pytest.mark.corners(case=[*zip(LOOPS, itertools.cycle(["engine", "protect"]), strict=False)])
 def test_a_loop_trains_each_sample_once_to_the_bits_of_a_plain_one(
-    worlds: WorldPool, expected: Any, tmp_path: Path, loop: str, kind: str
+    worlds: WorldPool, expected: Any, tmp_path: Path, case: tuple[str, str]
 ) -> None:
+    loop, kind = case
     check(worlds, expected, kind, str(tmp_path), [(2, LOOPS[loop]), (1, [("run", 2)])])
 
 

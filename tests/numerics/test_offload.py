@@ -37,7 +37,9 @@ def offloading(stage: int, where: str, path: str, **more: Any) -> dict[str, Any]
     return config(stage, **more) | {"zero_optimization": zero}
 
 
-TIERS = [
+Tiers = list[tuple[int, str]]
+"""Stages, and where their state rests."""
+TIERS: Tiers = [
     (1, "cpu"),
     (2, "cpu"),
     (3, "cpu"),
@@ -49,11 +51,16 @@ TIERS = [
     (3, "cpu+nvme"),
     (3, "none+nvme"),
 ]
+FEW = [(1, "cpu"), (2, "nvme"), *TIERS[6:]]
+"""Each tier, and each stage."""
+SOME_OR_ALL = pytest.mark.parametrize(
+    "tiers", [FEW, pytest.param(TIERS, marks=pytest.mark.full)], ids=["each", "all"]
+)
 
 
-def train_in_every_tier(bf16: bool, path: str) -> list[tuple[Any, ...]]:
+def train_in_tiers(bf16: bool, tiers: Tiers, path: str) -> list[tuple[Any, ...]]:
     fingerprints = []
-    for stage, where in [(0, "none"), *TIERS]:
+    for stage, where in [(0, "none"), *tiers]:
         engine = make_engine(offloading(stage, where, path, bf16=bf16))
         losses = train(engine, STEPS)
         fingerprints.append((*fingerprint(engine), tuple(losses)))
@@ -63,11 +70,12 @@ def train_in_every_tier(bf16: bool, path: str) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.corners(world=[2], bf16=[True])
+@SOME_OR_ALL
 def test_every_tier_gives_the_bits_of_no_tier(
-    worlds: WorldPool, tmp_path: Path, world: int, bf16: bool
+    worlds: WorldPool, tmp_path: Path, world: int, bf16: bool, tiers: Tiers
 ) -> None:
-    for rank in worlds.run(world, train_in_every_tier, bf16, str(tmp_path)):
-        for tier, result in zip(TIERS, rank[1:], strict=True):
+    for rank in worlds.run(world, train_in_tiers, bf16, tiers, str(tmp_path)):
+        for tier, result in zip(tiers, rank[1:], strict=True):
             assert result == rank[0], tier
     assert list(tmp_path.iterdir()) == []
 
@@ -178,16 +186,17 @@ def test_nothing_is_made_of_a_step_that_failed_half_way(worlds: WorldPool, tmp_p
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.corners(world=[2], name=["Muon"])
+@SOME_OR_ALL
 def test_what_looks_at_whole_parameters_gives_one_result_in_every_tier(
-    worlds: WorldPool, tmp_path: Path, world: int, name: str
+    worlds: WorldPool, tmp_path: Path, world: int, name: str, tiers: Tiers
 ) -> None:
-    for rank in worlds.run(world, train_whole, name, str(tmp_path)):
+    for rank in worlds.run(world, train_whole, name, tiers, str(tmp_path)):
         assert len(set(rank)) == 1
 
 
-def train_whole(name: str, path: str) -> list[str]:
+def train_whole(name: str, tiers: Tiers, path: str) -> list[str]:
     hashes = []
-    for stage, where in [(0, "none"), *TIERS]:
+    for stage, where in [(0, "none"), *tiers]:
         settings = offloading(stage, where, path, optimizer={"type": name, "params": {"lr": 0.01}})
         if (stage, where) == (3, "nvme"):
             settings["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -172,16 +173,18 @@ BLOCKS = ("of the loop", "of an evaluation, too", "of each forward")
 
 
 @pytest.mark.parametrize("mode", ["error", "off"])
-@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp2"])
-@pytest.mark.corners(mode=["error"])
+@pytest.mark.parametrize(
+    "place", [("plain", 1), *itertools.product(("ddp", "fsdp2"), (1, 2, 3))], ids=str
+)
+@pytest.mark.corners(mode=["error"], place=[("plain", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_weights_in_autocast_are_those_of_the_step_before_however_long_its_block_is(
-    worlds: WorldPool, wrapper: str, mode: str
+    worlds: WorldPool, place: tuple[str, int], mode: str
 ) -> None:
-    sizes = (1,) if wrapper == "plain" else (1, 3)
+    wrapper, world = place
     (expected,) = worlds.run(1, train_in_blocks, "plain", "of each forward", "off", False)
     for block in BLOCKS:
-        found = one_result(worlds, train_in_blocks, wrapper, block, mode, True, sizes=sizes)
-        assert found == expected, block
+        found = worlds.run(world, train_in_blocks, wrapper, block, mode, True)
+        assert found == [expected] * world, block
 
 
 def train_in_blocks(wrapper: str, block: str, mode: str, keeps: bool) -> str:

@@ -173,5 +173,5 @@ def test_the_ranks_of_a_node_wait_for_each_other_as_long_as_those_of_the_group(
 
 def test_a_world_that_is_not_several_nodes_gives_the_bits_all_the_same(worlds: WorldPool) -> None:
     alone = worlds.run(1, train_in_nodes, 2, {})[0][0]
-    for world in (2, 3):
+    for world in (3,):
         assert [result for result, _ in worlds.run(world, train_in_nodes, 2, {})] == [alone] * world

@@ -136,10 +136,13 @@ def normed(back_end: str) -> float | None:
     return own.norm
 
 
-def test_every_back_end_gives_the_same_bits_over_it(worlds: WorldPool) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.corners(world=[2])
+def test_every_back_end_gives_the_same_bits_over_it(worlds: WorldPool, world: int) -> None:
     (alone,) = worlds.run(1, normed, "plain")
     for back_end in ("stage0", "stage1", "stage2", "stage3", "ddp", "fsdp2"):
-        assert worlds.run(3, normed, back_end, backend=BACKEND) == [alone] * 3, back_end
+        found = worlds.run(world, normed, back_end, backend=BACKEND)
+        assert found == [alone] * world, back_end
 
 
 def in_flight(stage: int, blocks: int) -> int:

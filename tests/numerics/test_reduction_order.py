@@ -133,9 +133,9 @@ def hashes(cases: Sequence[tuple[int, str, int]]) -> list[str]:
 
 
 def cases(world: int) -> Iterator[tuple[int, str, int]]:
-    """All of them at world 1; elsewhere each block, stage and dtype, and most pairs of them."""
+    """Each block, stage and dtype at every world, and most pairs of them at one or the other."""
     for number, case in enumerate(itertools.product(STAGES, DTYPES, BLOCKS)):
-        if (number + world) % 4 == 0:
+        if (number + world) % 7 == 0:
             yield case
 
 

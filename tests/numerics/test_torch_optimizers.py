@@ -88,20 +88,20 @@ FUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def fused_on_wholes(stage: int) -> list[dict[str, Any]]:
-    found = []
-    for name, options in FUSED:
-        engine = with_object(stage, name, options, whole=True)
-        train(engine, STEPS)
-        found.append({key: value.numpy() for key, value in engine.module_state_dict().items()})
-    return found
+def fused_on_wholes(stage: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    engine = with_object(stage, name, options, whole=True)
+    train(engine, STEPS)
+    return {key: value.numpy() for key, value in engine.module_state_dict().items()}
 
 
-def test_on_whole_parameters_fused_kernels_are_plain_torchs_as_well(worlds: WorldPool) -> None:
-    plains = [plain_torch(STEPS, name, options) for name, options in FUSED]
-    for rank in worlds.run(3, fused_on_wholes, 3):
-        for plain, state in zip(plains, rank, strict=True):
-            assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
+@pytest.mark.parametrize(("name", "options"), FUSED)
+@pytest.mark.corners(name=["AdamW"])
+def test_on_whole_parameters_fused_kernels_are_plain_torchs_as_well(
+    worlds: WorldPool, name: str, options: dict[str, Any]
+) -> None:
+    plain = plain_torch(STEPS, name, options)
+    for state in worlds.run(3, fused_on_wholes, 3, name, options):
+        assert [key for key in plain if not np.array_equal(state[key], plain[key])] == []
 
 
 def train_bf16(name: str, options: dict[str, Any], stages: tuple[int, ...]) -> list[str]:

@@ -130,17 +130,13 @@ def step_of_each(
 @pytest.mark.parametrize("accumulation", [1, 2, 8])
 @pytest.mark.corners(nodes=[(2, 2)], accumulation=[2])
 def test_the_model_of_a_step_is_what_its_ranks_send_to_the_byte(
-    traffic: ModuleType, nodes: tuple[int, ...], accumulation: int
+    worlds: WorldPool, traffic: ModuleType, nodes: tuple[int, ...], accumulation: int
 ) -> None:
     blocks = {
         system: traffic.DEFAULT_BLOCK if where == "owner" else traffic.NODE_BLOCK
         for system, (_, where) in SYSTEMS.items()
     }
-    pool = WorldPool(sum(nodes))
-    try:
-        ranks = pool.run(sum(nodes), step_of_each, nodes[0], blocks, accumulation)
-    finally:
-        pool.close()
+    ranks = worlds.run(sum(nodes), step_of_each, nodes[0], blocks, accumulation)
     for system, of_ranks in zip(SYSTEMS, zip(*ranks, strict=True), strict=True):
         _, elements, regathered = of_ranks[0]
         job = traffic.Job(

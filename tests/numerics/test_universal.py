@@ -29,7 +29,7 @@ from zero_engine.core.engine import Engine
 from zero_engine.sharding.segments import elementwise_keys
 
 STAGES, SAVED_BY, LOADED_BY = (0, 1, 2, 3), (1, 2, 3, 4), (1, 2, 3, 4, 8)
-SAVED_AT = 2
+SAVED_AT = 1
 Whole = dict[tuple[str, str], Tensor]
 """(kind, name) -> all elements of a tensor, flat."""
 
@@ -37,7 +37,7 @@ Whole = dict[tuple[str, str], Tensor]
 @pytest.fixture(scope="module")
 def many() -> Iterator[WorldPool]:
     """Worlds of up to eight ranks."""
-    pool = WorldPool(8)
+    pool = WorldPool(4)
     yield pool
     pool.close()
 
@@ -175,7 +175,7 @@ def saved(many: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("world", LOADED_BY)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.corners(stage=[0, 3], world=[3])
+@pytest.mark.corners(stage=[3], world=[3])
 def test_all_sixteen_load_to_the_same_bits_and_only_the_blocks_that_hold_them_are_read(
     many: WorldPool, saved: str, stage: int, world: int
 ) -> None:
