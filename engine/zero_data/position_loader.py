@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -161,6 +161,17 @@ class Feed(Protocol):
         """Read the first micro-batch of the run, on rank 0, for its fingerprint; None: cannot."""
 
 
+class LoopCalls(NamedTuple):
+    """What the training does while the script is in a loop over its loader."""
+
+    begin: Callable[[], object]
+    """Before each iteration."""
+    draw: Callable[[], object]
+    """For each batch."""
+    end: Callable[[], object]
+    """At the end of an epoch."""
+
+
 def _nothing() -> None:
     pass
 
@@ -187,8 +198,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         """Generators of the script that are seeded with those of the process."""
         self.is_alone: Callable[[], bool] = lambda: True
         """Whether it is the only training of the process."""
-        self.calls: tuple[Callable[[], object], ...] = (_nothing, _nothing, _nothing)
-        """Called before each iteration, for each batch, and at the end of an epoch."""
+        self.calls = LoopCalls(_nothing, _nothing, _nothing)
         self.comes_back = False
 
     @property
@@ -251,8 +261,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         Raises:
             ZeroError: A newer iteration has begun; or see `Draws`.
         """
-        begin, draw, _ = self.calls
-        begin()
+        self.calls.begin()
         self.draws.begin()
         iteration = self._newest = object()
         until = self.epoch
@@ -261,7 +270,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         try:
             for batch in self._until(until, iteration) if self.order.epoch == until else ():
                 moves = self._cursor.moves
-                draw()
+                self.calls.draw()
                 if self._cursor.moves == moves:
                     yield batch
                 else:  # the batch is of a position before
@@ -287,8 +296,7 @@ class PositionLoader(ABC, Generic[Ordered]):
             else:
                 self.draws.end()
                 self._seed()
-                *_, end = self.calls
-                end()  # it may move the position back
+                self.calls.end()  # it may move the position back
                 if self._cursor.moves == plan[0]:
                     return
             # Go on from the position: what was planned and prefetched is of another one.

@@ -24,6 +24,7 @@ from zero_comm.worker.agent_link import exit_on_peer_loss
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.global_batch import BatchShape
 from zero_data.own_loader import MicroBatches
+from zero_data.position_loader import LoopCalls
 from zero_deepspeed.checkpoint.tags import alias
 from zero_deepspeed.export import frozen, write_weights
 from zero_deepspeed.loaders import evaluation_loader
@@ -281,7 +282,7 @@ class DeepSpeedEngine(Engine):
         loader = training_loader(
             self._config, run, self._core.collectives, dataset, collate_fn, workers
         )
-        loader.calls = (partial(if_alive(self._hear_loop), loader),) * 3
+        loader.calls = LoopCalls(*(partial(if_alive(self._hear_loop), loader),) * 3)
         run.loader = self.training_dataloader = loader
         return loader
 

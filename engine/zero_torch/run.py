@@ -32,7 +32,7 @@ from zero_contract.errors import ZeroError
 from zero_data.generators import generators_of_module
 from zero_data.global_batch import MicroBatch, StepPlan, plan_step
 from zero_data.ledger import Ledger, begin_ledger
-from zero_data.position_loader import Moment
+from zero_data.position_loader import LoopCalls, Moment
 from zero_data.token_weights import NOT_GIVEN, checked, nominal, none_of, taken_together
 from zero_step.agree import Agreed, Agreement, clipped
 from zero_step.checks.replicas import Replicas
@@ -113,7 +113,7 @@ class Run(Checkpoints):
             vars(former.loader.order).update(vars(self.loader.order))
             self.loader = former.loader
         self._batch = self.loader.order.batch
-        self.loader.calls = self._begin_iteration, self._draw, self._between_steps
+        self.loader.calls = LoopCalls(self._begin_iteration, self._draw, self._between_steps)
         self._writes = self.writes = ForwardWrites(wrapped.module, self._collectives)
         self._gradients = OrderedGradients(
             self._phase,

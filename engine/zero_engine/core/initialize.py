@@ -33,7 +33,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.worker import BEFORE_FIRST_STEP, Ability
 from zero_data.global_batch import Cursor, resolve_batch
 from zero_data.ledger import begin_ledger
-from zero_data.position_loader import PositionLoader
+from zero_data.position_loader import LoopCalls, PositionLoader
 from zero_engine.config import Config, SchedulerConfig, load_config, read_json
 from zero_engine.config.schema import CPU, NVME, OffloadOptimizer, OffloadParam
 from zero_engine.core import activations
@@ -152,7 +152,7 @@ def initialize(
         )
         engine = _make(given, link, without_values)
     if isinstance(loader := engine.training_dataloader, PositionLoader):
-        loader.calls = (partial(if_alive(engine._hear_loop), loader),) * 3
+        loader.calls = LoopCalls(*(partial(if_alive(engine._hear_loop), loader),) * 3)
     if began is not None:
         staying = engine._session.staying = _staying(engine, given, began, came_after_s)
         if not staying.why_not:  # else no newcomer warms up for the sake of the others
