@@ -317,8 +317,10 @@ class LastSave:
         """Make up for the last save as far as this rank can; returns what is missing, or ""."""
         if self._link.leaving or self._link.group_lost.is_set():
             return ""  # the job goes on: this end of the script is not its last
+        why = ""
         if (outcome := self._saver.wait()) is not None:
             self._note(outcome)
+            why = f": {outcome.error}" if outcome.error is not None else ""
         written, request = self._written, self._due
         if written is not None and (request is None or request is written.request):
             try:
@@ -331,7 +333,7 @@ class LastSave:
         if request is None:
             return ""
         failed = "found no room" if self._saver.last_lacked_room else "was not saved"
-        return f"its last checkpoint, of step {request.step}, {failed} in {request.root}"
+        return f"its last checkpoint, of step {request.step}, {failed} in {request.root}{why}"
 
 
 @dataclass(frozen=True, slots=True)

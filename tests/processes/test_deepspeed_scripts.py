@@ -73,7 +73,9 @@ def finetune(directory: Path, *flags: str) -> tuple[str, int, float, str]:
 
 SAVES_ALONE = """
 import sys, torch, zero_engine
-settings = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}}
+is_async = bool(sys.argv[2:])
+optimizer, checkpoint = {"type": "AdamW"}, {"async": is_async}
+settings = {"train_batch_size": 4, "optimizer": optimizer, "checkpoint": checkpoint}
 engine = zero_engine.initialize(model=torch.nn.Linear(4, 2), config=settings)
 engine.backward(engine(torch.ones(2, 4)).sum())
 engine.step()
@@ -83,10 +85,17 @@ if torch.distributed.get_rank() == 0:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("how", [[], ["in the background"]], ids=["waits", "in the background"])
 @pytest.mark.parametrize("launcher", ["torchrun", "zero-agent"])
-def test_a_script_that_ends_with_a_save_of_rank_0_alone_says_so_and_ends(tmp_path, launcher):
+def test_a_script_that_ends_with_a_save_of_rank_0_alone_says_so_and_ends(tmp_path, launcher, how):
     (tmp_path / "script.py").write_text(SAVES_ALONE)
-    command = [sys.executable, *LAUNCHERS[launcher], tmp_path / "script.py", tmp_path / "saved"]
+    command = [
+        sys.executable,
+        *LAUNCHERS[launcher],
+        tmp_path / "script.py",
+        tmp_path / "saved",
+        *how,
+    ]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )

@@ -8,6 +8,7 @@ not, training waits for the end of the save.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,8 @@ class Saver:
         self._rank = consensus.rank
         self._lineage = lineage
         self._consensus = consensus
+        self._raise_if_lost = consensus.on_wait
+        consensus.on_wait = self._on_wait
         self._background = Background()
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
@@ -138,6 +141,11 @@ class Saver:
                 self._has_warned = True
         self._start(request, LiveImage(layout, self._buffers))
         return False
+
+    def _on_wait(self) -> None:
+        self._raise_if_lost()
+        if not threading.main_thread().is_alive():  # the script has ended: this wait is its last
+            self.look()
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> Outcome | None:
         """The outcome of the save in flight, once it has ended; None if it was returned before.

@@ -8,9 +8,10 @@ the file that goes to disk, or that is a checkpoint in memory. `staging_memory` 
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,7 +203,7 @@ class Background:
     """The saves of a rank, one at a time, each on a thread that ends with it."""
 
     def __init__(self) -> None:
-        self._threads = _one_thread()
+        self._thread = threading.Thread()
         self._running: Future[Outcome] | None = None
 
     @property
@@ -216,8 +217,13 @@ class Background:
         The thread calls `save` with what is to be called with each part that has ended.
         """
         assert self._running is None, "take the outcome of the save before"
-        self._running = self._threads.submit(_outcome_of, step, save)
-        self._threads.shutdown(wait=False)  # what has been submitted is still run
+        running: Future[Outcome] = Future()
+        # Joined when the interpreter ends: a save in flight is finished first.
+        self._thread = threading.Thread(
+            target=_run, args=(running, step, save), name="zero-checkpoint", daemon=False
+        )
+        self._thread.start()
+        self._running = running
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> Outcome | None:
         """The outcome of the save that was started last, once it has ended; None after that.
@@ -233,8 +239,7 @@ class Background:
             with suppress(TimeoutError):
                 self._running.result(_MEANWHILE_S)
         outcome = self._running.result()
-        self._threads.shutdown()
-        self._threads = _one_thread()
+        self._thread.join()
         self._running = None  # not before: if a signal handler raises, the outcome is not lost
         return outcome
 
@@ -244,12 +249,15 @@ class Background:
 
     def close(self) -> None:
         """End the thread, after the last save; no other may be started."""
-        self._threads.shutdown()
+        if self._running is not None:
+            self._thread.join()
 
 
-def _one_thread() -> ThreadPoolExecutor:
-    # Joined when the interpreter ends: a save in flight is finished first.
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
+def _run(running: Future[Outcome], step: int, save: Callable[[OnPart], Place]) -> None:
+    try:
+        running.set_result(_outcome_of(step, save))
+    except BaseException as error:
+        running.set_exception(error)
 
 
 def _outcome_of(step: int, save: Callable[[OnPart], Place]) -> Outcome:
