@@ -24,6 +24,7 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import ASIDE
 from zero_checkpoint.format.pieces import State
 from zero_checkpoint.last_save import Beginning, LastSave
+from zero_checkpoint.loading import ownership
 from zero_checkpoint.loading.restore import Loaded
 from zero_checkpoint.options import SKIP, Checkpoint
 from zero_checkpoint.saving.commit import Lineage
@@ -93,6 +94,8 @@ class Persistence:
         self._moment: Moment | None = None
         """The step that was loaded last, and the steps of the other engines in that checkpoint."""
         self._some_rank_busy = self._some_memory_busy = False
+        self._overtakes = True
+        """Whether steps in memory may be newer than the save in flight: a load finds either."""
         self._has_logged_metric = False
         self.number = link.add(self)
 
@@ -166,8 +169,8 @@ class Persistence:
         leaving = self._link.leaving
         self._take(directory)
         client = client or script.client_state()
-        script.directory, self._memory_root = directory, self._memory_root or directory
-        script.home = directory if directory == script.loaded else script.home
+        self._memory_root = self._memory_root or directory
+        script.saves(directory)
         script.has_state |= bool(client)
         script.has_saved = True
         if self.ram is not None and self.known_to_script_alone:
@@ -202,9 +205,10 @@ class Persistence:
             ),
         )
         saved = self._save(request, waits=waits)
-        if directory == script.leaves_to:
+        if not aside and script.leaves_to in (None, directory):
             script.saved_step = step
         self._some_rank_busy = not waits
+        self._overtakes = not aside and directory == self._memory_root
         self.last.began = began = began.stalled()
         self.schedule.begun(began.stall_s)
         self._link.saved(began.stall_s)
@@ -301,12 +305,14 @@ class Persistence:
 
     def keep_in_memory(self) -> None:
         """At the end of a step: make an in-memory checkpoint, if one is due."""
-        root, self._has_stepped = self._memory_root, True
+        root = self._memory_root
         if self.ram is None or root is None or self._link.leaving:
             return
         if self.known_to_script_alone:
             self.ram.give_up(_SCRIPT_ALONE)
-        if self.ram.due(self.training.cursor.step, some_rank_busy=self._some_memory_busy):
+        # The best so far would be lost with a rank if a later step were kept before it.
+        busy = self._some_memory_busy or (self._some_rank_busy and not self._overtakes)
+        if self.ram.due(self.training.cursor.step, some_rank_busy=busy):
             began = Beginning()
             state, problem = self._capture(self.script.client_state(), False, hashed=False)
             samples = self.training.cursor.samples
@@ -344,8 +350,10 @@ class Persistence:
         recovers = tag is None and loading.resumes and not self._has_stepped
         search = self.ram.search() if self.ram is not None and recovers else None
         loaded = loading.read(directory, self._consensus, tag, search)
-        self.script.directory = self.script.loaded = directory
-        self.script.home = directory if loaded is None else None
+        self.script.saved_step = None
+        if loading.takes_position and not self._has_stepped:
+            is_own = loaded is None or ownership.is_own(loaded.manifest)
+            self.script.resumes(directory, is_own=is_own and tag is None)
         if not self.saver.has_laid_out(loading.filled):
             # The layout of the last save does not fit any more: drop it, and its tensors.
             self.saver.forget()
@@ -405,7 +413,7 @@ class Persistence:
 
     def take_notes(self, notes: Sequence[Sequence[float]]) -> None:
         """Use the notes of all ranks, [world][NOTES], and report a save that has ended."""
-        self._begun_beside = {}
+        self._begun_beside, self._has_stepped = {}, True
         leaves_with, saves, in_memory = (
             max(column) for column in list(zip(*notes, strict=True))[:3]
         )

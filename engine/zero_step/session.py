@@ -89,6 +89,10 @@ class Session:
     def _leave_step(self, what: str) -> None:
         """End a step that only the call of `what` ends; raises ZeroError in the middle of one."""
 
+    def _saved(self) -> None:
+        if self.staying is not None:
+            self.staying.saved()
+
     # ---- saves and loads ----
 
     def save(
@@ -156,8 +160,7 @@ class Session:
                 aside=not save_latest,
             )
             self._leave_if_all_saved()
-        if self.staying is not None:
-            self.staying.saved()
+        self._saved()
         return saved
 
     def load(
@@ -363,12 +366,10 @@ class Session:
         if not self.leaving:
             return
         engines = self._persistence.engines()
-        known = [each for each in engines if each.script.directory is not None]
-        left = sum(each.script.saved_step != each.training.cursor.step for each in known)
-        if left:
-            if self._training.rank == 0:
-                _log.info("leaving when %d more trainings of this process are saved", left)
-        elif self._training.in_library_loop or len(known) < len(engines):
+        known = [each for each in engines if each.script.places]
+        if any(each.script.saved_step != each.training.cursor.step for each in known):
+            return
+        if self._training.in_library_loop or len(known) < len(engines):
             # At the next step: first its loop writes its state, or other engines save at all.
             self._link.may_leave = True
         else:
@@ -382,10 +383,11 @@ class Session:
             self.leave()
         engines = self._persistence.engines()
         departure, reason = choose_departure(
-            directory_known=any(each.script.directory is not None for each in engines),
+            directory_known=any(each.script.places for each in engines),
             script_has_state=any(each.known_to_script_alone for each in engines),
             script_has_saved=any(each.script.has_saved for each in engines),
             script_asks=any(each.script.asks for each in engines),
+            in_doubt=any(each.script.places and not each.script.leaves_to for each in engines),
             engines=len(engines),
         )
         if departure is not self._link.departure:  # waiting for the script may take many steps
@@ -536,13 +538,13 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
     session.is_behind, session._may_leave = True, link.may_leave
 
 
-def come_back(session: Session) -> None:
+def come_back(session: Session, *, calls: bool = False) -> None:
     """The script comes back from what it does behind a step; the process may exit here.
 
-    It has changed averages, weights, or a scheduler by a metric: a checkpoint that lacks that is
-    another run's. So the state is kept in memory here, and this is where a worker leaves.
+    It has changed weights or averages, or saved the best so far, which a restart would lack. So the
+    state is kept in memory here, and a worker leaves. `calls`: only to save, to load or to ask.
     """
-    if survive(session) or not session.is_behind:
+    if survive(session) or calls or not session.is_behind:
         return
     session.is_behind = False
     with exit_on_peer_loss(session._link):

@@ -187,7 +187,10 @@ class Checkpoints(Session):
         # Nobody has chosen an interval.
         if every_steps is every_s is options.every_steps is options.every_s is None:
             every_s = "auto"
-        return self._between_steps() and super().due(every_steps, every_s)
+        due = self._between_steps() and super().due(every_steps, every_s)
+        if not due and not self._in_order:
+            come_back(self)
+        return due
 
     # ---- steps ----
 
@@ -195,8 +198,12 @@ class Checkpoints(Session):
         """End a step whose optimizer has acted. Returns whether this is between two steps."""
         if self._phase.state is State.STEPPED:
             self._end_step()
-        come_back(self)
         return True
+
+    def _saved(self) -> None:
+        super()._saved()
+        if not self._in_order:  # else the loop over its loader comes back
+            come_back(self)
 
     def _leave_step(self, what: str) -> None:
         del what

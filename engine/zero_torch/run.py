@@ -113,7 +113,8 @@ class Run(Checkpoints):
             vars(former.loader.order).update(vars(self.loader.order))
             self.loader = former.loader
         self._batch = self.loader.order.batch
-        self.loader.calls = LoopCalls(self._begin_iteration, self._draw, self._between_steps)
+        between = partial(self._between_steps, calls=False)
+        self.loader.calls = LoopCalls(self._begin_iteration, self._draw, between)
         self._writes = self.writes = ForwardWrites(wrapped.module, self._collectives)
         self._gradients = OrderedGradients(
             self._phase,
@@ -391,13 +392,13 @@ class Run(Checkpoints):
         if self._ledger is not None:
             self._ledger.forget()
 
-    def _between_steps(self) -> bool:
-        come_back(self)
+    def _between_steps(self, *, calls: bool = True) -> bool:
+        come_back(self, calls=calls)
         if self._phase.begun:
             if not self._has_acted():
                 return False
             self._end_micro_step()
-        come_back(self)
+        come_back(self, calls=calls)
         return not self._cursor.micro
 
     def _leave_step(self, what: str) -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero_comm.worker.agent_link import agent_link
 from zero_contract.worker import Ability
+from zero_data.position_loader import LoopCalls
 from zero_step.session import Session
 from zero_step.staying import Standing, Staying
 from zero_torch.run import Run
@@ -146,4 +147,7 @@ def _make_again(run_of: Callable[[], Run | None], again: Callable[..., Run]) -> 
     vars(fresh).update(of_others)
     # Both are one from now on: the script has this one, and hooks know the other.
     object.__setattr__(run, "__dict__", vars(fresh))
+    # A loop that begins in this round may last longer than it, and `fresh` does not.
+    between = partial(run._between_steps, calls=False)
+    run.loader.calls = LoopCalls(run._begin_iteration, run._draw, between)
     return fresh

@@ -15,8 +15,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import zero_torch
 from tests.support.models import Tokens
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
@@ -24,7 +27,8 @@ from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.saving.departure import Departure, choose_departure
+from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.saving.departure import Departure, Script, choose_departure
 from zero_contract import worker as contract
 from zero_contract.errors import CommitRefused, PeerLost
 from zero_contract.worker import (
@@ -188,6 +192,41 @@ def test_how_to_leave_follows_from_what_the_script_has_done(
         engines=engines,
     )
     assert departure is expected
+
+
+NEWEST, BEST = place("newest"), place("best")
+
+
+@pytest.mark.parametrize(
+    ("begins", "saves", "expected"),
+    [
+        ([], [BEST], BEST),
+        ([], [BEST, NEWEST], None),
+        ([(NEWEST, True)], [BEST], NEWEST),
+        ([(NEWEST, True), (BEST, True)], [BEST], NEWEST),
+        ([(NEWEST, False)], [], NEWEST),
+        ([(NEWEST, False)], [BEST], None),
+        ([(NEWEST, False)], [BEST, NEWEST, BEST], NEWEST),
+    ],
+)
+def test_a_worker_saves_by_itself_only_where_the_next_start_loads_for_certain(
+    begins: list[tuple[Place, bool]], saves: list[Place], expected: Place | None
+) -> None:
+    script = Script()
+    for where, is_own in begins:
+        script.resumes(where, is_own=is_own)
+    for where in saves:
+        script.saves(where)
+    assert script.leaves_to == expected
+    departure, _ = choose_departure(
+        directory_known=True,
+        script_has_state=False,
+        script_has_saved=True,
+        script_asks=False,
+        in_doubt=script.leaves_to is None,
+    )
+    expects = Departure.AWAIT_SAVE if expected is None else Departure.SAVE_AND_LEAVE
+    assert departure is expects
 
 
 # ---- what the agent hears ----
@@ -363,6 +402,36 @@ def drained_between_two_places(root: str, best_first: bool) -> tuple[int | None,
 def test_a_worker_leaves_with_a_checkpoint_where_its_script_has_loaded_from(
     worlds: WorldPool, tmp_path: Path, best_first: bool
 ) -> None:
-    """Not where the script keeps the best so far."""
+    """Not where the script keeps the best so far, which it has saved if that comes first."""
     found = worlds.run(2, drained_between_two_places, str(tmp_path), best_first)
-    assert found == [(ExitCode.LEFT, [1, 3])] * 2
+    assert found == [(ExitCode.LEFT, [3 if best_first else 1, 3])] * 2
+
+
+def drained_without_a_loader(root: str) -> tuple[Any, list[int]]:
+    """A run that tells its client state saves the best so far in the step that it leaves after."""
+    places, code = [f"{root}/best", f"{root}/newest"], None
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with under_agent(root, leave_after=2):
+        run = zero_torch.protect(model, optimizer)
+        run.keep_client_state(lambda: {"position": run.global_step})
+        run.load(places[1])
+        try:
+            for step in range(1, 9):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                if step == 3:
+                    wait_for(lambda: run._link.leave_asked, 60, "the agent's message")
+                if step in (1, 3):
+                    run.save(places[0])
+        except SystemExit as ending:
+            code = ending.code
+        finally:
+            run._link.close()
+    return code, [find(Path(place)).candidates[0].manifest.step for place in places]
+
+
+def test_without_a_loader_the_best_is_saved_before_its_worker_leaves(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(2, drained_without_a_loader, str(tmp_path)) == [(ExitCode.LEFT, [3, 3])] * 2

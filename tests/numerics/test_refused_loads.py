@@ -52,7 +52,7 @@ def save_another_model(case: tuple[Any, ...], path: str, root: str) -> None:
 
 
 def everything(engine: Engine) -> tuple[Any, ...]:
-    where = persistence_of(engine).script.directory
+    where = persistence_of(engine).script.leaves_to
     return state_of(engine), fingerprint(engine), engine.global_steps, engine.micro_steps, where
 
 

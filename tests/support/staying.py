@@ -10,6 +10,7 @@ import queue
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from zero_comm.worker.distributed import MEETING
 from zero_contract import worker as contract
 from zero_contract.channel import Channel
 from zero_contract.hub import Hub
-from zero_contract.worker import Join, Leave, Message, When
+from zero_contract.worker import ExitCode, Join, Leave, Message, When
 
 _NEVER = 1 << 62
 
@@ -118,6 +119,7 @@ class Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             contract.ENV_SOCKET: self._channel.path,
             contract.ENV_ROUND: str(self._round),
+            contract.ENV_RUN: "the job",
         }
 
     def leave_at(self, step: int, *, stay: bool = True) -> int:
@@ -165,6 +167,56 @@ class Job:
                     self._channel.send(each, lost)
         self.members[victim].join(60)
         assert self.members[victim].exitcode == -signal.SIGKILL
+
+    def ask_at(self, step: int) -> None:
+        """Ask the workers to leave when one has done this step."""
+        self._until.value = step
+        while not self._asked:
+            with suppress(queue.Empty):
+                _, message = self._inbox.get(timeout=0.1)
+                if isinstance(message, contract.Progress) and message.step >= step:
+                    self._asked = True
+            if all(member.exitcode is not None for member in self.members):
+                break
+        leave = Leave(round=self._round, when=When.BOUNDARY, reason="a node joins")
+        for each in range(len(self.members)):
+            self._channel.send(each, leave)
+        self.run_on()
+
+    def parted(self) -> list[int] | None:
+        """Wait until each worker has ended, or waits for the next round; who waits.
+
+        None: the script has come to its end.
+        """
+        stay: dict[int, bool] = {}
+        lost = Leave(round=self._round, when=When.LOST, reason="a worker is lost")
+
+        def ended(rank: int) -> bool:
+            return self.members[rank].exitcode is not None
+
+        def are_parted() -> bool:
+            with suppress(queue.Empty):
+                while True:
+                    rank, message = self._inbox.get_nowait()
+                    if isinstance(message, contract.Left):
+                        stay[rank] = message.stays
+            ranks = range(len(self.members))
+            gone = [rank for rank in ranks if ended(rank) or stay.get(rank)]
+            killed = any(self.members[rank].exitcode == -signal.SIGKILL for rank in gone)
+            if killed:
+                for rank in set(ranks) - {*gone}:
+                    self._channel.send(rank, lost)
+            return len(gone) == len(self.members)
+
+        wait_for(are_parted, 90, "all workers have left")
+        codes = [member.exitcode for member in self.members]
+        if all(code == 0 for code in codes):
+            return None
+        of_who_leaves = {None, 0, ExitCode.LEFT, ExitCode.PEER_LOST}
+        # DDP's own exchanges fail as torch says when a peer dies within them.
+        of_loss = {-signal.SIGKILL, 1} if -signal.SIGKILL in codes else set()
+        assert {*codes} <= of_who_leaves | of_loss, codes
+        return [rank for rank in sorted(stay) if stay[rank] and not ended(rank)]
 
     def wait_for_meeting(self) -> None:
         """Wait until a worker waits for the others of its round."""

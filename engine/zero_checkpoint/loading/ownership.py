@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from zero_checkpoint.files.place import Place
-from zero_checkpoint.format.manifest import MANIFEST
+from zero_checkpoint.format.manifest import MANIFEST, Manifest
 from zero_checkpoint.format.parse import ManifestError
 from zero_checkpoint.loading.candidates import committed, read_manifest
 from zero_contract import worker as contract
@@ -60,6 +60,11 @@ def loaded(root: Place, present: Iterable[str], of_runs: Iterable[str]) -> None:
     """
     _seen.names[_key(root)] = set(present)
     _seen.continued += [run for run in of_runs if run not in _seen.continued]
+
+
+def is_own(manifest: Manifest) -> bool:
+    """Whether this run has saved a checkpoint; without an agent, it or one that it continues."""
+    return contract.ENV_RUN not in os.environ or manifest.runs[-1:] == runs()[-1:]
 
 
 def written(root: Place, name: str) -> None:

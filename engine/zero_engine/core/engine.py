@@ -472,7 +472,7 @@ class Engine(WholeWeights):
 
         Inside of a step it is that of the step before.
         """
-        self._come_back()
+        come_back(self._session, calls=True)
         self._core.moved.need("save_checkpoint()")
         if self._micro_steps.is_begun() and self.global_rank == 0:
             _log.warning(
@@ -526,7 +526,7 @@ class Engine(WholeWeights):
         Returns:
             The path of the checkpoint and its client state, or (None, {}) if there is none yet.
         """
-        self._come_back()
+        come_back(self._session, calls=True)
         self._core.moved.need("load_checkpoint()", refills=True)
         if self._micro_steps.is_begun():
             self._micro_steps.begin_again()
@@ -543,7 +543,7 @@ class Engine(WholeWeights):
         self, every_steps: int | None = None, every_s: float | Literal["auto"] | None = None
     ) -> bool:
         """Whether to save now; see `zero_step.Session.due`."""
-        self._come_back()
+        come_back(self._session, calls=True)
         return self._session.due(every_steps, every_s)
 
     @property

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.numerics.promises.back_ends import BACK_ENDS, WITH_EVERYTHING, training
@@ -94,6 +97,47 @@ def test_all_ranks_leave_at_one_boundary_with_a_save_from_which_another_goes_on_
     world = BACK_ENDS[other]
     found = worlds.run(world, resumed, str(tmp_path), other)
     assert found == [(saved, client, undisturbed[2])] * world
+
+
+def evaluates(root: str, back_end: str, asked: bool) -> tuple[int | None, list[int], str]:
+    """Evaluates in front of every third step; the steps before which it has, and the last hash."""
+    with under_agent(root, leave_after=2) if asked else nullcontext():
+        own = training(WITH_EVERYTHING, back_end)
+        own.load(f"{root}/checkpoints")
+        code, evaluated = None, list[int]()
+        try:
+            while own.step < UNTIL:
+                for (batch,) in own.loader:
+                    if own.step % 3 == 0 and own.step not in evaluated:
+                        evaluated.append(own.step)
+                        with torch.no_grad():
+                            own.called.eval()(batch)
+                        own.called.train()
+                    if asked and own.step == 2:
+                        wait_for(lambda: own.session._link.leave_asked, 60, "the agent's message")
+                    own.backward(batch)
+                    own.end()
+                    if own.step == UNTIL:
+                        break
+        except SystemExit as ending:
+            code = ending.code
+        finally:
+            own.session._link.close()
+    return code, evaluated, own.hash() if code is None else ""
+
+
+@pytest.mark.parametrize("back_end", ["plain", "ddp", "fsdp2", "stage1", "stage3"])
+@pytest.mark.corners(back_end=["ddp", "stage1"])
+def test_who_is_asked_to_leave_before_an_evaluation_in_front_of_a_step_leaves_without_it(
+    worlds: WorldPool, tmp_path: Path, back_end: str
+) -> None:
+    """And the next start makes it."""
+    root, world = str(tmp_path), BACK_ENDS[back_end]
+    (alone,) = worlds.run(1, evaluates, str(tmp_path), "plain", False)
+    shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+    assert worlds.run(world, evaluates, root, back_end, True) == [(ExitCode.LEFT, [0], "")] * world
+    again = worlds.run(world, evaluates, root, back_end, False)
+    assert again == [(None, [3], alone[2])] * world
 
 
 def with_another_seed(root: str, back_end: str) -> list[str]:

@@ -54,8 +54,8 @@ class Life:
     def __init__(
         self, recipe: Recipe, kind: str, victim: int = -1, moment: str = "", step: int = 0
     ) -> None:
-        sections = {**recipe.sections, "checkpoint": {"ram": {}}}
-        sections["elastic"] = {**sections.get("elastic", {}), "in_place": True}
+        sections = {"checkpoint": {"ram": {}}, **recipe.sections}
+        sections["elastic"] = {"in_place": True, **sections.get("elastic", {})}
         self.own = training(replace(recipe, sections=sections), kind)
         self.cursor: Any = self.own.session._training.cursor
         self._dies = os.environ.get(ENV_ROUND) == "1" and dist.get_rank() == victim
@@ -71,6 +71,12 @@ class Life:
         if self._dies and (moment, self.own.step) == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _await_memory(self) -> None:
+        # A rank knows at the end of the next step that one is in memory.
+        ram = persistence_of(getattr(self.own, "engine", self.own.session)).ram
+        if ram is not None:
+            wait_for(partial(_is_kept, ram), 60, "the step is in memory")
+
     def live(self, directory: str) -> tuple[str, int]:
         own = self.own
         own.load(directory)
@@ -78,10 +84,7 @@ class Life:
             for (batch,) in own.loader:
                 if self.cursor.micro == 0:
                     own.prepare(own.step)
-                # A rank knows at the end of the next step that one is in memory.
-                present = persistence_of(getattr(own, "engine", own.session))
-                if present.ram is not None:
-                    wait_for(partial(_is_kept, present.ram), 60, "the step is in memory")
+                self._await_memory()
                 self.reach("a draw")
                 own.backward(batch)
                 self.reach("a step")
