@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from zero_data.global_batch import Cursor, strided
+from zero_data.position_loader import LoopCalls
 from zero_torch.loader import in_order
 
 SIZE = 6
@@ -43,7 +44,7 @@ def test_worker_processes_begin_and_live_as_the_scripts_loader_says() -> None:
     )
     told: list[str] = []
     batches = in_order(loader, 1, Cursor(), 0, strided(1), 1, torch.atleast_2d)
-    batches.calls = tuple(partial(told.append, at) for at in ("begin", "-", "end"))
+    batches.calls = LoopCalls(*(partial(told.append, at) for at in ("begin", "-", "end")))
     assert [batch.tolist() for batch in batches] == [[100, 101], [102, 103], [104, 105]]
     assert told == ["begin", "-", "-", "-", "end"]
     own = batches._loader
