@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.numerics.promises.back_ends import OfEngine, Recipe
 from tests.numerics.promises.test_combinations import SCRIPTS
-from tests.numerics.promises.test_staying_anywhere import BEHIND, UNTIL, Life, follow, staying
+from tests.numerics.promises.test_staying_anywhere import BEHIND, UNTIL, Life, staying
 from tests.support.staying import Job
 from tests.support.world import WorldPool
 from zero_contract.worker import ENV_ROUND
@@ -123,9 +123,11 @@ class Keeper(Life):
         if path is None and self.habits["begins"]:
             assert self.load(str(self.root / "before"), None, self.habits["begins"])[0] is not None
 
-    def behind(self) -> None:
-        """What the script does behind a step."""
-        follow(self.own.module, self.own.optimizer)
+    def behind(self, step: int) -> None:
+        if dist.get_rank() == 0:
+            with (self.root / "steps").open("a") as file:
+                file.write(f"{self.own.step}\n")
+        super().behind(step)
         self.state["behind"] = [*self.state["behind"], self.own.step]
         self.save_best()
         self.go_back()
@@ -138,23 +140,7 @@ class Keeper(Life):
         own = self.own
         self.begin()
         while own.step < UNTIL:
-            for (batch,) in own.loader:
-                if self.cursor.micro == 0:
-                    own.prepare(own.step)
-                self._await_memory()
-                self.reach("a draw")
-                own.backward(batch)
-                self.reach("a step")
-                before = own.step
-                own.end()
-                if own.step > before:
-                    if dist.get_rank() == 0:
-                        with (self.root / "steps").open("a") as file:
-                            file.write(f"{own.step}\n")
-                    self.behind()
-                self.reach(BEHIND)
-                if own.step == UNTIL:
-                    break
+            self.train_epoch()
             if self.habits["epoch"]:
                 self.save(self.newest)
         ended, samples = own.hash(), self.cursor.samples

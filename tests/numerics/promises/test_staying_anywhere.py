@@ -77,26 +77,35 @@ class Life:
         if ram is not None:
             wait_for(partial(_is_kept, ram), 60, "the step is in memory")
 
+    def train_epoch(self) -> None:
+        """To its end, or to that of the run."""
+        own = self.own
+        for (batch,) in own.loader:
+            if self.cursor.micro == 0:
+                own.prepare(own.step)
+            self._await_memory()
+            self.reach("a draw")
+            own.backward(batch)
+            self.reach("a step")
+            before = own.step
+            own.end()
+            if own.step > before:
+                self.behind(before)
+            self.reach(BEHIND)
+            if own.step == UNTIL:
+                break
+
+    def behind(self, step: int) -> None:
+        """What the script does behind a step, which had this number."""
+        follow(self.own.module, self.own.optimizer)
+        if self.own.recipe.metric is not None:
+            self.own.scheduler.step(self.own.recipe.metric(step))
+
     def live(self, directory: str) -> tuple[str, int]:
         own = self.own
         own.load(directory)
         while own.step < UNTIL:
-            for (batch,) in own.loader:
-                if self.cursor.micro == 0:
-                    own.prepare(own.step)
-                self._await_memory()
-                self.reach("a draw")
-                own.backward(batch)
-                self.reach("a step")
-                before = own.step
-                own.end()
-                if own.step > before:
-                    follow(own.module, own.optimizer)
-                    if own.recipe.metric is not None:
-                        own.scheduler.step(own.recipe.metric(before))
-                self.reach(BEHIND)
-                if own.step == UNTIL:
-                    break
+            self.train_epoch()
         result = own.hash(), self.cursor.samples
         own.close()
         return result
