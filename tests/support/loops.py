@@ -315,9 +315,9 @@ class Program:
             with suppress(ZeroError):
                 next(iter(self.trainer.loader))
         self._untrained = False
-        if batch is None:
+        while batch is None:  # once more behind the end of an epoch at which the run was saved
             self._loop = ahead(self.trainer.loader, self._depth)
-            batch = next(self._loop)
+            batch = next(self._loop, None)
         return batch
 
     def settle(self) -> None:
