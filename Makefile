@@ -54,7 +54,7 @@ searches: SEED ?= $(shell date +%s)
 searches: MINUTES ?= 60
 searches: MODEL ?= --nodes 3
 searches: WALK ?= 100000
-searches: SEARCHED ?= tests/unit tests/contract tests/simulation tests/numerics/test_random_models.py tests/numerics/promises/test_combinations.py tests/numerics/promises/test_staying_anywhere.py
+searches: SEARCHED ?= tests/unit tests/contract tests/simulation tests/numerics/test_random_models.py tests/numerics/promises/test_combinations.py tests/numerics/promises/test_staying_anywhere.py tests/numerics/promises/test_several_places.py
 searches: SEED := $(SEED)
 searches: dev
 	@echo "the same searches again: make searches SEED=$(SEED)"
