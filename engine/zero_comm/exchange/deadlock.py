@@ -166,6 +166,7 @@ class DeadlockDetector:
 
     def end(self, what: str) -> None:
         """Note that this rank begins nothing any more: it waits for all others to do the same."""
+        _OPEN.discard(self)  # once: the host of the store may end after that
         if self._world > 1:
             turn = self.begin(what)
             with suppress(RuntimeError):
