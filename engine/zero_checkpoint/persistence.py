@@ -327,6 +327,11 @@ class Persistence:
         return self.ram is not None and self.ram.kept_step is not None
 
     @property
+    def newest_in_memory(self) -> int:
+        """The newest step of which the ranks have begun to keep one; 0: none."""
+        return 0 if self.ram is None else self.ram.begun_step
+
+    @property
     def known_to_script_alone(self) -> bool:
         """Whether the script has state that a checkpoint made by the engine alone would lack."""
         script = self.script

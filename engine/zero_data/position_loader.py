@@ -190,6 +190,11 @@ class PositionLoader(ABC, Generic[Ordered]):
         """Of the newest iteration."""
         self._iterates = False
         """Whether it is not left."""
+        self._over: int | None = None
+        """The epoch that it is over, or was."""
+        self._since = 0, False
+        """The first state that has what the script does behind its loops over the epochs before:
+        the step, and whether it is one of between two loops."""
         self._thread = threading.get_ident()
         self.draws = Draws(cursor)
         self.last: Ticket | None = None
@@ -218,6 +223,15 @@ class PositionLoader(ABC, Generic[Ordered]):
         For libraries, which count epochs themselves, and take one without a batch for an error.
         """
         self._cursor.loop = None
+
+    def lacks(self, step: int | None = None) -> bool:
+        """Whether a state lacks what the script has done behind a loop over an epoch.
+
+        The state: that of a step, kept in a loop; None: where the run is, after a load.
+        """
+        cursor = self._cursor
+        at = (cursor.step, cursor.loop is None) if step is None else (step, False)
+        return at < self._since
 
     @abstractmethod
     def read(self, until: int) -> Iterator[tuple[Ticket, Any]]:
@@ -266,6 +280,8 @@ class PositionLoader(ABC, Generic[Ordered]):
         iteration = self._newest = object()
         until = self.epoch
         self._iterates, self._cursor.loop = True, until
+        if until != self._over:
+            self._over, self._since = until, max(self._since, (self._cursor.step, False))
         self.comes_back = not self.elsewhere
         try:
             for batch in self._until(until, iteration) if self.order.epoch == until else ():
@@ -275,6 +291,7 @@ class PositionLoader(ABC, Generic[Ordered]):
                     yield batch
                 else:  # the batch is of a position before
                     self.draws.withdraw()
+            self._since = self._cursor.step, True
         finally:
             if self._newest is iteration:
                 self._iterates, self._cursor.loop, self.comes_back = False, None, False

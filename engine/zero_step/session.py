@@ -7,7 +7,6 @@ the script lets the training save itself.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from torch import nn
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import place
-from zero_checkpoint.options import FAIL, IGNORE, Checkpoint
+from zero_checkpoint.options import Checkpoint
 from zero_checkpoint.persistence import NOTES as OF_PERSISTENCE
 from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.saving.departure import ClientSource, Departure, choose_departure
@@ -33,6 +32,7 @@ from zero_contract.errors import CommitRefused, PeerLost, ZeroError
 from zero_contract.worker import ExitCode, Progress
 from zero_step.forward_writes import ForwardWrites
 from zero_step.staying import Staying
+from zero_step.tags import agree_on_tag, text_of
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ _SAVED_ALONE = (
     "save: rank {} has called it and rank {} has not; nothing is saved before all have called it, "
     "each of which writes a part of the state: call it on all ranks"
 )
+_CLIENT_STATE = "the script takes its client state from its load, which is not called again"
+_BEHIND = "no checkpoint has what the script has done behind its last loop over an epoch"
 _SAVE, _LOAD, _CLOSE = "a save", "a load", "the end of the training"
 """Calls of all ranks, as the detector of deadlocks names them."""
 NOTES = OF_PERSISTENCE + 3
@@ -325,8 +327,12 @@ class Session:
         """Why this process cannot go on if a peer is lost in this step; empty: it can."""
         if why_not := self._why_not_stay(in_step=True):
             return why_not
-        kept = self._persistence.is_in_memory
-        return "" if kept else "no checkpoint is in memory yet; see checkpoint.ram"
+        if not self._persistence.is_in_memory:
+            return "no checkpoint is in memory yet; see checkpoint.ram"
+        if self._persistence.script.client_source is not None:
+            return _CLIENT_STATE
+        assert self.staying is not None
+        return _BEHIND if self.staying.lacks(self._persistence.newest_in_memory) else ""
 
     def _go_on(self, environ: Mapping[str, str]) -> None:
         """Found the next round's group, and go on with a session in this one's place.
@@ -338,6 +344,7 @@ class Session:
             SystemExit: That does not go as planned; the process is started anew.
         """
         self._link.remove(self._persistence.number)
+        step = self._training.cursor.step
         try:
             staying = self.staying
             assert staying is not None
@@ -349,6 +356,11 @@ class Session:
             session._persistence.script = self._persistence.script
             if session.load(staying.directory) is None:
                 raise CheckpointError(f"there is no checkpoint in {staying.directory} any more")
+            if staying.lacks():
+                raise CheckpointError(_BEHIND)
+            goes_back = session._training.cursor.step < step
+            if goes_back and session._persistence.script.client_source is not None:
+                raise CheckpointError(_CLIENT_STATE)
             session.staying = staying
             staying.in_step = False
             staying.loaded(resumed=True)
@@ -554,47 +566,3 @@ def come_back(session: Session, *, calls: bool = False) -> None:
         session._depart_if_asked()
         if session.staying is not None:
             session.staying.end_step()
-
-
-# ---- the name of a checkpoint ----
-# It is rank 0's. Ranks with another name are logged, or the save is refused before anything is
-# written, see checkpoint.tag_validation: DeepSpeed's key, whose tutorials name checkpoints after a
-# rank's own loss.
-
-
-class TagsDiffer(CheckpointError, AssertionError):
-    """Ranks gave a checkpoint different names, which DeepSpeed asserts."""
-
-
-def text_of(tag: object) -> str | None:
-    """The name that a script has given, as text; None without one.
-
-    DeepSpeed takes the text of anything, and its tutorials give a loss.
-    """
-    return None if tag in (None, "") else str(tag)
-
-
-def agree_on_tag(tag: str | None, mode: str, collectives: Collectives) -> None:
-    """Compare the names that the script gave on the ranks. Collective, if it gave one.
-
-    Raises:
-        TagsDiffer: They differ, and `mode` is FAIL; on every rank.
-    """
-    if tag is None or mode == IGNORE or collectives.world == 1:
-        return
-    # Python's own hash of a text is another one in each process.
-    own = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "big", signed=True)
-    digest = torch.tensor([own], device="cpu")
-    digests = collectives.everybodys(digest, "the name of a checkpoint").flatten()
-    others = [rank for rank, digest in enumerate(digests.tolist()) if digest != digests[0]]
-    if not others:
-        return
-    what = (
-        f"save_checkpoint(tag={tag!r}): rank{'s' if len(others) > 1 else ''} "
-        f"{', '.join(map(str, others))} gave another name than rank 0; name it after a value that "
-        "is equal on all ranks, such as engine.global_steps or engine.mean_loss"
-    )
-    if mode == FAIL:
-        raise TagsDiffer(what)
-    if collectives.rank == 0:
-        _log.warning("%s: rank 0's name is used", what)

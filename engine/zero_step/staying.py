@@ -93,6 +93,8 @@ class Staying:
         """Whether the script has trained in this process."""
         self._since_step: Standing | None = None
         """The `standing` at the end of the last step; None: since then a micro-step has begun."""
+        self.loader: PositionLoader[Any] | None = None
+        """That of the script's loop, once it is known."""
         self.resumed = False
         """Whether its round began with a checkpoint of the step at which this process is."""
 
@@ -158,10 +160,15 @@ class Staying:
 
         It must run the batch in this round: here it comes back, and not at the next forward.
         """
+        self.loader = loader
         if loader.elsewhere or loader.draws.waiting > 1:
             self.forbid("the loop draws batches ahead")
         if are_away:
             self.forbid("the loop draws its next batch while states are offloaded")
+
+    def lacks(self, step: int | None = None) -> bool:
+        """See `PositionLoader.lacks`."""
+        return self.loader is not None and self.loader.lacks(step)
 
     def end_step(self) -> None:
         """Note that the script gets the end of a step back."""

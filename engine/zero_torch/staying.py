@@ -45,7 +45,7 @@ def stay(run: Run, again: Callable[..., Run], began: Standing, came_after_s: flo
     why_not = _why_not(run, began)
     wrapping = (1, 0, 0) if not why_not else began
     staying = Staying(partial(_make_again, ref(run), again), wrapping, came_after_s, why_not)
-    run.staying = staying
+    run.staying, staying.loader = staying, run.loader
     if not staying.why_not:  # else no newcomer warms up for the sake of the others
         link = agent_link(dist.get_rank())
         link.announce(Ability.BOUNDARY, Ability.REJOIN)

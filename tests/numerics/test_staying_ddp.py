@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
 from tests.numerics.test_staying import ENDS_OF_EPOCHS, wait_until_kept
+from tests.support.inside import await_memory
 from tests.support.lane_data import Rows, StatefulRows
 from tests.support.loops import ahead
 from tests.support.staying import Job
@@ -321,6 +322,7 @@ def killed(directory: str, turn: Any, options: dict[str, Any], moment: str, vict
     steps = set()
     for _ in range(run.loader.epoch, EPOCHS):
         for (batch,) in run.loader:
+            await_memory(run)  # else nothing of this epoch may be in it
             before = run.global_step
             turn(model, optimizer, run, batch)
             follow(model, optimizer, options, run.global_step - before)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.numerics.test_staying import SETTINGS, STEPS, follow, made, put
-from tests.support.inside import session_of
+from tests.support.inside import await_memory, session_of
 from tests.support.staying import Job
 from tests.support.training import config, fingerprint
 from tests.support.world import forkserver
@@ -43,6 +43,7 @@ def killed(directory: str, settings: dict[str, Any], moment: str, victim: int) -
     losses: dict[int, float] = {}
     while engine.global_steps < STEPS:
         for batch in engine.training_dataloader:
+            await_memory(engine)  # else nothing of this epoch may be in it
             loss = engine(batch)
             if plain:
                 (engine.scale(loss) if "fp16" in settings else loss).backward()

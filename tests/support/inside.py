@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.waiting import wait_for
 from zero_checkpoint.persistence import Persistence
 from zero_comm import waiting
 from zero_comm.exchange import collectives
@@ -22,6 +23,13 @@ def session_of(training: Engine | Session) -> Session:
 def persistence_of(training: Engine | Session) -> Persistence:
     """What saves and loads it."""
     return session_of(training)._persistence
+
+
+def await_memory(training: Engine | Session) -> None:
+    """Wait until what is being kept in memory is there; a rank knows of it at its next step."""
+    ram = persistence_of(training).ram
+    if ram is not None:
+        wait_for(lambda: not ram.busy, 60, "the step is in memory")
 
 
 @contextmanager

@@ -237,6 +237,14 @@ class Job:
         self.run_on()
         self._channel.hang_up()
 
+    def to_end(self) -> list[Any]:
+        """What the processes return whose script ends; others start anew, in further rounds."""
+        self.run_on()
+        while (stay := self.parted()) is not None:
+            self.begin(stay, joining=len(self.members) - len(stay))
+            self.run_on()
+        return self.end()
+
     def end(self) -> list[Any]:
         """What the processes of the round return."""
         self.run_on()

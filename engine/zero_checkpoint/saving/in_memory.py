@@ -113,7 +113,8 @@ class InMemoryCheckpoints:
         self._newest: Callable[[], tuple[int, int] | None] = lambda: None
         self._needed_bytes = 0
         self._off = False
-        self._last_step = 0
+        self.begun_step = 0
+        """The newest step whose save has begun, or that was loaded."""
         self.kept_step: int | None = None
         """The newest step in memory, as far as this worker knows."""
         self._logged, self._logged_s = "", 0.0
@@ -142,7 +143,7 @@ class InMemoryCheckpoints:
         `chosen` is None if it was on disk; `step` is 0 without one.
         """
         self._settle(root)
-        self._last_step = step
+        self.begun_step = step
         self.kept_step = step if chosen is not None else None
         search, self._search = self._search or MemorySearch(self._node, self.place), None
         search.forget_others(root, chosen)
@@ -166,7 +167,7 @@ class InMemoryCheckpoints:
         if self._off or some_rank_busy:
             return False
         self._take_outcome()  # no rank was busy, so every rank knows how the last save has ended
-        return not self._off and step - self._last_step >= self._config.every_steps
+        return not self._off and step - self.begun_step >= self._config.every_steps
 
     def begin(
         self,
@@ -184,7 +185,7 @@ class InMemoryCheckpoints:
         """
         if root != self._root:
             self._settle(root)
-        step = self._last_step = int(state.meta["engine"]["step"])
+        step = self.begun_step = int(state.meta["engine"]["step"])
         tag = f"global_step{step}"
         image = self._snapshot(state, lay_out) if problem is None else None
         self._problem = str(problem) if problem is not None else self._problem

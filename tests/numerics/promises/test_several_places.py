@@ -202,7 +202,7 @@ def disturbed(job: Job, root: Path, changes: list[Change], in_place: bool) -> li
         stay = [each for each in stay if what == "joins" or each != rank]
         stay = stay[: wanted[what]]
         job.begin(stay, joining=wanted[what] - len(stay))
-    return [found for _, found in job.end()]
+    return [found for _, found in job.to_end()]
 
 
 CHANGES = st.lists(
@@ -237,8 +237,6 @@ HABITS = st.fixed_dictionaries(
 def possible(habits: Habits, kind: str, changes: list[Change], in_place: bool) -> Habits:
     """These habits, as far as the script can have them."""
     habits = {**habits, "saves back": any(what == "dies" for what, *_ in changes)}
-    if in_place and habits["state"]:
-        habits["state"] = ""  # its variables are those of a process
     if not kind.startswith(("stage", "offload")):
         habits["begins"] = "all" if habits["begins"] else ""
         habits["back"] = habits["back"] and (habits["back"][0], "all")
@@ -299,6 +297,10 @@ CASES: dict[str, tuple[Habits, list[Change]]] = {
     "the best in the step in which a worker leaves": ({}, [("joins", 0, "", 3)]),
     "the best aside, in that step": ({"best": "aside"}, [("joins", 0, "", 3)]),
     "the best, before a peer dies": ({"ram": True}, [("dies", 1, "between saves", 4)]),
+    "what it has counted, where a peer dies": (
+        {"state": "kept", "ram": True, "each": 4},
+        [("dies", 1, BEHIND, 5)],
+    ),
     "where it begins, and not where it has its first weights from": (
         {"begins": "all", "each": 9},
         [("leaves", 0, "", 3)],
