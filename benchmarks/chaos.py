@@ -135,7 +135,10 @@ class Run:
             return
         self.say(text)
         at_s = time.monotonic()
-        self.happened.append(Happened(fault.kind, row.kind.free, at_s, at_s + fault.for_s))
+        kind, until_s = row.kind, at_s + fault.for_s
+        self.happened.append(
+            Happened(fault.kind, kind.free, at_s, until_s, fault.job, kind.unknown_s)
+        )
         if undo is not None:
             self._later(at_s + fault.for_s, undo)
 

@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from chaos_cluster import ChaosCluster
+from chaos_cluster import HANG_S, ChaosCluster
 from chaos_schedule import GUEST, JOBS, MEMBERS, NODES, Fault, Kind, Subject
+
+from zero_agent.loop.config import AgentConfig
+from zero_agent.loop.link_watch import TURN_S, TURNS
 
 
 class NotNow(Exception):
@@ -309,6 +312,9 @@ def _drop_one_way(cluster: ChaosCluster, fault: Fault) -> Undo:
     return _cut(cluster, fault, "drop", one_way=True)
 
 
+LEASE_S = AgentConfig.lease_ttl_s
+LOOK_S = TURNS * TURN_S
+"""How long a look at a link that does not answer takes."""
 ON, NODE, LINK = Subject.JOB_ON_NODE, Subject.NODE, Subject.LINK
 ETCD, DISK, JOB = Subject.ETCD, Subject.DISK, Subject.JOB
 
@@ -316,21 +322,23 @@ FAULTS: dict[str, Row] = {
     "a worker is killed": Row(Kind(ON, weight=4), _kill_worker),
     "an agent is killed": Row(Kind(ON, (2, 6), weight=2), _kill_agent),
     "a node is killed": Row(Kind(NODE, (3, 10), weight=2), _kill_node),
-    "a node loses power": Row(Kind(NODE, (5, 12)), _power_off),
+    "a node loses power": Row(Kind(NODE, (5, 12), unknown_s=LEASE_S), _power_off),
     "a job loses all nodes and its memory": Row(Kind(JOB, (1, 3)), _kill_job),
     "a worker stands still": Row(Kind(ON, (0.5, 2), free=True), _freeze_worker),
-    "a worker hangs": Row(Kind(ON, (25, 30)), _freeze_worker),
+    "a worker hangs": Row(Kind(ON, (25, 30), unknown_s=HANG_S), _freeze_worker),
     "an agent stands still": Row(Kind(ON, (0.5, 1.5), free=True), _freeze_agent),
     "an agent stands still for longer than its lease": Row(Kind(ON, (6, 10)), _freeze_agent),
     "a node stands still": Row(Kind(NODE, (0.5, 1.5), free=True), _freeze_node),
-    "a node stands still for longer than its lease": Row(Kind(NODE, (6, 10)), _freeze_node),
+    "a node stands still for longer than its lease": Row(
+        Kind(NODE, (6, 10), unknown_s=LEASE_S), _freeze_node
+    ),
     "a node is slow": Row(Kind(NODE, (10, 15)), _slow_node, _needs_group),
-    "a link drops": Row(Kind(LINK, (8, 15)), _drop),
-    "a link drops one way": Row(Kind(LINK, (8, 15)), _drop_one_way),
+    "a link drops": Row(Kind(LINK, (8, 15), unknown_s=LOOK_S), _drop),
+    "a link drops one way": Row(Kind(LINK, (8, 15), unknown_s=LOOK_S), _drop_one_way),
     "a link resets": Row(Kind(LINK, (8, 15)), _reset),
-    "a node is isolated": Row(Kind(NODE, (8, 15)), _isolate),
+    "a node is isolated": Row(Kind(NODE, (8, 15), unknown_s=LEASE_S), _isolate),
     "a node does not reach etcd": Row(Kind(NODE, (8, 15)), _from_etcd),
-    "two nodes do not reach the others": Row(Kind(LINK, (8, 15)), _split),
+    "two nodes do not reach the others": Row(Kind(LINK, (8, 15), unknown_s=LOOK_S), _split),
     "a slow link": Row(Kind(NODE, (10, 15)), _slow_link),
     "etcd's leader is killed": Row(Kind(ETCD, (2, 5), weight=2, free=True), _kill_leader),
     "a member of etcd stands still": Row(Kind(ETCD, (3, 8), free=True), _freeze_member),

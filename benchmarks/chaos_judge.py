@@ -41,6 +41,10 @@ class Happened:
     """It must cost no restart."""
     at_s: float
     until_s: float
+    job: str = ""
+    """The one that it hits; empty: it hits all."""
+    unknown_s: float = 0.0
+    """How long nobody can know of it."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,6 +66,11 @@ def standstills(
         yield fault.what, max(mine, default=0.0), lost_s
 
 
+def unknown_s(faults: Sequence[Happened], job: str) -> float:
+    """How long a job stands still while nobody can know of its faults, if it has those nodes."""
+    return sum(fault.unknown_s for fault in faults if fault.job in ("", job))
+
+
 def show(story: Story) -> None:
     table = Table(title="longest time between two steps, seconds: median (range)")
     for head in ("fault", "times", *story.steps, "each costs", "of all"):
@@ -85,11 +91,14 @@ def show(story: Story) -> None:
         used = add_up([read_goodput(item) for item in story.goodput[job]])
         total_ns = sum(used.values()) or 1
         lost = sum(used.get(use, 0) for use in LOST) / total_ns
+        end_s = max((at_s for at_s, _, _ in story.steps[job]), default=math.inf)
+        limits = unknown_s(story.faults, job) / (end_s - story.begin_s)
         done = sum(len(batch) for batch in record.batches)
         print(f"{job}: {in_parts(used)}")
         print(
             f"{job}: {lost:.1%} of {total_ns / 6e10:.0f} minutes of the nodes re-forming or "
-            f"repeating; {len(record.batches)} revisions, {done} changes, "
+            f"repeating (limits alone, of leases, links and hangs: {limits:.1%}); "
+            f"{len(record.batches)} revisions, {done} changes, "
             f"{len(record.manifests)} checkpoints, {len(record.exits)} agents ended"
         )
         print(

@@ -44,6 +44,8 @@ class Kind:
     """How often it is drawn, beside the others."""
     free: bool = False
     """It must cost no restart."""
+    unknown_s: float = 0.0
+    """While the job stands still and nobody can know why: a lease, a look, `--hang-timeout`."""
 
 
 @dataclass(frozen=True, order=True)

@@ -269,3 +269,17 @@ def test_each_fault_has_its_own_standstill_and_no_fault_has_none(chaos):
     steps = [(at_s, number, 0) for number, at_s in enumerate((9.5, 10.5, 13.5, 21.0, 26.0))]
     assert list(chaos.report.standstills(faults, steps)) == [("kill", 7.5, 9.5), ("cut", 5.0, 4.5)]
     assert list(chaos.report.standstills([], steps)) == []
+
+
+def test_what_limits_alone_cost_a_job_is_that_of_the_faults_that_hit_it(chaos):
+    kinds = {name: row.kind for name, row in chaos.faults.FAULTS.items()}
+    faults = [
+        chaos.judge.Happened(what, kinds[what].free, 0.0, 0.0, job, kinds[what].unknown_s)
+        for what, job in (
+            ("a worker hangs", "engine"),
+            ("a node loses power", ""),
+            ("a worker is killed", "engine"),
+        )
+    ]
+    assert chaos.report.unknown_s(faults, "engine") == 20 + 3
+    assert chaos.report.unknown_s(faults, "fsdp2") == 3
