@@ -250,7 +250,13 @@ class WorkerGroup:
         unwanted = [end for end in self.exits if not end.wanted]
         failures = [end for end in unwanted if _is_cause(end)]
         # A worker that lost its peers may end before the one that made it lose them.
-        return (failures or unwanted or self.exits)[0]
+        symptoms = [end for end in unwanted if end.symptom]
+        first = (failures or symptoms or unwanted or self.exits)[0]
+        ended = [str(end.rank) for end in self.exits if end.status == ExitCode.OK]
+        if not first.symptom or not ended:
+            return first
+        told = f"{first.message or 'a peer is gone'}; rank {', '.join(ended)} has ended with 0"
+        return replace(first, message=told)
 
 
 _OF_WARM_UP = (Workers.READY, Workers.STARTING)

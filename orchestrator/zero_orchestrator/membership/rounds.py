@@ -277,7 +277,9 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) ->
     silent = [one.node for one in symptoms if one.node in live - job.looked]
     if silent and seen.symptom_s < 2 * timing.symptom_patience_s:
         return Decision(None, f"{first}; waiting for what {_some(silent)} can reach")
-    return _interrupt(job, f"{first}, and no cause appeared", symptom=True)
+    ended = [one.id for one in job.members.nodes if one.id in job.done]
+    cause = f"the workers of {_some(ended)} have ended with 0" if ended else "no cause appeared"
+    return _interrupt(job, f"{first}, and {cause}", symptom=True)
 
 
 def _members_leave(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:

@@ -80,6 +80,12 @@ def test_a_worker_that_lost_its_peers_first_is_not_the_cause(tmp_path):
     assert found.state.value == "peer lost"
 
 
+def test_a_worker_that_lost_its_peers_names_those_that_had_ended(tmp_path):
+    found = group(tmp_path, [(1, 0), (2, 0), (0, ExitCode.PEER_LOST)])
+    told = "rank 0: a peer is gone; rank 1, 2 has ended with 0 (lost its peers)"
+    assert found.first_failure.summary == told
+
+
 @pytest.mark.parametrize(("gpus", "state"), [(True, Workers.PEER_LOST), (False, Workers.FAILED)])
 def test_a_worker_that_torchs_watchdog_ends_blames_no_host_that_has_gpus(
     tmp_path, monkeypatch, gpus: bool, state: Workers
