@@ -115,7 +115,7 @@ def leave_a_full_disk(root: str) -> int | None:
         def run() -> None:
             train(engine, 2)
             await_leave(engine)
-            train(engine, 3)
+            train(engine, 4)  # it leaves where the loop comes back behind step 3
 
         return exit_code_of(engine, run)
 

@@ -222,8 +222,13 @@ class Background:
         self._thread = threading.Thread(
             target=_run, args=(running, step, save), name="zero-checkpoint", daemon=False
         )
-        self._thread.start()
         self._running = running
+        try:
+            self._thread.start()
+        except BaseException:  # also of a signal handler, when the thread may run already
+            if running.cancel():
+                self._running = None
+            raise
 
     def wait(self, meanwhile: Callable[[], object] = lambda: None) -> Outcome | None:
         """The outcome of the save that was started last, once it has ended; None after that.
@@ -254,6 +259,8 @@ class Background:
 
 
 def _run(running: Future[Outcome], step: int, save: Callable[[OnPart], Place]) -> None:
+    if not running.set_running_or_notify_cancel():
+        return
     try:
         running.set_result(_outcome_of(step, save))
     except BaseException as error:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import LiveImage, write_file
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.saving.commit import own_layout, save
-from zero_checkpoint.saving.staging import StagingBuffer
+from zero_checkpoint.saving.staging import Background, StagingBuffer
 from zero_checkpoint.saving.staging_memory import (
     NoStagingMemory,
     PrivateStaging,
@@ -253,3 +254,38 @@ def test_what_the_kernel_drops_when_memory_is_needed_is_left(tmp_path):
         (tmp_path / "memory.stat").write_text(facts)
         with PrivateStaging().reserve(8 << 20) as memory:
             assert len(memory) == 8 << 20
+
+
+class Preempted(Exception):
+    """What a script raises in its handler of a signal."""
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "not begun"])
+def test_a_save_whose_begin_is_interrupted_is_in_flight_or_never_runs(monkeypatch, begun):
+    written, may_write = [], threading.Event()
+    starts = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if begun:
+            starts(thread)
+        raise Preempted
+
+    def save(_: object) -> str:
+        assert may_write.wait(60)
+        written.append("step 1")
+        return "step 1"
+
+    background = Background()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(Preempted):
+            background.start(1, save)
+    interrupted = background._thread
+    assert background.busy is begun
+    may_write.set()
+    if begun:
+        assert background.wait().path == "step 1"
+    else:
+        interrupted.start()
+        interrupted.join(60)
+    assert written == ["step 1"] * begun
