@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import zero_checkpoint
 import zero_deepspeed
+import zero_engine
+import zero_step
 from tests.support.saving import Gated, use
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
 from zero_checkpoint import find
+from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.saving.saver import Saver
 from zero_engine.core.engine import Engine
 
@@ -105,3 +113,75 @@ def test_who_interrupts_a_save_and_trains_on_finds_in_it_what_was_there_when_it_
     both = worlds.run(2, interrupt_a_save, str(tmp_path), stage, error)
     assert len(find(tmp_path).candidates) == 1
     assert worlds.run(2, load, str(tmp_path), stage) == both
+
+
+# ---- at any moment ----
+
+
+class Slow(Disk):
+    """A disk that writes nothing for a while, or until the script has trained on."""
+
+    def __init__(self) -> None:
+        self.trained = threading.Event()
+
+    def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
+        self.trained.wait(0.02)
+        super().write(file, data)
+
+
+OURS = tuple(each.__path__[0] for each in (zero_checkpoint, zero_engine, zero_step))
+
+
+@contextmanager
+def interrupted_at(moment: int) -> Iterator[None]:
+    """Raise Preempted at the nth call or return in the engine, where Python looks for signals."""
+    left = moment
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        code = frame.f_code
+        if code.co_filename.startswith(OURS) or code is threading.Thread.start.__code__:
+            left -= event in ("call", "c_return")
+            if left == 0:
+                raise Preempted
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def interrupt_saves(root: str, every: int) -> tuple[int, list[str]]:
+    """Saves that were interrupted, each at a later moment, and what was wrong after them."""
+    engine, reader = make(3), make(3)
+    step(engine)
+    wrong: list[str] = []
+    for moment in itertools.count(1, every):
+        directory = f"{root}/{moment}"
+        saved, disk = engine.weight_hash(), use(engine, Slow())
+        try:
+            with interrupted_at(moment):
+                engine.save_checkpoint(directory)
+        except Preempted as error:
+            at = traceback.extract_tb(error.__traceback__)[-2]
+        else:
+            return moment // every, wrong
+        step(engine)
+        disk.trained.set()
+        engine.wait_for_checkpoint()
+        for _ in find(directory).candidates:
+            reader.load_checkpoint(directory)
+            if reader.weight_hash() != saved:
+                wrong.append(f"{Path(at.filename).name}:{at.lineno}: {at.line}")
+    raise AssertionError
+
+
+@pytest.mark.parametrize("every", [97, 1])
+@pytest.mark.corners(every=[97])
+def test_whenever_a_save_is_interrupted_there_is_a_whole_checkpoint_or_none(
+    worlds: WorldPool, tmp_path: Path, every: int
+) -> None:
+    ((interrupted, wrong),) = worlds.run(1, interrupt_saves, str(tmp_path), every, deadline_s=390)
+    assert wrong == []
+    assert interrupted > 500 // every

@@ -336,8 +336,7 @@ class _ReduceScatter(_Memory):
             ZeroError: FSDP2 has lost one.
         """
         if (
-            self._recomputed
-            and self._calls > 1
+            self._recomputed > 1
             # It has gradients of gathered parameters, which it did not reduce.
             and any(
                 each._unsharded_param.grad is not None

@@ -96,7 +96,7 @@ def adam(model: nn.Module) -> Optimizer:
 @PLACES
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("how", BODIES)
-@pytest.mark.corners(how=["all reentrant"], own_loop=[True])
+@pytest.mark.corners(how=["all reentrant", "twice and reentrant"], own_loop=[True])
 def test_its_bits_are_those_of_torch_alone(
     worlds: WorldPool, tmp_path: Path, how: str, own_loop: bool, places: list[Place]
 ) -> None:
