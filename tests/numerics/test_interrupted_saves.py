@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.saving.saver import Saver
+from zero_checkpoint.saving.staging import Background
 from zero_engine.core.engine import Engine
 
 WIDTH = 2048
@@ -118,18 +120,22 @@ def test_who_interrupts_a_save_and_trains_on_finds_in_it_what_was_there_when_it_
 # ---- at any moment ----
 
 
-class Slow(Disk):
-    """A disk that writes nothing for a while, or until the script has trained on."""
+class Late(Disk):
+    """A disk that writes nothing until the script waits for it, or has trained on."""
 
     def __init__(self) -> None:
         self.trained = threading.Event()
 
     def write(self, file: BinaryIO, data: memoryview | bytes) -> None:
-        self.trained.wait(0.02)
+        def may_write() -> bool:
+            return self.trained.is_set() or main_thread_is_in(Background.wait)
+
+        wait_for(may_write, 30, "the script trains on, or waits")
         super().write(file, data)
 
 
 OURS = tuple(each.__path__[0] for each in (zero_checkpoint, zero_engine, zero_step))
+OF_THREADS = (threading.Thread.start.__code__, threading.Event.wait.__code__)
 
 
 @contextmanager
@@ -139,8 +145,7 @@ def interrupted_at(moment: int) -> Iterator[None]:
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal left
-        code = frame.f_code
-        if code.co_filename.startswith(OURS) or code is threading.Thread.start.__code__:
+        if frame.f_code.co_filename.startswith(OURS) or frame.f_code in OF_THREADS:
             left -= event in ("call", "c_return")
             if left == 0:
                 raise Preempted
@@ -156,10 +161,11 @@ def interrupt_saves(root: str, every: int) -> tuple[int, list[str]]:
     """Saves that were interrupted, each at a later moment, and what was wrong after them."""
     engine, reader = make(3), make(3)
     step(engine)
+    engine.save_checkpoint(f"{root}/first")  # which lays the state out, once
     wrong: list[str] = []
     for moment in itertools.count(1, every):
         directory = f"{root}/{moment}"
-        saved, disk = engine.weight_hash(), use(engine, Slow())
+        saved, disk = engine.weight_hash(), use(engine, Late())
         try:
             with interrupted_at(moment):
                 engine.save_checkpoint(directory)
@@ -170,10 +176,14 @@ def interrupt_saves(root: str, every: int) -> tuple[int, list[str]]:
         step(engine)
         disk.trained.set()
         engine.wait_for_checkpoint()
+        for thread in threading.enumerate():  # also of a save that the engine does not know
+            if thread.name == "zero-checkpoint" and thread.is_alive():
+                thread.join(60)
         for _ in find(directory).candidates:
             reader.load_checkpoint(directory)
             if reader.weight_hash() != saved:
                 wrong.append(f"{Path(at.filename).name}:{at.lineno}: {at.line}")
+        shutil.rmtree(directory, ignore_errors=True)
     raise AssertionError
 
 

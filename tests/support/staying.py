@@ -266,7 +266,8 @@ def run(
 ) -> None:
     """Be a worker: run a script, which waits after each step for leave to go on."""
     torch.set_num_threads(1)
-    socket.setdefaulttimeout(0.05)  # as a script may: no socket of ours has it
+    # As a script may: no socket of ours has it. Those by which torch passes files have.
+    socket.setdefaulttimeout(1)
     os.environ.update(environ)
     report = AgentLink.progress
 

@@ -152,7 +152,8 @@ def _serve(pipe: Connection, port: int) -> None:
     gc.freeze()  # a collection then looks at what calls have left, and at nothing else
     gc.enable()
     torch.set_num_threads(1)
-    socket.setdefaulttimeout(0.05)  # as a script may: no socket of ours has it
+    # As a script may: no socket of ours has it. Those by which torch passes files have.
+    socket.setdefaulttimeout(1)
     torch.manual_seed(0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
