@@ -7,9 +7,11 @@ nothing would fail.
 
 from __future__ import annotations
 
+import logging
 from operator import is_
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
@@ -21,6 +23,13 @@ from zero_step.checks.parts import Parts
 from zero_torch.optimizers.supported import check_members
 from zero_torch.wrapped import Wrapped, own_name
 
+_log = logging.getLogger(__name__)
+
+_ADDED = (
+    "the optimizer has got a param group that it did not have at protect(): a start that resumes "
+    "must give it this group before it loads, or its load is refused, and the job does not go on; "
+    "give it all groups before protect(), of layers that are frozen, too"
+)
 _EXCHANGED = (
     "{} is another parameter than at protect(), a further one, or none any more: its gradient is "
     "in no sum, so each rank would train it by itself; copy values into the parameter that was "
@@ -50,6 +59,7 @@ class AsGiven:
         self._wrapped, self._optimizer = wrapped, optimizer
         self._parameters = wrapped.parameters()
         self._parts, self._members = Parts(wrapped.module), list[Tensor]()
+        self._groups = len(optimizer.param_groups)
         self._nodes: dict[str, object] = {}
         """Of parameters of DDP what makes their gradients: as long as it is held it is the same."""
         if isinstance(wrapped.model, DistributedDataParallel):
@@ -79,6 +89,9 @@ class AsGiven:
         if len(members) != len(self._members) or not all(map(is_, members, self._members)):
             check_members(self._optimizer, self._wrapped.trained())
             self._members = members
+        if len(self._optimizer.param_groups) > self._groups and dist.get_rank() == 0:
+            _log.warning(_ADDED)
+        self._groups = len(self._optimizer.param_groups)
 
     def _check_nodes(self) -> None:
         if isinstance(self._wrapped.model, DistributedDataParallel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from tests.numerics.promises.back_ends import (
     Recipe,
     by_torch_alone,
     everywhere,
+    training,
 )
+from tests.support.saving import heard
 from tests.support.world import WorldPool
 
 FROZEN: dict[str, list[tuple[str, ...]]] = {
@@ -156,3 +159,33 @@ def test_a_change_in_the_middle_of_a_step_is_an_error(worlds: WorldPool, tmp_pat
     recipe = Recipe(model=FreezesInside, optimizer=momentum)
     (found,) = everywhere(worlds, recipe, tmp_path, [("plain", 1)]).values()
     assert "requires_grad of up.bias has changed in the middle of a step" in found[0]
+
+
+def of_the_head(model: nn.Module) -> Optimizer:
+    for name, parameter in model_of(model).named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def add_the_rest(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        rest = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        optimizer.add_param_group({"params": [each.requires_grad_() for each in rest]})
+
+
+def warned_of_groups(back_end: str) -> list[str]:
+    with heard(logging.WARNING) as lines:
+        own = training(Recipe(optimizer=of_the_head, before=add_the_rest), back_end)
+        own.train(3)
+        own.close()
+    return [line for line in lines if "param group" in line]
+
+
+@pytest.mark.parametrize("back_end", ["ddp", "fsdp2"])
+@pytest.mark.corners(back_end=["fsdp2"])
+def test_who_adds_a_param_group_is_warned_once_that_a_resume_needs_it(
+    worlds: WorldPool, back_end: str
+) -> None:
+    (warning,), *others = worlds.run(2, warned_of_groups, back_end)
+    assert "must give it this group before it loads" in warning
+    assert others == [[]]
