@@ -143,7 +143,7 @@ class Invariants(Watcher):
             path = directory / record.name
             if not path.is_file() or path.stat().st_size != record.size_bytes:
                 self.broken(f"{directory.name} is published, and {record.name} is not whole")
-        if manifest.meta["client"]["digest"] != digest_of(manifest.step):
+        if manifest.meta["digest"] != digest_of(manifest.step):
             self.broken(f"I7: checkpoint {manifest.step} has lost or repeated samples")
 
     def _in_memory(self, batch: Batch, database: Database) -> None:
@@ -157,7 +157,7 @@ class Invariants(Watcher):
         manifest = parse(text)
         if manifest.digest not in self._may_be_kept:
             self.broken(f"I2: {manifest.directory} is kept in memory unasked")
-        if manifest.meta["client"]["digest"] != digest_of(manifest.step):
+        if manifest.meta["digest"] != digest_of(manifest.step):
             self.broken(f"I7: checkpoint {manifest.step} in memory has lost or repeated samples")
 
     def acknowledged(self, peer: AgentSocket, saved: Saved) -> None:

@@ -94,7 +94,7 @@ class Model:
         """As `Training.capture`."""
         cursor = self.cursor
         record = {**UNKNOWN_RUN, **run, "step": cursor.step, "samples": cursor.samples}
-        meta = {"engine": {**record, "groups": []}, "client": client}
+        meta = {"engine": {**record, "groups": []}, "client": client, "digest": self.digest}
         return State(TENSORS, self.pieces, meta=meta)
 
     def weight_hash(self) -> str:

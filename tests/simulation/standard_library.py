@@ -397,7 +397,7 @@ class Future:
 
     def __init__(self, kernel: Kernel) -> None:
         self._waiters = Waiters(kernel)
-        self._ended = self._cancelled = False
+        self._runs = self._ended = self._cancelled = False
         self._result: Any = None
         self._error: BaseException | None = None
         self._told: list[Callable[[Future], object]] = []
@@ -411,8 +411,12 @@ class Future:
     def done(self) -> bool:
         return self._ended
 
+    def set_running_or_notify_cancel(self) -> bool:
+        self._runs = not self._cancelled
+        return self._runs
+
     def cancel(self) -> bool:
-        if not self._ended:
+        if not (self._runs or self._ended):
             self._cancelled = True
             self._end()
         return self._cancelled

@@ -225,7 +225,8 @@ class Worker:
         session = self._make()
         if training.in_place:
             self._may_stay(session, Staying(self._make_again, began, training.start_up_s))
-        session.keep_client_state(lambda: {"digest": self.model.digest})
+        else:  # who takes a client state from a load starts anew where a peer is lost
+            session.keep_client_state(lambda: {"step": self.model.cursor.step})
         session.load(training.root)
         while self.model.cursor.step < training.total_steps:
             self._step()
