@@ -262,15 +262,17 @@ class Preempted(Exception):
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "not begun"])
 def test_a_save_whose_begin_is_interrupted_is_in_flight_or_never_runs(monkeypatch, begun):
-    written, may_write = [], threading.Event()
+    written, runs, may_write = [], threading.Event(), threading.Event()
     starts = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
         if begun:
             starts(thread)
+            assert runs.wait(60)
         raise Preempted
 
     def save(_: object) -> str:
+        runs.set()
         assert may_write.wait(60)
         written.append("step 1")
         return "step 1"
