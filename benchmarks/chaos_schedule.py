@@ -45,7 +45,8 @@ class Kind:
     free: bool = False
     """It must cost no restart."""
     unknown_s: float = 0.0
-    """While the job stands still and nobody can know why: a lease, a look, `--hang-timeout`."""
+    """How long the job stands still before anybody can know of it: by its lease, a look at a link,
+    or `--hang-timeout`."""
 
 
 @dataclass(frozen=True, order=True)

@@ -191,10 +191,10 @@ class PositionLoader(ABC, Generic[Ordered]):
         self._iterates = False
         """Whether it is not left."""
         self._over: int | None = None
-        """The epoch that it is over, or was."""
+        """The epoch of the newest iteration; None before the first."""
         self._since = 0, False
-        """The first state that has what the script does behind its loops over the epochs before:
-        the step, and whether it is one of between two loops."""
+        """The oldest state with what the script has done behind its loops over the epochs so far:
+        its step, and whether it is from between two loops."""
         self._thread = threading.get_ident()
         self.draws = Draws(cursor)
         self.last: Ticket | None = None
@@ -225,9 +225,9 @@ class PositionLoader(ABC, Generic[Ordered]):
         self._cursor.loop = None
 
     def lacks(self, step: int | None = None) -> bool:
-        """Whether a state lacks what the script has done behind a loop over an epoch.
+        """Whether a state is from before what the script has done behind a loop over an epoch.
 
-        The state: that of a step, kept in a loop; None: where the run is, after a load.
+        `step`: of a checkpoint that was made within a loop; None: the state that was loaded.
         """
         cursor = self._cursor
         at = (cursor.step, cursor.loop is None) if step is None else (step, False)

@@ -255,7 +255,9 @@ class WorkerGroup:
         ended = [str(end.rank) for end in self.exits if end.status == ExitCode.OK]
         if not first.symptom or not ended:
             return first
-        told = f"{first.message or 'a peer is gone'}; rank {', '.join(ended)} has ended with 0"
+        told = (
+            f"{first.message or 'a peer is gone'}; ended with exit code 0: rank {', '.join(ended)}"
+        )
         return replace(first, message=told)
 
 

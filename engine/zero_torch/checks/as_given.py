@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _ADDED = (
     "the optimizer has got a param group that it did not have at protect(): a start that resumes "
     "must give it this group before it loads, or its load is refused, and the job does not go on; "
-    "give it all groups before protect(), of layers that are frozen, too"
+    "give it all groups before protect(), those of frozen layers too"
 )
 _EXCHANGED = (
     "{} is another parameter than at protect(), a further one, or none any more: its gradient is "

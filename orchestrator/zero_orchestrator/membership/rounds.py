@@ -278,7 +278,8 @@ def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) ->
     if silent and seen.symptom_s < 2 * timing.symptom_patience_s:
         return Decision(None, f"{first}; waiting for what {_some(silent)} can reach")
     ended = [one.id for one in job.members.nodes if one.id in job.done]
-    cause = f"the workers of {_some(ended)} have ended with 0" if ended else "no cause appeared"
+    gone = f"the workers of {_some(ended)} have ended with exit code 0"
+    cause = gone if ended else "no cause appeared"
     return _interrupt(job, f"{first}, and {cause}", symptom=True)
 
 

@@ -82,7 +82,7 @@ def test_a_worker_that_lost_its_peers_first_is_not_the_cause(tmp_path):
 
 def test_a_worker_that_lost_its_peers_names_those_that_had_ended(tmp_path):
     found = group(tmp_path, [(1, 0), (2, 0), (0, ExitCode.PEER_LOST)])
-    told = "rank 0: a peer is gone; rank 1, 2 has ended with 0 (lost its peers)"
+    told = "rank 0: a peer is gone; ended with exit code 0: rank 1, 2 (lost its peers)"
     assert found.first_failure.summary == told
 
 

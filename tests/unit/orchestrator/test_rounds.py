@@ -192,7 +192,7 @@ def test_a_lost_peer_without_a_cause_waits_until_its_node_has_looked_at_its_link
 def test_the_peer_of_a_lost_peer_may_have_ended_its_script():
     job = replace(active("ab"), failures=(failed("a", symptom=True),), done=frozenset("b"))
     job = replace(job, links=(LinkReport(node="a"),))
-    told = "a broke, and the workers of b have ended with 0; restart 1 of 1"
+    told = "a broke, and the workers of b have ended with exit code 0; restart 1 of 1"
     assert verdict(job) == (Move.INTERRUPT, told)
 
 
