@@ -144,6 +144,7 @@ def protect(
         checkpoints = Checkpoints(wrapped, optimizer, **options)
         checkpoints.start()
         return checkpoints
+    # From here on what only a run asks for: without a loader gradients and steps are the script's.
     _check_no_second_optimizer(wrapped, stateful or {})
     check_not_taken(model=wrapped.model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     check_no_hook(wrapped)
@@ -160,8 +161,12 @@ def protect(
     run.start()
     if began is not None:
         stay(run, again, began, came_after_s)
+    # DDP has given all ranks the weights of rank 0; fully_shard leaves to each what it has made.
     if wrapped.wrapper is Wrapper.FSDP2:
-        _compare_seeds(torch_seed)
+        seeds = gather_objects_of_group(torch_seed, "seeds of torch")
+        others = [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]
+        if others and dist.get_rank() == 0:
+            _log.warning(_SHARDS, others[0])
     return run
 
 
@@ -205,11 +210,3 @@ def _warn_of_default_seed(loader: DataLoader[Any], seed: int, torch_seed: int) -
     # From 2**32 on it is torch's own or this project's.
     given = torch_seed < 1 << 32 and torch_seed != seed
     warn_of_seeds(loader, seed, _SEED, *[of_torch] * given)
-
-
-def _compare_seeds(own: int) -> None:
-    """Warn of ranks that have made different weights. Collective."""
-    seeds = gather_objects_of_group(own, "seeds of torch")
-    others = [rank for rank, seed in enumerate(seeds) if seed != seeds[0]]
-    if others and dist.get_rank() == 0:
-        _log.warning(_SHARDS, others[0])

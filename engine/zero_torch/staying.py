@@ -57,29 +57,30 @@ def _why_not(run: Run, began: Standing) -> str:
     wrapped = run._wrapped
     if why_not := _NEVER.get(wrapped.wrapper):
         return why_not
-    if (kind := wrapped.device.type) != "cpu":
-        return f"it trains on {kind}, and only CPUs are tested"
-    if why_not := _why_not_wrap_again(wrapped):
+    kind, ddp = wrapped.device.type, _ddp_of(wrapped)
+    options = ddp.mixed_precision, ddp._use_python_reducer, ddp._delay_all_reduce_params
+    # What `_wrap_again` does has to be all that the constructor has done.
+    obstacles = (
+        (kind != "cpu", f"it trains on {kind}, and only CPUs are tested"),
+        (wrapped.called is not ddp, "torch.compile has DistributedDataParallel in its graph"),
+        (
+            type(ddp) is not DistributedDataParallel,
+            f"{type(ddp).__name__} is derived from DistributedDataParallel",
+        ),
+        (
+            ddp.process_group is not dist.group.WORLD,
+            "DistributedDataParallel has a process group of the script's own",
+        ),
+        (any(options), "DistributedDataParallel is made with options that are not tested"),
+    )
+    if why_not := next((text for found, text in obstacles if found), ""):
         return why_not
     groups, exchanged, own = began
     if groups != 1 or own:
         return _OTHERS
     # So far DDP's constructor alone may have exchanged anything.
-    if exchanged != _exchanges_of_one(_ddp_of(wrapped)):
+    if exchanged != _exchanges_of_one(ddp):
         return f"{_OTHERS}, or DistributedDataParallel has not met when it was made"
-    return ""
-
-
-def _why_not_wrap_again(wrapped: Wrapped) -> str:
-    ddp = _ddp_of(wrapped)
-    if wrapped.called is not ddp:
-        return "torch.compile has DistributedDataParallel in its graph"
-    if type(ddp) is not DistributedDataParallel:
-        return f"{type(ddp).__name__} is derived from DistributedDataParallel"
-    if ddp.process_group is not dist.group.WORLD:
-        return "DistributedDataParallel has a process group of the script's own"
-    if ddp.mixed_precision is not None or ddp._use_python_reducer or ddp._delay_all_reduce_params:
-        return "DistributedDataParallel is made with options that are not tested"
     return ""
 
 

@@ -12,12 +12,6 @@ the hook of the last one. There each exchange ends in the hook.
 Buckets are few and large, so between two of them what has ended is gone on with at the gradient of
 each parameter: what a bucket comes to then travels between nodes, not only when the next is full.
 
-DDP leaves a parameter without gradient that no rank has used in the last micro-step, although
-others of the step have: such a one gets its sum afterwards. One that is frozen gets none.
-
-DDP decides when it is made which parameters it reduces, and without `find_unused_parameters` it
-ends no backward in which one of them got no gradient: then it would leave local gradients behind.
-
 Annotations are evaluated here: DDP compares those of its hook with its own types.
 """
 
@@ -87,6 +81,7 @@ class _Buckets:
         if now is not None and now.last:
             self._summed += zip(parameters, each, strict=True)
         # Until a step has ended DDP may make other buckets: a sum is of a parameter then.
+        # In a step of one micro-step no other bucket can have the same sum.
         if self._settled or (now is not None and now.first and now.last):
             self._reduce(f"the bucket of {names[0]}", buffer)
         else:
@@ -107,18 +102,36 @@ class _Buckets:
         world = self._collectives.world
         whole = gradient.numel() // world * world
         self._rests[name] = gradient[whole:]
-        if whole:
+        if whole:  # fewer elements than ranks are all rest
             divided = gradient[:whole]
             own = self._collectives.own(divided)
             share = partial(self._collectives.all_gather, divided, f"sums of {name}")
             self.gradients.reduce(name, divided, own, then=share, now=self._at_once)
 
     def _end_backward(self) -> None:
+        # DDP decides when it is made which parameters it reduces, and without
+        # `find_unused_parameters` it ends no backward in which one of them got no gradient: then
+        # it would leave local gradients behind, without an error.
         if self._model.require_backward_grad_sync:
-            self._check_came()
+            trained = self.gradients.trained
+            absent = [name for name, each in trained.items() if each not in self._came]
+            complete, self._has_last = self._has_last and not absent, False
+            self._came.clear()
+            if not complete:
+                what = absent[0] if absent else "parameters that are frozen or not used"
+                raise ZeroError(
+                    f"DistributedDataParallel has not reduced {what}: it decides when it is made "
+                    "which parameters it reduces, and waits for the gradient of each of them; wrap "
+                    "the model after the last change of requires_grad, call the wrapped model, "
+                    "outside of no_sync(), and not its .module, and give "
+                    "find_unused_parameters=True if layers are frozen afterwards, or not used by "
+                    "every micro-batch"
+                )
         self._reduce_rests()
         self._is_first = False
         for parameter, total in self._summed:
+            # DDP leaves a parameter without gradient that no rank has used in this micro-step,
+            # although others of the step have. One that is frozen gets none.
             if parameter.grad is None and parameter.requires_grad:
                 of_pairs = (
                     torch.view_as_complex(total.view(-1, 2)) if parameter.is_complex() else total
@@ -126,63 +139,41 @@ class _Buckets:
                 parameter.grad = of_pairs.view(parameter.shape).clone()
         self._summed.clear()
 
-    def _check_came(self) -> None:
-        trained = self.gradients.trained
-        absent = [name for name, each in trained.items() if each not in self._came]
-        complete, self._has_last = self._has_last and not absent, False
-        self._came.clear()
-        if not complete:
-            what = absent[0] if absent else "parameters that are frozen or not used"
-            raise ZeroError(
-                f"DistributedDataParallel has not reduced {what}: it decides when it is made which "
-                "parameters it reduces, and waits for the gradient of each of them; wrap the model "
-                "after the last change of requires_grad, call the wrapped model, outside of "
-                "no_sync(), and not its .module, and give find_unused_parameters=True if layers "
-                "are frozen afterwards, or not used by every micro-batch"
-            )
-
     def _reduce_rests(self) -> None:
-        rests = {name: self._rests[name] for name in sorted(self._rests)}  # as on all ranks
+        """Sum the rests, weighted and added as all that is reduced in parts is."""
+        # In an order that all ranks have.
+        every = {name: rest for name, rest in sorted(self._rests.items()) if rest.numel()}
         self._rests.clear()
-        for dtype in dict.fromkeys(rest.dtype for rest in rests.values()):
-            self._add_rests({n: rest for n, rest in rests.items() if rest.dtype == dtype})
-
-    def _add_rests(self, rests: Mapping[str, Tensor]) -> None:
-        """Sum the rests of one dtype: weighted and added as all that is reduced in parts is.
-
-        They travel where the sums do: those of all micro-steps at the end, if there is a plan.
-        """
-        rests = {name: rest for name, rest in rests.items() if rest.numel()}
-        if not rests:
-            return
-        gradients, widths = self.gradients, [rest.numel() for rest in rests.values()]
-        mine = torch.cat(list(rests.values()))
-        gradients.pipeline.weigh(mine)
-        for name, each in zip(rests, mine.split(widths), strict=True):
-            turn = gradients.receive(f"the end of {name}")
-            kept = [] if turn.first else self._kept.get(name, [])
-            self._kept[name] = [*kept, each]
-        if turn.withholds:
-            return
-        # A peer may still wait in its hook for an exchange that this rank has to begin.
-        gradients.pipeline.complete()
-        sent = torch.cat([torch.stack(self._kept.pop(name)) for name in rests], dim=1)
-        rows = self._collectives.everybodys(sent, "the ends of gradients")
-        everybodys = rows.view(-1, *sent.shape).transpose(0, 1)
-        for (name, rest), each in zip(rests.items(), everybodys.split(widths, dim=2), strict=True):
-            total = gradients.add(f"the end of {name}", each)
-            if total is not None:
-                rest.copy_(total)
+        gradients = self.gradients
+        for dtype in dict.fromkeys(rest.dtype for rest in every.values()):
+            rests = {name: rest for name, rest in every.items() if rest.dtype == dtype}
+            widths, mine = [rest.numel() for rest in rests.values()], torch.cat([*rests.values()])
+            gradients.pipeline.weigh(mine)
+            for name, each in zip(rests, mine.split(widths), strict=True):
+                turn = gradients.receive(f"the end of {name}")
+                kept = [] if turn.first else self._kept.get(name, [])
+                self._kept[name] = [*kept, each]
+            # They travel where the sums do: if there is a plan, all of a step at its end.
+            if turn.withholds:
+                continue
+            # A peer may still wait in its hook for an exchange that this rank has to begin.
+            gradients.pipeline.complete()
+            sent = torch.cat([torch.stack(self._kept.pop(name)) for name in rests], dim=1)
+            rows = self._collectives.everybodys(sent, "the ends of gradients")
+            everybodys = rows.view(-1, *sent.shape).transpose(0, 1).split(widths, dim=2)
+            for (name, rest), each in zip(rests.items(), everybodys, strict=True):
+                total = gradients.add(f"the end of {name}", each)
+                if total is not None:
+                    rest.copy_(total)
 
 
 class _State:
-    """The state of the hook, which DDP's reducer has.
-
-    The garbage collector does not see what a reducer has, parameters and their hooks among it: with
-    more than weak references no run would ever be freed, nor the threads of its group.
-    """
+    """The state of the hook, which DDP's reducer has."""
 
     def __init__(self, buckets: _Buckets) -> None:
+        # The garbage collector does not see what a reducer has, parameters and their hooks among
+        # it: with more than weak references no run would ever be freed, nor the threads of its
+        # group.
         self.buckets = weakref.ref(buckets)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -197,6 +188,7 @@ def _reduce(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torc
             "the run that sums the gradients of this model is gone: keep what zero_torch.protect() "
             "has returned, or wrap the module anew"
         )
+    # Done before the sum is: DDP reads the buffer behind the end of the exchanges.
     devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices or None)
     try:

@@ -84,6 +84,7 @@ class TwoLevels:
         """See `OrderedGradients.reduce`, for a gradient [shards * n] and this rank's shard [n]."""
         length, replicas = out.numel(), len(self._replicas)
         part = -(-length // replicas)
+        # Parts of equal length, as for any sum: at the end of a shard they may be all padding.
         rows = gradient.new_zeros(self._shards, replicas * part)
         rows[:, :length] = gradient.view(self._shards, length)
         # By rank: the replicas of a mesh are its rows.
@@ -149,6 +150,7 @@ def attach(
     Raises:
         ConfigError: This version of torch has no such hooks.
     """
+    # Raised at the begin of the first backward: in the second one torch would crash.
     gradients.not_twice = _TWICE
     world = collectives.world
     device = next(model.parameters()).device
@@ -199,8 +201,8 @@ class _Direct:
 
     def __init__(self, gradients: OrderedGradients) -> None:
         self._gradients = gradients
+        # Autograd keeps the hook of a node, and nobody else keeps the node.
         self._nodes: dict[str, object] = {}
-        """Autograd keeps the hook of a node, and nobody else keeps the node."""
 
     def begin(self, now: Turn) -> None:
         """Begin a micro-step."""
@@ -233,8 +235,10 @@ def _attach(module: Any, unit: _ReduceScatter, world: int) -> None:
             f"torch {torch.__version__} has no FSDPModule.{absent[0]}, through which gradients are "
             "summed in order; use torch 2.13 or newer, or DistributedDataParallel"
         )
+    # The loss has its share of the step: FSDP2 would divide the sum by the ranks.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    # Else a rank whose micro-batch does not use a parameter would reduce fewer than the others.
     module.set_reduce_scatter_unused_params(True, recurse=False)
     module.set_custom_reduce_scatter(unit)
     # Before FSDP2's own hook, which gathers.
@@ -326,6 +330,7 @@ class _ReduceScatter(_Memory):
 
     def see_end(self, *_: object) -> None:
         """A call of the module ends."""
+        # No backward will free what this forward has gathered.
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
             self._module.reshard()
 

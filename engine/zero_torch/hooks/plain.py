@@ -33,6 +33,7 @@ def attach(gradients: OrderedGradients) -> None:
             # A copy, if the gradient is not contiguous, or lazily conjugated.
             flat = gradient.resolve_conj().reshape(-1)
             gradients.reduce(name, as_real(flat), as_real(flat))
+            # The sum was made in the copy.
             if flat.data_ptr() != gradient.data_ptr():
                 gradient.copy_(flat.view(gradient.shape))
 

@@ -148,10 +148,29 @@ class TrainingState:
             ModelMismatch: The checkpoint is of another model, or has its parameters in other param
                 groups. Nothing has changed.
         """
-        # The checks first: what is refused has changed nothing.
+        # The checks first, while the optimizer still has its state: what is refused has changed
+        # nothing.
         self._check_groups(manifest)
-        self._check_tensors(manifest)
-        self._make_optimizer_state(manifest)
+        parameters = self._wrapped.parameters()
+        of_optimizer = {
+            each: info
+            for each, info in manifest.tensors.items()
+            if each.kind not in (PARAM, BUFFER, OTHER) and each.fqn in parameters
+        }
+        coming = {t: info for t, info in self.tensors().items() if t.kind in (PARAM, BUFFER)}
+        coming |= {
+            each: TensorInfo(tuple(parameters[each.fqn].shape), info.dtype)
+            for each, info in of_optimizer.items()
+        }
+        resolve(State(coming, (), self.aliases()), manifest)
+        # Every key that the checkpoint has for a parameter is allocated, and no other is left: what
+        # the optimizer has made since would be of another step.
+        self._optimizer.state.clear()
+        for each, info in of_optimizer.items():
+            parameter = parameters[each.fqn]
+            # On local elements: the dispatch of DTensor takes longer than a small load.
+            elements = torch.empty_like(elements_of(parameter), dtype=info.dtype)
+            self._optimizer.state[parameter][each.kind] = like(parameter, elements)
         self.statefuls.make(manifest)
         boxes = (self._box(each, tensor) for each, tensor in self._live())
         reads = SharedReads(boxes, self._rank, self._world)
@@ -204,28 +223,6 @@ class TrainingState:
                 f"checkpoint {manifest.tag}: the parameters are in other param groups (for example "
                 f"{min(names)}); give the optimizer the groups that it had"
             )
-
-    def _check_tensors(self, manifest: Manifest) -> None:
-        """Compare what there will be with a checkpoint, while the optimizer still has its state."""
-        parameters = self._wrapped.parameters()
-        coming = {t: info for t, info in self.tensors().items() if t.kind in (PARAM, BUFFER)}
-        coming |= {
-            each: TensorInfo(tuple(parameters[each.fqn].shape), info.dtype)
-            for each, info in manifest.tensors.items()
-            if each.kind not in (PARAM, BUFFER, OTHER) and each.fqn in parameters
-        }
-        resolve(State(coming, (), self.aliases()), manifest)
-
-    def _make_optimizer_state(self, manifest: Manifest) -> None:
-        """Allocate every key that the checkpoint has for a parameter, and drop all others."""
-        self._optimizer.state.clear()
-        parameters = self._wrapped.parameters()
-        for each, info in manifest.tensors.items():
-            parameter = parameters.get(each.fqn)
-            if parameter is not None and each.kind not in (PARAM, BUFFER, OTHER):
-                # On local elements: the dispatch of DTensor takes longer than a small load.
-                elements = torch.empty_like(elements_of(parameter), dtype=info.dtype)
-                self._optimizer.state[parameter][each.kind] = like(parameter, elements)
 
     # ---- what there is ----
 
