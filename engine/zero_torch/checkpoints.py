@@ -264,13 +264,15 @@ class Checkpoints(Session):
         return []
 
     def _optimizer_step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # torch's get_state_dict steps once, to make state: that is no step of the run.
         if makes_state(self._optimizer):
             return call(*args, **kwargs)
-        if self._phase.state is State.STEPPED:
+        if self._phase.state is State.STEPPED:  # no save has ended the step before
             self._end_step()
         # What the script counts, such as the position of its data, is that of its next step.
         if not self._has_stateful and self._persistence.script.client_source is None:
             come_back(self)
+        # A save in the background may still read the weights that this step is about to change.
         self._training.take_back()
         result = call(*args, **kwargs)
         self._cursor.step += 1

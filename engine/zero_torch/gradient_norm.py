@@ -150,6 +150,7 @@ def _total_norm(
 ) -> Tensor:
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     answers = (each.asked(given, float(norm_type)) for each in _runs)
+    # All runs of the process are asked, since nothing says whose the gradients are.
     total = next((each for each in answers if each is not None), None)
     if total is None:
         return _torchs(given, norm_type, error_if_nonfinite, foreach)
@@ -163,13 +164,13 @@ def _total_norm(
 
 
 def _division_of(parameter: Tensor, world: int) -> Division:
-    """Of replicas under FSDP2, the first ones have all of them."""
     reals = 2 if parameter.is_complex() else 1  # in one element
     if not isinstance(parameter, DTensor):
         return shares(parameter.numel() * reals, world)
     sharding, shards = parameter.placements[-1], parameter.device_mesh.size(-1)
     assert isinstance(sharding, Shard)
     division = chunks(parameter.shape, sharding.dim, shards, reals=reals)
+    # Of the replicas under HSDP the first ones norm all elements, the others none.
     others = (division.stride,) * (world - shards)
     return replace(division, bounds=division.bounds + others)
 

@@ -193,6 +193,7 @@ class OrderedGradients:
         Raises:
             ZeroError: Its backward has failed, and exchanges are under way.
         """
+        # First: it raises where a part of the gradients is on its way, and nothing is dropped.
         self.see_failure()
         self.phase.move(Move.DROP)
         self._received.clear()
@@ -296,7 +297,8 @@ class OrderedGradients:
         return ordered.total
 
     def hold(self, failure: Exception) -> None:
-        """Raise an error at the end of the backward: torch would replace what a hook raises."""
+        """Raise an error at the end of the backward."""
+        # torch would replace what a hook raises. The first one is the cause of the others.
         self._failure = self._failure or failure
         self.announce()
 
@@ -330,8 +332,9 @@ class OrderedGradients:
         """Announce to autograd the end of the graph task under way; the first one is the outermost.
 
         To be called in a backward as early as possible: as a hook of the loss, or of what the model
-        returns. There may be no gradient of a parameter, as in torch.autograd.grad.
+        returns.
         """
+        # There may be no gradient of a parameter, as in torch.autograd.grad: the phase stays.
         task = torch._C._current_graph_task_id()
         if gradient and self.not_twice and torch.is_grad_enabled():  # as by create_graph=True
             raise ZeroError(self.not_twice)
@@ -340,13 +343,15 @@ class OrderedGradients:
             is_outermost = len(self._tasks) == 1
             for start in self.starts if is_outermost else ():
                 start()
+            # They are called in the order in which they are announced: DDP announces its end, which
+            # reads the buckets, behind the last gradient.
             torch.autograd.Variable._execution_engine.queue_callback(
                 partial(self._settle, is_outermost)
             )
 
     def _sum_of(self, name: str, out: Tensor, now: Turn) -> OrderedSum:
-        """The sum of this step; where a step has one micro-step, it is made where it goes."""
         if now.first:
+            # Where a step has one micro-step, the sum is made where it goes.
             total = out
             wide = SUMS[out.dtype]
             if not now.last or out.dtype != wide:

@@ -194,7 +194,7 @@ class Run(Checkpoints):
             self._ledger.close()
 
     def _end_forward(self, module: nn.Module, _: object, output: object) -> None:
-        """See the begin of a backward that the script calls itself, and that one has failed."""
+        """Prepare for a backward that the script calls itself; notice one that has failed."""
         see_forward(self, module)
         self._writes.check_parameters()
         # In a backward this is the forward of a recomputation, and that backward has not failed.
@@ -334,7 +334,7 @@ class Run(Checkpoints):
         gradients = [p.grad for p in trained if p.grad is not None]
         if len(gradients) < len(trained):
             raise ZeroError("a parameter has no gradient; clip them between backward and step")
-        self.grad_norm = None
+        self.grad_norm = None  # what it is if a peer is lost
         with outlived(self):
             norm = self._norms.of(self._gradients.trained)
             # It carries the notes as well: the end of the step needs no other exchange.
@@ -393,6 +393,7 @@ class Run(Checkpoints):
             self._ledger.forget()
 
     def _between_steps(self, *, calls: bool = True) -> bool:
+        # First: a step that has lost a peer ends there, without effect.
         come_back(self, calls=calls)
         if self._phase.begun:
             if not self._has_acted():
@@ -416,16 +417,14 @@ class Run(Checkpoints):
         return self._gradients.now
 
     def _belongs_to_this(self) -> bool:
-        """Whether a call of the script belongs to this micro-step.
-
-        Else a batch was drawn between the backward of the one before and this call, and it was not
-        the last of its step. Raises ZeroError if no backward has run.
-        """
+        """Whether a call of the script belongs to this micro-step; raises if none has run."""
         now = self._now()
         if self._phase.has_run:
             if not now.last and self._phase.state is State.RUN:
                 self._phase.move(Move.STEP)
             return True
+        # A batch was drawn between the backward of the one before and this call, and it was not the
+        # last of its step.
         if not self._owed:
             self._phase.check(Move.STEP)
         self._owed = False

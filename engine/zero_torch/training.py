@@ -226,6 +226,7 @@ class Training:
         record.resume(self.cursor, run)
         self.lanes.adopt(run, self.order)
         if ordered is not None:
+            # What the script draws before its next batch follows from the step, which is another.
             ordered.feed.seed_step()
 
 

@@ -65,9 +65,10 @@ class Wrapped:
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters by their names in the user's module; a tied one once.
 
-        Between forward and backward not to be called. A forward without a backward leaves gathered
-        tensors in the places of FSDP2's parameters, which the optimizer does not know.
+        Between forward and backward not to be called.
         """
+        # A forward without a backward leaves gathered tensors in the places of FSDP2's parameters,
+        # which the optimizer does not know.
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -130,11 +131,9 @@ def offsets_of(tensor: DTensor) -> Sequence[int]:
 
 
 def replicas_of(tensor: DTensor, rank: int) -> tuple[int, ...]:
-    """The ranks that have the same box of a tensor as `rank`, which is this one.
-
-    Of several equal meshes, such as those of tensor parallelism beside data parallelism, each has
-    its own.
-    """
+    """The ranks that have the same box of a tensor as `rank`, which is this one."""
+    # Of several equal meshes, such as those of tensor parallelism beside data parallelism, each has
+    # its own: the ranks are those of this one.
     mesh = tensor.device_mesh
     own = mesh.get_coordinate()
     if own is None or not any(each.is_replicate() for each in tensor.placements):
@@ -147,12 +146,10 @@ def replicas_of(tensor: DTensor, rank: int) -> tuple[int, ...]:
 
 
 def is_first_replica(tensor: DTensor) -> bool:
-    """Whether no rank before this one has the same box of a tensor.
-
-    A mesh of some ranks, such as each data parallel group beside tensor parallelism, has an equal
-    beside it for the others; together they have all ranks.
-    """
+    """Whether no rank before this one has the same box of a tensor."""
     mesh = tensor.device_mesh
+    # A mesh of some ranks, such as each data parallel group beside tensor parallelism, has an equal
+    # beside it for the others. Together they have all ranks, and the one with rank 0 comes first.
     replicated = [dim for dim, each in enumerate(tensor.placements) if each.is_replicate()]
     return bool(mesh.mesh.min() == 0) and not any(map(mesh.get_local_rank, replicated))
 
@@ -328,7 +325,7 @@ def check_sums(wrapped: Wrapped, options: Elastic) -> None:
 def choose_sums(options: Elastic, collectives: Collectives) -> Accumulation:
     """Where gradients are added in this round. Collective."""
     where, topology = options.accumulate, collectives.find_nodes(os.environ)
-    if options.is_native:
+    if options.is_native:  # the backend sums over all ranks at once
         topology = alone(topology.world)
     if (reason := why_owners(where, topology)) and not collectives.rank:
         _log.info('elastic.accumulate: "%s" acts as "owner" in this round: %s', where, reason)

@@ -60,8 +60,8 @@ class AsGiven:
         self._parameters = wrapped.parameters()
         self._parts, self._members = Parts(wrapped.module), list[Tensor]()
         self._groups = len(optimizer.param_groups)
+        # Of parameters of DDP what makes their gradients: as long as it is held it is the same.
         self._nodes: dict[str, object] = {}
-        """Of parameters of DDP what makes their gradients: as long as it is held it is the same."""
         if isinstance(wrapped.model, DistributedDataParallel):
             names = {parameter: name for name, parameter in self._parameters.items()}
             for parameter in wrapped.model._module_parameters:

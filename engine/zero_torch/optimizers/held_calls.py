@@ -114,6 +114,7 @@ class HeldCalls:
 
     def drop(self) -> None:
         """Drop what the scaler has of a step."""
+        # A GradScaler has no call for it: `update` forgets the step, and its change is taken back.
         if self.unscaled and self._scaler is not None:
             state, self.unscaled = self._scaler.state_dict(), False
             self._update_scaler()
@@ -133,6 +134,7 @@ class HeldCalls:
             call(*args, **kwargs)
 
     def _step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # torch's get_state_dict steps once, to make state: that is no step of the run.
         if makes_state(self._optimizer):
             return call(*args, **kwargs)
         if any(each is not None for each in (*args, *kwargs.values())):

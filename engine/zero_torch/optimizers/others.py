@@ -67,10 +67,9 @@ def _members(optimizer: Optimizer) -> set[int]:
 
 
 def makes_state(optimizer: Optimizer) -> bool:
-    """Whether a step is torch's own: `get_state_dict` makes state by one with zeros for gradients.
-
-    Only the call itself says so: a step of the script may have zeros and a learning rate of 0, too.
-    """
+    """Whether a step is torch's own: `get_state_dict` makes state by one, with gradients of 0."""
+    # Only the call itself says so: a step of the script may have zeros and a learning rate of 0,
+    # too. One with state needs none, which leaves out the look at the stack in nearly all steps.
     frame = None if optimizer.state else sys._getframe()
     while frame is not None:
         if frame.f_code is _init_optim_state.__code__:

@@ -151,12 +151,10 @@ def takes_no_metric(scheduler: Any) -> bool:
 
 
 def step_without_fusion(optimizer: torch.optim.Optimizer) -> bool:
-    """Let an optimizer step with kernels that round each element alike; whether it was fused.
-
-    A fused kernel rounds the end of a tensor differently, and the world size decides where shards
-    end. DDP has no shards, and must have the bits of FSDP2 all the same.
-    """
-    # Those of param groups that are added later come from the defaults.
+    """Let an optimizer step with kernels that round each element alike; whether it was fused."""
+    # A fused kernel rounds the end of a tensor differently, and the world size decides where shards
+    # end. DDP has no shards, and must have the bits of FSDP2 all the same. What param groups that
+    # are added later have comes from the defaults.
     fused = [g for g in (*optimizer.param_groups, optimizer.defaults) if g.get("fused")]
     for group in fused:
         group["fused"], group["foreach"] = False, True
