@@ -73,6 +73,8 @@ def protect(
             "number of micro-batches in a step, over all ranks"
         )
     check_processes(accelerator.num_processes)
+    # Without the loader, whose samples the run divides, and the scheduler, which accelerate would
+    # step once for each rank.
     model, optimizer = accelerator.prepare(model, optimizer)
     run = zero_torch.protect(
         model,
@@ -162,12 +164,11 @@ def hand_over(accelerator: Any, run: zero_torch.Run) -> None:
 
 
 def _gathered(gather: Callable[[Tensor], Tensor], mine: Tensor) -> Tensor:
-    """The rows of all ranks, who need not have equally many: the last micro-batch has fewer.
-
-    accelerate's loaders repeat samples to prevent that, and a run has each sample once.
-    """
+    """The rows of all ranks, who need not have equally many."""
     if not mine.ndim:
         return gather(mine)
+    # The last micro-batch of an epoch has fewer. accelerate's loaders repeat samples to prevent
+    # that, and a run has each sample once.
     sizes = gather(torch.tensor([len(mine)], device=mine.device)).tolist()
     most = max(sizes)
     if most == min(sizes):

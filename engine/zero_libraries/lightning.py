@@ -98,6 +98,7 @@ class _Protected:
         check(trainer)
         if hasattr(self, "run"):
             raise ConfigError("fit() was called before: make another strategy for another run")
+        # The loop would do it when it begins, and the run needs the loader now.
         trainer.fit_loop.setup_data()
         run = self._begin()
         its: Any = trainer
@@ -150,6 +151,7 @@ class _Protected:
         """Lightning's part of a checkpoint: progress, callbacks, what hooks add."""
         its: Any = self
         connector = its.lightning_module.trainer._checkpoint_connector
+        # The connector asks the strategy for weights and optimizer, which the run saves by itself.
         self._dumps = True
         try:
             whole = connector.dump_checkpoint(weights_only=False)
@@ -216,12 +218,14 @@ class _Protected:
     ) -> Any:
         """Run all micro-batches of the step; the last one acts."""
         its: Any = self
+        # A closure is forward and backward of the script's step, on the micro-batch that is noted.
         result = closure()
         for micro_batch in self._step[1:]:
             self._micro_batch = micro_batch
             self.run.step()
             result = closure()
         self._micro_batch = None
+        # Behind the closures, as in Lightning: it clips, and calls the script's hook.
         its.precision_plugin._after_closure(model or its.lightning_module, optimizer)
         optimizer.step()
         return result

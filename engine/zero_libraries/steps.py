@@ -45,6 +45,7 @@ class GlobalBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         """The rest of an epoch, step by step."""
         loader, step = self.begin().loader, []
+        # A loop that counts epochs takes one without a batch for an error.
         loader.leave()
         for batch in loader:
             step.append(batch)

@@ -81,9 +81,11 @@ def protect(
         if refused(getattr(args, name, None)):
             raise ConfigError(f"TrainingArguments({name}={getattr(args, name)!r}): {name} {why}")
     args.average_tokens_across_devices = False  # the run weighs tokens, over all ranks
+    # The rest is in the run's checkpoint: from two, a resume could take parts of different steps.
     args.save_only_model = True
     elastic = {"seed": args.seed, **(config or {}).get("elastic", {})}
     kind, its = type(trainer), cast(Any, trainer)
+    # Derived from the script's class, so that `super()` in a method here is what the script wrote.
     its.__class__ = type(kind.__name__, (_Protected, kind), {})
     its._zero = _Given(microbatches, {**(config or {}), "elastic": elastic})
     its._zero_steps = _Steps(its)
@@ -196,6 +198,7 @@ class _Steps(TrainerCallback):
         """The Trainer's part of a checkpoint, as of the last step of the run."""
         self._note()
         trainer = self._trainer
+        # As the Trainer's own save does before it writes its state.
         for each in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(each, ExportableState):
                 trainer.state.stateful_callbacks[type(each).__name__] = each.state()
@@ -264,6 +267,8 @@ class _Protected(Trainer):
         """Make the run here, where the Trainer asks at which epoch to begin."""
         super()._init_training_state(max_steps, steps_per_epoch, epochs, None, None)
         self._zero_steps_in_epoch = steps_per_epoch
+        # The Trainer would do this next; but the epoch to begin with is known behind the load,
+        # which needs the wrapped model and its optimizer.
         self._zero_ready = super()._prepare_for_training(max_steps, self._zero_loader, None)
         self.run = zero_torch.protect(
             self.model_wrapped,
@@ -286,6 +291,7 @@ class _Protected(Trainer):
             self.state.compute_steps(self.args, max_steps)
             self.state.init_training_references(self, max_steps, epochs, None)
         note_total_steps(max_steps)
+        # The Trainer counts epochs, and takes one without a batch for the end of the training.
         self.run.loader.leave()
         return self.run.loader.epoch, 0
 
@@ -300,8 +306,10 @@ class _Protected(Trainer):
             tokens = self._get_num_items_in_batch([each], self.args.device)
             if tokens is not None:
                 tokens = max(int(tokens), 1)  # without a label there is no mean
+            # The script's class may have a `training_step` of its own, which calls it.
             accelerator.backward = partial(weigh, tokens=tokens)
             super().training_step(model, each, tokens)
+            # The last one ends with the step of the optimizer, which the Trainer calls.
             if not run.last:
                 run.step()
         return torch.zeros((), device=self.args.device)  # `_Steps` adds the loss
