@@ -241,7 +241,8 @@ class Cuda(Accelerator):
     _name = "cuda"
 
     def __getattribute__(self, name: str) -> Any:
-        # torch.cuda has the same names for the rest.
+        # torch.cuda has the same names for the rest. Not `__getattr__`: the class of the CPU, from
+        # which this one derives, has them, too.
         if name in _TORCH_CUDA:
             return getattr(torch.cuda, name)
         return super().__getattribute__(name)
@@ -320,39 +321,12 @@ class Cuda(Accelerator):
         return tensor.pin_memory()
 
 
-_TORCH_CUDA = frozenset(
-    {
-        "BFloat16Tensor",
-        "ByteTensor",
-        "DoubleTensor",
-        "FloatTensor",
-        "HalfTensor",
-        "IntTensor",
-        "LongTensor",
-        "current_device",
-        "reset_max_memory_cached",
-        "reset_max_memory_allocated",
-        "memory_stats",
-        "max_memory_cached",
-        "memory_cached",
-        "default_stream",
-        "current_stream",
-        "stream",
-        "Event",
-        "Stream",
-        "device_count",
-        "empty_cache",
-        "initial_seed",
-        "is_available",
-        "is_bf16_supported",
-        "manual_seed",
-        "manual_seed_all",
-        "max_memory_allocated",
-        "max_memory_reserved",
-        "memory_allocated",
-        "memory_reserved",
-        "reset_peak_memory_stats",
-        "set_device",
-        "synchronize",
-    }
-)
+_NAMES = """
+    BFloat16Tensor ByteTensor DoubleTensor Event FloatTensor HalfTensor IntTensor LongTensor Stream
+    current_device current_stream default_stream device_count empty_cache initial_seed is_available
+    is_bf16_supported manual_seed manual_seed_all max_memory_allocated max_memory_cached
+    max_memory_reserved memory_allocated memory_cached memory_reserved memory_stats
+    reset_max_memory_allocated reset_max_memory_cached reset_peak_memory_stats set_device stream
+    synchronize
+"""
+_TORCH_CUDA = frozenset(_NAMES.split())

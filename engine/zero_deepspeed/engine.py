@@ -282,6 +282,7 @@ class DeepSpeedEngine(Engine):
         loader = training_loader(
             self._config, run, self._core.collectives, dataset, collate_fn, workers
         )
+        # The script keeps the loader, which must not keep the engine.
         loader.calls = LoopCalls(*(partial(if_alive(self._hear_loop), loader),) * 3)
         run.loader = self.training_dataloader = loader
         return loader
@@ -309,6 +310,7 @@ class DeepSpeedEngine(Engine):
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps of a full step at this world size."""
+        # Rounded up: a rank that has no micro-batch left runs a padding one.
         return -(-self._run.batch.microbatches // self.world_size)
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -352,6 +354,7 @@ class DeepSpeedEngine(Engine):
         `custom_load_fn` is called with `src`, the checkpoint's fp32 state_dict, and `dst`, the
         module with gathered parameters; its changes on rank 0 are loaded.
         """
+        # Not strict beside a function of the script, which loads what does not match.
         path, client = super().load_checkpoint(
             load_dir,
             alias(load_dir, tag),
@@ -511,6 +514,7 @@ class DeepSpeedEngine(Engine):
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the overflows."""
         rules = self._config.loss_scaling
+        # DeepSpeed's fixed scale of 0 stands for a dynamic one.
         return rules.enabled and not rules.loss_scale
 
     def gradient_clipping(self) -> float:

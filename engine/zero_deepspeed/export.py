@@ -33,6 +33,7 @@ def write_weights(
     `ties` are further names of tensors in the table. Returns why the file could not be written, and
     is unchanged; empty if it was written.
     """
+    # Beside the file, so that the rename stays within one file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -98,8 +98,9 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments
         engine_class=DeepSpeedEngine,
     )
     stepped = engine.optimizer
+    # It has frozen parameters only, which the engine does not step; the script unpacks it.
     if stepped is None and isinstance(optimizer, torch.optim.Optimizer):
-        stepped = optimizer  # it has frozen parameters only, which the engine does not step
+        stepped = optimizer
     made = cast(DeepSpeedEngine, engine)
     if made._config.log_level is not None:
         logger.setLevel(made._config.log_level.upper())

@@ -62,7 +62,13 @@ class Init:
         Other arguments of DeepSpeed's are accepted, without effect.
         """
         given = config_dict_or_path if config_dict_or_path is not None else config
-        self._divides = enabled and (given is None or _is_stage_3(given))
+        self._divides = enabled
+        if enabled and given is not None:
+            zero = _read(given).get("zero_optimization")
+            # In any spelling that `initialize` takes: True is short for stage 1. What is no stage
+            # is an error there, which names it.
+            stage = zero.get("stage", zero.get("zero_stage")) if isinstance(zero, Mapping) else None
+            self._divides = stage in (3, "3")
         self._contexts: list[AbstractContextManager[Any]] = []
         self._dtype = dtype or computes_in(given)
         if module is not None and self._divides:
@@ -86,14 +92,6 @@ class Init:
 
 def _read(given: Any) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else read_json(given)
-
-
-def _is_stage_3(given: Any) -> bool:
-    """Whether a config is of stage 3, in any spelling that `initialize` takes."""
-    zero = _read(given).get("zero_optimization")
-    # True is short for stage 1. What is no stage is an error of `initialize`, which names it.
-    stage = zero.get("stage", zero.get("zero_stage")) if isinstance(zero, Mapping) else None
-    return stage in (3, "3")
 
 
 def computes_in(given: Any) -> torch.dtype | None:

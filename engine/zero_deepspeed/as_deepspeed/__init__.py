@@ -50,6 +50,7 @@ class _Alias(Loader):
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
+        # The very module, not a copy: `isinstance` and module state are one under both names.
         module = importlib.import_module(self._ours)
         self._spec = module.__spec__
         return module

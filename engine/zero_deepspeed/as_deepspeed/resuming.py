@@ -73,6 +73,7 @@ class RunRecord:
     def write(self, directory: Path) -> None:
         """Write the record to the output directory, whole or not at all."""
         directory.mkdir(parents=True, exist_ok=True)
+        # Every start of the run reads it: half of one would let it begin again at step 0.
         partial = directory / f"{RECORD}.{os.getpid()}"
         with partial.open("w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(self), file)
@@ -120,6 +121,7 @@ def share(record: RunRecord, start: RunStart) -> Batch:
             f"share equally. Let their number divide {record.samples}: set --nnodes, --node-unit "
             "or --nproc-per-node; or begin a new run with another batch in another output_dir"
         )
+    # As large as it was, if that is possible: kernels of another size round differently.
     micro_batch = max(m for m in range(1, record.micro_batch + 1) if per_rank % m == 0)
     accumulation = per_rank // micro_batch
     reason = (
@@ -175,12 +177,11 @@ def short_step(samples: int, of_a_step: int, micro_batch: int, world: int) -> st
 def place_in_stream(epoch: float, step: int, steps: int) -> tuple[int, int]:
     """The epoch and its step at which a checkpoint was made in a stream of unknown length.
 
-    The Trainer counts the steps of each epoch as parts of all `steps` of the run, so that the
-    `epoch` of its state says both.
-
     Raises:
         CannotGoOn: The state says of no step where it was.
     """
+    # The Trainer counts the steps of each epoch as parts of all `steps` of the run, so that the
+    # `epoch` of its state says both.
     whole, part = divmod(epoch, 1)
     within = part * steps
     if abs(within - round(within)) > _ROUNDING or round(within) > step:
@@ -227,6 +228,7 @@ def _examine(path: Path, step: int) -> Seen:
     if not any(path.glob("step-*/MANIFEST.json")):
         flaw = "it holds weights alone"
         return Seen(path=path, step=step, written_ns=written_ns, flaw=flaw, weights_only=True)
+    # torch.save writes the directory of a zip file last.
     torn = [file.name for file in sorted(path.glob("*.pt*")) if not is_zipfile(file)]
     flaw = f"{', '.join(torn)}: not whole" if torn else ""
     return Seen(path=path, step=step, written_ns=written_ns, flaw=flaw)

@@ -121,6 +121,7 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
         *more: Any,
         **named: Any,
     ) -> Any:
+        # Other loops are checked at their first backward: this one resumes by itself.
         exempt("Trainer")
         start = _start()
         if start is None or trial is not None or not self.is_deepspeed_enabled:

@@ -13,5 +13,6 @@ def alias(load_dir: str | Path, tag: str | float | None) -> str | float | None:
     link = Path(load_dir, str(tag))
     if tag is None or not link.is_symlink():
         return tag
+    # A tag is a link to a checkpoint; an alias is a link to such a link.
     meant = Path(os.readlink(link))
     return meant.name if link.with_name(meant.name).is_symlink() else tag

@@ -14,11 +14,9 @@ _CPU = torch.device("cpu")
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """A copy of a nest of tensors, each in separate memory; tied parameters stay one tensor.
-
-    A parameter is a view of its unit's flat buffer: torch.save would write the whole buffer. If
-    tied parameters became two tensors, a library would write both.
-    """
+    """A copy of a nest of tensors, each in separate memory; tied parameters stay one tensor."""
+    # A parameter is a view of its unit's flat buffer: torch.save would write the whole buffer. If
+    # tied parameters became two tensors, a library would write both.
     clones: dict[tuple[Any, ...], Tensor] = {}
 
     def clone(value: Any) -> Any:

@@ -134,6 +134,7 @@ def _by_one_rank(out: Path, write: Callable[[], list[Path]]) -> list[Path]:
         if "problem" in outcome:
             raise CheckpointError(outcome["problem"])
         return [Path(path) for path in outcome["files"]]
+    # Whatever happens the others hear of it: they wait as long as the group's timeout.
     try:
         files = write()
     except Exception as error:
