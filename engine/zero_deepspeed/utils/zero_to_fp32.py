@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,11 +120,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return write()
-    return _by_one_rank(out, write)
-
-
-def _by_one_rank(out: Path, write: Callable[[], list[Path]]) -> list[Path]:
-    """Let the first rank that comes write; a rank that calls alone waits for nobody."""
+    # The first rank that comes writes, whichever it is: one that calls alone waits for nobody.
     store = group_store(f"zero_to_fp32 {out.absolute()}")
     if store.add("callers", 1) > 1:
         with transport_failures(f"waiting for {out}, which another rank writes"):
