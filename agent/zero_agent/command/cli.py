@@ -114,6 +114,8 @@ def _run(argv: Sequence[str]) -> int:
         args = line.args
         backend, conf = check_backend(args.rdzv_backend), parse_rdzv_conf(args.rdzv_conf)
         way, note = etcd_choice.choose(args)
+        # Certificates are made of the join token where the user names none (`given`), and only for
+        # an etcd that other machines reach (`wanted`).
         given, wanted = bool(args.etcd_ca or conf.ca), way in (Way.NAMED, Way.OWN, Way.STATIC)
         with joined(args, os.environ, given=given, wanted=wanted) as joining:
             if args.preflight:
@@ -135,7 +137,8 @@ def _meet(
     allow_files(config.slots)
     backend = backend if way is Way.NAMED else ""
     threads = ""
-    if config.slots > 1 and "OMP_NUM_THREADS" not in os.environ:  # as torchrun, in one line
+    # As torchrun, in one line. The bits of weights on CPUs depend on this number (README.md).
+    if config.slots > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = (
             f"OMP_NUM_THREADS is not set: each of the {config.slots} workers gets 1 thread; "
             "set it for more"
@@ -153,7 +156,8 @@ def _meet(
         if seat is not None:
             found = _await_served(config, access, seat, numbers)
             access = dataclasses.replace(access, endpoints=found)
-        if world is not None:  # this node's place in the fixed world
+        if world is not None:
+            # The id follows from the rank: each node waits until the one before it is registered.
             config = dataclasses.replace(
                 config,
                 job=config.job or "static",
@@ -197,6 +201,7 @@ def _in_store(
                     signals.ignore(numbers)  # what is left is short, and its code is decided
                     return code
         except (AgentFailed, StoreReplaced) as error:
+            # Only an etcd of the job's own has a successor; any other one is the user's to mend.
             if keeper is None:
                 raise
             access = dataclasses.replace(access, endpoints=_go_on(keeper, access, error))
@@ -324,23 +329,20 @@ def _until_signal(wait: Callable[[], None], numbers: Sequence[signal.Signals]) -
 
 
 def _end_start(came: list[int], numbers: Sequence[signal.Signals], number: int) -> NoReturn:
-    """End, and clean up on the way out, on a signal that comes while no worker runs.
-
-    Raises:
-        SystemExit: Always, with 128 + the signal's number.
-    """
+    """End, and clean up on the way out, on a signal that comes while no worker runs."""
     signals.ignore(numbers)
-    came.append(number)  # Python drops the exception if the signal comes within a `__del__`
+    # Python drops the exception if the signal comes within a `__del__`: `_take_part` looks here.
+    came.append(number)
     log.error("%s: this node ends; no worker runs here", signal.Signals(number).name)
     raise SystemExit(128 + number)
 
 
 def _runs_elsewhere(store: KeyValueStore, job: str | None, name: str) -> bool:
-    """Whether another agent of the job is alive; True, the longer wait, if etcd does not answer."""
+    """Whether another agent of the job is alive."""
     try:
         job = job or standing_run(store, name)
         return job is not None and bool(store.range(Keys(job).nodes, limit=1).items)
-    except StoreError:
+    except StoreError:  # unknown: an unhealthy node then waits for the longer of the two times
         return True
 
 
@@ -378,6 +380,7 @@ def _take_part(
         job = config.job or current_run(store, name)
         if world is not None:
             etcd_choice.await_turn(store, job, world)
+        # A connection of its own: no report may delay a transition of the job.
         with contextlib.closing(store.sibling()) as telemetry:
             spent_s = {Use.IDLE: idle_s, Use.STARTING: clock.now() - since_s - idle_s}
             before_ns = {use: round(1e9 * time_s) for use, time_s in spent_s.items() if time_s > 0}
@@ -396,6 +399,7 @@ def _take_part(
             idle_s, since_s = 0.0, clock.now()
         if config.job is None and agent.ended and not agent.took_part:
             continue  # that run ended before this agent joined it: start the next
+        # An etcd that ends with this node ends after the others have read how the job ended.
         if keeper is not None:
             keeper.see_off(agent.ended)
         elif world is not None and world.rank == 0:

@@ -67,7 +67,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
         elif value != "0":
             wrong.add(f"{variable}={value}: write 1 for yes or 0 for no", name)
     parser, right = make_parser(), []
-    for flag in (*set_flags, *flags):  # each by itself: an error must not hide the next one
+    # Each by itself: argparse stops at the first error, which must not hide the next one.
+    for flag in (*set_flags, *flags):
         try:
             parser.parse_args([flag])
             right.append(flag)
@@ -79,6 +80,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Line:
     if not command and not args.preflight and not wrong.lines:
         wrong.add(f"no script is given; write {USAGE}; --help lists the flags", "script")
     args.script, args.arguments = command[0] if command else "", command[1:]
+    # Without a program there is nothing that the checks of `mistakes.py` could find about it.
     about = wrong.about if command else {*wrong.about, "script"}
     return Line(args=args, wrong=tuple(wrong.lines), about=frozenset(about))
 
@@ -101,6 +103,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str], _Wrong]:
             continue
         flag, problem = _find(name)
         if problem:
+            # The program may be misread as well, if the guess below is wrong.
             wrong.add(problem, "script", *([flag.name] if flag is not None else []))
             # Whether it has a value is a guess, by the nearest flag that exists.
             if flag is not None and flag.kind is not None and not equals and rest:
@@ -127,17 +130,14 @@ def _in_full(token: str, flag: Flag, value: str, rest: list[str]) -> tuple[str, 
 
 
 def _find(name: str) -> tuple[Flag | None, str]:
-    """Find a flag by its name, in either spelling, or by a unique prefix.
-
-    Or an error, with the flag that was probably meant.
-    """
+    """A flag by its name or a unique prefix; or an error, with the flag that was probably meant."""
     if name in _SHORT:
         return _SHORT[name], ""
     words = name.removeprefix("--").replace("_", "-")
     if words in FLAGS and name.startswith("--"):
         return FLAGS[words], ""
     fitting = [flag for flag in FLAGS if name.startswith("--") and flag.startswith(words)]
-    # A prefix that torchrun takes for one flag means the same here.
+    # A prefix that torchrun takes for one flag means the same here: scripts in use have such ones.
     for these in (fitting, [flag for flag in fitting if flag not in OURS]):
         if len(these) == 1:
             return FLAGS[these[0]], ""

@@ -105,6 +105,7 @@ def _standalone(typed: Typed) -> None:
 
 def _local_address(typed: Typed) -> None:
     address = typed.args.local_addr
+    # Found now: the agent would listen there only once it has joined.
     if address and not is_local(address):
         raise SpecError(
             f"--local-addr={address}: not an address of this machine; leave it out to use the one "

@@ -69,12 +69,18 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
     streams = _streams(args, environ)
     spec = _spec(args)
     usual = Timing()
-    # Each node refreshes its lease three times in that time: a large job needs longer leases.
+    # Each node refreshes its lease three times in that time, so a large job needs longer leases. A
+    # small one does not: a lost node that nothing else betrays is found when its lease ends.
     usual_s = min(AgentConfig.lease_ttl_s + spec.max_nodes // NODES_PER_LEASE_S, LONGEST_LEASE_S)
     lease_ttl_s = int(args.lease_ttl or conf.lease_ttl_s or usual_s)
     slots = count_slots(args.nproc_per_node)
     if args.virtual_local_rank:
         own_device(environ, slots - 1)  # an error is raised now rather than in the workers
+    log_dir = None if args.log_dir == NO_FILES else args.log_dir
+    if log_dir is None and streams.needs_files:
+        # The prefix is torchrun's: users look there.
+        log_dir = Path(tempfile.mkdtemp(prefix="torchelastic_"))
+    make_log_dir(log_dir)
     return AgentConfig(
         spec=spec,
         program=program,
@@ -100,7 +106,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         health_check_timeout_s=args.health_check_timeout,
         ram_budget_bytes=args.ram_budget,
         lease_ttl_s=lease_ttl_s,
-        log_dir=_log_dir(args.log_dir, streams),
+        log_dir=log_dir,
         streams=streams,
         cpus=_cpus(args.numa_binding, slots, environ),
         virtual_local_rank=args.virtual_local_rank,
@@ -209,13 +215,15 @@ def program_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Program:
             command=[args.script, *args.arguments],
         )
     if args.module:
-        sys.path.insert(0, os.getcwd())  # as `python -m`
+        # As `python -m`: the module may be in the working directory, and so may what it imports.
+        sys.path.insert(0, os.getcwd())
         if not _is_there(args.script):
             raise SpecError(f"-m {args.script}: there is no such module; give its full dotted name")
     elif not Path(args.script).is_file():
         raise SpecError(
             f"{args.script}: there is no such script; give its path, or -m for a module"
         )
+    # Without a command the workers are forks of the forkserver, which is this very interpreter.
     command: list[str] = []
     interpreter = environ.get("PYTHON_EXEC") or sys.executable
     if not args.run_path and (args.cold_start or interpreter != sys.executable):
@@ -259,6 +267,7 @@ def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
             )
         return ()
     for module in wanted:
+        # Its package alone is looked for: to look into one would import it here.
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             raise SpecError(
                 f"{flag}: there is no module {module}; install it, or leave it to the script"
@@ -287,20 +296,6 @@ def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
         format=Format(args.log_format),
         file_limit_bytes=args.log_limit,
     )
-
-
-def _log_dir(path: Path | None, streams: Streams) -> Path | None:
-    """The directory of log files; a new one if one is needed and --log-dir names none.
-
-    Raises:
-        SpecError: The directory cannot be made.
-    """
-    if path == NO_FILES or (path is None and not streams.needs_files):
-        return None
-    if path is None:
-        return Path(tempfile.mkdtemp(prefix="torchelastic_"))  # torchrun's name: users look there
-    make_log_dir(path)
-    return path
 
 
 def make_log_dir(path: Path | None) -> None:
@@ -347,11 +342,12 @@ def count_slots(text: str) -> int:
 
 
 def _count_gpus() -> int:
-    """The number of GPUs that torch sees, in another process: the agent never imports torch.
+    """The number of GPUs that torch sees.
 
     Raises:
         AgentFailed: The process does not end, as on a machine with a GPU that hangs.
     """
+    # In another process: the agent never imports torch.
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
@@ -377,6 +373,7 @@ def _cpus(mode: str, slots: int, environ: Mapping[str, str]) -> tuple[numa.Cpus,
     """The CPUs of each worker, by local rank; empty if workers are not bound."""
     if not mode:
         return ()
+    # The workers' GPUs are those that CUDA shows them, not those of the machine.
     machine = numa.read_machine(visible=environ.get("CUDA_VISIBLE_DEVICES"))
     if machine is None:
         log.warning("--numa-binding=%s: /sys does not describe this machine; ignored", mode)
