@@ -158,6 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     hosts: Hosts | None = None
+    # The default one may be absent, the one that is named may not: `read_hostfile` refuses it.
     path = args.hostfile or DEFAULT_HOSTFILE
     if args.hostfile is not None or path.is_file():
         chosen = {"num_nodes": args.num_nodes, "num_slots": args.num_gpus}
@@ -169,6 +170,7 @@ def _run(args: argparse.Namespace) -> int:
     if hosts is None or (len(hosts) == 1 and is_local(next(iter(hosts))) and not args.force_multi):
         slots = next(iter(hosts.values())) if hosts else None
         count = args.num_gpus or (len(slots) if slots else "auto")
+        # A filter may have left out the first ones, so their number alone does not say which.
         if slots:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
         where = [f"--rdzv-endpoint={args.rdzv_endpoint}"] if args.rdzv_endpoint else []
@@ -242,6 +244,8 @@ def _go_on_as(flags: list[str], args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, hosts: Hosts, endpoint: str) -> LaunchPlan:
     command = (args.script, *args.arguments)
     name = command_name(args.script, command, is_module=args.module)
+    # A name of its own in each launch: at an etcd that stays, agents of the same name would come
+    # late to the job of the launch before, which has ended.
     job = args.rdzv_id or f"{name}.{secrets.token_hex(2)}"
     return LaunchPlan(
         hosts=hosts,
@@ -280,6 +284,7 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
             "which the hosts reach this machine is unknown; write addresses into the hostfile, or "
             "name an etcd that the hosts reach with --rdzv-endpoint"
         )
+    # An etcd that listens for other hosts is never open to all who reach it.
     token = exported(os.environ, _directories()).get(ENV_JOIN_TOKEN) or new_token()
     os.environ[ENV_JOIN_TOKEN] = token  # for the hosts, and for `zero-ctl stop`
     with private_server([] if address == LOOPBACK else [address], token=token) as local:
@@ -304,10 +309,11 @@ def _future_endpoint(args: argparse.Namespace, hosts: Hosts) -> str:
 
 def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:
     """The address by which the hosts can reach this machine; None if it is unknown."""
+    # That of the route to the first of them: all hosts are taken to be in one network.
     first = next((host for host in hosts if not is_local(host)), LOOPBACK)
     names = [first.rpartition("@")[2]]
     if args.launcher == "ssh" and shutil.which("ssh") is not None:
-        # The host may be an alias of ssh's own configuration.
+        # The host may be an alias of ssh's own configuration, which no resolver knows.
         asked = subprocess.run(
             ["ssh", "-G", *args.launcher_args, "--", first],
             capture_output=True,

@@ -33,6 +33,7 @@ def exported(environ: Mapping[str, str], directories: Iterable[Path]) -> dict[st
         for name, value in environ.items()
         if name.startswith(PREFIXES) and _NAME.fullmatch(name)  # a shell can export no other
     }
+    # Its file wins over all others, and must be there: the user has named it.
     named = environ.get(ENV_FILE_NAME)
     for directory in directories:
         for name in FILES:

@@ -75,6 +75,7 @@ def select(
     Raises:
         SpecError: Two of these contradict each other, or select hosts or slots that do not exist.
     """
+    # As DeepSpeed: which of two filters is applied first would change the hosts.
     if include and exclude:
         raise SpecError("--include and --exclude: give one of them")
     counted = [name for name, n in (("nodes", num_nodes), ("gpus", num_slots)) if n is not None]

@@ -27,6 +27,7 @@ def run(count: int, flags: Sequence[str]) -> int:
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in _FORWARDED:
         signal.signal(number, lambda got, frame: signals.put(got))
+    # Who starts this process has blocked it up to here, as is done for each agent below.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # However this process ends, the agents leave as on any other SIGTERM.
     agent = dying_with_parent([sys.executable, "-m", "zero_agent", *flags], by=signal.SIGTERM)

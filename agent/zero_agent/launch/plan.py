@@ -72,9 +72,8 @@ class LaunchPlan:
         The shell runs the commands `begin` before it becomes the agent.
         """
         command = shlex.join(["/bin/sh", "-c", f'{begin} exec "$@"', "sh", *self.agent(host)])
-        lacking = (
-            f"exit {AgentExit.UNHEALTHY:d}"  # the shell's own code must not look like the job's end
-        )
+        # The shell's own code must not look like the job's end.
+        lacking = f"exit {AgentExit.UNHEALTHY:d}"
         return f"cd {shlex.quote(str(self.directory))} || {lacking}; exec {command}"
 
     def _same_slots(self) -> tuple[int, ...]:

@@ -67,6 +67,7 @@ def _ssh(plan: LaunchPlan, remote: Remote) -> list[Command]:
         Command(
             where=host,
             argv=(*reach, host, plan.in_shell(_READ, host)),
+            # One line for `read`; the shell's printf makes lines of it again.
             stdin=plan.exports(host).replace("\\", "\\\\").replace("\n", "\\n") + "\n",
         )
         for host in plan.hosts
@@ -87,6 +88,8 @@ def _ssh_options() -> tuple[str, ...]:
 def _pdsh(plan: LaunchPlan, remote: Remote) -> list[Command]:
     port = f"-p {remote.port}" if remote.port else ""
     ssh = " ".join(filter(None, (*_ssh_options(), port, remote.pdsh_ssh_arguments)))
+    # -S: its exit code is the largest of the hosts'. -f: by default it reaches 32 hosts at a time,
+    # and the agents, which run until the job ends, would keep the others from beginning.
     argv = ("pdsh", "-S", "-f", "1024", *remote.arguments, "-w", ",".join(plan.hosts))
     env = {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": ssh}
     # pdsh has no standard input: the hosts read the variables from the shared working directory.

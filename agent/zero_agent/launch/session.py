@@ -113,6 +113,7 @@ class Session:
                     reader.join(max(0.0, deadline_s - time.monotonic()))
                 output.flush()
         code = verdict([LOST if host.code is None else host.code for host in self._hosts])
+        # A job that was done when the signal came is done, whoever ended its launcher.
         return 128 + self._stopping if self._stopping and code else code
 
     # ---- one turn ----
@@ -146,6 +147,7 @@ class Session:
         for host in self._hosts:
             if host.process is not None and (code := host.process.poll()) is not None:
                 host.process, host.code = None, code
+                # The others learn of the end from etcd, and leave by themselves.
                 if code in ENDS_THE_JOB and self._parting_s is None:
                     self._parting_s = time.monotonic() + PARTING_S
                 elif code == LOST and not self._stopping and len(self._hosts) > 1:
@@ -173,8 +175,8 @@ class Session:
         )
         what = (host.process, host.command)
         reader = threading.Thread(target=self._forward_output, args=what, daemon=True)
-        self._readers = [other for other in self._readers if other.is_alive()]
-        self._readers.append(reader)
+        # Those of lost connections have ended: a host that is tried for days leaves none behind.
+        self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
         reader.start()
 
     def _forward_output(self, process: subprocess.Popen[bytes], command: Command) -> None:

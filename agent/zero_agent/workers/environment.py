@@ -105,6 +105,7 @@ def own_device(environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
             f"--virtual-local-rank: CUDA_VISIBLE_DEVICES={shown} has no device for local rank "
             f"{local_rank}; start fewer workers with --nproc-per-node"
         )
+    # A script chooses its device by LOCAL_RANK, and the only one that this worker sees is device 0.
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": devices[local_rank]}
 
 
@@ -118,14 +119,16 @@ def timer_file(environ: Mapping[str, str], default: Path) -> Path | None:
 def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:
     """The forkserver's environment, which must be set before torch is imported."""
     env = dict(environ)
-    if slots > 1:  # as torchrun: each of several workers would otherwise take every core
+    # As torchrun: each of several workers would otherwise take every core.
+    if slots > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     # What a script makes in the order of a set (layers, a list of files) is then the same on all
     # ranks, and in each restart.
     env.setdefault("PYTHONHASHSEED", "0")
     # At level WARNING torch prints thirty lines of C++ stack for each store or peer that is gone.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if interface is not None:  # else gloo takes the one that the host's name resolves to
+    # Else gloo takes the interface that the host's name resolves to, which may be the loopback.
+    if interface is not None:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env
 
@@ -201,7 +204,8 @@ class Orders:
         return {place.rank: self._file(kind, job.n, place.rank) for place in places(job, node)}
 
     def _file(self, kind: str, n: int, rank: int) -> Path:
-        # Beside the socket: that is a local disk, wherever the logs are.
+        # Beside the socket, on a local disk wherever the logs are: the agent looks at these files
+        # ten times a second, and a network file system shows a change late.
         return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
 
     def _order(self, job: Snapshot, node: Node, place: WorkerPlace, secret: Secret) -> StartOrder:

@@ -93,6 +93,7 @@ class Exit:
         cls, rank: int, status: int, error_file: Path, *, wanted: bool, killer: str = ""
     ) -> Exit:
         """The end of a worker; a `killer` is its message if its error file has none."""
+        # A script that has ended well has handled what `@record` may have written there.
         left = ErrorFile() if status == ExitCode.OK else read_error_file(error_file)
         return cls(
             rank=rank,

@@ -96,6 +96,7 @@ class Forkserver:
                     os.read(wake_read, 4096)
             if self._agent.fileno() in readable:
                 try:
+                    # At most three: stdout, stderr, and the file of a long order.
                     data, fds, _, _ = socket.recv_fds(self._agent, PACKET_BYTES, 3)
                 except OSError:
                     data, fds = b"", []
@@ -142,7 +143,8 @@ class Forkserver:
         pid = os.fork()
         if pid == 0:
             die_with_parent(forkserver)
-            os.setsid()  # a group of its own, which is signalled as a whole
+            # A group of its own: what the worker starts is signalled, and killed, with it.
+            os.setsid()
             return self._become(order, fds)
         self._pids[order["id"]], self._ids[pid] = pid, order["id"]
         for fd in fds:
@@ -152,7 +154,8 @@ class Forkserver:
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
         """In the forked worker: give up everything that belongs to the forkserver."""
-        # The key of the ring is a secret of the agents, and a worker is the user's program.
+        # The key of the ring is a secret of the agents, and a worker is the user's program. By a
+        # listener left open the kernel would accept connections for an agent that is dead.
         self._word = None
         if self._listener is not None:
             os.close(self._listener)
@@ -172,6 +175,7 @@ class Forkserver:
             host_store(self._agent, order["id"], order["address"], range(*order["ports"]))
         if order["op"] == "timers":
             host_timers(self._agent, order["path"])
+        # With a copy in every worker the agent would not see the end of the forkserver.
         self._agent.close()
         rank = order["env"].get("RANK")
         set_title(f"zero-worker rank {rank}", f"zero-rank {rank}")
@@ -191,16 +195,18 @@ class Forkserver:
                 return
             pid = ended.si_pid
             if pid in self._ids:
+                # Before the report of its end: what it left in its group may hold a GPU's memory.
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # processes that the worker left in its group
+                    os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             worker = self._ids.pop(pid, None)
-            if worker is None:
-                continue  # an adopted orphan
+            if worker is None:  # an orphan that was adopted: nobody asks for its end
+                continue
             del self._pids[worker]
             self._send({"id": worker, "status": os.waitstatus_to_exitcode(status)})
+            # What is left then are orphans that had left their groups.
             if not self._pids:
-                self._kill_children()  # orphans that had left their group
+                self._kill_children()
 
     def _kill_children(self) -> list[int]:
         pids = children(os.getpid())
@@ -266,7 +272,8 @@ def preload(modules: list[str], agent: socket.socket) -> None:
     Raises:
         SystemExit: An import fails.
     """
-    gc.disable()  # collections would be a fifth of the time of these imports
+    # Collections would be a fifth of the time of these imports.
+    gc.disable()
     for module in modules:
         before = Native.here()
         try:
@@ -284,7 +291,9 @@ def preload(modules: list[str], agent: socket.socket) -> None:
         if why := hindrance(module, before, Native.here()):
             agent.send(json.dumps({"left_out": module, "why": why}).encode())
             os.execv(sys.executable, [word for word in sys.orig_argv if word != module])
-    gc.freeze()  # no collection in a worker touches these pages: they stay shared (copy-on-write)
+    # No collection in a worker touches these pages, which stay shared (copy-on-write), and
+    # `end_process` looks only at what the worker itself has made.
+    gc.freeze()
     gc.enable()
 
 
@@ -301,7 +310,9 @@ def main() -> None:
     # While it imports it does not read the socket, and would not notice the agent's end.
     die_with_parent(os.getppid())
     preload(modules, agent)
-    outlive_parent()  # to kill the processes that workers leave behind
+    # From here on it outlives the agent by moments: to kill all that workers leave behind, and to
+    # answer in the agent's place.
+    outlive_parent()
     program = Forkserver(agent).serve()
     if program is not None:
         worker_main.run(program)

@@ -84,6 +84,7 @@ class ForkserverClient:
         """Fork a worker, bound to `cpus` if there are any; returns its id in `on_news`."""
         order = {"op": "start", "program": vars(program), "env": dict(env), "cpus": sorted(cpus)}
         worker = self._order(order, [out.write_fd, err.write_fd])
+        # The order has copies of the descriptors, also while it is held.
         out.started()
         err.started()
         return worker
@@ -127,7 +128,8 @@ class ForkserverClient:
     def close(self) -> int:
         """End the forkserver and all its descendants; its exit code, or its signal, negative."""
         # The word of the agent is not needed: it lives, and a watcher must not take it for dead.
-        with contextlib.suppress(OSError):  # it is gone, or hangs
+        # Without waiting: a forkserver that hangs reads nothing, and is killed below.
+        with contextlib.suppress(OSError):
             self._socket.send(STOP_FORKSERVER, socket.MSG_DONTWAIT)
         self._hub.remove(self._socket.fileno(), self._socket.close)
         self._outbox.close()
@@ -149,8 +151,10 @@ class ForkserverClient:
 
     def kill(self) -> None:
         """Kill the forkserver and its process group; the kernel kills the workers with it."""
-        self._unresponsive.stop()  # else it would count as stuck, and be killed, in each turn
-        with contextlib.suppress(ProcessLookupError):  # it has no group yet, or is gone
+        # Else it would count as stuck, and be killed, in each turn.
+        self._unresponsive.stop()
+        # It has no group before its `setsid`. The group has what its imports have started.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
@@ -207,7 +211,8 @@ class _Outbox:
                 return
             # The caller may close its own before the packet is sent.
             copies = [os.dup(fd) for fd in fds]
-            if len(data) > PACKET_BYTES:  # a user may pass thousands of files as arguments
+            # A user may pass thousands of files as arguments. A longer packet would arrive cut off.
+            if len(data) > PACKET_BYTES:
                 descriptor = os.memfd_create("zero-order")  # a file that only descriptors lead to
                 with os.fdopen(descriptor, "wb", closefd=False) as file:
                     file.write(data)

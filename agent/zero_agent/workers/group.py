@@ -81,6 +81,7 @@ class WorkerGroup:
 
         `lost` says how it lost a peer, if that is why.
         """
+        # None where its process has ended since: its exit tells the rest.
         waiting = {worker for worker, order in self._running.items() if order.rank == rank}
         if waiting and lost and self._lost is None:
             self._lost = self._verdict(rank, ExitCode.PEER_LOST, lost)
@@ -94,7 +95,7 @@ class WorkerGroup:
         for worker in former._parked & former._running.keys():
             old = former._running.pop(worker)
             order = by_local_rank[old.local_rank]
-            # It has opened the files of its start, such as that for its stacks.
+            # It has opened the files of its start, such as that for its stacks, and keeps them.
             own = {ENV_ERROR_FILE: old.env[ENV_ERROR_FILE]}
             order = replace(order, env=order.env | own)
             taken[old.rank] = self._running[worker] = order
@@ -185,7 +186,7 @@ class WorkerGroup:
         """Which workers still exist long after SIGKILL, and where they wait; empty if none does."""
         if not (self._running and self._killed.past(GIVE_UP_S)):
             return ""
-        # A worker without a pid is not forked yet: its forkserver is what hangs.
+        # A worker without a pid is not forked yet, so its forkserver is what hangs.
         left = [
             f"rank {order.rank}: {describe(self._pids.get(worker, self._forkserver.pid))}"
             for worker, order in self._running.items()

@@ -17,7 +17,7 @@ from zero_contract.worker import WaitReply
 ANSWER_S = 1.0
 """A worker answers within this time, if it runs; it is asked so long before its limit."""
 _LOOK_S = 0.2
-"""Most of a time between two looks that counts: a reply may have come, and not have been read."""
+"""Most of the time between two looks that counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,16 @@ class Judgement(NamedTuple):
 
 def judge(late: Sequence[Late], elsewhere: Elsewhere) -> Judgement | None:
     """Which of the late workers of a node is hung; None: none is late, or it is not known yet."""
-    found = [(one, why) for one in late if (why := _is_to_blame(one))]
-    if found:
-        one, why = found[0]
-        return Judgement(rank=one.rank, reason=f"{one.verdict}, and {why}")
+    # Anything that tells for whom the others wait goes before the time, which tells nothing.
+    for one in late:
+        if one.stopped:
+            why = "its process is stopped"
+        elif one.reply is not None:
+            why = "" if _waits_in(one) else "it waits for no other rank"
+        else:
+            why = "it does not answer" if one.can_say and one.owes_s >= ANSWER_S else ""
+        if why:
+            return Judgement(rank=one.rank, reason=f"{one.verdict}, and {why}")
     late = [one for one in late if not one.begins]  # it may wait for who starts
     if not late or any(one.can_say and one.reply is None for one in late):
         return None  # the answer comes
@@ -79,15 +85,6 @@ def judge(late: Sequence[Late], elsewhere: Elsewhere) -> Judgement | None:
         return Judgement(rank=None, reason=f"{one.verdict}; {what}: another rank may be the cause")
     why = f"; {what}" if others or one.can_say else ""
     return Judgement(rank=one.rank, reason=f"{one.verdict}{why}")
-
-
-def _is_to_blame(one: Late) -> str:
-    """Why the others wait for this one; empty: nothing tells."""
-    if one.stopped:
-        return "its process is stopped"
-    if one.reply is not None:
-        return "" if _waits_in(one) else "it waits for no other rank"
-    return "it does not answer" if one.can_say and one.owes_s >= ANSWER_S else ""
 
 
 def _waits_in(one: Late) -> str:
@@ -111,6 +108,7 @@ class Inquiry:
     def is_due(self, now_s: float, late_s: float, pause_s: float) -> bool:
         """Whether to ask now, after a pause since the last look; it is late from `late_s` on."""
         if self._owes:
+            # Its answer may lie in the socket while the agent stood still.
             self.owes_s += min(pause_s, _LOOK_S)
             return False
         # What it said before it was late may be of a step that it has nearly finished.

@@ -48,7 +48,7 @@ class Machine:
         nodes = sorted(self.nodes)
         if local_rank < len(self.gpu_nodes) and self.gpu_nodes[local_rank] in self.nodes:
             return self.gpu_nodes[local_rank]
-        return nodes[local_rank * len(nodes) // slots] if local_rank < slots else nodes[0]
+        return nodes[local_rank * len(nodes) // slots]
 
 
 def cpus_of(mode: str, machine: Machine, local_rank: int, slots: int) -> Cpus:
@@ -57,6 +57,7 @@ def cpus_of(mode: str, machine: Machine, local_rank: int, slots: int) -> Cpus:
     Raises:
         SpecError: The mode is `exclusive`, and there are more workers than cores.
     """
+    # Those of all workers: who shares a node takes its share of it by the place among them.
     nodes = [machine.node_of(other, slots) for other in range(slots)]
     node = nodes[local_rank]
     own, place, sharing = machine.nodes[node], nodes[:local_rank].count(node), nodes.count(node)
@@ -134,7 +135,7 @@ def _gpu_nodes(root: Path, visible: str | None) -> list[int]:
     if not visible:
         return nodes
     indices = [part.strip() for part in visible.split(",")]
-    # CUDA_VISIBLE_DEVICES may have names that are no numbers.
+    # CUDA_VISIBLE_DEVICES may have names that are no numbers: those of GPUs, or of parts of them.
     if not all(index.isdecimal() and int(index) < len(nodes) for index in indices):
         return []
     return [nodes[int(index)] for index in indices]

@@ -275,7 +275,8 @@ class Steps:
         stayed: Iterable[int] = (),
     ) -> None:
         """A round begins; by default on this node alone, and in new processes."""
-        # Sums and blocks for another world are made within this time.
+        # Of the round before, whose clocks are still there. Sums and blocks for another world are
+        # made within this time.
         long_s = max(self._policy.limit_s or 0.0, FACTOR * (self.long_s or 0.0))
         self._first_limit_s = max(FLOOR_S, long_s)
         self._clocks, self._inquiries, self._stayed = {}, {}, dict.fromkeys(stayed)
@@ -307,6 +308,7 @@ class Steps:
             self.ways = {**self.ways, rank: self._way(rank)}
         took_s = self.times.add(rank, self._clock.now(), progress)
         if progress is not None:
+            # The script may have said the total once, by a heartbeat.
             total_steps = progress.total_steps or self._total_steps
             progress = structs.replace(progress, total_steps=total_steps)
             self.last = progress
@@ -336,15 +338,15 @@ class Steps:
         """Record what a worker does before its first step of this round."""
         self._preparing[rank] = preparing
         if rank in self._stayed:
-            self._stayed[rank] = self._first_step() if preparing.what == BEFORE_FIRST_STEP else None
+            first = None
+            # What comes before, such as a load, has no usual time, and so no limit.
+            if preparing.what == BEFORE_FIRST_STEP:
+                first = StepClock(self._policy, self._first_limit_s)
+                first.go_on(self._clock.now())
+            self._stayed[rank] = first
         begun = self._begun.setdefault(rank, [])
         if not begun or begun[-1][0] != preparing.what:
             begun.append((preparing.what, self._clock.now()))
-
-    def _first_step(self) -> StepClock:
-        clock = StepClock(self._policy, self._first_limit_s)
-        clock.go_on(self._clock.now())
-        return clock
 
     def _way(self, rank: int) -> Way:
         """What a worker has done from the beginning of the round until now."""
@@ -394,6 +396,7 @@ class Steps:
                 self._inquiries.pop(rank, None)
                 continue
             begins = clock.first_limit_s is not None
+            # A process that has stayed, or that reports its steps, has the engine, which answers.
             can_say = begins or rank in self._reporting
             inquiry = self._inquiries.setdefault(rank, Inquiry())
             if can_say and inquiry.is_due(now_s, clock.late_s, pause_s):
@@ -402,6 +405,7 @@ class Steps:
                 yield Late(
                     rank=rank,
                     verdict=verdict,
+                    # Only from etcd does a node learn that another one is to blame.
                     since_s=now_s - max(clock.last_s or 0.0, self._silent_s),
                     limit_s=clock.limit_s or 0.0,
                     begins=begins,

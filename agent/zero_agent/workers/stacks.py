@@ -69,7 +69,7 @@ def ask(process: Process) -> bool:
         # The descriptor keeps its meaning if the process ends and its pid is used again.
         handle = os.pidfd_open(process.pid)
         try:
-            # A signal without a handler would end the process.
+            # A signal without a handler would end the process, and a pid may be another one's now.
             status = Path(f"/proc/{process.pid}/status").read_text(errors="replace")
             facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
             handles = int(facts["SigCgt"], 16) >> (STACKS_SIGNAL - 1) & 1
@@ -85,6 +85,7 @@ def ask(process: Process) -> bool:
 
 def _written(process: Process, deadline_s: float) -> dict[str, str]:
     """Read the stacks that a worker writes, once its file no longer grows."""
+    # No line says that it is the last one: what stops growing is whole.
     size = 0
     while time.monotonic() < deadline_s:
         time.sleep(_POLL_S)

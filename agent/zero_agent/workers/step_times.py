@@ -149,6 +149,7 @@ class SpeedMeter:
 
     def add(self, progress: Progress, now_s: float) -> None:
         """A worker has ended a step; further workers that end the same step do not count."""
+        # All ranks of the node end the same step, and one after the other: the first one counts.
         if self._last is not None and progress.step <= self._last[1].step:
             return
         self._last = now_s, progress
@@ -161,6 +162,7 @@ class SpeedMeter:
     @property
     def speed(self) -> Speed | None:
         """The speed up to the last step; None before the second one."""
+        # The clock may not have moved between two steps.
         if self._last is None or self._last[0] <= self._kept[0][0]:
             return None
         (from_s, first), (to_s, last) = self._kept[0], self._last

@@ -68,6 +68,7 @@ def run(program: Program) -> NoReturn:
     """Become the program: the process ends when it does, with its exit code."""
     if program.command:
         _replace(program.command)
+    # A crash in native code leaves the Python stacks on stderr: such an end has no exception.
     faulthandler.enable()
     # Its stacks come even from an interpreter that is stuck in a call of a library.
     if path := os.environ.get(ENV_ERROR_FILE):
@@ -75,7 +76,8 @@ def run(program: Program) -> NoReturn:
         # It stays open, because the handler can open no file. The agent empties it meanwhile.
         file = stacks_file(path).open("a")
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    # The libraries were imported before the fork: give this worker its own randomness.
+    # numpy was imported before the fork: give this worker its own randomness. Python's `random`
+    # draws anew after a fork by itself, and torch begins with the same seed in every process.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     # Into a pipe Python writes whole blocks: the last lines of a killed worker would be lost.
@@ -108,6 +110,7 @@ def run(program: Program) -> NoReturn:
 def _code_of(end: SystemExit) -> int:
     """The exit code that a program has asked for; its reason is written to the error file."""
     if end.code is None or isinstance(end.code, int):
+        # The engine ends a worker with this code from the error that says which peer, and why.
         if end.code == ExitCode.PEER_LOST and end.__cause__ is not None:
             write_error(f"{type(end.__cause__).__name__}: {end.__cause__}")
         if end.code == ARGPARSE_REFUSAL and (trace := end.__traceback__) is not None:
@@ -118,7 +121,8 @@ def _code_of(end: SystemExit) -> int:
             if isinstance(parser, argparse.ArgumentParser) and parser.prog:
                 write_error(f"{parser.prog} refused its arguments", permanent=True)
         return (end.code or 0) & 0xFF
-    print(end.code, file=sys.stderr)  # as the interpreter: a message is printed, and means 1
+    # As the interpreter: anything but a number is a message, and means 1.
+    print(end.code, file=sys.stderr)
     write_error(str(end.code), permanent=isinstance(end, UsageExit))
     return 1
 
@@ -133,10 +137,7 @@ def _replace(command: list[str]) -> NoReturn:
 
 
 def end_process(code: int) -> NoReturn:
-    """End as an interpreter does, without taking thousands of modules apart first.
-
-    Threads are joined, `atexit` functions run, and what was written to open files is flushed.
-    """
+    """End as an interpreter does (threads, `atexit`, open files), but take no module apart."""
     # To take the modules apart costs half a second of CPU per worker, in every restart, and could
     # wait without end: a DDP model freed with the GIL held joins gloo's thread, which may be
     # waiting for the GIL.
@@ -183,6 +184,7 @@ def write_error(message: str, text: str = "", *, permanent: bool = False) -> Non
 
 def _users_frames(error: BaseException) -> types.TracebackType | None:
     frame = error.__traceback__
+    # The outermost ones alone: a script may use `runpy` itself.
     ours = (__file__, runpy.run_path.__code__.co_filename)
     while frame is not None and frame.tb_frame.f_code.co_filename in ours:
         frame = frame.tb_next

@@ -24,6 +24,7 @@ class WorldSize:
 
     def begin(self, world_size: int, *, tells: bool) -> None:
         """A round begins; a node that `tells` warns, for all nodes."""
+        # The last size that was another one, however many rounds ago.
         if self._now != world_size:
             self._before, self._now = self._now, world_size
         self._tells = tells

@@ -120,7 +120,8 @@ class RecentOutput:
                 if rank in (None, chunk.rank)
             ]
             count = self._count
-        # Newest first while the limit cuts, and in their order again on the page.
+        # Sorted without the lock, for which the thread that forwards all output would wait. Newest
+        # first while the limit cuts, and in their order again on the page.
         newest = _within(limit_bytes, sorted(found, key=lambda chunk: -chunk.number))
         lost = len(newest) < len(found)
         return Page(chunks=newest[::-1], number=count, lost=lost)

@@ -143,9 +143,11 @@ class Streams:
         teed = bool(self.tee.of(local_rank) & stream)
         redirected = bool(self.redirects.of(local_rank) & stream)
         filtered_out = self.local_ranks is not None and local_rank not in self.local_ranks
+        # torchrun's order: the filter of ranks wins over --tee, and --tee over --redirects.
         filters = self.filters.get(stream, ())
         shown = (teed or not redirected) and not filtered_out
         names = {"role_name": role, "local_rank": local_rank, "rank": rank}
+        # Safe: the template is the user's, and a name in it that is unknown ends no job.
         name = Template(self.prefix).safe_substitute(names)
         # Filtered lines are copies of what is shown.
         kept, copied = teed or redirected or self.keep_all, bool(filters) and shown

@@ -104,7 +104,8 @@ class File(_Behind):
         self._size_bytes = 0
         self._file: BinaryIO | None = None
         self._broken = False
-        self.writer.put(self._write_now, b"")  # the file exists even if nothing is printed
+        # The file exists even if nothing is printed, as with torchrun.
+        self.writer.put(self._write_now, b"")
 
     def close(self) -> None:
         """Close the file when all output is written; safe to call twice."""
@@ -115,29 +116,28 @@ class File(_Behind):
         if self._broken:
             return
         try:
+            # Half of the limit is for the older part, which this file becomes.
             if self._limit_bytes and self._size_bytes + len(data) > self._limit_bytes // 2:
-                self._rotate()
+                # Several workers append to one file of filtered lines: another may have moved it.
+                moved = self._file is not None and not (
+                    self._path.exists()
+                    and samestat(os.fstat(self._file.fileno()), self._path.stat())
+                )
+                self._close_now(b"")
+                self._size_bytes = 0
+                if self._path.exists() and not moved:
+                    self._path.replace(self._path.with_name(f"{self._path.name}.1"))
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
                 self._size_bytes = self._file.tell()
             self._file.write(data)
-            self._size_bytes = self._file.tell()  # with what others have appended
+            # With what others have appended: the position is the end of the file.
+            self._size_bytes = self._file.tell()
         except OSError as error:
             self._broken = True
             self._close_now(b"")
             log.warning("the output in %s ends here: %s", self._path, error)
-
-    def _rotate(self) -> None:
-        """Make the file the older part, in the place of the one before."""
-        # Several workers append to one file of filtered lines: another may have moved it already.
-        moved = self._file is not None and not (
-            self._path.exists() and samestat(os.fstat(self._file.fileno()), self._path.stat())
-        )
-        self._close_now(b"")
-        self._size_bytes = 0
-        if self._path.exists() and not moved:
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
 
     def _close_now(self, _: bytes) -> None:
         if self._file is not None:
@@ -263,7 +263,8 @@ class Tap:
             texts = [text.encode() for text in route.filters]
             prefix, file = route.copy_prefix.encode(), File(route.copy, route.file_limit_bytes)
             by_line.append(Changed(file, partial(_prefixed, prefix, texts)))
-        former, self._by_line = self._by_line, by_line  # at once: the hub's thread reads it
+        # Replaced at once: the hub's thread reads the list meanwhile.
+        former, self._by_line = self._by_line, by_line
         for sink in former:
             sink.close()
 
@@ -281,7 +282,8 @@ class Tap:
             data = os.read(self._read_fd, CHUNK_BYTES)
         except BlockingIOError:
             return
-        if not data:  # the last line may have no end
+        # All copies of the worker's end are closed. The last line may have no end.
+        if not data:
             self._pass_on(self._rest)
             self._rest = b""
             for sink in (*self._raw, *self._by_line):
@@ -310,7 +312,7 @@ def _shown(terminal: Terminal, route: Route) -> Sink:
     if not route.prefix:
         return terminal
     prefix = route.prefix.encode()
-    # One of six colours, from red to cyan, so that neighbours differ.
+    # One of six colours, from red (31) to cyan (36), so that neighbours differ.
     if terminal.has_colours:
         prefix = b"\x1b[%dm%b\x1b[0m" % (31 + route.facts.get("rank", 0) % 6, prefix)
     return Changed(terminal, partial(_prefixed, prefix, [b""]))  # in every line
