@@ -15,13 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from zero_contract.errors import ConfigError, ZeroError
 from zero_contract.notices import shield
@@ -85,7 +79,7 @@ class MicroBatchSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next step belongs to; counts from 0."""
+        """See `Order`."""
         return self.cursor.samples // self.epoch_size
 
     def sizes(self) -> None:
@@ -145,6 +139,7 @@ class MicroBatchSampler:
     def _ticket(self, plan: StepPlan, microbatch: MicroBatch, step: int, number: int) -> Ticket:
         ids = sample_ids(plan, microbatch, self.dataset_size, self.epoch_size, self.shuffle_key)
         seed = microbatch_seed(self.seed, step, number)
+        # Where the loop's seed is that of dropout as well, it is the one that the engine gives it.
         of_loop = mix(self.seed, step, number) if self.seeds_forward else loop_seed(seed)
         return Ticket(plan.position + microbatch.start, tuple(ids), seed, of_loop)
 
@@ -238,7 +233,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         self._loader: DataLoader[Any] = DataLoader(
             _Batches(sampler.dataset, collate_fn or default_collate),
             batch_sampler=sampler,  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
+            collate_fn=unchanged,
             num_workers=num_workers,
             pin_memory=pin_memory,
             worker_init_fn=BeginWorker(worker_init_fn),
@@ -262,13 +257,15 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
         return iter(self._loader)
 
     def _look(self) -> int:
-        """See `Feed`: in a process of its own, where processes load."""
+        """See `Feed`."""
         given = self._loader
+        # The order of a run that begins, whatever the position is now.
         first = next(iter(replace(self.order, cursor=Cursor(), until=None)))
         loader = DataLoader(
             given.dataset,
             batch_sampler=[first],  # type: ignore[list-item]
             collate_fn=given.collate_fn,
+            # In a process of its own where processes load: the dataset may open its files there.
             num_workers=min(given.num_workers, 1),
             worker_init_fn=given.worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,
@@ -323,8 +320,9 @@ class _Batches(Dataset[Any]):
         return self._collate_fn(samples)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def unchanged(read: Any) -> Any:
+    """What a loader has read; a function of a module, which processes that are spawned can get."""
+    return read
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import random
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import islice
@@ -72,7 +72,8 @@ def generators_of(*roots: object) -> list[Generator]:
         if issubclass(type(each), _KINDS):
             found += [cast(Generator, each)] * is_generator(each)
         else:
-            with suppress(Exception):  # a proxy of what is gone, or not there yet
+            # A proxy of what is gone, or not there yet, may raise anything.
+            with suppress(Exception):
                 left.extend(islice(_inside(each), _OF_EACH))
     return found
 
@@ -92,7 +93,8 @@ def generators_in_common(thing: object) -> list[Generator]:
     """Those that an object has in common with its copies: of its class, module or a closure."""
     own = generators_of(thing)
     copied: set[int] = set()
-    with suppress(Exception):  # whoever needs a copy says why there is none
+    # Whoever needs a copy says why there is none.
+    with suppress(Exception):
         copied = {id(each) for each in generators_of(copy.deepcopy(thing))} if own else copied
     return [each for each in own if id(each) in copied]
 
@@ -126,15 +128,12 @@ def _inside(each: Any) -> Iterator[object]:
             own = (vars(kind) for kind in each.__mro__ if _is_of_script(kind.__module__))
             yield from (member for members in own for member in members.values())
         case _:
-            members = (vars(kind).items() for kind in type(each).__mro__)
-            slots = (name for pairs in members for name, member in pairs if _is_slot(member))
+            # Slots are no part of `__dict__`; a class has a descriptor of each.
+            members = (pair for kind in type(each).__mro__ for pair in vars(kind).items())
+            slots = (name for name, member in members if type(member) is MemberDescriptorType)
             yield from (getattr(each, name, None) for name in slots)
             yield type(each)
             yield from getattr(each, "__dict__", {}).values()
-
-
-def _is_slot(member: object) -> bool:
-    return type(member) is MemberDescriptorType
 
 
 def _named_by(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
@@ -150,7 +149,8 @@ def _named_by(code: CodeType, variables: dict[str, object]) -> Iterator[object]:
             yield from _named_by(inner, variables)
 
 
-@cache  # a script is searched anew for each of its roots; reading its code takes most of the time
+# A script is searched anew for each of its roots, and reading its code takes most of the time.
+@cache
 def _names_in(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of variables and of attributes in code, each once."""
     named = {(each.opname, each.argval): None for each in dis.get_instructions(code)}
@@ -186,7 +186,8 @@ def seed_generators(generators: Iterable[Generator], seed: int) -> None:
         match each:
             case torch.Generator():
                 each.manual_seed(seed >> 1)
-            case np.random.Generator():  # has no method to seed it in place
+            # It has no method to seed it in place: it takes the state of one that begins.
+            case np.random.Generator():
                 kind: Any = type(each.bit_generator)
                 each.bit_generator.state = kind(seed).state
             case np.random.RandomState():
@@ -198,25 +199,18 @@ def seed_generators(generators: Iterable[Generator], seed: int) -> None:
 @contextmanager
 def kept_generators(generators: Iterable[Generator]) -> Iterator[None]:
     """They are afterwards in the states of before."""
-    before = [(each, _state(each)) for each in generators]
+    restores: list[Callable[[], object]] = []
+    for each in generators:
+        match each:
+            case np.random.Generator():
+                bits = each.bit_generator
+                restores.append(partial(setattr, bits, "state", bits.state))
+            case random.Random():
+                restores.append(partial(each.setstate, each.getstate()))
+            case _:
+                restores.append(partial(each.set_state, each.get_state()))
     try:
         yield
     finally:
-        for each, state in before:
-            match each:
-                case np.random.Generator():
-                    each.bit_generator.state = state
-                case random.Random():
-                    each.setstate(state)
-                case _:
-                    each.set_state(state)
-
-
-def _state(generator: Generator) -> Any:
-    match generator:
-        case np.random.Generator():
-            return generator.bit_generator.state
-        case random.Random():
-            return generator.getstate()
-        case _:
-            return generator.get_state()
+        for restore in restores:
+            restore()

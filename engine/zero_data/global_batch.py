@@ -278,14 +278,14 @@ def resolve_batch(
     """The batch that the three DeepSpeed numbers describe, and whether it depends on the world.
 
     A batch that depends on the world is fixed by the first round and then kept through the
-    checkpoint. Given both batch sizes, `accumulation` follows from them: in the first round of a
-    job it must fit, as in DeepSpeed; after a change of the world it is ignored.
+    checkpoint.
 
     Raises:
         ConfigError: The numbers do not describe a batch.
     """
     if train_batch is not None and micro_batch is not None:
         product = micro_batch * (accumulation or 1) * world
+        # `accumulation` follows from the others: it must fit in the first round, as in DeepSpeed.
         # Later rounds may have another world, in which the three numbers cannot all hold.
         if first_round and accumulation is not None and train_batch != product:
             raise ConfigError(
@@ -341,26 +341,23 @@ def permute(offsets: npt.NDArray[np.int64], size: int, *key: int) -> npt.NDArray
     values = offsets.astype(np.uint64)
     bits = max(2, (size - 1).bit_length())
     keys = [mix(*key, round_) for round_ in range(_FEISTEL_ROUNDS)]
-    outside = np.ones(values.shape, dtype=bool)
-    while outside.any():
-        values[outside] = _feistel(values[outside], bits, keys)
-        outside = values >= size
-    return values.astype(np.int64)
-
-
-def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: list[int]) -> npt.NDArray[np.uint64]:
     # The two halves trade places each round; with an odd number of bits they differ in width,
     # and an even number of rounds brings the widths back to where they were.
     left_bits, right_bits = bits // 2, bits - bits // 2
-    left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
-    for key in keys:
-        z = right + np.uint64(key)  # and scrambled as `mix` does
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-        left, right = right, left ^ (z & np.uint64((1 << left_bits) - 1))
-        left_bits, right_bits = right_bits, left_bits
-    return (left << np.uint64(right_bits)) | right
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        left = values[outside] >> np.uint64(right_bits)
+        right = values[outside] & np.uint64((1 << right_bits) - 1)
+        for each in keys:
+            z = right + np.uint64(each)  # and scrambled as `mix` does
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z ^= z >> np.uint64(31)
+            left, right = right, left ^ (z & np.uint64((1 << left_bits) - 1))
+            left_bits, right_bits = right_bits, left_bits
+        values[outside] = (left << np.uint64(right_bits)) | right
+        outside = values >= size
+    return values.astype(np.int64)
 
 
 def sample_ids(
@@ -370,6 +367,7 @@ def sample_ids(
 
     `epoch_size` < `dataset_size` when the tail of every epoch is dropped.
     """
+    # The shuffle is one of the whole dataset: a dropped tail has other samples in each epoch.
     epoch, offset = divmod(plan.position, epoch_size)
     first = offset + microbatch.start
     offsets = np.arange(first, first + microbatch.size, dtype=np.int64)

@@ -229,9 +229,7 @@ def _in_microbatch_order(
     return [i for _, ids in sorted(microbatches) for i in ids], problems
 
 
-def _epochs_of_lanes(
-    committed: Mapping[int, list[Entry]],
-) -> tuple[list[list[Entry]], list[str]]:
+def _epochs_of_lanes(committed: Mapping[int, list[Entry]]) -> tuple[list[list[Entry]], list[str]]:
     """The entries of each epoch, and gaps and repetitions within a lane, in the order of steps."""
     problems: list[str] = []
     epochs: list[list[Entry]] = [[]]

@@ -209,11 +209,7 @@ def _in_store(
 
 @contextlib.contextmanager
 def _endpoint(
-    args: argparse.Namespace,
-    config: AgentConfig,
-    way: Way,
-    world: Static | None,
-    joining: Joining,
+    args: argparse.Namespace, config: AgentConfig, way: Way, world: Static | None, joining: Joining
 ) -> Iterator[tuple[str, PortProxy | None, Seat | None]]:
     """The endpoint of etcd, which serves in this context; the port of node 0; this agent's seat."""
     if world is not None:
@@ -241,10 +237,7 @@ def _endpoint(
 
 
 def _await_etcd(
-    args: argparse.Namespace,
-    access: Access,
-    store: EtcdStore,
-    numbers: Sequence[signal.Signals],
+    args: argparse.Namespace, access: Access, store: EtcdStore, numbers: Sequence[signal.Signals]
 ) -> None:
     """Return when the etcd that the user has named answers; a signal ends the wait.
 

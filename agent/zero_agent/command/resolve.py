@@ -288,10 +288,7 @@ def _streams(args: argparse.Namespace, environ: Mapping[str, str]) -> Streams:
         tee=tee,
         keep_all=args.log_dir is not None and not redirects and not tee,
         local_ranks=parse_ranks(args.local_ranks_filter),
-        filters={
-            Std.OUT: args.duplicate_stdout_filters,
-            Std.ERR: args.duplicate_stderr_filters,
-        },
+        filters={Std.OUT: args.duplicate_stdout_filters, Std.ERR: args.duplicate_stderr_filters},
         prefix=environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
         format=Format(args.log_format),
         file_limit_bytes=args.log_limit,

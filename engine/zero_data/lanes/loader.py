@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from zero_contract.errors import ConfigError
 from zero_data.draws import Ticket
-from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed
+from zero_data.elastic_loader import BeginWorker, loop_seed, microbatch_seed, unchanged
 from zero_data.fingerprint import fingerprint
 from zero_data.global_batch import StepPlan, mix
 from zero_data.lanes.adapters.indexed import Batches
@@ -76,6 +76,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
 
     def _look(self) -> int | None:
         """See `Feed`; None: the first lane is empty."""
+        # The first lane has the first micro-batch of a run, whichever rank reads it.
         anew = replace(self._reading(), epoch=0, starts={0: Start()})
         with kept():
             first = next(anew.read(0))
@@ -92,7 +93,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
             loader = DataLoader(
                 reading,
                 batch_size=None,
-                collate_fn=_unchanged,  # type: ignore[arg-type] # typed for batches
+                collate_fn=unchanged,  # `default_convert` would make tensors of a batch's arrays
                 num_workers=workers,
                 pin_memory=self._pin,
                 **(self._of_workers if workers else {}),
@@ -100,7 +101,8 @@ class LaneLoader(PositionLoader[LaneOrder]):
         coming = _Coming(loader, [*reading.starts], order.own(), step)
         order.coming = coming.sizes
         try:
-            begins = not any(order.mark().numbers)  # `meet` may move the mark to the next epoch
+            # Before `meet`, which may move the mark to the next epoch.
+            begins = not any(order.mark().numbers)
             order.meet()
             if begins and order.ends(order.known(step)):
                 few = f"lanes do not fill one global batch of {order.batch.samples} samples"
@@ -115,7 +117,8 @@ class LaneLoader(PositionLoader[LaneOrder]):
                     yield self._batch(plan, step, number, reads)
                 step, position, micro = step + 1, position + plan.samples, 0
         finally:
-            if order.coming == coming.sizes:  # not that of a newer iteration
+            # Not that of a newer iteration: this one may be freed late.
+            if order.coming == coming.sizes:
                 order.coming = None
 
     def _batch(
@@ -125,7 +128,8 @@ class LaneLoader(PositionLoader[LaneOrder]):
         first = self.order.number_of(step, microbatch.index)
         ids = tuple(range(first, first + microbatch.size))
         forward = self._of_reading, step, microbatch.index
-        seed = of_loop = 0  # where nobody seeds the loop, they are not worth their time
+        # Where nobody seeds the loop, seeds are not worth their time.
+        seed = of_loop = 0
         if self._seeds_loop:
             seed = microbatch_seed(*forward)
             of_loop = mix(*forward) if self._seeds_forward else loop_seed(seed)
@@ -134,12 +138,13 @@ class LaneLoader(PositionLoader[LaneOrder]):
         if microbatch.padding:
             if self._padding is None:  # this rank has had no batch: one of any lane
                 assert plan.sizes is not None
-                # The last one: whoever opens the first one says what there is to say of the data.
+                # The last one: who opens the first one warns of the data, once in a job.
                 lane = max(number for number, size in enumerate(plan.sizes) if size)
                 anew = replace(self._reading(), starts={lane: Start()})
                 with kept():
                     self._padding = next(anew.read(lane)).batch
-            batch = copy.deepcopy(self._padding)  # the script may change what it gets
+            # The script may change what it gets.
+            batch = copy.deepcopy(self._padding)
         else:
             _, batch, _, documents = reads[microbatch.index]
             if self._padding is None:
@@ -170,10 +175,6 @@ class LaneLoader(PositionLoader[LaneOrder]):
                 max(again),
                 epoch,
             )
-
-
-def _unchanged(read: Read | None) -> Read | None:
-    return read
 
 
 class _Coming:

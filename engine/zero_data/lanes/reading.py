@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from zero_contract.errors import ConfigError
-from zero_data.generators import (
-    Generator,
-    generators_in_common,
-    generators_of,
-    seed_generators,
-)
+from zero_data.generators import Generator, generators_in_common, generators_of, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.place import ALONE, seed_process, seeded
 from zero_data.lanes.packing import Packed
@@ -98,7 +93,8 @@ class Reading(IterableDataset[Read | None]):
         for place, lane in enumerate([*self.starts][number::workers]):
             turns[place] = self.read(lane)
         while True:
-            with ALONE, kept():  # of a whole row: they take as long as to read a short sample
+            # Of a whole row: to enter these takes as long as to read a short sample.
+            with ALONE, kept():
                 row = [None if turn is None else next(turn) for turn in turns]
             yield from row
 
@@ -118,15 +114,8 @@ class Reading(IterableDataset[Read | None]):
         of_data = generators_of if is_map else generators_in_common
         return [*of_data(self.dataset), *generators_of(self.collate)]
 
-    def _makes_generators(self) -> bool:
-        """Whether the first micro-batch that was read here has made some."""
-        if self._has_read:
-            return False
-        self._has_read, before = True, self._own
-        del self._own  # in the process that reads: the dataset there is a copy
-        return self._own != before
-
     def _open(self, lane: int, start: Start) -> Reader:
+        # That of the first micro-batch that it reads: some draw when they begin.
         seed = mix(self.seed, self.epoch, lane, start.at, _READING)
         with seeded(seed):
             seed_generators(self._own, seed)
@@ -146,10 +135,15 @@ class Reading(IterableDataset[Read | None]):
             begin_s = time.perf_counter()
             samples, batch = self._load(reader, collates=not again)
             read_s += time.perf_counter() - begin_s
-            if samples and not again and self._makes_generators():
-                # Some are made when data are first read: so, once more.
-                number, reader = start.at, self._open(lane, start)
-                continue
+            if samples and not again and not self._has_read:
+                # Some make a generator when they first read. It is there from now on, but was not
+                # when this micro-batch was read: so, once more.
+                self._has_read, before = True, self._own
+                del self._own  # in the process that reads: the dataset there is a copy
+                if self._own != before:
+                    number, reader = start.at, self._open(lane, start)
+                    continue
+            # So that states take at most a tenth of the time, however large they are.
             if samples and not again and read_s >= _PACE * took_s:
                 begin_s = time.perf_counter()
                 taken = _state_of(reader, self.dataset)
@@ -157,6 +151,7 @@ class Reading(IterableDataset[Read | None]):
             number += len(samples)
             if not again:
                 yield Read(len(samples), batch, taken, _documents(samples))
+            # A micro-batch that is not full is the last one of the lane.
             if len(samples) < (self.micro_batch or 1):
                 break
         if number < start.number:
@@ -169,6 +164,7 @@ class Reading(IterableDataset[Read | None]):
 
     def _load(self, reader: Reader, *, collates: bool) -> tuple[list[Any], Any]:
         size = self.micro_batch
+        # What a dataset is told of its worker does not reach `collate`.
         with ALONE:
             samples: list[Any] = next(reader, []) if size is None else [*islice(reader, size)]
         return samples, self.collate(samples) if samples and collates else None

@@ -101,10 +101,13 @@ def given_by(data: Any, seed: int, exchange: Callable[[Tensor], Tensor]) -> Give
     if not isinstance(data, DataLoader):
         return Given(dataset=data, source=source_of(data) if reads_lanes(data) else None)
     check_loader(data)
+    # From now on its position is that of the run, which no other state may move.
     if hasattr(data, "load_state_dict"):
         vars(data)["load_state_dict"] = _refuse_position
     loader = plain(data)
-    dataset, micro_batch = loader.dataset, loader.batch_size
+    dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    micro_batch = loader.batch_size
     source: Source | None = None
     shuffle = None
     if micro_batch is None:
@@ -112,8 +115,11 @@ def given_by(data: Any, seed: int, exchange: Callable[[Tensor], Tensor]) -> Give
         micro_batch = batches.check(exchange)
     elif reads_lanes(dataset):
         source = source_of(dataset)
-    elif _draws(loader):
-        source = Drawn(dataset, loader.sampler, seed)
+    # All but those that draw each sample once: that order is one of ours.
+    elif _name(sampler) in _DRAWING and not (
+        _name(sampler) in _RANDOM and not sampler.replacement and len(sampler) == len(dataset)
+    ):
+        source = Drawn(dataset, sampler, seed)
     else:
         shuffle = shuffles(loader)
     return Given(
@@ -170,6 +176,7 @@ def shuffles(loader: DataLoader[Any]) -> bool:
             f"number of ranks; {_EXACTLY}, or batch_sampler=BatchSampler(sampler, batch_size, "
             "drop_last) if its order follows from its seed and the epoch"
         )
+    # A sampler may have been made of another dataset, whose numbers it gives.
     source = sampler.dataset if name in _DISTRIBUTED else sampler.data_source
     whole = len(loader.dataset)  # type: ignore[arg-type]
     drawn = sampler.num_samples if name in _RANDOM else len(source)
@@ -179,15 +186,6 @@ def shuffles(loader: DataLoader[Any]) -> bool:
             "give the DataLoader Subset(dataset, indices) of those, and no sampler"
         )
     return bool(sampler.shuffle) if name in _DISTRIBUTED else name in _RANDOM
-
-
-def _draws(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler draws other samples than each one once, in an order of its generator."""
-    sampler: Any = loader.sampler
-    if _name(sampler) not in _DRAWING:
-        return False
-    size, whole = len(sampler), len(loader.dataset)  # type: ignore[arg-type]
-    return not (_name(sampler) in _RANDOM and not sampler.replacement and size == whole)
 
 
 def _name(thing: object) -> str:
@@ -203,6 +201,7 @@ def warn_of_seeds(data: Any, seed: int, key: str, *more: str) -> None:
     if isinstance(data, DataLoader):
         loader = plain(data)
         sampler: Any = loader.sampler
+        # Those of accelerate and torchdata may have a generator that no script has given.
         given = _name(sampler) == _RANDOM[0] and sampler.generator is not None
         if given or loader.generator is not None:
             found.append("the generator of the DataLoader has no effect")
