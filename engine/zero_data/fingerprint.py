@@ -39,7 +39,8 @@ def difference(look: Callable[[], int | None], known_as: int, **words: str) -> s
 
 
 def fingerprint(batch: Any) -> int:
-    """A number of 56 bits, not 0; tensors, arrays, numbers and text count, others by their type."""
+    """A number that is not 0; tensors, arrays, numbers and text count, others by their type."""
+    # Of 56 bits: ranks exchange it as a signed number of 64, in which 0 says that there is none.
     found = hashlib.sha256()
     for part in _parts(batch):
         found.update(len(part).to_bytes(8, "little") + part)

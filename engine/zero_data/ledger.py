@@ -210,7 +210,7 @@ def verify(entries: Iterable[Entry], dataset_size: int | None) -> Report:
 def _in_microbatch_order(
     step: int, ranks: list[Entry], *, lanes: bool
 ) -> tuple[list[int], list[str]]:
-    """The samples of one execution in micro-batch order, and its problems; `lanes` may end."""
+    """The samples of one execution in micro-batch order, and its problems."""
     microbatches = [
         (microbatch, ids) for entry in ranks for microbatch, ids in entry.microbatches.items()
     ]
@@ -220,6 +220,7 @@ def _in_microbatch_order(
         for microbatch, n in counts.items()
         if n > 1
     ]
+    # A lane that has ended has no micro-batch, so none of them need be there.
     numbers = range(0 if lanes else max(counts, default=-1) + 1)
     absent = sorted(set(numbers) - counts.keys())
     problems += [f"step {step}: micro-batch {microbatch} ran on no rank" for microbatch in absent]
@@ -233,11 +234,12 @@ def _epochs_of_lanes(committed: Mapping[int, list[Entry]]) -> tuple[list[list[En
     """The entries of each epoch, and gaps and repetitions within a lane, in the order of steps."""
     problems: list[str] = []
     epochs: list[list[Entry]] = [[]]
+    # The next number of each lane that has begun.
     expected = Counter[int]()
-    """The next number of each lane that has begun."""
     ended: set[int] = set()
     for step, ranks in committed.items():
         lanes = {lane: ids for each in ranks for lane, ids in each.microbatches.items()}
+        # All lanes begin an epoch with the same step.
         if expected and all(ids[:1] == (0,) for ids in lanes.values()):
             epochs.append([])
             expected, ended = Counter(), set()
@@ -279,6 +281,7 @@ def _again_problems(executions: Mapping[int, Mapping[int, Mapping[int, Entry]]])
     """Steps that had other samples when they were done again."""
     problems = []
     for step, rounds in sorted(executions.items()):
+        # A failure may have come in the middle of the step, before all ranks had written.
         whole = [
             {
                 lane: (ids, each.documents.get(lane))

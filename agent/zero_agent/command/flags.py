@@ -18,7 +18,7 @@ from typing import Any
 
 from zero_agent.node.network import ANY_PORT, loopback
 from zero_agent.workers.output.streams import Format
-from zero_agent.workers.progress import parse_hang_timeout
+from zero_agent.workers.progress import HangPolicy, parse_hang_timeout
 from zero_contract.exit_codes import AgentExit
 from zero_contract.values import Size, argument_type, whole
 from zero_orchestrator.arguments import seconds
@@ -54,14 +54,13 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _hang(text: str) -> str:
+def _hang(text: str) -> HangPolicy:
     try:
-        parse_hang_timeout(text)
+        return parse_hang_timeout(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text}: write seconds, such as 600, or 10m, or auto, or off"
         ) from None
-    return text
 
 
 def _some_seconds(text: str) -> float:
@@ -86,30 +85,21 @@ def _host(text: str) -> str:
     return host
 
 
-def parse_ports(text: str) -> range:
-    """`29600-29699` as a range of ports; any port for an empty text.
-
-    Raises:
-        ValueError: The text is no such range, or the range has too few ports.
-    """
+def _ports(text: str) -> range:
+    """`29600-29699` as a range of ports; any port for an empty text."""
     if not text:
         return ANY_PORT
     low, _, high = text.partition("-")
-    ports = range(int(low), int(high) + 1)
-    if len(ports) < FEWEST_PORTS or not 0 < ports[0] <= ports[-1] <= LAST_PORT:
-        raise ValueError("too few, or none")
-    return ports
-
-
-def _ports(text: str) -> str:
     try:
-        parse_ports(text)
+        ports = range(int(low), int(high) + 1)
     except ValueError:
+        ports = range(0)
+    if ports.stop - ports.start < FEWEST_PORTS or ports.start < 1 or ports.stop > LAST_PORT + 1:
         raise argparse.ArgumentTypeError(
             f"{text}: write the first and the last of at least {FEWEST_PORTS} ports, such as "
             "29600-29699"
-        ) from None
-    return text
+        )
+    return ports
 
 
 _exit_code = whole(" is not an exit code; write a number up to 255", most=255)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import logging
 import math
 import os
@@ -20,7 +19,6 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from zero_agent.command.flags import parse_ports
 from zero_agent.errors import AgentFailed
 from zero_agent.etcd.rdzv_conf import RdzvConf
 from zero_agent.loop.config import AgentConfig
@@ -34,7 +32,6 @@ from zero_agent.workers.output.streams import (
     parse_ranks,
     parse_selection,
 )
-from zero_agent.workers.progress import parse_hang_timeout
 from zero_agent.workers.worker_main import Program
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import who
@@ -92,7 +89,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         topology=topology_of(environ),
         address=args.local_addr,
         advertised=args.advertise_addr,
-        ports=parse_ports(args.port_range),
+        ports=args.port_range,
         # A lost peer shows within the time to live of its lease, and a moment.
         timing=Timing(
             settle_s=_first(conf.settle_s, usual.settle_s),
@@ -112,7 +109,7 @@ def resolve(args: argparse.Namespace, conf: RdzvConf, environ: Mapping[str, str]
         virtual_local_rank=args.virtual_local_rank,
         preload=preload_of(args.preload, program),
         shutdown_timeout_s=shutdown_timeout_s(args.shutdown_timeout, environ),
-        hang=parse_hang_timeout(args.hang_timeout),
+        hang=args.hang_timeout,
         join_timeout_s=_first(args.join_timeout, conf.join_timeout_s, AgentConfig.join_timeout_s),
         stop_exit_code=args.stop_exit_code,
         etcd_grace_s=_first(args.etcd_grace, AgentConfig.etcd_grace_s),
@@ -268,7 +265,7 @@ def preload_of(wanted: tuple[str, ...], program: Program) -> tuple[str, ...]:
         return ()
     for module in wanted:
         # Its package alone is looked for: to look into one would import it here.
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
+        if not _is_there(module.partition(".")[0]):
             raise SpecError(
                 f"{flag}: there is no module {module}; install it, or leave it to the script"
             )

@@ -182,24 +182,24 @@ def _run(args: argparse.Namespace) -> int:
         arguments=tuple(args.launcher_args),
         pdsh_ssh_arguments=os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
     )
-    if args.dry_run:
-        plan = _plan(args, hosts, args.rdzv_endpoint or _future_endpoint(args, hosts))
-        for command in RUNNERS[args.launcher](plan, remote):
-            # The values of variables are not printed: the output ends in logs.
-            names = sorted({*plan.env, *command.env})
-            print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
-        return 0
     program = "srun" if args.launcher == "slurm" else args.launcher
-    if shutil.which(program) is None:
+    if not args.dry_run and shutil.which(program) is None:
         raise SpecError(
             f"--launcher={args.launcher}: {program} is not installed here; install it, choose "
             "another launcher, or start every host by itself with --no-ssh"
         )
     with _endpoint(args, hosts) as endpoint:
         plan = _plan(args, hosts, endpoint)
-        session = Session(RUNNERS[args.launcher](plan, remote), lambda: _stop(plan))
-        log.info("job %s on %s; its etcd is %s", plan.job, ", ".join(hosts), endpoint)
-        return session.run()
+        commands = RUNNERS[args.launcher](plan, remote)
+        if not args.dry_run:
+            session = Session(commands, lambda: _stop(plan))
+            log.info("job %s on %s; its etcd is %s", plan.job, ", ".join(hosts), endpoint)
+            return session.run()
+        for command in commands:
+            # The values of variables are not printed: the output ends in logs.
+            names = sorted({*plan.env, *command.env})
+            print(f"# with {', '.join(names) or 'no variables'}\n{shlex.join(command.argv)}")
+    return 0
 
 
 # ---- one agent, here ----
@@ -278,6 +278,14 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
         yield args.rdzv_endpoint
         return
     address = _own_address(hosts, args)
+    # Placeholders for the endpoint of an etcd that is not started.
+    if args.dry_run:
+        if address is None:
+            text = "an address of this machine, which these hosts' names do not determine"
+            log.info("ADDRESS stands for %s: name an etcd with --rdzv-endpoint", text)
+        log.info("PORT stands for a free port of this machine, where the job's etcd will listen")
+        yield host_port(address or "ADDRESS", "PORT")
+        return
     if address is None:
         raise SpecError(
             f"{', '.join(hosts)}: only the launcher can resolve these names, so the address by "
@@ -295,16 +303,6 @@ def _endpoint(args: argparse.Namespace, hosts: Hosts) -> Iterator[str]:
             look = f"{ENV_JOIN_TOKEN}=$(cat {file}) zero-ctl status --rdzv-endpoint={endpoint}"
             log.info("its etcd admits only holders of the token; from another terminal: %s", look)
             yield endpoint
-
-
-def _future_endpoint(args: argparse.Namespace, hosts: Hosts) -> str:
-    """The placeholder for the endpoint of an etcd that --dry-run does not start."""
-    address = _own_address(hosts, args)
-    if address is None:
-        text = "an address of this machine, which these hosts' names do not determine"
-        log.info("ADDRESS stands for %s: name an etcd with --rdzv-endpoint", text)
-    log.info("PORT stands for a free port of this machine, where the job's etcd will listen")
-    return host_port(address or "ADDRESS", "PORT")
 
 
 def _own_address(hosts: Hosts, args: argparse.Namespace) -> str | None:

@@ -131,6 +131,7 @@ class Lanes:
                 self._ledger.consume(number, ticket.ids, ticket.documents)
             cursor.micro += 1
             self.last = cursor.micro == plan.micro_steps(self._world)
+            # Before the batch is handed out: state_dict() in the loop is the position behind it.
             if self.last:
                 own = torch.tensor(order.notes(), device="cpu")
                 order.hear(self._exchange(own).tolist())
@@ -165,8 +166,8 @@ class Lanes:
             states = by_step.flatten(0, 1)[order.assignment.places(lanes)]
         known = self._exchange(torch.tensor([self._loader.known_as or 0], device="cpu"))
         position = {"step": self._cursor.step, "samples": self._cursor.samples}
-        data = int(known[0])  # rank 0 has handed out the first micro-batch
-        return {**position, "data": data, "lanes": order.record(), "states": states}
+        # Rank 0 has handed out the first micro-batch of the run.
+        return {**position, "data": int(known[0]), "lanes": order.record(), "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`, which any number of ranks has made.

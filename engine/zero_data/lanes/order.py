@@ -178,6 +178,7 @@ class LaneOrder:
         mark, sizes = self._settled(step), self.known(step)
         numbers = tuple(n + size for n, size in zip(mark.numbers, sizes, strict=True))
         self._marks[step + 1] = Mark(mark.epoch, numbers, mark.ended, starts)
+        # The mark of the cursor's own step stays: a checkpoint of it may come yet.
         for passed in (self._marks, self._known):
             for old in [each for each in passed if each < self.cursor.step]:
                 del passed[old]
@@ -195,6 +196,7 @@ class LaneOrder:
     def meet(self) -> None:
         """Exchange the sizes of the first steps of an iteration. Collective."""
         first = self.cursor.step
+        # What was known belongs to reads that are gone: lanes are read anew from the position.
         self._marks = {first: self._settled(first)}
         self._known.clear()
         own = [number for step in range(first, first + AHEAD) for number in self._of(step)]
@@ -257,6 +259,7 @@ class LaneOrder:
         """
         if record is None:
             return
+        # Checkpoints of older versions do not have the size of a micro-batch.
         then = len(record["numbers"]), record.get("micro_batch", self._batch.micro_batch)
         if then != (self.lanes, self._batch.micro_batch):
             raise ConfigError(
@@ -281,6 +284,7 @@ class LaneOrder:
         for lane in self.beginning(0).starts:
             row = rows.get(lane, b"")
             at, size = (int.from_bytes(row[k : k + _WORD], "little") for k in (0, _WORD))
+            # Without a state the lane is read from the begin of its epoch up to its number.
             state = row[2 * _WORD : 2 * _WORD + size] if size else None
             begin = at if state is not None else 0
             starts[lane] = Start(numbers[lane], begin, state, ended=lane in ended)

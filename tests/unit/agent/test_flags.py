@@ -86,7 +86,7 @@ def test_each_flag_can_be_set_in_the_environment_and_the_command_line_wins():
         value = values.get(name, "1" if flag.kind is None else "7")
         variable = f"PET_{name.replace('-', '_').upper()}"
         got = getattr(parse(["s.py"], {variable: value}), name.replace("-", "_"))
-        assert got == (True if flag.kind is None else got.__class__(value)), name
+        assert got == (True if flag.kind is None else flag.kind(value)), name
         assert got != flag.default, name
     assert parse(["--max-restarts=2", "s.py"], {"PET_MAX_RESTARTS": "5"}).max_restarts == 2
     assert parse(["s.py"], {"PET_STANDALONE": "0", "PET_ROLE": ""}).standalone is False

@@ -28,7 +28,10 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "exclude-for": (("1y", LENGTH), ("0", "write more than 0 seconds")),
     "node-unit": (("x", COUNT), ("0", "from 1"), ("3", "write --nnodes=3:3")),
     "rdzv-id": (("a/b", NAME), ("-x", NAME)),
-    "preload": (("json,nowhere", "there is no module nowhere; install it"),),
+    "preload": (
+        ("json,nowhere", "there is no module nowhere; install it"),
+        (".json", "there is no module .json; install it"),
+    ),
     "rdzv-backend": (("zookeeper", "known are static, etcd-v3"),),
     "rdzv-endpoint": (
         ("a:b", "write HOST:PORT with a port"),
@@ -68,7 +71,10 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
     "local-ranks-filter": (("a", "write local ranks, such as 0,1,2"),),
     "shutdown-timeout": (("x", LENGTH),),
     "stop-exit-code": (("x", "is not an exit code"), ("256", "a number up to 255")),
-    "port-range": (("x", "at least 4 ports"), ("9-8", "at least 4 ports"), ("0-9", "29600-29699")),
+    "port-range": (
+        *((text, "at least 4 ports") for text in ("x", "9-8", "9-11", f"1-{10**20}")),
+        ("0-9", "29600-29699"),
+    ),
     "advertise-addr": (("a:1", "without a port"), ("0.0.0.0", "such as 203.0.113.7")),
     "lease-ttl": (("x", "is not a whole number"), ("1", "no shorter leases than 2 s")),
     "hang-timeout": (("soon", "or auto, or off"), ("0", "write seconds, such as 600")),

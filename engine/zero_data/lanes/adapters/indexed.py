@@ -86,6 +86,7 @@ class Drawn:
     def read(self, place: int, epoch: int) -> Any:
         """The sample at a place of the order of an epoch."""
         if epoch != self._epoch:
+            # A copy: the sampler is the script's, and may be that of another loader as well.
             sampler = copy.copy(self._sampler)
             sampler.generator = torch.Generator().manual_seed(mix(self._seed, epoch) >> 1)
             self._epoch, self._drawn = epoch, list(sampler)
@@ -151,7 +152,8 @@ class Batches:
         return [self._dataset[number] for number in numbers]
 
     def _draw(self, epoch: int) -> list[list[int]]:
-        try:  # the dataset is shared: it may be large, and is only read
+        try:
+            # The dataset is shared: it may be large, and is only read.
             sampler = copy.deepcopy(self._sampler, {id(self._dataset): self._dataset})
         except Exception as error:
             raise ConfigError(
@@ -161,7 +163,8 @@ class Batches:
         seed = mix(self._seed, epoch)
         _begin(sampler, epoch, seed)
         says = len(sampler)
-        most = 2 * says + size_of(self._dataset)  # a length may be an estimate
+        # A length may be an estimate, such as that of batches by the number of their tokens.
+        most = 2 * says + size_of(self._dataset)
         with seeded(seed), Worker(0, 1, epoch, alone=True):
             drawn = [[int(n) for n in batch] for batch in itertools.islice(sampler, most + 1)]
         if len(drawn) > most:

@@ -54,6 +54,7 @@ class Iterables:
         self._said = False
 
     def __reduce__(self) -> Any:
+        # Weak references cannot be pickled, and no other process shares what this one reads.
         return Iterables, (self._dataset,)
 
     def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
@@ -91,6 +92,7 @@ class Iterables:
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1
         if parts is None and self._divides is None:
+            # A copy is tried: who reads the first sample later does not miss it.
             with seeded(0):
                 tried = self._stream(0, lanes, epoch, None)
                 next(iter(tried), None)
@@ -120,7 +122,8 @@ class _Stream(Iterator[Any]):
             if given:
                 getattr(own, given[1])(state)
             self._samples = iter(own)
-            if given == ():  # then it is the state of an iterator
+            # Where the dataset takes none, it is the state of an iterator.
+            if given == ():
                 self._restore(state)
             holder = own if _names(own) else self._samples
             save, _ = _names(holder) or ("", "")
@@ -136,7 +139,8 @@ class _Stream(Iterator[Any]):
         getattr(self._samples, names[1])(state)
 
     def __next__(self) -> Any:
-        if ALONE.is_here():  # to enter once more takes longer than to read a short sample
+        # To enter once more takes longer than to read a short sample.
+        if ALONE.is_here():
             self.worker.tell()
             return next(self._samples)
         with self.worker:

@@ -132,6 +132,7 @@ class _Grain(Library):
         return lanes
 
     def part(self, own: Any, part: int, parts: int, epoch: int) -> Any:
+        # A MapDataset has another order in each repetition: the epoch is the last one of so many.
         if hasattr(own, "to_iter_dataset"):
             size = len(own)
             elements = slice(epoch * size + part, (epoch + 1) * size, parts)
