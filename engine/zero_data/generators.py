@@ -47,7 +47,7 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 
 
 def is_generator(each: object) -> bool:
-    """Whether it is one that can be seeded, and none of the process, which is seeded by itself."""
+    """Whether an object is a generator that can be seeded, and not one of the process itself."""
     # By `type`: `isinstance` asks a proxy for its `__class__`, which may load something.
     kind = type(each)
     return issubclass(kind, _KINDS) and not (
@@ -60,7 +60,7 @@ _OF_PROCESS = (torch.default_generator, *(each.__self__ for each in _bound))
 
 
 def generators_of(*roots: object) -> list[Generator]:
-    """Those that can be reached from objects of the script, each once."""
+    """The generators that can be reached from objects of the script, each once."""
     found: list[Generator] = []
     seen: set[int] = set()
     left = deque(roots)
@@ -79,7 +79,7 @@ def generators_of(*roots: object) -> list[Generator]:
 
 
 def generators_of_module(module: nn.Module, stream: object = None) -> list[Generator]:
-    """Those in the attributes of a module and its parts, without those of a stream."""
+    """The generators in the attributes of a module and its parts, without those of a stream."""
     attributes = (pair for each in module.modules() for pair in vars(each).items())
     own = [value for key, value in attributes if key not in _OF_TORCH]
     found = generators_of(*own, *{type(each): None for each in module.modules()})
@@ -90,7 +90,7 @@ def generators_of_module(module: nn.Module, stream: object = None) -> list[Gener
 
 
 def generators_in_common(thing: object) -> list[Generator]:
-    """Those that an object has in common with its copies: of its class, module or a closure."""
+    """The generators that copies of an object share: of its class, its module or a closure."""
     own = generators_of(thing)
     copied: set[int] = set()
     # Whoever needs a copy says why there is none.
@@ -181,7 +181,7 @@ def _is_set(cell: Any) -> bool:
 
 
 def seed_generators(generators: Iterable[Generator], seed: int) -> None:
-    """Seed them, in place."""
+    """Seed generators, in place."""
     for each in generators:
         match each:
             case torch.Generator():
@@ -198,7 +198,7 @@ def seed_generators(generators: Iterable[Generator], seed: int) -> None:
 
 @contextmanager
 def kept_generators(generators: Iterable[Generator]) -> Iterator[None]:
-    """They are afterwards in the states of before."""
+    """Generators are afterwards in the states of before."""
     restores: list[Callable[[], object]] = []
     for each in generators:
         match each:

@@ -172,10 +172,6 @@ class LoopCalls(NamedTuple):
     """At the end of an epoch."""
 
 
-def _nothing() -> None:
-    pass
-
-
 Ordered = TypeVar("Ordered", bound=Order)
 
 
@@ -203,7 +199,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         """Generators of the script that are seeded with those of the process."""
         self.is_alone: Callable[[], bool] = lambda: True
         """Whether it is the only training of the process."""
-        self.calls = LoopCalls(_nothing, _nothing, _nothing)
+        self.calls = LoopCalls(*(lambda: None,) * 3)
         self.comes_back = False
 
     @property
@@ -261,11 +257,13 @@ class PositionLoader(ABC, Generic[Ordered]):
     def run(self) -> Ticket | None:
         """The ticket of the batch that a micro-step runs now; None if no batch waits for one."""
         ticket = self.draws.run()
-        self._seed()  # perhaps no draw comes before what the script does with the next one
+        # Perhaps no draw comes before what the script does with the next one.
+        self._seed()
         return ticket
 
     def seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
         """See `Feed`."""
+        # With a batch that waits, the numbers are those of that batch.
         if self.is_alone() and not self.draws.waiting and not self.elsewhere:
             seed_step(self._of_run, self._cursor, moment)
 

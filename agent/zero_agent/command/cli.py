@@ -239,12 +239,7 @@ def _endpoint(
 def _await_etcd(
     args: argparse.Namespace, access: Access, store: EtcdStore, numbers: Sequence[signal.Signals]
 ) -> None:
-    """Return when the etcd that the user has named answers; a signal ends the wait.
-
-    Raises:
-        AgentFailed: A signal has come.
-        StoreError: Etcd has not answered within --etcd-wait, or refuses.
-    """
+    """Return when the etcd that the user has named answers, within --etcd-wait."""
     question = Keys(args.rdzv_id).round  # a key of this job: the login may not allow others
 
     def look_at_it() -> None:
@@ -260,12 +255,7 @@ def _await_etcd(
 def _await_served(
     config: AgentConfig, access: Access, seat: Seat, numbers: Sequence[signal.Signals]
 ) -> str:
-    """The endpoints of the job's own etcd, once it answers; a signal ends the wait.
-
-    Raises:
-        AgentFailed: A signal has come.
-        StoreError: Nobody has served it within --join-timeout.
-    """
+    """The endpoints of the job's own etcd, once somebody serves it, within --join-timeout."""
     found: list[str] = []
     wait_s = config.join_timeout_s
     ask = lambda: found.extend(seat.answering())  # noqa: E731
@@ -313,7 +303,7 @@ def _serve(keeper: MemberKeeper | None, agent: Agent, config: AgentConfig, job: 
 
 
 def _until_signal(wait: Callable[[], None], numbers: Sequence[signal.Signals]) -> None:
-    """Wait for etcd. Raises AgentFailed: a signal has come."""
+    """Wait for etcd. Raises AgentFailed if a signal comes, and what the wait raises."""
     number = signals.call_until_signal(wait, numbers)
     if number is not None:
         name = signal.Signals(number).name

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from zero_agent.errors import AgentFailed
@@ -149,34 +150,23 @@ class StartOrder:
     """The CPUs that the worker is bound to; empty: it is not bound."""
 
 
+@dataclass(frozen=True)
 class Orders:
-    """Makes one agent's orders to start workers."""
+    """Makes one agent's orders to start workers; no file is made before a round begins."""
 
-    def __init__(
-        self,
-        job: str,
-        log_dir: Path,
-        environ: Mapping[str, str],
-        socket_path: str,
-        *,
-        streams: Streams,
-        cpus: Sequence[Collection[int]] = (),
-        virtual_local_rank: bool = False,
-        store_host: str = "",
-    ) -> None:
-        """No file is made before a round begins.
-
-        `store_host` is the host by which this node reaches a TCPStore that it hosts itself; empty:
-        as the other nodes do.
-        """
-        self._streams = streams
-        self._cpus = cpus
-        self._virtual_local_rank = virtual_local_rank
-        self._store_host = store_host
-        self._job = job
-        self._run_dir = log_dir / f"{job}_{secrets.token_hex(4)}"
-        self._environ = environ
-        self._socket_path = socket_path
+    job: str
+    log_dir: Path
+    environ: Mapping[str, str] = field(repr=False)
+    socket_path: str
+    _: KW_ONLY
+    streams: Streams
+    cpus: Sequence[Collection[int]] = ()
+    virtual_local_rank: bool = False
+    store_host: str = ""
+    """The host by which this node reaches a TCPStore that it hosts itself; empty: as the other
+    nodes do."""
+    process: str = field(default_factory=partial(secrets.token_hex, 4), init=False)
+    """Tells the directories of several agent processes apart: none overwrites another's files."""
 
     def of(self, job: Snapshot, node: Node, secret: Secret) -> list[StartOrder]:
         """The orders of a round's workers on this node, by local rank, given the job's secret.
@@ -188,9 +178,8 @@ class Orders:
 
     def directory(self, job: Snapshot) -> Path:
         """The directory of this round's files, laid out as torchrun's."""
-        # Rounds without a restart between them share it. `_run_dir` is another one for each agent
-        # process, so none overwrites the files of another.
-        return self._run_dir / f"attempt_{job.members.restarts}"
+        # Rounds without a restart between them share it.
+        return self.log_dir / f"{self.job}_{self.process}" / f"attempt_{job.members.restarts}"
 
     def heartbeats(self, job: Snapshot, node: Node) -> dict[int, Path]:
         """The heartbeat file of each of these workers, by rank."""
@@ -206,7 +195,7 @@ class Orders:
     def _file(self, kind: str, n: int, rank: int) -> Path:
         # Beside the socket, on a local disk wherever the logs are: the agent looks at these files
         # ten times a second, and a network file system shows a change late.
-        return Path(self._socket_path).with_name(f"{kind}-{n}-{rank}")
+        return Path(self.socket_path).with_name(f"{kind}-{n}-{rank}")
 
     def _order(self, job: Snapshot, node: Node, place: WorkerPlace, secret: Secret) -> StartOrder:
         directory = self.directory(job)
@@ -224,20 +213,20 @@ class Orders:
             job,
             node,
             place,
-            name=self._job,
-            socket_path=self._socket_path,
+            name=self.job,
+            socket_path=self.socket_path,
             error_file=str(error_file),
             heartbeat_file=str(self._file("heartbeat", job.n, place.rank)),
             leave_file=str(self._file("leave", job.n, place.rank)),
             secret=secret,
         )
         # The first node hosts the store, and may not reach itself by the address of the others.
-        if self._store_host and job.members.index(node) == 0:
-            env["MASTER_ADDR"] = self._store_host
-        if self._virtual_local_rank:
-            env |= own_device(self._environ, place.local_rank)
+        if self.store_host and job.members.index(node) == 0:
+            env["MASTER_ADDR"] = self.store_host
+        if self.virtual_local_rank:
+            env |= own_device(self.environ, place.local_rank)
         facts = {
-            "job": self._job,
+            "job": self.job,
             "node": node.id,
             "round": job.n,
             "rank": place.rank,
@@ -245,7 +234,7 @@ class Orders:
         }
         out, err = (
             replace(
-                self._streams.route(std, directory, place.rank, place.local_rank, node.role),
+                self.streams.route(std, directory, place.rank, place.local_rank, node.role),
                 facts={**facts, "stream": NAMES[std]},
             )
             for std in (Std.OUT, Std.ERR)
@@ -256,5 +245,5 @@ class Orders:
             env=env,
             out=out,
             err=err,
-            cpus=self._cpus[place.local_rank] if self._cpus else (),
+            cpus=self.cpus[place.local_rank] if self.cpus else (),
         )

@@ -171,7 +171,7 @@ class Reading(IterableDataset[Read | None]):
 
 
 def _documents(samples: list[Any]) -> tuple[Documents, ...]:
-    """Those of each sample; empty if none is packed."""
+    """The documents of each sample; empty if none is packed."""
     if Packed not in map(type, samples):
         return ()
     return tuple(each.documents if isinstance(each, Packed) else () for each in samples)

@@ -125,7 +125,7 @@ def seed_process(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The same, and meanwhile they come from a seed."""
+    """Random numbers come from a seed in this context, and are afterwards as before."""
     with kept():
         seed_process(seed)
         yield
