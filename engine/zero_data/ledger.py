@@ -156,8 +156,7 @@ def read_ledger(directory: str | Path) -> list[Entry]:
                 }
                 executed = record["step"], record["round"], record["rank"], record["world"]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                where = f"{path}:{number}"
-                raise ZeroError(f"{where}: not a ledger entry: {line[:80]!r}") from error
+                raise ZeroError(f"{path}:{number}: not a ledger entry: {line[:80]!r}") from error
             entries.append(Entry(*executed, microbatches, documents))
     return entries
 

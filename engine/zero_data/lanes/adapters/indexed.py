@@ -237,8 +237,7 @@ class Shards:
         """See `Source`."""
         ends = np.cumsum(np.asarray(self.dataset.shard_sizes, dtype=np.int64))
         size = int(ends[-1]) if len(ends) else 0
-        if min(self.dataset.shard_sizes, default=0) < 0:
-            lowest = min(self.dataset.shard_sizes)
+        if (lowest := min(self.dataset.shard_sizes, default=0)) < 0:
             raise ConfigError(f"shard_sizes: {lowest} is not a number of samples")
         begin = lane * size // lanes if state is None else state["next"]
         return _Range(self.dataset, begin, (lane + 1) * size // lanes, ends)

@@ -117,7 +117,7 @@ class _Stream(Iterator[Any]):
                 own = library.part(_own(dataset), worker.number, worker.workers, worker.epoch)
             else:
                 own = dataset(worker.number, worker.workers)
-            self._dataset = worker.dataset = own
+            worker.dataset = own
             given = None if state is None else _names(own)
             if given:
                 getattr(own, given[1])(state)
