@@ -60,13 +60,12 @@ def worker_env(
     # group cannot be made by mistake.
     assert job.master is not None or not job.n, f"round {job.n} has no master yet"
     host, port = split_host_port(job.master) if job.master is not None else ("", "")
-    world_size = str(job.members.world_size)
     index = job.members.index(node)
     slots_before = _slots_of_role(job.members.nodes[: index or 0], node.role)
     values: dict[str, object] = {
         "RANK": place.rank,
         "LOCAL_RANK": place.local_rank,
-        "WORLD_SIZE": world_size,
+        "WORLD_SIZE": job.members.world_size,
         "LOCAL_WORLD_SIZE": node.slots,
         "GROUP_RANK": index,
         "GROUP_WORLD_SIZE": len(job.members.nodes),

@@ -25,7 +25,6 @@ Run as `python -m zero_agent.workers.forkserver FD MODULE...`; only `forkserver_
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
@@ -92,7 +91,7 @@ class Forkserver:
         while True:
             readable, _, _ = select.select([self._agent.fileno(), wake_read], [], [])
             if wake_read in readable:
-                with contextlib.suppress(BlockingIOError):
+                with suppress(BlockingIOError):
                     os.read(wake_read, 4096)
             if self._agent.fileno() in readable:
                 try:
@@ -110,7 +109,7 @@ class Forkserver:
                     # adopted, and killed next.
                     deadline = time.monotonic() + KILL_TIMEOUT_S
                     while self._kill_children() and time.monotonic() < deadline:
-                        with contextlib.suppress(ChildProcessError):
+                        with suppress(ChildProcessError):
                             os.waitpid(-1, 0)
                     return None
                 if data == LONG_ORDER:
@@ -196,7 +195,7 @@ class Forkserver:
             pid = ended.si_pid
             if pid in self._ids:
                 # Before the report of its end: what it left in its group may hold a GPU's memory.
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             worker = self._ids.pop(pid, None)
@@ -211,12 +210,12 @@ class Forkserver:
     def _kill_children(self) -> list[int]:
         pids = children(os.getpid())
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return pids
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a dead agent is noticed when reading
+        with suppress(OSError):  # a dead agent is noticed when reading
             self._agent.send(json.dumps(message).encode())
 
 

@@ -256,10 +256,8 @@ class WorkerGroup:
         ended = [str(end.rank) for end in self.exits if end.status == ExitCode.OK]
         if not first.symptom or not ended:
             return first
-        told = (
-            f"{first.message or 'a peer is gone'}; ended with exit code 0: rank {', '.join(ended)}"
-        )
-        return replace(first, message=told)
+        known = first.message or "a peer is gone"
+        return replace(first, message=f"{known}; ended with exit code 0: rank {', '.join(ended)}")
 
 
 _OF_WARM_UP = (Workers.READY, Workers.STARTING)
