@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zero_contract.values import nearest
 from zero_orchestrator.errors import SpecError
@@ -93,8 +94,9 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
         pairs[key] = value
     ignored = [key for key in pairs if key in _WITHOUT_MEANING]
     given = {_MEANINGS[key]: (key, value) for key, value in pairs.items() if _MEANINGS.get(key)}
-    seconds = {name: _number(*pair) for name, pair in given.items() if name not in _FILES}
-    files = {name: Path(pair[1]) for name, pair in given.items() if name in _FILES}
+    settings: dict[str, Any] = {
+        name: Path(pair[1]) if name in _FILES else _number(*pair) for name, pair in given.items()
+    }
     note = f"--rdzv-conf: {', '.join(ignored)}: without meaning in etcd v3, and ignored"
     # The time after which torchrun gives up a silent node is the time to live of a lease here.
     names = ("keep_alive_interval", "keep_alive_max_attempt")
@@ -102,16 +104,8 @@ def parse_rdzv_conf(text: str) -> RdzvConf:
     interval_s = keep_alive.get(names[0], _KEEP_ALIVE_INTERVAL_S)
     # etcd has no lease that is shorter than 2 s.
     ttl_s = max(2, round(interval_s * keep_alive.get(names[1], _KEEP_ALIVE_ATTEMPTS)))
-    return RdzvConf(
-        join_timeout_s=seconds.get("join_timeout_s"),
-        settle_s=seconds.get("settle_s"),
-        read_timeout_s=seconds.get("read_timeout_s"),
-        lease_ttl_s=ttl_s if keep_alive else None,
-        ca=files.get("ca"),
-        cert=files.get("cert"),
-        key=files.get("key"),
-        notes=(note,) if ignored else (),
-    )
+    lease_ttl_s = ttl_s if keep_alive else None
+    return RdzvConf(lease_ttl_s=lease_ttl_s, notes=(note,) if ignored else (), **settings)
 
 
 def _number(key: str, text: str) -> float:
