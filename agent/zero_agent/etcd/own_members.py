@@ -33,15 +33,7 @@ from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe.ended import keep
 from zero_orchestrator.store.kv import Delete, KeyValue, Put, Read, Watch, absent, unchanged
-from zero_orchestrator.store.members import (
-    START_S,
-    Change,
-    Member,
-    Place,
-    Step,
-    View,
-    decide,
-)
+from zero_orchestrator.store.members import START_S, Change, Member, Place, Step, View, decide
 from zero_orchestrator.store.succession import BEAT_S
 
 if TYPE_CHECKING:  # its import begins gRPC's log, see `etcd_access`
@@ -201,7 +193,9 @@ class MemberKeeper:
         self._store.close()
 
     def _hear(self, prefix: str) -> None:
-        """Look at once; of the publications, which may be many, only the first is waited for."""
+        """Look at once."""
+        # Publications may be many, and only the first is waited for: there is an estate from then
+        # on.
         if prefix != self._keys.latest or self._estate is None:
             self._wake.set()
 
@@ -249,9 +243,19 @@ class MemberKeeper:
         view = self._look()
         change, reason = decide(view)
         self._say(reason)
-        if change is not None:
-            self._make_due_change()
-        return LOOK_S + LOOK_PER_NODE_S * len(view.nodes)
+        look_s = LOOK_S + LOOK_PER_NODE_S * len(view.nodes)
+        if change is None:
+            return look_s
+        # One agent at a time makes a change; the lock of one that dies ends by itself.
+        lock, lease = self._keys.store_part("change"), self._store.grant(LOCK_S)
+        try:
+            if self._store.txn([absent(lock)], [Put(lock, self._node, lease)]).succeeded:
+                change, reason = decide(self._look())  # once more: another one was made meanwhile
+                if change is not None and _CHANGES[change.step](self, change):
+                    self._tell(reason)
+        finally:
+            self._store.revoke(lease)
+        return look_s
 
     def _look_beside(self) -> None:
         """Show beside the checkpoints that the store lives, and look there for one in its place."""
@@ -350,9 +354,16 @@ class MemberKeeper:
             [Read(self._keys.nodes, prefix=True), Read(self._keys.store_part(""), prefix=True)]
         )
         keys = {item.key: item for item in own.items}
-        live = sorted(found.items, key=lambda item: item.create_revision)
-        unable = self._keys.store_part("unable", "")
-        nodes = tuple(_place(item, f"{unable}{_id(item)}" in keys) for item in live)
+        arrived = sorted(found.items, key=lambda item: item.create_revision)
+        nodes = tuple(
+            Place(
+                node=node.id,
+                machine=node.machine,
+                leaving=node.draining,
+                unable=self._keys.store_part("unable", node.id) in keys,
+            )
+            for node in (Node.from_json(item.value) for item in arrived)
+        )
         invited = keys.get(self._keys.store_part("invited"))
         announced = keys.get(self._keys.store_part("members"))
         self._view = View(
@@ -380,19 +391,6 @@ class MemberKeeper:
         gone = [one.id for one in members if one.node not in live]
         self._gone = {each: self._gone.get(each, now_s) for each in gone}
         return {each: now_s - since_s for each, since_s in self._gone.items()}
-
-    def _make_due_change(self) -> None:
-        """Make the change that is due, if no other agent is making one."""
-        lease = self._store.grant(LOCK_S)  # the lock of an agent that dies ends by itself
-        try:
-            lock = self._keys.store_part("change")
-            if not self._store.txn([absent(lock)], [Put(lock, self._node, lease)]).succeeded:
-                return
-            change, reason = decide(self._look())  # once more: another one was made meanwhile
-            if change is not None and _CHANGES[change.step](self, change):
-                self._tell(reason)
-        finally:
-            self._store.revoke(lease)
 
     def _announce(self, change: Change) -> bool:
         endpoints = self._view.endpoints
@@ -424,15 +422,6 @@ _CHANGES: dict[Step, Callable[[MemberKeeper, Change], bool]] = {
     Step.REMOVE: MemberKeeper._remove,
 }
 """What each step is; it returns whether that is worth an event."""
-
-
-def _place(item: KeyValue, unable: bool) -> Place:
-    node = Node.from_json(item.value)
-    return Place(node=node.id, machine=node.machine, leaving=node.draining, unable=unable)
-
-
-def _id(item: KeyValue) -> str:
-    return item.key.rpartition("/")[2]
 
 
 def _endpoints(item: KeyValue) -> tuple[str, ...]:

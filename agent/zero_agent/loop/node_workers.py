@@ -295,6 +295,7 @@ class NodeWorkers:
             self._journal.tell("logs", f"the workers' output is kept in {directory}")
         self._directory = directory
         stay = self.group.take_over(former, orders)
+        # Those that have only warmed up have no state yet, so their first step has no limit.
         stayed = [order.rank for order in stay.values()] if former.round else []
         self.steps.begin(self._orders.heartbeats(job, node), elsewhere, stayed)
         joins = {rank: Join(round=job.n, env=order.env) for rank, order in stay.items()}
@@ -545,8 +546,6 @@ class NodeWorkers:
                 )
             case PeerMemoryRequest():
                 self._channel.send(rank, self._handlers.on_peer_memory(message))
-            case Left():
-                self._has_left(rank, message)
             case Restored():
                 self._journal.tell(
                     "restore",
@@ -558,26 +557,27 @@ class NodeWorkers:
                     read_bytes=message.read_bytes,
                 )
                 self.steps.restored(rank, message)
+            case RankTimes():
+                self._handlers.on_times(message)
             case _:
                 self._on_report(rank, message)
-
-    def _has_left(self, rank: int, left: Left) -> None:
-        if left.round:
-            what = f"lost a peer after step {left.step}: {left.lost}"
-            how = what if left.lost else f"left at step {left.step}"
-            self._journal.tell("left", f"rank {rank} {how}")
-        if left.stays and left.round == self.group.round:
-            self._stopped_s = time.time()
-            self.group.park(rank, left.lost)
-            self.steps.ended(rank)
-        if self.group.state is Workers.READY:  # it was the last one
-            self._warming.stop()
-            self._killed_early = 0
-            self._journal.tell("warm up", "the workers have warmed up: they can join")
 
     def _on_report(self, rank: int, message: Message) -> None:
         """Handle a message in which a worker says what it does, and asks for nothing."""
         match message:
+            case Left():
+                if message.round:  # else it has warmed up, and has had no step
+                    what = f"lost a peer after step {message.step}: {message.lost}"
+                    how = what if message.lost else f"left at step {message.step}"
+                    self._journal.tell("left", f"rank {rank} {how}")
+                if message.stays and message.round == self.group.round:
+                    self._stopped_s = time.time()
+                    self.group.park(rank, message.lost)
+                    self.steps.ended(rank)
+                if self.group.state is Workers.READY:  # it was the last one
+                    self._warming.stop()
+                    self._killed_early = 0
+                    self._journal.tell("warm up", "the workers have warmed up: they can join")
             case Progress():
                 self.steps.beat(rank, message)
                 log.debug("rank %d: step %d, loss %s", rank, message.step, message.loss)
@@ -590,7 +590,3 @@ class NodeWorkers:
                 self.steps.on_saved(rank, message)
             case Preparing():
                 self.steps.prepares(rank, message)
-            case RankTimes():
-                self._handlers.on_times(message)
-            case _:
-                pass

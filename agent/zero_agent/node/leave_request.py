@@ -47,24 +47,20 @@ def should_leave() -> bool:
     # Without an agent, signals and the notices of the machine take its place.
     if alone and (notice := heard()) is not None:
         code = notice.code
-    if code := _highest(code):
-        _code = code
-    return code > 0
-
-
-def _highest(code: int) -> int:
-    """The highest of all ranks; of this process alone without a process group."""
+    # Not imported here: a script without torch has no ranks to agree with.
     torch: Any = sys.modules.get("torch")
     dist = torch.distributed if torch is not None else None
-    if dist is None or not (dist.is_available() and dist.is_initialized()):
-        return code
-    device = (
-        "cpu" if "gloo" in dist.get_backend_config() else torch.accelerator.current_accelerator()
-    )
-    # Ranks see a request at different steps: whoever sees it makes all leave after the same one.
-    codes = torch.tensor([code], device=device)
-    dist.all_reduce(codes, op=dist.ReduceOp.MAX)
-    return int(codes)
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        on_cpu = "gloo" in dist.get_backend_config()
+        device = "cpu" if on_cpu else torch.accelerator.current_accelerator()
+        # Ranks see a request at different steps: whoever sees it makes all leave after the same
+        # one, with the highest code.
+        codes = torch.tensor([code], device=device)
+        dist.all_reduce(codes, op=dist.ReduceOp.MAX)
+        code = int(codes)
+    if code:
+        _code = code
+    return code > 0
 
 
 def leave() -> None:

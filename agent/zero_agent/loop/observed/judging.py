@@ -80,11 +80,11 @@ class Verdicts:
 
     def follow(self, job: Snapshot, lease: int) -> None:
         """Forget the verdicts of a round that is over, and keep the key of the others alive."""
-        # Their key ends with the lease of this agent; a new lease needs the key again.
-        (before, self._lease), holds = (self._lease, lease), bool(self._held)
-        over = job.n != self._round
+        before, self._lease = self._lease, lease
+        holds, over = bool(self._held), job.n != self._round
         if over:
             self._begin(job.n, job.members)
+        # Their key ends with the lease of this agent; a new lease needs the key again.
         if holds and (over or lease != before):
             self._write()
 
@@ -139,6 +139,7 @@ class Verdicts:
             self._publisher.read_verdicts(partial(self._post(self._hear), self._round))
 
     def _hear(self, n: int, verdicts: Sequence[Verdict]) -> None:
+        # An answer that comes after a step says nothing of the present.
         if n == self._round and self._listens_again_s is not None:
             self._heard = next((one for one in verdicts if one.kind in STOPS), None)
 

@@ -88,15 +88,12 @@ NODE_METRICS: Sequence[Row[Readings]] = (
         ("state",),
     ),
     Row(
-        "zero_node_round",
-        "Round of the job, as this node knows it.",
-        lambda now: now.status.round,
+        "zero_node_round", "Round of the job, as this node knows it.", lambda now: now.status.round
     ),
     Row(
-        "zero_node_step",
-        "Last step that a worker has finished.",
-        _of_step(lambda last: last.step),
+        "zero_node_step", "Last step that a worker has finished.", _of_step(lambda last: last.step)
     ),
+    # No samples or tokens: the script does not count them, so they are not known.
     Row(
         "zero_node_samples",
         "Samples that the run has consumed up to it.",

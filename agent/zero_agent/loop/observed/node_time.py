@@ -41,17 +41,18 @@ def doing(now: Situation, *, prepared: bool) -> Doing:
     return Doing.STARTING if found is Doing.WAITING and not prepared else found
 
 
-def _is_out(now: Situation) -> bool:
-    """Whether the next round would not have this node."""
-    return now.node.draining or bool(now.node.unhealthy) or now.job.barred(now.node) is not None
-
-
 # The workers before the job: they may still run, or stop, when that has gone on.
 _RULES: Sequence[tuple[Doing, Callable[[Situation], bool]]] = (
     (Doing.ENDING, lambda now: now.job.state in ENDED),
     (Doing.RUNNING, lambda now: now.workers is Workers.RUNNING),
     (Doing.FORMING, lambda now: now.workers is Workers.STOPPING),
-    (Doing.IDLE, _is_out),
+    # The next round would not have this node.
+    (
+        Doing.IDLE,
+        lambda now: (
+            now.node.draining or bool(now.node.unhealthy) or now.job.barred(now.node) is not None
+        ),
+    ),
     (
         Doing.WAITING,
         lambda now: now.job.state is not State.ACTIVE and (now.job.lacks_nodes or not now.job.n),
@@ -90,8 +91,9 @@ class NodeTime:
         self._mark(Begins(at_ns=self._now_ns(), doing=seen[0], reached=reached, reports=reports))
 
     def report(self, rank: int, progress: Progress, usual_s: float | None) -> None:
-        """A worker has reported its step; those of one worker count, the first that reports."""
+        """A worker has reported its step."""
         self._usual_ns = round((usual_s or 0.0) * _NS)
+        # All workers end the same steps: those of the first that reports count.
         if self._rank is None:
             self._rank = rank
         if rank == self._rank:
@@ -106,7 +108,8 @@ class NodeTime:
             )
 
     def settled_ns(self) -> Mapping[Use, int]:
-        """The use of the time without a step in progress, so it only grows; for any thread."""
+        """The use of the time without a step in progress; for any thread."""
+        # A counter of Prometheus only grows: what a step in progress is used for is not known yet.
         return self._ledger.used_ns
 
     def used_ns(self) -> Mapping[Use, int]:

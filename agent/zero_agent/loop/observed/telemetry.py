@@ -66,7 +66,8 @@ class JobHistory:
             self._round, self._rank = job.n, None
 
     def report(self, rank: int, progress: Progress, took_s: float | None = None) -> None:
-        """A worker has reported its step; those of one worker count, the first that reports."""
+        """A worker has reported its step."""
+        # All workers end the same steps: those of the first that reports count.
         if self._rank is None:
             self._rank = rank
         if rank == self._rank:
@@ -82,7 +83,7 @@ class JobHistory:
                 self.history = self.history.with_duration(took_s)
 
     def saved(self, request: CommitRequest) -> None:
-        """A checkpoint is published; one in memory, as each step may have, replaces the last."""
+        """A checkpoint is published."""
         self.published = {
             **self.published,
             request.in_memory: self.published.get(request.in_memory, 0) + 1,
@@ -96,32 +97,14 @@ class JobHistory:
             samples=request.samples,
             digest=request.digest,
         )
+        # Each step may have one in memory: they are counted, and only the last is kept.
         if request.in_memory:
             self._in_memory = made
             self.history = replace(self.history, kept=self.history.kept + 1)
         else:
             self.history = self.history.with_checkpoint(made)
 
-    def heard(
-        self,
-        saved: worker.Saved | worker.SaveWaits,
-        journal: Journal,
-        trace: Callable[[worker.Saved], None],
-    ) -> None:
-        """A save of rank 0 has ended, or waits: note it, and tell what is new."""
-        if isinstance(saved, worker.SaveWaits):
-            self.waits(saved)
-        else:
-            self.written(saved)
-            if not saved.in_memory:  # there may be one in each step
-                trace(saved)
-        if text := self.news():
-            failing = self.history.failing
-            level = logging.INFO if failing is None else logging.WARNING
-            saves, failed = (0, False) if failing is None else (failing.saves, True)
-            journal.tell("save", text, level=level, step=saved.step, failed=failed, saves=saves)
-
-    def waits(self, waits: worker.SaveWaits) -> None:
+    def waits(self, waits: SaveWaits) -> None:
         """Training waits to repeat the save that has failed."""
         left_s, now_s = waits.left_s, time.time()
         self.history = self.history.with_wait(waits.step, waits.what, left_s, now_s)
@@ -211,7 +194,13 @@ class Telemetry:
         """Publish what is due of the state and the progress of this node's workers."""
         job, steps = now.job, workers.steps
         nodes = len(job.members.nodes)
-        self._look_at_time(now, workers)
+        reports = steps.finished is not None
+        self.time.look(now, prepared=workers.prepared, reports=reports)
+        led = self.history.leads
+        self.history.look(job, now.node)
+        if led and not self.history.leads:  # rank 0 goes to another node, which continues it
+            self._publish_history(last=True)
+        self.publish_time(nodes=nodes, last=False)
         self.journal.round, self.journal.nodes = job.n, nodes
         self.publisher.alive(nodes=nodes)
         self.publisher.progress(
@@ -251,19 +240,22 @@ class Telemetry:
             self.journal.tell("first step", text, round=n, ranks=ways)
 
     def saved(self, rank: int, saved: worker.Saved | SaveWaits) -> None:
-        """A save of a worker has ended, or waits."""
-        if rank == 0:
-            self.history.heard(saved, self.journal, self.traces.saved)
-
-    def _look_at_time(self, now: Situation, workers: NodeWorkers) -> None:
-        """Mark what this node does, and publish its ledger and the history."""
-        reports = workers.steps.finished is not None
-        self.time.look(now, prepared=workers.prepared, reports=reports)
-        led = self.history.leads
-        self.history.look(now.job, now.node)
-        if led and not self.history.leads:  # rank 0 goes to another node, which continues it
-            self._publish_history(last=True)
-        self.publish_time(nodes=len(now.job.members.nodes), last=False)
+        """A save of a worker has ended, or waits: of rank 0's, note it, and tell what is new."""
+        if rank != 0:
+            return
+        if isinstance(saved, SaveWaits):
+            self.history.waits(saved)
+        else:
+            self.history.written(saved)
+            if not saved.in_memory:  # there may be one in each step
+                self.traces.saved(saved)
+        if text := self.history.news():
+            failing = self.history.history.failing
+            level = logging.INFO if failing is None else logging.WARNING
+            saves, failed = (0, False) if failing is None else (failing.saves, True)
+            self.journal.tell(
+                "save", text, level=level, step=saved.step, failed=failed, saves=saves
+            )
 
     def publish_time(self, *, nodes: int, last: bool) -> None:
         """Publish the ledger of this node, and the history if rank 0 is here."""

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ from zero_orchestrator.store.kv import KeyValueStore
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
     from opentelemetry.trace import Tracer
 
@@ -106,6 +105,7 @@ def refusal(environ: Mapping[str, str]) -> str | None:
             f"no traces are sent: {protocol} is {environ[protocol]}, and agents send them by "
             f"{_HTTP}, to port 4318 of most collectors; set {protocol}={_HTTP} and {asked}"
         )
+    # Raised where a package around the module is missing.
     with contextlib.suppress(ModuleNotFoundError):
         if importlib.util.find_spec(_EXPORTER) is not None:
             return None
@@ -201,8 +201,29 @@ class _Sender:
         """Send a trace, in one request; log the first of several failures in a row."""
         if self._exporter is None:
             self._open()
+        from opentelemetry.context import Context
+        from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
         assert self._exporter is not None
-        ended = self._spans(trace)
+        assert self._tracer is not None
+        assert self._ended is not None
+        # Spans of the past: a span processor only collects them, and all are sent at once. An empty
+        # context begins a trace, whatever span this thread may be in.
+        root = self._tracer.start_span(
+            trace.whole.name,
+            context=Context(),
+            attributes=trace.attributes,
+            start_time=_ns(trace.whole.from_s),
+        )
+        inside = set_span_in_context(root)
+        for part in trace.parts:
+            span = self._tracer.start_span(part.name, inside, start_time=_ns(part.from_s))
+            span.end(_ns(part.to_s))
+        if trace.problem:
+            root.set_status(Status(StatusCode.ERROR, trace.problem))
+        root.end(_ns(trace.whole.to_s))
+        ended = self._ended.get_finished_spans()
+        self._ended.clear()
         if not ended:  # OTEL_TRACES_SAMPLER leaves it out
             return
         if self._exporter.export(ended).name == "SUCCESS":
@@ -230,35 +251,12 @@ class _Sender:
 
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `fails` says it once
         resource = Resource.create(dict(self._attributes))
+        # No exit handler of the library waits for a collector: `close` has its own limit.
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._ended = InMemorySpanExporter()
         provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("zero-elastic")
         self._exporter = OTLPSpanExporter()
-
-    def _spans(self, trace: Trace) -> Sequence[ReadableSpan]:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import Status, StatusCode, set_span_in_context
-
-        assert self._tracer is not None
-        assert self._ended is not None
-        # Spans of the past: a span processor only collects them, and all are sent at once.
-        root = self._tracer.start_span(
-            trace.whole.name,
-            context=Context(),
-            attributes=trace.attributes,
-            start_time=_ns(trace.whole.from_s),
-        )
-        inside = set_span_in_context(root)
-        for part in trace.parts:
-            span = self._tracer.start_span(part.name, inside, start_time=_ns(part.from_s))
-            span.end(_ns(part.to_s))
-        if trace.problem:
-            root.set_status(Status(StatusCode.ERROR, trace.problem))
-        root.end(_ns(trace.whole.to_s))
-        ended = self._ended.get_finished_spans()
-        self._ended.clear()
-        return ended
 
 
 def _ns(time_s: float) -> int:
