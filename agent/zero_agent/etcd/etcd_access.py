@@ -125,6 +125,7 @@ class Access:
         try:
             yield store
         except StoreError as error:
+            # The same class: by it a caller tells a store that was replaced from one that is away.
             raise type(error)(explain(str(error), self.is_secure)) from error
         finally:
             store.close()
@@ -231,6 +232,7 @@ def check_pair(one: str, other: str, args: argparse.Namespace, conf: RdzvConf) -
 
 def check_authority(args: argparse.Namespace, conf: RdzvConf) -> None:
     """Raise SpecError if there is a client certificate, but no authority for etcd's."""
+    # Without an authority the connection is not encrypted, and no certificate is shown.
     if given("etcd-cert", args, conf) and not given("etcd-ca", args, conf):
         raise SpecError(
             "--etcd-cert: give --etcd-ca as well, the authority that signed etcd's certificate"
@@ -247,6 +249,7 @@ def readable(flag: str, path: Path | None) -> Path | None:
 def _read(flag: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    # The latter: what is no UTF-8, such as a certificate in DER.
     except (OSError, ValueError) as error:
         raise SpecError(f"{flag}={path}: cannot be read: {error}") from error
 

@@ -184,6 +184,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortPro
             )
         yield world.endpoint, None
         return
+    # All by which an agent may dial this node: its certificate must have that name.
     names = [world.address, world.listens_on, *(others := _addresses(world.address))]
     if others and not access.token:
         log.warning("%s", OPEN.format(where=world.endpoint))
@@ -244,7 +245,7 @@ def _listening(world: Static) -> Iterator[list[socket.socket]]:
 
 
 def _addresses(host: str) -> list[str]:
-    """The IP addresses of a host, without the IPv4 loopback (127.0.0.0/8)."""
+    """The IP addresses of a host."""
     try:
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # the latter: no DNS name, such as a..b
@@ -254,6 +255,7 @@ def _addresses(host: str) -> list[str]:
             "machine with --node-rank=0"
         ) from error
     found = {str(info[4][0]).partition("%")[0] for info in infos}
+    # Not the loopback, which is served anyway: Debian gives a host's own name 127.0.1.1.
     return sorted(ip for ip in found if not ip.startswith("127."))
 
 

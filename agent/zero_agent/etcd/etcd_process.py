@@ -94,6 +94,7 @@ def free_port(ports: range = ANY_PORT, address: str = LOOPBACK) -> int:
     """The first of these ports that is free at this moment, on an address of this machine."""
 
     def listen(port: int) -> int:
+        # Closed before etcd binds it: another process may be first.
         with socket.create_server((address, port), family=family_of(address)) as server:
             return int(server.getsockname()[1])
 

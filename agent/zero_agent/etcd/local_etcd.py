@@ -179,7 +179,8 @@ def shared_server(endpoint: str, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> s
 def _start_unless_kept(
     endpoint: str, directory: SharedDirectory, idle_timeout_s: float, timeout_s: float
 ) -> None:
-    """Start a keeper, unless there is one: it starts its server again itself."""
+    """Start a keeper, unless there is one."""
+    # One that lives starts its server again itself.
     with directory.keeping() as unkept:
         pass
     if unkept:

@@ -109,9 +109,10 @@ def fill(
 
 
 def _lease(store: KeyValueStore, keys: Keys, item: KeyValue) -> int:
-    """A lease for what ends by itself: an exclusion begins again."""
+    """A lease for what ends by itself."""
     if not item.key.startswith(keys.excluded("")):
         return NO_LEASE
+    # An exclusion begins again: how much of it is over, only the old store knew.
     for_s = Exclusion.from_json(item.value).for_s
     return store.grant(for_s) if for_s else NO_LEASE
 

@@ -110,6 +110,7 @@ class Seat:
         new = tuple(dict.fromkeys((*endpoints, *self.known)))
         if new != self.known:
             self.known = new
+            # These alone: what the flags name is known anyway, and a former member is gone.
             _replace(self.directory / "endpoints", encode(list(endpoints)))
 
     def note(self, store: str, root: str) -> None:
@@ -244,6 +245,7 @@ class Seat:
     def _another_place(self, name: str, host: str, address: str) -> Place:
         """For a member that is not the first, at the port of --rdzv-endpoint if that is free."""
         addresses = () if address == LOOPBACK else (address,)
+        # The last one: what is learnt comes before what the flags name.
         port = split_host_port(self.known[-1])[1]
         try:
             for each in (*addresses, LOOPBACK):
@@ -277,13 +279,7 @@ class Seat:
 
 @contextlib.contextmanager
 def own_server(
-    endpoints: Sequence[str],
-    joining: Joining,
-    *,
-    job: str,
-    node: str,
-    ports: range,
-    keep_s: float,
+    endpoints: Sequence[str], joining: Joining, *, job: str, node: str, ports: range, keep_s: float
 ) -> Iterator[Seat]:
     """This agent's seat; its member serves, if its data are here or it is to begin the store.
 
@@ -312,10 +308,9 @@ def own_server(
         if _age_s(directory / "data") > keep_s:  # nobody can wait for them any more
             shutil.rmtree(directory / "data", ignore_errors=True)
         noted = decode(list[str], text_of(directory / "endpoints") or "[]", "endpoints", SpecError)
-        known = dict.fromkeys((*noted, *endpoints))
         seat = Seat(
             directory=directory,
-            known=tuple(known),
+            known=tuple(dict.fromkeys((*noted, *endpoints))),
             joining=joining,
             ports=ports,
             is_first=is_local(host),
@@ -355,9 +350,10 @@ def addresses_of(host: str) -> list[str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole; a full disk costs what it says, not the job."""
+    """Write a file whole."""
     new = path.with_name(f"{path.name}.new")
-    # Renamed: an agent that is killed here leaves no half of what the next one reads.
+    # Renamed: an agent that is killed here leaves no half of what the next one reads. A full disk
+    # costs what the file says, not the job.
     with contextlib.suppress(OSError):
         new.write_text(text, encoding="utf-8")
         new.replace(path)

@@ -81,6 +81,7 @@ class PortProxy:
 
 
 async def _hang_up(calls: Collection[asyncio.Task[None]]) -> None:
+    # Awaited: asyncio prints each task that is destroyed before it has ended.
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)

@@ -419,9 +419,10 @@ class Agent:
         self._handle_events()
 
     def _handle_events(self) -> None:
-        """Wait for an event, then handle all that have come: a burst leads to one decision."""
+        """Wait for an event, then handle all that have come."""
         try:
             self._inbox.get(timeout=TICK_S)()
+            # A burst, such as the ends of all workers, leads to one decision.
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:

@@ -80,6 +80,7 @@ class Answers:
             on_compacted=lambda revision: self._arrived.put(None),
         )
         try:
+            # What was asked before is answered, too: an asker does not know when an agent begins.
             asked = {item.key: item for item in found.items}
             while not self._closed.is_set():
                 for item in asked.values():
@@ -148,6 +149,7 @@ def kinds_of(workers: NodeWorkers, agent: str) -> dict[str, Reply]:
     def logs(query: Query) -> dict[str, Any]:
         asked = query.arguments
         rank = asked.get("rank")
+        # Each agent process numbers its output anew: numbers of another one mean nothing here.
         if asked.get("agent") == agent:
             page = workers.recent.after(int(asked["after"]), PAGE_BYTES, rank)
         else:

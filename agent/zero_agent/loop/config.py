@@ -83,7 +83,8 @@ class AgentConfig:
 
     @property
     def store_listens_on(self) -> str:
-        """The address on which a round's TCPStore listens: the loopback behind `show_store`."""
+        """The address on which a round's TCPStore listens."""
+        # Behind `show_store`, a proxy of this process, nobody else connects to it.
         return loopback() if self.show_store else self.address
 
     @property
@@ -100,7 +101,8 @@ class AgentConfig:
         return host_port(self.advertised or self.address, port)
 
     def surroundings(self, environ: Mapping[str, str]) -> Surroundings:
-        """What the health checks of this node look at; etcd is left out: the agent uses it."""
+        """What the health checks of this node look at."""
+        # Without etcd and its clock: an agent hears from etcd all the time.
         return Surroundings(
             slots=self.slots,
             gpus=self.gpus,

@@ -65,6 +65,7 @@ def reach_by(ring: Ring) -> Reach:
 
     def reach(nodes: Sequence[Node]) -> list[DeadLink]:
         ended = threading.Condition()
+        # torchrun's agents with the plug-in have no ring: nothing can be said of them.
         ends: dict[Node, list[str | None]] = {node: [] for node in nodes if node.ring}
 
         def attempt(node: Node, turn: int) -> None:

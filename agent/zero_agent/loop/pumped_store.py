@@ -54,6 +54,7 @@ class PumpedStore:
     def leave_alone(self) -> None:
         """Make calls directly from now on: no events are handled any more."""
         self._attends = False
+        # The thread ends after the call that is under way, whose answer nobody takes.
         self._todo.put(None)
 
     def _run(self) -> None:

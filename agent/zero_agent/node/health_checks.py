@@ -107,6 +107,7 @@ def _room(name: str, path: Path) -> str:
     """Check that a directory can be written to and has free space; `name` sets the directory."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        # Some bytes are written: a quota, and a disk that has gone read-only, show only then.
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"x" * 4096)
             probe.flush()
@@ -167,6 +168,7 @@ def _clock(node: Surroundings) -> str:
 
 def _gpus(node: Surroundings) -> str:
     there, shown = _count_gpus(), node.environ.get("CUDA_VISIBLE_DEVICES")
+    # The variable may name more than the driver reaches: one may have fallen off the bus since.
     visible = there if shown is None else min(there, len([d for d in shown.split(",") if d]))
     if visible < node.slots:
         why = "" if shown is None else f", CUDA_VISIBLE_DEVICES={shown}"

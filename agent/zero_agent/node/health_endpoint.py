@@ -83,6 +83,7 @@ def ready(now: Status) -> Answer:
     alive, reason = healthy(now)
     if not alive:
         return False, reason
+    # Before etcd: workers train on while it is away.
     if now.workers is Workers.RUNNING and now.workers_round == now.round:
         if now.preparing:
             return False, f"no step of round {now.round} has ended here yet: {now.preparing}"

@@ -70,6 +70,7 @@ def heartbeat(
 
 def _line(step: int, loss: float | None, counts: Mapping[str, int]) -> bytes:
     words = [str(step)]
+    # Nine digits tell every float32 from its neighbours.
     words += [f"loss={float(loss):.9g}"] if loss is not None else []
     words += [f"{name}={count}" for name, count in counts.items() if count]
     return " ".join(words).encode()

@@ -42,5 +42,6 @@ def is_gone(identity: str) -> bool | None:
 
 def _start(pid: int) -> str:
     """When a process began, in ticks since boot; empty for one that has ended (a zombie)."""
+    # After the name of the program, which may have spaces and brackets: proc_pid_stat(5).
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]

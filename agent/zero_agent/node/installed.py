@@ -32,6 +32,7 @@ class Installed:
     def _look(self) -> dict[Path, tuple[int, int]]:
         found = {}
         for directory in self._directories:
+            # The sources alone: any import may write a `.pyc`.
             for path in directory.rglob("*.py"):
                 with contextlib.suppress(OSError):  # removed at this moment: it differs
                     state = path.stat()

@@ -40,6 +40,7 @@ def last_word(listener: socket.socket, parent: int, key: Key, node: str) -> bool
     deadline_s = time.monotonic() + LAST_WORD_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         listener.settimeout(left_s)
+        # Who hangs up, or does not know the key, is not the watcher: the next one may be.
         with contextlib.suppress(OSError), listener.accept()[0] as connection:
             answer(connection, key, node, f"forkserver-{os.getpid()}")
             return True

@@ -61,6 +61,7 @@ class NodeMemory:
         By `node`, an id or the name of its machine, a successor finds its own. The server listens
         at `address` alone, on the first free port; others reach it as `advertised`.
         """
+        # Without dots, which part the names: the directories of job `a` are not those of `a.b`.
         job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = f"{job}.{node}"
         self._address, self._ports = address, ports
@@ -167,6 +168,7 @@ class MemoryServer(PatientServer):
         """How many bytes all files of the directory may take together."""
         self.taking = threading.Lock()
         """Held while space is reserved: two clients must not reserve the same bytes."""
+        # `super()` finds no object within a lambda.
         listen = super().__init__
         first_free(ports, lambda port: listen((address, port), _Caller))
         self.port = int(self.server_address[1])

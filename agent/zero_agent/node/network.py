@@ -101,6 +101,7 @@ def is_local(address: str) -> bool:
     """Whether an address, or the address of a host name, is one of this machine's."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        # A kernel binds its own addresses alone, unless `ip_nonlocal_bind` is set.
         with socket.socket(family, kind) as probe:
             probe.bind(where)
     except (OSError, UnicodeError):  # the latter: no DNS name, such as a..b
@@ -121,6 +122,7 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])  # IFNAMSIZ, without the last zero
+            # It answers with the first address of the interface: a further one is not found.
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:

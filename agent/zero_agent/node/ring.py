@@ -107,7 +107,8 @@ class Ring:
     # ---- watching ----
 
     def _hang_up(self) -> None:
-        """Shut the watching thread's connection down; that thread then reads the target again."""
+        """Have the watching thread leave its connection, and read the target again."""
+        # Shut down, not closed: to close it here would not end that thread's `recv`.
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)

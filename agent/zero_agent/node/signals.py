@@ -48,6 +48,7 @@ def held() -> Iterator[None]:
         yield  # handlers run in the main thread
         return
     came: list[int] = []
+    # The others have no handler in Python that could raise: the kernel ignores or obeys them.
     numbers = [n for n in signal.valid_signals() if callable(signal.getsignal(n))]
     try:
         with installed(came.append, numbers):
@@ -59,8 +60,6 @@ def held() -> Iterator[None]:
 
 def call_until_signal(call: Callable[[], object], numbers: Sequence[int]) -> int | None:
     """Run `call` on a thread until it ends (None), or one of these signals comes: the first.
-
-    After a signal it continues on its thread.
 
     Raises:
         Exception: Whatever the call raised.
@@ -79,6 +78,7 @@ def call_until_signal(call: Callable[[], object], numbers: Sequence[int]) -> int
         thread.start()
         while thread.is_alive() and not came:
             thread.join(_LOOK_S)  # an unbounded join would miss a signal that comes as it begins
+    # After a signal the call goes on, on its thread: nothing can end it.
     if came:
         return came[0]
     for error in failed:

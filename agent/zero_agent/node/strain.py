@@ -102,6 +102,7 @@ def _pairs(text: str) -> dict[str, float]:
 
 
 def _part(grown: Mapping[str, float], some: str, of: str) -> float | None:
+    # None also if the whole has not grown: no period has ended since the look before.
     return grown[some] / grown[of] if grown.get(of) else None
 
 
