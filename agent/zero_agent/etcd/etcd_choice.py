@@ -184,7 +184,7 @@ def static_server(world: Static, access: Joining) -> Iterator[tuple[str, PortPro
             )
         yield world.endpoint, None
         return
-    # All by which an agent may dial this node: its certificate must have that name.
+    # The certificate must have every name by which an agent may dial this node.
     names = [world.address, world.listens_on, *(others := _addresses(world.address))]
     if others and not access.token:
         log.warning("%s", OPEN.format(where=world.endpoint))

@@ -61,7 +61,7 @@ class NodeMemory:
         By `node`, an id or the name of its machine, a successor finds its own. The server listens
         at `address` alone, on the first free port; others reach it as `advertised`.
         """
-        # Without dots, which part the names: the directories of job `a` are not those of `a.b`.
+        # Dots divide the parts of a name: the pattern of job `a` must not match what is of `a.b`.
         job, node = (re.sub(r"[^0-9A-Za-z_-]", "-", word)[:64] for word in (job, node))
         self._name = f"{job}.{node}"
         self._address, self._ports = address, ports

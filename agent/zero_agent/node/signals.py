@@ -48,7 +48,7 @@ def held() -> Iterator[None]:
         yield  # handlers run in the main thread
         return
     came: list[int] = []
-    # The others have no handler in Python that could raise: the kernel ignores or obeys them.
+    # Of the others no handler could raise: they are ignored, or have the kernel's default.
     numbers = [n for n in signal.valid_signals() if callable(signal.getsignal(n))]
     try:
         with installed(came.append, numbers):
