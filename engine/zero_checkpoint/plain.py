@@ -128,17 +128,24 @@ def save(
             STRUCTURE: agreed["state"],
         },
     )
-    path = commit.save(
-        where,
-        whole,
-        consensus,
-        step=step,
-        tag=tag or f"global_step{step}",
-        round=current_round(),
-        fence=None,
-    )
+    return publish(where, whole, consensus, step=step, tag=tag, keep_last=keep_last)
+
+
+def publish(
+    root: Place,
+    state: State,
+    consensus: StoreConsensus,
+    *,
+    step: int,
+    tag: str | None,
+    keep_last: int | None,
+) -> Place:
+    """Save a state that no engine owns, see `commit.save`, and delete what `save` does not keep."""
+    tag, round = tag or f"global_step{step}", current_round()
+    # No fence: a plain save needs no agent, and no etcd to be published.
+    path = commit.save(root, state, consensus, step=step, tag=tag, round=round, fence=None)
     if consensus.rank == COORDINATOR:
-        tidy(where, path, Keep(last=keep_last))
+        tidy(root, path, Keep(last=keep_last))
     return path
 
 
@@ -261,10 +268,7 @@ def mapped(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
 
 
 def _taken_out(
-    value: Any,
-    name: str,
-    parts: dict[str, Part],
-    originals: dict[str, Tensor | Part] | None = None,
+    value: Any, name: str, parts: dict[str, Part], originals: dict[str, Tensor | Part] | None = None
 ) -> Any:
     """The placeholder of a tensor in the structure; the tensor goes to `parts` and `originals`."""
     if not isinstance(value, Tensor | Part):

@@ -163,7 +163,7 @@ def _all_but_the_newest(candidates: Sequence[Any], **policy: Any) -> list[Any]:
     return [candidate.path for candidate in candidates[1:]]
 
 
-def _write_only(path: Any, text: bytes, disk: Any) -> None:
+def _write_only(disk: Any, path: Any, text: bytes) -> None:
     with disk.create(path) as file:
         disk.write(file, text)
 
@@ -195,7 +195,7 @@ _WRITE_FILE = writer.write_file
 
 def _prepare_blindly(directory: Any, manifest: Any, disk: Any) -> Any:
     text, digest = encode(manifest)
-    publish._write_whole(directory / f"{MANIFEST}.tmp", text, disk)
+    disk.write_whole(directory / f"{MANIFEST}.tmp", text)
     return publish.Attempt(directory, manifest, digest, disk)
 
 
@@ -375,7 +375,7 @@ BUGS: Sequence[Bug] = (
     ),
     Bug(
         "a manifest is renamed before it is synced",
-        {"zero_checkpoint.saving.publish:_write_whole": _write_only},
+        {"zero_checkpoint.files.storage:Disk.write_whole": _write_only},
         ("power-off",),
         "",
     ),

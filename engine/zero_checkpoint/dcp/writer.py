@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
+from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
@@ -29,11 +29,8 @@ from zero_checkpoint.files.place import Place, place
 from zero_checkpoint.format.dtypes import DTYPES, name_of
 from zero_checkpoint.format.pieces import State, TensorInfo, cut
 from zero_checkpoint.format.table import TensorTable
-from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus
-from zero_checkpoint.saving import commit
-from zero_checkpoint.saving.housekeeping import Keep, tidy
+from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus, publish
 from zero_checkpoint.state.client_state import pack, unpack
-from zero_comm.worker.agent_link import current_round
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +77,7 @@ class Writer(StorageWriter):
         self._has_own_root = root is not None
         self._step = step
         self._tag = tag
-        self._keep = Keep(last=keep_last)
+        self._keep_last = keep_last
         self._group = process_group
         self._consensus = consensus
 
@@ -148,12 +145,9 @@ class Writer(StorageWriter):
                 META: saved.meta,
             },
         )
-        tag = self._tag or f"global_step{step}"
-        self.path = commit.save(
-            root, state, consensus, step=step, tag=tag, round=current_round(), fence=None
+        self.path = publish(
+            root, state, consensus, step=step, tag=self._tag, keep_last=self._keep_last
         )
-        if consensus.rank == COORDINATOR:
-            tidy(root, self.path, self._keep)
         done: Future[list[WriteResult]] = Future()
         # A value that is no tensor has no size that DCP knows.
         sizes = ((item.index, item.tensor_storage_size() or 0) for item in plan.items)
@@ -168,9 +162,7 @@ class Writer(StorageWriter):
         # the checkpoint is committed without it.
         disk = disk_of(self.path)
         try:
-            with disk.create(self.path / METADATA) as file:
-                disk.write(file, _FOR_READERS)
-                disk.sync(file)
+            disk.write_whole(self.path / METADATA, _FOR_READERS)
             disk.sync_directory(self.path)
         except OSError as error:
             _log.warning("%s is saved, but %s could not be written: %s", self.path, METADATA, error)

@@ -53,6 +53,12 @@ class Disk:
         file.flush()
         os.fsync(file.fileno())
 
+    def write_whole(self, path: Place, text: bytes) -> None:
+        """Write a new small file; durable once its directory is synced."""
+        with self.create(path) as file:
+            self.write(file, text)
+            self.sync(file)
+
     def sync_directory(self, path: Place) -> None:
         """Flush a directory: else a created or renamed entry may vanish in a crash."""
         descriptor = os.open(_local(path), os.O_RDONLY | os.O_DIRECTORY)

@@ -176,9 +176,7 @@ def quarantine(path: Place, reason: str) -> None:
     disk = disk_of(path)
     text = f"{reason}\nDelete this file to let the checkpoint be loaded again.\n"
     try:
-        with disk.create(path / QUARANTINE) as file:
-            disk.write(file, text.encode())
-            disk.sync(file)
+        disk.write_whole(path / QUARANTINE, text.encode())
         disk.sync_directory(path)
     except OSError as error:  # such as of a read-only root, where nothing can be marked
         _log.warning("could not quarantine %s: %s", path, error)

@@ -155,7 +155,7 @@ def prepare(directory: Place, manifest: Manifest, disk: Disk) -> Attempt:
                 f"put {directory.parent} on storage that all nodes share"
             )
     text, digest = encode(manifest)
-    _write_whole(directory / (MANIFEST + _TEMPORARY), text, disk)
+    disk.write_whole(directory / (MANIFEST + _TEMPORARY), text)
     return Attempt(directory, manifest, digest, disk)
 
 
@@ -187,17 +187,13 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
         raise
     except OSError as error:
         raise Unsure(error) from error
-    _leave_hints(directory, attempt.manifest, disk)
-
-
-def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:
-    """Write `latest`, and a link named after the tag: for people and other tools, not for loads."""
-    hint, tag = directory.parent / LATEST, manifest.tag
+    # Hints for people and other tools, which no load reads: the checkpoint exists without them.
+    hint, tag = directory.parent / LATEST, attempt.manifest.tag
     temporary = hint.with_name(LATEST + _TEMPORARY)
     try:
-        if not manifest.is_aside:
+        if not attempt.manifest.is_aside:
             disk.remove(temporary)  # of a process that died here
-            _write_whole(temporary, directory.name.encode() + b"\n", disk)
+            disk.write_whole(temporary, directory.name.encode() + b"\n")
             disk.publish(temporary, hint, replace=True)
         # A tag can be a name beside the checkpoints, where DeepSpeed's scripts look for it.
         if not (tag.startswith((".", LATEST, REMOVED)) or NAME.fullmatch(tag) or "/" in tag):
@@ -205,12 +201,6 @@ def _leave_hints(directory: Place, manifest: Manifest, disk: Disk) -> None:
             disk.link(hint, directory.name)
     except (OSError, ValueError) as error:  # no file can have such a name
         _log.warning("%s is saved, but %s could not be updated: %s", directory, hint, error)
-
-
-def _write_whole(path: Place, text: bytes, disk: Disk) -> None:
-    with disk.create(path) as file:
-        disk.write(file, text)
-        disk.sync(file)
 
 
 def withdraw(directory: Place, disk: Disk, *, committing: bool = False) -> bool:

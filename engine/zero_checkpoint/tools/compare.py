@@ -16,12 +16,10 @@ from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.match import stored_id
 from zero_checkpoint.format.pieces import TensorId
 from zero_checkpoint.loading.candidates import Candidate
-from zero_checkpoint.tools.tensors import read_tensors
+from zero_checkpoint.tools.tensors import WIDENED, read_tensors
 from zero_checkpoint.tools.verify import Progress
 
 _BATCH_BYTES = 64 << 20
-_CHUNK = 1 << 22
-"""Elements that are widened to float64 at once."""
 
 
 class Relation(StrEnum):
@@ -98,7 +96,7 @@ def distance(a: Tensor, b: Tensor) -> tuple[float, float]:
     finite on one side only differs infinitely.
     """
     max_abs = max_rel = 0.0
-    for x, y in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+    for x, y in zip(a.reshape(-1).split(WIDENED), b.reshape(-1).split(WIDENED), strict=True):
         wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
         # So that a bf16 tensor can be compared with its fp32 original.
         left, right = x.to(wide), y.to(wide)

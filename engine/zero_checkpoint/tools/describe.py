@@ -15,11 +15,8 @@ from zero_checkpoint.format.manifest import QUARANTINE
 from zero_checkpoint.format.pieces import BUFFER, PARAM, TensorId
 from zero_checkpoint.loading.candidates import Candidate
 from zero_checkpoint.tools.listing import engine_meta
-from zero_checkpoint.tools.tensors import read_tensors
+from zero_checkpoint.tools.tensors import WIDENED, read_tensors
 from zero_checkpoint.tools.verify import Progress, total_bytes
-
-_CHUNK = 1 << 22
-"""Elements that are widened to float64 at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,5 +108,5 @@ def describe(
 def l2_norm(data: Tensor) -> float:
     """The L2 norm, summed in float64 so that it does not overflow or lose small elements."""
     wide = torch.complex128 if data.is_complex() else torch.float64
-    squares = (chunk.to(wide).abs().square().sum() for chunk in data.reshape(-1).split(_CHUNK))
+    squares = (chunk.to(wide).abs().square().sum() for chunk in data.reshape(-1).split(WIDENED))
     return float(sum(squares, torch.zeros((), dtype=torch.float64)).sqrt())

@@ -14,7 +14,7 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import MANIFEST
 from zero_checkpoint.loading.candidates import Candidate, Rejected, Why, scan
 from zero_checkpoint.saving.retention import going, last_change_s
-from zero_checkpoint.tools.verify import Damage, present_bytes, total_bytes
+from zero_checkpoint.tools.verify import Damage, misfit, total_bytes
 
 
 class ListedStatus(StrEnum):
@@ -109,11 +109,10 @@ def list_root(root: Place, *, now_s: float, check: Check | None = None) -> list[
 
 
 def _judge(entry: Candidate, check: Check | None) -> tuple[ListedStatus, str]:
-    present = present_bytes(entry)
-    for file in entry.manifest.files:
-        size = present.get(file.name, 0)
-        if size != file.size_bytes:
-            return ListedStatus.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
+    # First the sizes, which cost one listing of the directory: blocks cost a read of everything.
+    if found := misfit(entry):
+        file, size = found
+        return ListedStatus.DAMAGED, f"{file.name} has {size} bytes, not {file.size_bytes}"
     if check is None:
         return ListedStatus.COMMITTED, ""
     damages = check(entry)

@@ -15,6 +15,8 @@ from zero_checkpoint.loading.reader import fill
 
 BATCH_BYTES = 256 << 20
 """The most that is in memory at once, unless one tensor is larger."""
+WIDENED = 1 << 22
+"""Elements that are widened to float64 at once, to be compared or summed."""
 
 
 def read_tensor(checkpoint: Candidate, tensor: TensorId) -> Tensor:

@@ -15,7 +15,7 @@ from zero_checkpoint.files.place import Place
 from zero_checkpoint.loading.candidates import LATEST, WAS_COMMITTED, Candidate, find
 from zero_checkpoint.saving.retention import Best, abandoned, check_policy, expired, remove, sweep
 from zero_checkpoint.tools.listing import Check
-from zero_checkpoint.tools.verify import present_bytes
+from zero_checkpoint.tools.verify import misfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +127,9 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan
         )
         for item in leftovers
     ]
-    hint, name = root / LATEST, None
+    hint = root / LATEST
     # The newest that is whole by its sizes; `latest` is a hint, so no data are read for it.
-    for candidate in found.candidates:
-        present = present_bytes(candidate)
-        if all(present.get(file.name) == file.size_bytes for file in candidate.manifest.files):
-            name = candidate.path.name
-            break
+    name = next((each.path.name for each in found.candidates if misfit(each) is None), None)
     try:
         named = hint.read_text(errors="replace").strip()
     except FileNotFoundError:
@@ -150,8 +146,6 @@ def _write_hint(hint: Place, name: str) -> None:
     temporary = hint.with_name(f"{LATEST}.repair")
     disk = disk_of(hint)
     disk.remove(temporary)
-    with disk.create(temporary) as file:
-        disk.write(file, name.encode() + b"\n")
-        disk.sync(file)
+    disk.write_whole(temporary, name.encode() + b"\n")
     disk.publish(temporary, hint, replace=True)
     disk.sync_directory(hint.parent)

@@ -156,6 +156,13 @@ def of_manifest(entry: Rejected) -> Damage:
 
 
 def present_bytes(checkpoint: Candidate) -> dict[str, int]:
+def misfit(checkpoint: Candidate) -> tuple[FileRecord, int] | None:
+    """The first file that does not have the size that was saved, and its size: 0 without one."""
+    present = present_bytes(checkpoint)
+    files = ((file, present.get(file.name, 0)) for file in checkpoint.manifest.files)
+    return next(((file, size) for file, size in files if size != file.size_bytes), None)
+
+
     """Name -> size of the files that are there now; a running training may delete them."""
     sizes = {}
     for path in checkpoint.path.iterdir():
