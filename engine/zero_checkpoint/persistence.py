@@ -282,12 +282,7 @@ class Persistence:
             _log.info("no client_state[%r]: this save is not among the best", best.metric)
 
     def _capture(
-        self,
-        client: Mapping[str, Any],
-        exclude_frozen: bool,
-        *,
-        hashed: bool,
-        aside: bool = False,
+        self, client: Mapping[str, Any], exclude_frozen: bool, *, hashed: bool, aside: bool = False
     ) -> tuple[State, CheckpointError | None]:
         """The state to save; or why this rank cannot save it, which the save tells all ranks."""
         run: dict[str, Any] = {"elapsed_s": self.schedule.elapsed_s, ASIDE: aside}

@@ -77,7 +77,17 @@ class Fetches:
         while self._free and (wanted := next(self._later, None)):
             path, span = wanted
             offset, length = span
-            file = self._opened(path)
+            # It may begin while fetches of the file before are taken: both are open.
+            if not self._files or self._files[-1].path != path:
+                # No fetch of the last file is in flight: nobody needs its descriptor any more.
+                if self._files and not any(each.file is self._files[-1] for each in self._coming):
+                    _close(self._files.pop())
+                flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK  # it may be a pipe
+                try:
+                    self._files.append(_File(path, os.open(path, flags)))
+                except OSError:  # the reader meets the cause, such as a missing file, in its turn
+                    self._files.append(_File(path, None))
+            file = self._files[-1]
             if file.descriptor is None:
                 continue
             # Announced only: it is in the page cache when it is read.
@@ -90,21 +100,6 @@ class Fetches:
                 chunk = self._free.pop()
                 got = self._threads.submit(_read, file.descriptor, span, chunk)
                 self._coming.append(_Fetch(file, span, chunk, got))
-
-    def _opened(self, path: Path) -> _File:
-        """The file of the next fetch, which may begin while fetches of the one before are taken."""
-        if self._files and self._files[-1].path == path:
-            return self._files[-1]
-        # No fetch of the last file is in flight: nobody needs its descriptor any more.
-        if self._files and not any(fetch.file is self._files[-1] for fetch in self._coming):
-            _close(self._files.pop())
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK  # it may be a pipe
-        try:
-            file = _File(path, os.open(path, flags))
-        except OSError:  # the reader meets the cause, such as a missing file, in its turn
-            file = _File(path, None)
-        self._files.append(file)
-        return file
 
     def take(self, path: Path, buffers: Sequence[memoryview], offset: int) -> bool:
         """Scatter the bytes from `offset` on into the buffers, unless they were not fetched."""

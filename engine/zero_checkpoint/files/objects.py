@@ -100,15 +100,10 @@ class ObjectPath:
         info = self._info()
         if info is None:
             raise os_error(FileNotFoundError(self.url), self.url)
-        changed_s = 0.0
-        for key in ("LastModified", "mtime", "updated", "created"):  # each file system has its own
-            moment = info.get(key)
-            if isinstance(moment, datetime):
-                changed_s = moment.timestamp()
-                break
-            if isinstance(moment, int | float):
-                changed_s = float(moment)
-                break
+        keys = ("LastModified", "mtime", "updated", "created")  # each file system has its own
+        moments = (info.get(key) for key in keys)
+        changed = next((each for each in moments if isinstance(each, datetime | int | float)), 0.0)
+        changed_s = changed.timestamp() if isinstance(changed, datetime) else float(changed)
         return ObjectStat(int(info["size"] or 0), changed_s)
 
     def iterdir(self) -> Iterator[ObjectPath]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
@@ -50,7 +50,6 @@ MAX_BYTES = 1 << 60
 """The largest tensor, and the largest sum of all files; keeps every sum of sizes inside 64 bits."""
 _END = re.compile(rb"[0-9]+}")
 """The end of a manifest, behind the name of its last member."""
-T = TypeVar("T")
 _Count = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 _Positive = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
 _Pages = Annotated[int, Meta(ge=PAGE_BYTES, le=MAX_BYTES)]
@@ -160,12 +159,12 @@ def _members(text: bytes) -> tuple[dict[str, Any], str, TensorTable | None]:
 
 
 def _manifest(record: dict[str, Any], known: TensorTable | None) -> Manifest:
-    if (needed := _decode(_Reader, record).min_reader) > FORMAT:
+    if (needed := decode(_Reader, record, "the manifest", ManifestError).min_reader) > FORMAT:
         raise NewerFormatError(
             f"needs a reader of format {needed}, this release reads up to {FORMAT}; "
             "upgrade zero-elastic to load it"
         )
-    found = _decode(_Record, record)
+    found = decode(_Record, record, "the manifest", ManifestError)
     tensors = known if known is not None else _tensors(found.tensors)
     files = _files(found.files, found.block_bytes)
     if (total := sum(file.size_bytes for file in files)) > MAX_BYTES:
@@ -190,10 +189,6 @@ def _manifest(record: dict[str, Any], known: TensorTable | None) -> Manifest:
         block_bytes=found.block_bytes,
         runs=found.runs,
     )
-
-
-def _decode(kind: type[T], record: dict[str, Any]) -> T:
-    return decode(kind, record, "the manifest", ManifestError)
 
 
 def _tensors(rows: list[_Row]) -> TensorTable:

@@ -200,11 +200,7 @@ class _Attempt:
 
 
 def _try(
-    offered: _Offered,
-    read: Callable[[], Manifest],
-    wanted: Wanted,
-    exchange: Exchange,
-    rank: int,
+    offered: _Offered, read: Callable[[], Manifest], wanted: Wanted, exchange: Exchange, rank: int
 ) -> _Attempt:
     """Fill this rank's pieces from one checkpoint, and turn the result or the error into a vote."""
     path = offered.path

@@ -29,13 +29,7 @@ from zero_checkpoint.saving.commit import Lineage
 from zero_checkpoint.saving.copiers import BeforeChange
 from zero_checkpoint.saving.memory_commit import MemoryOff, MemorySave, NotKept, commit_in_memory
 from zero_checkpoint.saving.publish import Fence
-from zero_checkpoint.saving.staging import (
-    Background,
-    FrozenImage,
-    OnPart,
-    Outcome,
-    StagingBuffer,
-)
+from zero_checkpoint.saving.staging import Background, FrozenImage, OnPart, Outcome, StagingBuffer
 from zero_checkpoint.saving.staging_memory import NoStagingMemory, SharedStaging, sweep
 from zero_contract.errors import CommitRefused
 from zero_contract.signing import Key

@@ -240,7 +240,6 @@ class Saver:
     def close(self) -> None:
         """Finish the save in flight, and free the memory."""
         self.report(self.wait())
-        self._background.close()
         self.staging.close()
 
     def _noted(self, outcome: Outcome | None) -> Outcome | None:

@@ -252,22 +252,10 @@ class Background:
         """The outcome as of `wait`, or None at once if the save has not ended."""
         return None if self.busy else self.wait()
 
-    def close(self) -> None:
-        """End the thread, after the last save; no other may be started."""
-        if self._running is not None:
-            self._thread.join()
-
 
 def _run(running: Future[Outcome], step: int, save: Callable[[OnPart], Place]) -> None:
     if not running.set_running_or_notify_cancel():
         return
-    try:
-        running.set_result(_outcome_of(step, save))
-    except BaseException as error:
-        running.set_exception(error)
-
-
-def _outcome_of(step: int, save: Callable[[OnPart], Place]) -> Outcome:
     parts: dict[str, Part] = {}
 
     def note(part: str, size_bytes: int, took_s: float) -> None:
@@ -277,16 +265,21 @@ def _outcome_of(step: int, save: Callable[[OnPart], Place]) -> Outcome:
     error: Exception | None = None
     begin_s = time.monotonic()
     try:
-        path = save(note)
-    except Exception as failure:
-        error = failure
-    ended_s = time.monotonic()
-    return Outcome(
-        step=step,
-        write_s=ended_s - begin_s,
-        ended_s=ended_s,
-        own=parts.get(WRITE),
-        whole=parts.get(PUBLISH),
-        path=path,
-        error=error,
-    )
+        try:
+            path = save(note)
+        except Exception as failure:
+            error = failure
+        ended_s = time.monotonic()
+        outcome = Outcome(
+            step=step,
+            write_s=ended_s - begin_s,
+            ended_s=ended_s,
+            own=parts.get(WRITE),
+            whole=parts.get(PUBLISH),
+            path=path,
+            error=error,
+        )
+        running.set_result(outcome)
+    except BaseException as failure:
+        # Without a result, whoever waits for this save would wait for ever.
+        running.set_exception(failure)

@@ -59,7 +59,10 @@ def pack(value: Any, path: str = "client_state") -> Any:
     match value:
         case list() if type(value) is list:
             return [pack(inner, f"{path}[{number}]") for number, inner in enumerate(value)]
-        case Mapping() if _is_plain(value):
+        # A key that is a mark would be read as one, and a defaultdict has more than its items.
+        case Mapping() if all(
+            type(key) is str and key not in _MARKS for key in value
+        ) and not hasattr(value, "__missing__"):
             return {key: pack(inner, f"{path}.{key}") for key, inner in value.items()}
         case _:
             return _marked(value, path)
@@ -87,14 +90,6 @@ def _unpacked(value: Any) -> Any:
             return value
 
 
-def _is_plain(value: Mapping[Any, Any]) -> bool:
-    """Whether a mapping becomes a JSON object as it is."""
-    # A key that is a mark would be read as one, so such a mapping is marked itself.
-    texts = all(type(key) is str and key not in _MARKS for key in value)
-    # A defaultdict has more than its items.
-    return texts and not hasattr(value, "__missing__")
-
-
 def _marked(value: Any, path: str) -> dict[str, Any]:
     content: Any
     match value:
@@ -108,7 +103,10 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
             mark, content = "$bytes", _text(np.frombuffer(value, np.uint8), path)
         case io.BytesIO():  # what some modules return as their extra state
             mark, content = "$file", _text(np.frombuffer(value.getvalue(), np.uint8), path)
-        case np.ndarray() | np.generic() if _is_dense(value):
+        # Of an array of objects the elements are pointers, of another class they are not all.
+        case np.ndarray() | np.generic() if not value.dtype.hasobject and (
+            isinstance(value, np.generic) or type(value) in _ARRAYS
+        ):
             described = np.lib.format.dtype_to_descr(value.dtype)
             mark = "$array" if isinstance(value, np.ndarray) else "$scalar"
             content = [described, [*value.shape], _text(value, path)]
@@ -126,11 +124,6 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
                 "numbers, text, tensors, or lists, tuples and dictionaries of them"
             )
     return {mark: content}
-
-
-def _is_dense(value: np.ndarray[Any, Any] | np.generic) -> bool:
-    """Whether an array is nothing but its elements."""
-    return not value.dtype.hasobject and (isinstance(value, np.generic) or type(value) in _ARRAYS)
 
 
 def check_dense(value: Tensor, path: str) -> None:

@@ -118,20 +118,18 @@ def _of_whole_blocks(words: Tensor) -> Tensor:
     found = begin + sums[:, 0]
     for number in range(1, _ROUNDS):
         found = (found ^ _shift(found, 47) ^ scramble) * _PRIMES_32[0] + sums[:, number]
-    # They are merged in pairs; the last two lines are the avalanche of XXH3.
-    pairs = (found ^ merge).view(-1, _LANES // 2, 2)
-    mixed = _folded(pairs[..., 0], pairs[..., 1]).sum(1) + _signed(BLOCK_BYTES * _PRIMES_64[0])
-    mixed = (mixed ^ _shift(mixed, 37)) * _AVALANCHE
-    return mixed ^ _shift(mixed, 32)
-
-
-def _folded(a: Tensor, b: Tensor) -> Tensor:
-    """The upper half of a product of 128 bits, xor the lower one."""
-    (a_low, a_high), (b_low, b_high) = ((each & _LOW, _shift(each, 32)) for each in (a, b))
+    # They are merged in pairs: the upper half of a product of 128 bits, xor the lower one. No type
+    # of torch has 128 bits, so the product is added up from those of halves.
+    pairs = (found ^ merge).view(-1, _LANES // 2, 2).unbind(-1)
+    (a_low, a_high), (b_low, b_high) = ((each & _LOW, _shift(each, 32)) for each in pairs)
     lowest, middle = a_low * b_low, a_high * b_low
     cross = _shift(lowest, 32) + (middle & _LOW) + a_low * b_high
     upper = _shift(middle, 32) + _shift(cross, 32) + a_high * b_high
-    return upper ^ (cross << 32 | lowest & _LOW)
+    folded = upper ^ (cross << 32 | lowest & _LOW)
+    # The avalanche of XXH3.
+    mixed = folded.sum(1) + _signed(BLOCK_BYTES * _PRIMES_64[0])
+    mixed = (mixed ^ _shift(mixed, 37)) * _AVALANCHE
+    return mixed ^ _shift(mixed, 32)
 
 
 def _shift(words: Tensor, count: int) -> Tensor:

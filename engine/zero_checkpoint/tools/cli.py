@@ -97,9 +97,8 @@ def _ls(options: argparse.Namespace) -> int:
     check = _checker(options) if options.verify else None
     rows = list_roots(place(options.dir), roots, now_s=time.time(), check=check)
     (output.print_json if options.json else output.show_rows)(rows)
-    return (
-        CkptExit.FOUND if any(row.status is ListedStatus.DAMAGED for row in rows) else CkptExit.OK
-    )
+    damaged = any(row.status is ListedStatus.DAMAGED for row in rows)
+    return CkptExit.FOUND if damaged else CkptExit.OK
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -278,11 +278,8 @@ class _Parts:
         world = len(self.optimizers)
         micro = _int(config.get("train_micro_batch_size_per_gpu"))
         accumulation = _int(config.get("gradient_accumulation_steps"))
-        dtype = None
-        for key, computed in _COMPUTE.items():
-            block = config.get(key)
-            if dtype is None and isinstance(block, Mapping) and block.get("enabled") is True:
-                dtype = str(computed)
+        blocks = ((config.get(key), str(computed)) for key, computed in _COMPUTE.items())
+        enabled = (d for b, d in blocks if isinstance(b, Mapping) and b.get("enabled") is True)
         return {
             "step": int(model["global_steps"]),
             "samples": int(model["global_samples"]),
@@ -292,7 +289,7 @@ class _Parts:
             "microbatches": world * accumulation if micro and accumulation else None,
             "micro_batch": micro if accumulation else None,
             "scheduler": _schedule(model),
-            "dtype": dtype,
+            "dtype": next(enabled, None),
         }
 
 

@@ -73,8 +73,26 @@ def read_hf(path: Path, *, buffers: Sequence[str]) -> Foreign:
     Raises:
         CheckpointError: There is no safetensors file, one is missing, or one is damaged.
     """
+    index = path / INDEX
+    if path.is_file():
+        files = [path]
+    elif index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            outside = any(Path(name).name != name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: no index of safetensors: {error}") from error
+        if outside:
+            raise CheckpointError(f"{index}: names files outside of its directory")
+        files = [path / name for name in names]
+    elif not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such file or directory")
+    elif not (files := sorted(path.glob("*.safetensors"))):
+        raise CheckpointError(
+            f"{path}: no safetensors in it; convert pytorch_model.bin with --from torch"
+        )
     tensors: dict[str, Tensor] = {}
-    for file in _safetensors_files(path):
+    for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -83,29 +101,6 @@ def read_hf(path: Path, *, buffers: Sequence[str]) -> Foreign:
         except SafetensorError as error:
             raise CheckpointError(f"{file}: no safetensors, or damaged: {error}") from error
     return sort_out(tensors, buffers)
-
-
-def _safetensors_files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    index = path / INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            outside = any(Path(name).name != name for name in names)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: no index of safetensors: {error}") from error
-        if outside:
-            raise CheckpointError(f"{index}: names files outside of its directory")
-        return [path / name for name in names]
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: there is no such file or directory")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{path}: no safetensors in it; convert pytorch_model.bin with --from torch"
-        )
-    return files
 
 
 def sort_out(tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> Foreign:

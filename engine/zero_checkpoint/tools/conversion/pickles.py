@@ -26,11 +26,7 @@ class Inert:
 
 
 def load_torch(
-    source: Path | IO[bytes],
-    what: str,
-    *,
-    allow_pickle: bool,
-    inert: tuple[str, ...] = (),
+    source: Path | IO[bytes], what: str, *, allow_pickle: bool, inert: tuple[str, ...] = ()
 ) -> Any:
     """The content of a file made by `torch.save`, on the CPU; tensors of a path are mapped.
 
@@ -54,7 +50,15 @@ def load_torch(
     except IsADirectoryError:
         raise CheckpointError(f"{what}: this is a directory; give the file of torch.save") from None
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(what, str(error))) from error
+        _, asks, name = str(error).partition("Unsupported global: GLOBAL ")
+        if asks:
+            raise CheckpointError(
+                f"{what}: its pickle asks for {name.split()[0]}, and would run code of its author; "
+                "add --allow-pickle if you trust the author"
+            ) from error
+        # torch's message begins with the advice to run the pickle; the cause comes after it.
+        found = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+        raise CheckpointError(_unreadable(what, found.splitlines()[0])) from error
     except ModuleNotFoundError as error:
         raise CheckpointError(
             f"{what}: its pickle needs the module {error.name!r}; install it, or leave out "
@@ -64,19 +68,6 @@ def load_torch(
         raise
     except Exception as error:  # bytes that are no pickle fail in whatever way they happen to
         raise CheckpointError(_unreadable(what, _first_line(error))) from error
-
-
-def _refusal(what: str, problem: str) -> str:
-    marker = "Unsupported global: GLOBAL "
-    if marker in problem:
-        name = problem.partition(marker)[2].split()[0]
-        return (
-            f"{what}: its pickle asks for {name}, and would run code of its author; "
-            "add --allow-pickle if you trust the author"
-        )
-    # torch's message begins with the advice to run the pickle; the cause comes after it.
-    found = problem.rpartition("WeightsUnpickler error:")[2].strip()
-    return _unreadable(what, found.splitlines()[0])
 
 
 def _unreadable(what: str, problem: str) -> str:
