@@ -178,6 +178,7 @@ class StoreConsensus:
                 "it has died or its storage stalls; raise timeout_s if it is only slow"
             )
         with _store_errors():
+            # The last one to read it says so: rank 0 waits for one key, and not for one of each.
             if self._store.add(f"{question}/count", 1) == self.world - 1:
                 self._store.set(f"{question}/heard", "")
         return verdict[question]

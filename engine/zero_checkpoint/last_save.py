@@ -273,7 +273,7 @@ class LastSave:
                 self._link.saved(time.monotonic() - began_s)
                 self._link.heartbeat()  # of rank 0, too
                 if verdict.get("written"):
-                    continue
+                    continue  # without a pause: the agent has waited for etcd before it answered
                 self._written = None  # published, or removed
                 self._told()
                 raise_problem(verdict)

@@ -107,7 +107,8 @@ class Persistence:
         return next(place for place in itertools.count() if place not in taken)
 
     def _consensus_of(self, part: str, on_wait: Callable[[], None]) -> StoreConsensus:
-        """Votes of this rank under a prefix: questions of different parts do not mix."""
+        """The votes of this rank on one part of its work."""
+        # Under a prefix of its own: each part asks at any time, and a question is but a number.
         store, training = group_store(part), self.training
         return StoreConsensus(
             store, training.rank, training.world, on_wait=on_wait, key=store.votes_key
@@ -173,6 +174,7 @@ class Persistence:
         script.saves(directory)
         script.has_state |= bool(client)
         script.has_saved = True
+        # What is in memory lacks the state that the script has just named: no load may take it.
         if self.ram is not None and self.known_to_script_alone:
             self.ram.disown(_SCRIPT_ALONE)
         waits = leaving or (not self._config.asynchronous if blocking is None else blocking)
@@ -207,6 +209,7 @@ class Persistence:
         saved = self._save(request, waits=waits)
         if not aside and script.leaves_to in (None, directory):
             script.saved_step = step
+        # Until the notes of the next step: all ranks have begun this save, or waited for its end.
         self._some_rank_busy = not waits
         self._overtakes = not aside and directory == self._memory_root
         self.last.began = began = began.stalled()

@@ -109,6 +109,7 @@ def save(
             },
         }
     except CheckpointError as error:
+        # Without its vote the others would wait for the whole timeout.
         vote = {"problem": f"rank {consensus.rank}: {error}"}
     agreed = consensus.ask(vote, agree)
     if "problem" in agreed:
@@ -193,6 +194,7 @@ def load(
             for name, tensor in ids.items():
                 info = manifest.tensors[tensor]
                 filled[name] = _whole(torch.empty(info.shape, dtype=info.dtype, device="cpu"))
+        # A name that is not there is wanted all the same: the error of the load names it.
         parts = {ids.get(name, TensorId(PARAM, name)): part for name, part in filled.items()}
         tensors = {t: TensorInfo(part.shape, part.data.dtype) for t, part in parts.items()}
         pieces = tuple(Piece(t, part.start, part.data) for t, part in parts.items())

@@ -63,6 +63,7 @@ def name_all(
     try:
         layout = find_layout(keys, tensors, reals, model_key=None, optimizer_key=None)
     except CheckpointError as error:
+        # No error of the save: each tensor keeps its key, by which a `Reader` finds it.
         _log.info("saved for torch.distributed.checkpoint alone: %s", error)
         ids = {key: TensorId(PARAM, key) for key in tensors}
         others = {key: value for key, value in values.items() if key not in tensors}
@@ -85,6 +86,7 @@ def name_all(
             ids[key] = TensorId(OTHER, key)
     rest = {key: value for key, value in values.items() if key not in ids}
     params = {tensor.fqn for tensor in ids.values() if tensor.kind == PARAM}
+    # If the keys that count steps disagree, none of them is believed.
     counts = {_count(rest[key]) for key in layout.steps}
     return Saved(
         ids=ids,
@@ -167,6 +169,7 @@ def _below(prefix: str, *names: str | int) -> Path:
 
 def _of_structure(manifest: Manifest) -> Stored:
     """The keys of what `zero_checkpoint.save` has stored: DCP's names of the same structure."""
+    # A tensor, because DCP goes into a list only if one is in it; known by its identity.
     placeholder = torch.empty(0, device="meta")
     structure = mapped(
         unpack(manifest.meta[STRUCTURE]),

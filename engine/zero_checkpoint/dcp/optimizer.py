@@ -58,6 +58,7 @@ class Optimizer:
                 alike = repr(sorted((k, plain(v, None)) for k, v in options.items()))
                 by_options[alike].append(key)
         groups += [(names, self.options[names[0]]) for names in by_options.values()]
+        # The numbers of the first that has any: torch makes no state for what had no gradient.
         return [
             group_record(
                 names, options, next((self.state[n] for n in names if n in self.state), {})

@@ -184,6 +184,7 @@ class _Filling:
             key = item.storage_index.fqn
             if key not in stored.tensors and key not in stored.values:
                 raise ModelMismatch(f"{manifest.directory} (tag {manifest.tag!r}) has no {key}")
+            # What is no tensor is in the manifest, and there already; `finish` gives it to DCP.
             if item.type is LoadItemType.BYTE_IO or key in stored.values:
                 continue
             tensor = stored.tensors[key]
@@ -203,6 +204,7 @@ class _Filling:
 
     def finish(self) -> None:
         """Give DCP what was read, and the values that are no tensors."""
+        # Not before: as long as the ranks may fall back, it may be replaced.
         for item, target, memory in self._read:
             if memory is not target:
                 target.copy_(memory)
@@ -213,7 +215,7 @@ class _Filling:
                 continue
             value = self._stored.values[key]
             if item.type is LoadItemType.BYTE_IO:
-                data = io.BytesIO()
+                data = io.BytesIO()  # as DCP's own writer stores a value: planners unpickle it
                 torch.save(value, data)
                 data.seek(0)
                 self._planner.load_bytes(item, data)

@@ -60,6 +60,7 @@ class Copy:
 
     def begin(self) -> None:
         """The same from devices to pinned memory, on their current streams; nobody waits."""
+        # torch refuses an empty list, which either part of a divided copy may be.
         if self.sources:
             torch._foreach_copy_(self.targets, self.sources, non_blocking=True)
 

@@ -145,7 +145,8 @@ class _File:
             raise
 
     def _read_anew(self, buffers: list[memoryview], offset: int) -> int:
-        """Read through a new descriptor: a descriptor that a server has forgotten stays stale."""
+        """Read through a new descriptor."""
+        # A descriptor that a server has forgotten stays stale, however often it is asked.
         descriptor = _descriptor(self.path)
         try:
             return os.preadv(descriptor, buffers, offset)

@@ -157,6 +157,7 @@ class _Upload(io.RawIOBase):
         """Complete the upload; the object exists when this returns."""
         with as_os_errors(self.name):
             self._file.close()
+        # Not before, nor if that failed: `close` then aborts what there is of the upload.
         self._file = None
 
     def close(self) -> None:

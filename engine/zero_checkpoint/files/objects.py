@@ -169,6 +169,7 @@ class _ObjectSource:
         span = (offset, sum(map(len, buffers)))
         if not self.fetched:
             self._fetch_next()
+        # Taken out: the memory of a body is free once all of its ranges are read.
         found = self.fetched.pop(span, None)
         data = memoryview(self._fetch([span])[0]) if found is None else found
         missing = span[1] - len(data)

@@ -65,6 +65,7 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
             f"{text}: checkpoints can be in directories and under {known}; mount other storage"
         )
     parts = [part for part in rest.split("/") if part]
+    # To a store, dots are names like any other: another spelling of a place is another place.
     if not parts or {".", ".."} & set(parts):
         raise CheckpointError(f"{text}: write {protocol}://BUCKET/DIRECTORY")
     path = ObjectPath(f"{protocol}://{'/'.join(parts)}")

@@ -77,6 +77,7 @@ class Disk:
     def link(self, link: Place, name: str) -> None:
         """Make a link to `name` in the same directory; FileExistsError if `link` is no link."""
         path = _local(link)
+        # Anything else of that name is the user's own, and stays.
         if path.is_symlink():
             path.unlink()
         path.symlink_to(name)

@@ -85,6 +85,7 @@ class BlockHasher:
         """One digest per block; call it once, at the end of the stream."""
         if self._filled:
             self._close_block()
+        # xxhash writes the most significant byte first, whatever the machine is.
         return np.frombuffer(b"".join(self._digests), dtype=">u8").astype(np.uint64)
 
     def _close_block(self) -> None:
@@ -133,10 +134,11 @@ def _ahead(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
 
 
 def _begin(thread: ThreadPoolExecutor, chunks: Iterator[memoryview]) -> Future[memoryview | None]:
-    """The next chunk, from the thread; made here if the interpreter ends and starts no threads."""
+    """The next chunk, from the thread."""
     try:
         return thread.submit(next, chunks, None)
     except RuntimeError:
+        # The interpreter ends and starts no threads, but a save in flight is finished first.
         made: Future[memoryview | None] = Future()
         made.set_result(next(chunks, None))
         return made

@@ -70,6 +70,7 @@ def run_lengths(follows: npt.NDArray[np.bool_], length: Ints) -> tuple[Ints, Int
     `follows` [rows - 1]: whether each row after the first begins where the row before it ends; no
     `length` [rows] is 0.
     """
+    # The first row begins a run, if there is one at all.
     heads = np.flatnonzero(np.append(True, ~follows)[: len(length)])
     return heads, np.add.reduceat(length, heads) if len(heads) else length
 

@@ -198,6 +198,7 @@ def _tensors(rows: list[_Row]) -> TensorTable:
         if (info := known.get(key := (row.dtype, row.shape))) is None:
             info = known[key] = _info(*key, position)
         table[TensorId(row.kind, row.fqn)] = info
+        # A row that has replaced another one: positions, which fragments name, would be off by one.
         if len(table) == position:
             raise ManifestError(f"tensors[{position}]: {row.kind}/{row.fqn} is there twice")
     return table

@@ -74,6 +74,7 @@ class TensorTable(dict[TensorId, TensorInfo]):
         """
         rows = [[t.kind, t.fqn, name_of(info.dtype), info.shape] for t, info in self.items()]
         text = canonical(rows)
+        # A load of what is saved with this table finds it by its text, and parses none.
         remember_table(text, self)
         return text
 
@@ -84,6 +85,7 @@ class TensorTable(dict[TensorId, TensorInfo]):
 
     def same_as(self, other: Mapping[TensorId, TensorInfo]) -> bool:
         """Whether another table has the same tensors in the same order."""
+        # As lists: a fragment names its tensor by the position.
         return self is other or list(self.items()) == list(other.items())
 
     def name(self, position: int) -> str:

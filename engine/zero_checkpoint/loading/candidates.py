@@ -183,9 +183,10 @@ def quarantine(path: Place, reason: str) -> None:
 
 
 def _age(path: Place) -> tuple[int, int, int]:
-    """(round, step, time of the commit): two tags of one step share the first two."""
+    """(round, step, time of the commit); less for any other directory."""
     if not NAME.fullmatch(path.name):
         return (-1, -1, 0)
+    # Two tags of one step share round and step: the later commit is the newer one.
     try:
         committed_ns = (path / MANIFEST).stat().st_mtime_ns
     except OSError:  # not committed, or it is being deleted: `examine` says which
@@ -215,6 +216,7 @@ def read_manifest(path: Place) -> Manifest:
 
 def _manifest_text(path: Place) -> bytes:
     """The bytes of a manifest; refuses files that cannot be one. Raises as `read_manifest`."""
+    # Before it is read: what claims to be a manifest may be larger than the memory.
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise ManifestError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes; not a manifest")
     if isinstance(path, Path) and not path.is_file():  # a pipe or a device may have no end

@@ -21,6 +21,7 @@ def hint(path: Place) -> str:
     for kind, (pattern, what) in _FOREIGN.items():
         for directory, there in names.items():
             if any(fnmatchcase(name, pattern) for name in there):
+                # The `latest` of DeepSpeed's own directory names the one in which the files are.
                 whole = path if kind == _DEEPSPEED and LATEST in names[path] else directory
                 which = "it" if whole == path else whole.name
                 return f"; {which} looks like {what}: zero-ckpt import {whole} DIR --from {kind}"

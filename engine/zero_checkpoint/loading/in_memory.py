@@ -97,6 +97,7 @@ class MemorySearch:
     def __init__(self, node: MemoryNode | None, place: int = 0) -> None:
         self._node = node
         self._place = place
+        # As of now: what arrives later is of a save after this load, and `forget_others` leaves it.
         self._holdings: Holdings = node.holdings() if node is not None else {}
         self._votes: list[Record] = []
 

@@ -153,6 +153,7 @@ class _Reader:
                 except DamagedCheckpoint as error:
                     damage = error
             else:
+                # No copy was whole, or there was none at all.
                 raise damage or self._damage(file, of_file[0], 0, "is held by no node any more")
         return count
 

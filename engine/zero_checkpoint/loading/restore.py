@@ -176,6 +176,7 @@ def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
         )
     text = offer.get("manifest")
     manifest = parse(text) if text is not None else offered.read_manifest()
+    # Storage that is not coherent may show this rank another file under the same name.
     if manifest.digest != offer["digest"]:
         raise DamagedCheckpoint(f"{path}: differs from what rank {COORDINATOR} read")
     return manifest
@@ -276,6 +277,7 @@ class _Search:
     def _next_candidate(self) -> tuple[Record, Manifest] | None:
         """Its part of an offer, from which `_open` finds it, and its manifest."""
         if self._entries is None:
+            # As of the begin: what another run publishes during this load is not known to this run.
             self._present = tuple(path.name for path in committed(self.root))
             self._entries = _newest_first(self.root, self.ram)
         for entry in chain(self._entries, self._quarantined()):
@@ -295,7 +297,8 @@ class _Search:
         return None
 
     def _quarantined(self) -> Iterator[Candidate]:
-        """Marked by an earlier run, newest first: the fault may have been its disk."""
+        """The checkpoints that an earlier run has marked, newest first."""
+        # The fault may have been its disk; each is offered once.
         again = [each for each in self.rejected if each.why is Why.QUARANTINED]
         for each in again:
             with suppress(OSError, ManifestError):  # perhaps the manifest is what is damaged
@@ -356,12 +359,13 @@ class _Search:
 
 
 def _newest_first(root: Place, ram: MemorySearch | None) -> Iterator[_Entry]:
-    """Checkpoints in memory and on disk in one order; of equal age, the one in memory first."""
+    """Checkpoints in memory and on disk in one order."""
     in_memory = ram.candidates(root) if ram is not None else iter(())
 
     def age_of(entry: _Entry) -> tuple[int, int]:
         return age(entry[0].name if isinstance(entry, tuple) else entry.path.name)
 
+    # It is stable: of equal age, the one in memory comes first.
     return heapq.merge(in_memory, scan(root), key=age_of, reverse=True)
 
 

@@ -42,6 +42,7 @@ def suspect(found: Suspect) -> None:
 
 def mark(root: Place) -> None:
     """Quarantine the suspects of a directory that are damaged; never raises."""
+    # Each once: the next load that reads such a block suspects its checkpoint again.
     for each in _suspects.pop(root, []):
         try:
             damaged = _is_damaged(each)
@@ -71,5 +72,6 @@ def _is_damaged(found: Suspect) -> bool:
     except OSError as error:
         if error.errno not in DAMAGE:
             raise
+        # A missing file is damage, unless the whole checkpoint has been deleted meanwhile.
         return found.path.exists()
     return bool(missing) or xxhash.xxh3_64_intdigest(block) != file.digests[found.block]

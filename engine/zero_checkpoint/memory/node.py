@@ -65,7 +65,8 @@ class MemoryNode:
                 shutil.rmtree(directory)
 
     def forget_before(self, home: str, newest: str) -> None:
-        """Free the checkpoints older than `newest`; copies of newer ones may be arriving."""
+        """Free the checkpoints older than `newest`."""
+        # Not all others: copies of newer ones may be arriving.
         with suppress(OSError):  # nothing was kept there, or another worker frees it, too
             here = os.listdir(self.directory / home)
             self.forget(home, [name for name in here if age(name) < age(newest)])

@@ -68,6 +68,7 @@ class ReplicaPeers:
             put = Put(path=path, size_bytes=file.size_bytes, block_bytes=block, digests=digests)
             with closing(peer_memory.dial(address, self.key)) as session:
                 session.send(put)
+                # Before the first byte: a peer without room says so at once.
                 _expect_consent(session)
                 for chunk in image.chunks():
                     # Between chunks: a copy under way must not keep a worker that has to leave.

@@ -113,6 +113,7 @@ def _has_ended(copy: Begun, on_wait: Callable[[], object]) -> bool:
         if waited_s >= LIMIT_S:
             return False
         on_wait()
+        # The end of a short copy is seen at once; a long one is rarely asked about.
         time.sleep(min(max(_FIRST_PAUSE_S, waited_s / 20), _LONGEST_PAUSE_S))
     return True
 
@@ -208,6 +209,7 @@ class OnStream:
         self._device = device
         self._beside = beside
         self._begun: list[_Streamed] = []
+        # Python's mmap does not say where it is.
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         code = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), _PORTABLE))
         if code:
@@ -293,7 +295,8 @@ def _unpin(device: torch.device, memory: mmap.mmap, address: int, begun: list[_S
 
 
 def _drop_error(device: torch.device) -> None:
-    """Take the error of a call of the runtime, which torch's next launch would report."""
+    """Take the error of a call of the runtime."""
+    # The runtime keeps it for the next launch, of training, which would fail by it.
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
 

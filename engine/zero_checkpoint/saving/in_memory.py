@@ -84,6 +84,7 @@ class InMemoryCheckpoints:
                 key=Key(reply.key),
                 budget_bytes=reply.budget_bytes,
             )
+            # The buffers of dead workers would leave no room for those of this one.
             sweep(self._node.directory)
             job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
             where = self._node.directory
@@ -139,6 +140,7 @@ class InMemoryCheckpoints:
         self._settle(root)
         self.begun_step = step
         self.kept_step = step if chosen is not None else None
+        # A load that has not searched here has chosen nothing of what is here.
         search, self._search = self._search or MemorySearch(self._node, self.place), None
         search.forget_others(root, chosen)
 

@@ -114,6 +114,7 @@ def commit_in_memory(
         where=directory / file_name(consensus.rank),
         on_part=on_part,
     )
+    # The same on all ranks: nobody will load it, and the next one needs its memory.
     if "problem" in verdict:
         node.forget(home, [name])
     raise_problem(verdict, failure=NotKept)

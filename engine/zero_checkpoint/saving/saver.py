@@ -133,6 +133,7 @@ class Saver:
             return False
         if copy:
             try:
+                # The write begins before the copy, and follows it half by half.
                 self.staging.snapshot(layout, begin=partial(self._start, request))
                 return True
             except NoStagingMemory as error:
@@ -253,13 +254,14 @@ class Saver:
         self._background.start(request.step, partial(self._save, request, image))
 
     def lay_out(self, state: State, problem: CheckpointError | None = None) -> FileLayout:
-        """The layout of this rank's file; kept, because it may take as long as the copy.
+        """The layout of this rank's file.
 
         Raises:
             CheckpointError: It cannot be laid out, or there is a `problem` already.
         """
         if problem is not None:
             raise problem
+        # Kept: of many tensors it may take as long as the copy, for which training waits.
         if self._layout is None or not self.has_laid_out(state):
             self._layout = (state.pieces, own_layout(state, self._rank))
         return self._layout[1]

@@ -138,7 +138,8 @@ def sweep(directory: Path) -> None:
 
 
 def _remove(path: Path, descriptor: int, owner: int) -> None:
-    """Unlink and unlock, but only in the process that made the file: children inherit this."""
+    """Unlink and unlock."""
+    # Only in the process that made the file: its children inherit this.
     if os.getpid() == owner:
         path.unlink(missing_ok=True)
         os.close(descriptor)

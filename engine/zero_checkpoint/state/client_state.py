@@ -72,6 +72,7 @@ def unpack(value: Any) -> Any:
     """The inverse of `pack`. Raises CheckpointError if the value was not made by `pack`."""
     try:
         return _unpacked(value)
+    # Of base64; of numpy and torch, for bytes of another size; for a dtype of a later release.
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"client_state of the checkpoint is not as it was written: {error}; load another one"
@@ -202,4 +203,5 @@ def _text(data: np.ndarray[Any, Any] | np.generic, path: str) -> str:
 
 
 def _bytes(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    # A bytearray, because what is made of `bytes` could not be written to.
     return np.frombuffer(bytearray(base64.b64decode(text)), np.uint8)

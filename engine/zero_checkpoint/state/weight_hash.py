@@ -99,6 +99,7 @@ def in_place(data: Tensor, at_once_bytes: int = AT_ONCE_BYTES) -> Iterator[bytes
         data = data.clone()
     for start in range(0, whole, at_once_bytes):
         words = data[start : min(start + at_once_bytes, whole)].view(torch.int64)
+        # A digest has the most significant byte first, a word of this machine the least.
         yield _of_whole_blocks(words).cpu().numpy().byteswap().tobytes()
     yield from _on_host(data[whole:].cpu())
 

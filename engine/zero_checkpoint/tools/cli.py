@@ -60,6 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     """The command's exit code. Nothing but KeyboardInterrupt is raised."""
     try:
         code = _COMMANDS[options.command](options)
+        # Here a broken pipe and a full disk can still become an exit code.
         sys.stdout.flush()
         return code or CkptExit.OK
     except CheckpointError as error:
@@ -85,7 +86,8 @@ def _fail(options: argparse.Namespace, message: str, code: int = CkptExit.TROUBL
 
 
 def _give_up_stdout() -> None:
-    """Point stdout at /dev/null: the interpreter flushes stdout again when the process ends."""
+    """Point stdout at /dev/null."""
+    # The interpreter flushes it again when the process ends, and would report the same error.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -143,6 +145,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _checker(options: argparse.Namespace) -> Callable[[Candidate], list[Damage]]:
+    # The flag of `verify` alone; `ls` and `prune` check as well.
     threads = getattr(options, "threads", None)
 
     def check(checkpoint: Candidate) -> list[Damage]:

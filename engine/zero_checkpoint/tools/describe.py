@@ -106,7 +106,8 @@ def describe(
 
 
 def l2_norm(data: Tensor) -> float:
-    """The L2 norm, summed in float64 so that it does not overflow or lose small elements."""
+    """The L2 norm."""
+    # In float64, in which the squares do not overflow, and small elements are not lost.
     wide = torch.complex128 if data.is_complex() else torch.float64
     squares = (chunk.to(wide).abs().square().sum() for chunk in data.reshape(-1).split(WIDENED))
     return float(sum(squares, torch.zeros((), dtype=torch.float64)).sqrt())

@@ -157,4 +157,5 @@ def absence(path: Place) -> str:
 def is_checkpoint(path: Place) -> bool:
     """Whether a directory is, or was meant to be, one checkpoint."""
     entry = examine(path.resolve())
+    # One that was renamed has a manifest, which names the directory that it was written for.
     return isinstance(entry, Candidate) or entry.why is not Why.OTHER or (path / MANIFEST).exists()

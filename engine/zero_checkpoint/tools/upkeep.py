@@ -97,7 +97,8 @@ def plan_prune(
 
 
 def _check_metric(root: Place, best: Best | None, candidates: Sequence[Candidate]) -> None:
-    """Refuse a metric that no checkpoint has: if it is misspelt, the best would be deleted."""
+    """Refuse a metric that no checkpoint has."""
+    # It may be misspelt, and what was to stay would be deleted.
     if best is None or not candidates or best.among(candidates):
         return
     clients = (candidate.manifest.meta.get("client") for candidate in candidates)

@@ -87,6 +87,7 @@ def total_bytes(manifest: Manifest) -> int:
 
 def _cut(blocks: range, most: int) -> Iterator[range]:
     """The same blocks in runs of at most `most`, and of at least one."""
+    # One block may be longer than a job.
     step = max(most, 1)
     return (blocks[at : at + step] for at in range(0, len(blocks), step))
 
@@ -155,7 +156,6 @@ def of_manifest(entry: Rejected) -> Damage:
     )
 
 
-def present_bytes(checkpoint: Candidate) -> dict[str, int]:
 def misfit(checkpoint: Candidate) -> tuple[FileRecord, int] | None:
     """The first file that does not have the size that was saved, and its size: 0 without one."""
     present = present_bytes(checkpoint)
@@ -163,9 +163,11 @@ def misfit(checkpoint: Candidate) -> tuple[FileRecord, int] | None:
     return next(((file, size) for file, size in files if size != file.size_bytes), None)
 
 
-    """Name -> size of the files that are there now; a running training may delete them."""
+def present_bytes(checkpoint: Candidate) -> dict[str, int]:
+    """Name -> size of the files that are there now."""
     sizes = {}
     for path in checkpoint.path.iterdir():
+        # A running training may delete it meanwhile.
         with suppress(FileNotFoundError):
             sizes[path.name] = path.stat().st_size
     return sizes

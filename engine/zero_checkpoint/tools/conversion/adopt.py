@@ -73,6 +73,7 @@ def adopt(
         aliases=dict(foreign.aliases),
         meta={"engine": engine, "client": dict(foreign.client), "imported_from": source},
     )
+    # The name gets a round that is not below any that is there: see `generation`.
     committed = save(
         root, state, StoreConsensus.alone(), step=run["step"], tag=tag, round=0, fence=None
     )

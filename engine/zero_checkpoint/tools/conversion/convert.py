@@ -152,6 +152,7 @@ def run_import(options: argparse.Namespace) -> None:
                 f"{flag} is for --from {' or '.join(formats)}, not {options.kind}; leave it out"
             )
     root = place(options.dir)
+    # Before SOURCE is read, which may take minutes.
     if root.exists() and not root.is_dir():
         raise CheckpointError(
             f"{root}: this is a file; give a directory of checkpoints, or a new one"

@@ -56,6 +56,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda name: name,
+    # A path of a stranger's that can open nothing; the second name is that of Python 3.13.
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
     ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
 }

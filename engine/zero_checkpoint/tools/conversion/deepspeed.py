@@ -243,6 +243,7 @@ class _Parts:
             raise CheckpointError(
                 f"{self.directory}: {name} has {needed} elements, {len(whole)} are in its files"
             )
+        # The last part of a parameter is padded, so that all ranks have equal ones.
         return whole[:needed].reshape(shape)
 
     def frozen(self, elsewhere: Collection[str]) -> dict[str, Tensor]:

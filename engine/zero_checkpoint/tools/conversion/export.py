@@ -176,6 +176,7 @@ def export_hf(
             shutil.copyfile(path, partial / path.name)
         if config is not None:
             _set_dtype(partial / CONFIG, checkpoint, selection)
+        # Before the rename: a power cut must not leave the name with empty files behind it.
         for path in partial.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -242,7 +243,8 @@ def publish(partial: Path, out: Path) -> None:
 
 
 def _set_dtype(path: Path, checkpoint: Candidate, selection: ExportSelection) -> None:
-    """Write the weights' dtype into the config: `from_pretrained` builds the model in it."""
+    """Write the weights' dtype into the config."""
+    # `from_pretrained` builds the model in that dtype, and would round the weights to it.
     try:
         record: Any = json.loads(path.read_text())
     except ValueError as error:

@@ -79,6 +79,7 @@ def read_hf(path: Path, *, buffers: Sequence[str]) -> Foreign:
     elif index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            # A stranger's: it may name any file of this machine.
             outside = any(Path(name).name != name for name in names)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: no index of safetensors: {error}") from error

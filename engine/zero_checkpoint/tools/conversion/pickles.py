@@ -64,7 +64,7 @@ def load_torch(
             f"{what}: its pickle needs the module {error.name!r}; install it, or leave out "
             "--allow-pickle"
         ) from error
-    except OSError:
+    except OSError:  # of this machine, which has said nothing of the content
         raise
     except Exception as error:  # bytes that are no pickle fail in whatever way they happen to
         raise CheckpointError(_unreadable(what, _first_line(error))) from error
