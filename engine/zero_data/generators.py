@@ -208,7 +208,8 @@ def kept_generators(generators: Iterable[Generator]) -> Iterator[None]:
             case random.Random():
                 restores.append(partial(each.setstate, each.getstate()))
             case _:
-                restores.append(partial(each.set_state, each.get_state()))
+                other: Any = each  # of torch, or of numpy's older kind: each has its own state
+                restores.append(partial(other.set_state, other.get_state()))
     try:
         yield
     finally:
