@@ -98,11 +98,9 @@ def describe(
 
 
 def name_of(optimizer: object) -> str:
-    """The name of an optimizer in checkpoints: its class's, or the one that it says itself.
-
-    Classes of a peer that compute what torch's do have torch's name as `recorded_as`: checkpoints
-    are the same bytes, and either continues the other's.
-    """
+    """The name of an optimizer in checkpoints: its class's, or the one that it says itself."""
+    # Classes of a peer that compute what torch's do have torch's name as `recorded_as`: checkpoints
+    # are the same bytes, and either continues the other's.
     return str(getattr(optimizer, "recorded_as", type(optimizer).__name__))
 
 
@@ -156,7 +154,22 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms)
 
     Both are from `describe`; a None of the saved one is unknown, as after an import.
     """
-    found = [_batch_difference(ours, saved, terms)]
+    found = []
+    now, then = _batch(ours), _batch(saved)
+    if now is not None and then is not None and now != then:
+        samples, samples_then = now[0] * now[1], then[0] * then[1]
+        remedy = terms.batch.format(samples=samples_then, microbatches=then[0], micro_batch=then[1])
+        if samples == samples_then:
+            found.append(
+                f"a step of {samples} samples is cut into {_shape(*now)}, and was cut into "
+                f"{_shape(*then)} {_THEN}: {_BY_ROUNDING} and by dropout; {remedy}"
+            )
+        else:
+            found.append(
+                f"a step trains on {samples} samples ({_shape(*now)}), and trained on "
+                f"{samples_then} ({_shape(*then)}) {_THEN}: schedule, steps per epoch and results "
+                f"change from here on; {remedy}, which any number of ranks can train"
+            )
     if ours.get("dataset_size") and saved.get("step") and not saved.get("samples"):
         found.append(_NO_POSITION)
     if saved.get("summed_over") is not None and ours.get("summed_over") is None:
@@ -169,26 +182,7 @@ def differences(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms)
         if key in ours and saved.get(key) not in (None, ours[key]):
             text = f"{what} is {{now}} and was {{then}} {_THEN}: {meaning}"
             found.append(text.format(now=ours[key], then=saved[key], **words))
-    return [line for line in found if line]
-
-
-def _batch_difference(ours: Mapping[str, Any], saved: Mapping[str, Any], terms: Terms) -> str:
-    now, then = _batch(ours), _batch(saved)
-    if now is None or then is None or now == then:
-        return ""
-    samples, samples_then = now[0] * now[1], then[0] * then[1]
-    count, size = then
-    remedy = terms.batch.format(samples=samples_then, microbatches=count, micro_batch=size)
-    if samples == samples_then:
-        return (
-            f"a step of {samples} samples is cut into {_shape(*now)}, and was cut into "
-            f"{_shape(*then)} {_THEN}: {_BY_ROUNDING} and by dropout; {remedy}"
-        )
-    return (
-        f"a step trains on {samples} samples ({_shape(*now)}), and trained on {samples_then} "
-        f"({_shape(*then)}) {_THEN}: schedule, steps per epoch and results change from here on; "
-        f"{remedy}, which any number of ranks can train"
-    )
+    return found
 
 
 def _batch(run: Mapping[str, Any]) -> tuple[int, int] | None:

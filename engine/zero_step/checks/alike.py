@@ -1,9 +1,7 @@
 """What all ranks must be given alike, compared before they train.
 
-Must always hold: ranks with other parameters, data or settings do not train together. Exchanges are
-matched by their order: of two layers of one shape that a rank has made in another order, each would
-get the gradients of the other, and nothing would fail. With another seed or dataset some samples
-would be trained twice, and others never.
+Must always hold: ranks with other parameters, data or settings do not train together. With another
+seed or dataset some samples would be trained twice, and others never.
 """
 
 from __future__ import annotations
@@ -49,6 +47,8 @@ _log = logging.getLogger(__name__)
 def of_module(module: nn.Module) -> dict[str, Any]:
     """Its parameters and buffers, in their order."""
     trained = {True: "trained", False: "frozen"}
+    # Exchanges are matched by their order: of two layers of one shape that a rank has made in
+    # another order, each would get the gradients of the other, and nothing would fail.
     return {
         "parameter": [
             f"{name} {list(each.shape)} {each.dtype}, {trained[each.requires_grad]}"
@@ -107,22 +107,23 @@ def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor])
     if bool((seen == seen[0]).all()):
         return
     first, *others = gather_objects(dict(facts), _WHAT, everybodys)
-    for rank, other in enumerate(others, 1):
-        for name, ours in first.items():
-            what, mine, theirs = name, ours, other.get(name)
-            if theirs == mine:
-                continue
-            if name == _SHARES:
-                _warn_of_share(ours, theirs or {}, rank)
-                continue
-            if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
-                pairs = enumerate(zip_longest(ours, theirs, fillvalue="absent"))
-                number, (mine, theirs) = next(each for each in pairs if each[1][0] != each[1][1])
-                what = f"{name} {number}"
-            raise ConfigError(_DIFFERS.format(what=what, ours=mine, theirs=theirs, rank=rank))
-
-
-def _warn_of_share(ours: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> None:
-    key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-    if dist.get_rank() == 0:
-        _log.warning(_SHARE, key, ours.get(key), theirs.get(key), rank)
+    differing = (
+        (rank, name, ours, other.get(name))
+        for rank, other in enumerate(others, 1)
+        for name, ours in first.items()
+        if other.get(name) != ours
+    )
+    for rank, name, ours, theirs in differing:
+        if name == _SHARES:
+            # No error: whether an attribute makes it a share, the script alone knows.
+            rest = theirs or {}
+            key = next(key for key in {**ours, **rest} if ours.get(key) != rest.get(key))
+            if dist.get_rank() == 0:
+                _log.warning(_SHARE, key, ours.get(key), rest.get(key), rank)
+            continue
+        what, pair = name, (ours, theirs)
+        if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+            pairs = enumerate(zip_longest(ours, theirs, fillvalue="absent"))
+            number, pair = next(each for each in pairs if each[1][0] != each[1][1])
+            what = f"{name} {number}"
+        raise ConfigError(_DIFFERS.format(what=what, ours=pair[0], theirs=pair[1], rank=rank))
