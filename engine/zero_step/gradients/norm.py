@@ -69,41 +69,32 @@ def sum_of_squares(norms: Tensor) -> Tensor:
     level = torch.where(largest > 0, torch.div(exponent, WIDTH, rounding_mode="floor"), _LOW)
     top = level.clamp(_LOW, _HIGH)
     levels = top - torch.arange(LEVELS, device=device)
-    total = _multiples(norms, _rounding(device)[levels - _LOW + LEVELS - 1])
+    numbers = _rounding(device)[levels - _LOW + LEVELS - 1]
+    # Each block adds the bits of number + multiple to its level: the numbers are taken off here,
+    # in advance, and all of it wraps modulo 2**64. Exact below 2**63: for 2**44 blocks.
+    sums = numbers.view(torch.int64) * -norms.numel()
+    every = list(zip(numbers.unbind(), sums.unbind(), strict=True))
+    for part in norms.split(_CHUNK.get(device.type, 1 << 20)):
+        rest = part.double().square()
+        rounded = torch.empty_like(rest)
+        for down, (number, total) in enumerate(every):
+            torch.add(rest, number, out=rounded)
+            total.add_(rounded.view(torch.int64).sum())
+            # What this level has rounded away goes to the next one; behind the last it is dropped.
+            if down + 1 < LEVELS:
+                rest -= rounded.sub_(number)
     top = torch.where(largest.isinf() | (level > _HIGH), _INF, top)
-    return torch.cat([torch.where(largest.isnan(), _NAN, top).view(1), total])
+    return torch.cat([torch.where(largest.isnan(), _NAN, top).view(1), sums])
 
 
 @cache
 def _rounding(device: torch.device) -> Tensor:
-    """Numbers that round to multiples of the step of each level, from the lowest on; copied once.
-
-    Beside such a number fp64 holds multiples of the step alone, so adding it rounds to them; and
-    the bits of a sum, as an integer, are those of the number plus the multiple.
-    """
+    """Numbers that round to multiples of the step of each level, from the lowest on."""
+    # Beside such a number fp64 holds multiples of the step alone, so adding it rounds to them; and
+    # the bits of a sum, as an integer, are those of the number plus the multiple.
     exponents = range(WIDTH * (_LOW - LEVELS + 1), WIDTH * _HIGH + 1, WIDTH)
     numbers = [math.ldexp(1.5, 52 + each) for each in exponents]
     return torch.tensor(numbers, dtype=torch.double, device="cpu").to(device)
-
-
-def _multiples(norms: Tensor, numbers: Tensor) -> Tensor:
-    """The sum of the squares as multiples of the step of each level, which `numbers` round to.
-
-    Exact below 2**63: for 2**44 blocks.
-    """
-    # Each block adds the bits of number + multiple to its level: the numbers are taken off here,
-    # in advance, and all of it wraps modulo 2**64.
-    sums = numbers.view(torch.int64) * -norms.numel()
-    every = list(zip(numbers.unbind(), sums.unbind(), strict=True))
-    for part in norms.split(_CHUNK.get(norms.device.type, 1 << 20)):
-        rest = part.double().square()
-        rounded = torch.empty_like(rest)
-        for level, (number, total) in enumerate(every):
-            torch.add(rest, number, out=rounded)
-            total.add_(rounded.view(torch.int64).sum())
-            if level + 1 < LEVELS:
-                rest -= rounded.sub_(number)
-    return sums
 
 
 def merged(rows: Sequence[Sequence[int]]) -> float:
