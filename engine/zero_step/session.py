@@ -143,7 +143,10 @@ class Session:
         with exit_on_peer_loss(self._link):
             name, where = text_of(tag), place(directory)
             if self.staying is not None:
-                # A newcomer is not in this call of one that has stayed: it begins behind it.
+                # A newcomer is not in this call of one that has stayed: it begins behind it. And
+                # nothing is lost, since the round began with a checkpoint of that step. Nor does a
+                # newcomer save before its first step, lest a script that ends there waits for
+                # itself.
                 saved = str(where) == self.staying.directory
                 if self.staying.resumed and (saved or self.staying.has_begun):
                     text = "nothing is written to %s: this round began with step %d, saved in %s"
@@ -295,22 +298,6 @@ class Session:
         # Rank 0 may host the store that the others still read the verdict from.
         self._collectives.barrier("leaving")
 
-    def _leave_or_stay(self) -> None:
-        """Exit, or wait here for the next round and go on in it; the state is saved."""
-        step = self._persistence.saver.last_step
-        if self.staying is None:
-            self.leave()
-        why_not = self._why_not_stay()
-        if not why_not and step != self._training.cursor.step:
-            why_not = "its last step is not saved"
-        if why_not:
-            _log.info("this process is started anew: %s", why_not)
-            self.leave()
-        with exit_on_peer_loss(self._link):
-            self._end_round()
-            environ = self._link.stay(step)
-        self._go_on(environ)
-
     def _why_not_stay(self, *, in_step: bool = False) -> str:
         """Why this process cannot go on in the next round; empty: it can, even within a step."""
         if self.staying is None:
@@ -337,9 +324,6 @@ class Session:
     def _go_on(self, environ: Mapping[str, str]) -> None:
         """Found the next round's group, and go on with a session in this one's place.
 
-        It goes on after the newest whole checkpoint, which may be older than what the script has
-        seen: the one with which it left may be damaged since.
-
         Raises:
             SystemExit: That does not go as planned; the process is started anew.
         """
@@ -358,6 +342,8 @@ class Session:
                 raise CheckpointError(f"there is no checkpoint in {staying.directory} any more")
             if staying.lacks():
                 raise CheckpointError(_BEHIND)
+            # The newest whole checkpoint may be older than what the script has seen: the one with
+            # which it left may be damaged since.
             goes_back = session._training.cursor.step < step
             if goes_back and session._persistence.script.client_source is not None:
                 raise CheckpointError(_CLIENT_STATE)
@@ -374,7 +360,7 @@ class Session:
             raise SystemExit(ExitCode.LEFT if gone else ExitCode.PEER_LOST) from error
 
     def _leave_if_all_saved(self) -> None:
-        """After a save: leave now, or at the next step, or with the save of another engine."""
+        """After a save: leave or stay now, or at the next step, or with another engine's save."""
         if not self.leaving:
             return
         engines = self._persistence.engines()
@@ -384,8 +370,20 @@ class Session:
         if self._training.in_library_loop or len(known) < len(engines):
             # At the next step: first its loop writes its state, or other engines save at all.
             self._link.may_leave = True
-        else:
-            self._leave_or_stay()
+            return
+        if self.staying is None:
+            self.leave()
+        step, why_not = self._persistence.saver.last_step, self._why_not_stay()
+        if not why_not and step != self._training.cursor.step:
+            why_not = "its last step is not saved"
+        if why_not:
+            _log.info("this process is started anew: %s", why_not)
+            self.leave()
+        # The state is saved: wait here for the next round, and go on in it.
+        with exit_on_peer_loss(self._link):
+            self._end_round()
+            environ = self._link.stay(step)
+        self._go_on(environ)
 
     def _depart_if_asked(self) -> None:
         """Leave on a drain, preemption, join or stop, saving first if needed."""
@@ -455,11 +453,12 @@ def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
 def fill_in(session: Session, runs: bool) -> None:
     """Have a backward that the script runs go on with zeros if it loses a peer, as a forward does.
 
-    Autograd passes on what its hooks raise, and the script would see it. `runs`: whether one does;
-    one that fails leaves this on until the next `outlived`. Within `outlived` this does nothing.
+    `runs`: whether one does; one that fails leaves this on until the next `outlived`. Within
+    `outlived` this does nothing.
     """
     if session._link.outlives:
         return
+    # Autograd passes on what its hooks raise: the script would see the loss.
     link, why_not = session._link, session._why_not_survive() if runs else ""
     link.interrupt.fills = runs and not why_not
     told = runs and session.staying is not None
@@ -510,10 +509,8 @@ def begin_micro_step(session: Session) -> None:
 
 
 def see_forward(session: Session, module: nn.Module) -> None:
-    """A forward of the script: warn once if its weights change within a step of another training.
-
-    One without gradients leaves no casts of weights, see `begin_micro_step`.
-    """
+    """A forward of the script: warn once if weights change within a step of another training."""
+    # One without gradients leaves no casts of weights, see `begin_micro_step`.
     if not torch.is_grad_enabled():
         torch.clear_autocast_cache()
     if not module.training or len(session._link.clients) < 2:
@@ -553,12 +550,13 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
 def come_back(session: Session, *, calls: bool = False) -> None:
     """The script comes back from what it does behind a step; the process may exit here.
 
-    It has changed weights or averages, or saved the best so far, which a restart would lack. So the
-    state is kept in memory here, and a worker leaves. `calls`: only to save, to load or to ask.
+    `calls`: only to save, to load or to ask.
     """
     if survive(session) or calls or not session.is_behind:
         return
     session.is_behind = False
+    # Here, and not at the end of the step: behind it the script may have changed weights or
+    # averages, or saved the best so far, which a restart would lack.
     with exit_on_peer_loss(session._link):
         if session.staying is not None:
             session.staying.come_back()

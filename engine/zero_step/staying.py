@@ -6,9 +6,8 @@ those of its load. So a script that exchanges anything of its own before its fir
 another way, is started anew, as without this; and so is whatever does not go as planned.
 
 A survivor comes out of the end of a step, and a newcomer never comes there: what the script does
-between two steps is done by survivors alone. A save there writes nothing, since the round began
-with a checkpoint of that step; nor does one of a newcomer before its first step, lest a script
-that ends there waits for itself. A script that has exchanged anything else there is started anew.
+between two steps is done by survivors alone. A save there writes nothing. A script that has
+exchanged anything else there is started anew.
 """
 
 from __future__ import annotations
