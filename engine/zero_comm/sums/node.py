@@ -252,18 +252,30 @@ class _Divided(Reducing):
         """See `Reducing`."""
         for pending in self.pending:
             wait(pending)
-        # Every rank knows from the plan what it is sent, so no sizes are exchanged first.
-        if self._arrived is None:
-            self._exchange_between()
-            return True
-        for packed, into in self._packed:
-            unpack(packed.view(1, -1), into.view(1, -1))
-        self._into.add_pieces(
-            self._arrived, self._via.pool, first=self._turn.first, last=self._turn.last
-        )
-        while self._taken:
-            self._via.pool.give(self._taken.pop())
-        return False
+        if self._arrived is not None:
+            for packed, into in self._packed:
+                unpack(packed.view(1, -1), into.view(1, -1))
+            self._into.add_pieces(
+                self._arrived, self._via.pool, first=self._turn.first, last=self._turn.last
+            )
+            while self._taken:
+                self._via.pool.give(self._taken.pop())
+            return False
+        # What has come inside of the node is added, and goes to owners. Every rank knows from the
+        # plan what it is sent, so no sizes are exchanged first.
+        group, by_node = self._via.collectives, self._schedule.by_node
+        formed, pending_now = self._form(), []
+        self._arrived = []
+        for turn in range(max(map(len, by_node))):
+            held = formed[turn] if turn < len(formed) else {}
+            wanted: dict[int, Tensor] = {}
+            for pieces, sources in zip(by_node, self._slices.sources(group.rank), strict=True):
+                if turn < len(pieces):
+                    self._expect(pieces[turn], sources, held, wanted)
+            what = f"{self._what}, sums, {turn}"
+            pending_now.append(self._via.between.exchange_pieces(held, wanted, what))
+        self.pending = tuple(pending_now)
+        return True
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._taken.append(self._via.pool.take(numel, dtype))
@@ -289,6 +301,7 @@ class _Divided(Reducing):
         if self._schedule.step is None:
             return [gradient] if self._schedule.by_rank[rank] else []
         formed = self._schedule.step.ranks[rank]
+        # With nothing to add and nothing to keep, a gradient travels from where it lies.
         if not formed.keeps and formed.gives == formed.takes:
             return [gradient] if formed.gives else []
         given = [gradient] if formed.takes else []
@@ -356,20 +369,6 @@ class _Divided(Reducing):
         packed = self._take(packed_size(part.numel()), torch.uint8)
         pack(part.view(1, -1), packed.view(1, -1))
         return packed
-
-    def _exchange_between(self) -> None:
-        group, by_node = self._via.collectives, self._schedule.by_node
-        formed, pending = self._form(), []
-        self._arrived = []
-        for turn in range(max(map(len, by_node))):
-            held = formed[turn] if turn < len(formed) else {}
-            wanted: dict[int, Tensor] = {}
-            for pieces, sources in zip(by_node, self._slices.sources(group.rank), strict=True):
-                if turn < len(pieces):
-                    self._expect(pieces[turn], sources, held, wanted)
-            what = f"{self._what}, sums, {turn}"
-            pending.append(self._via.between.exchange_pieces(held, wanted, what))
-        self.pending = tuple(pending)
 
     def _expect(
         self,
