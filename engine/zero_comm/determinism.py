@@ -93,7 +93,8 @@ class Deterministic(StrEnum):
     OFF = "off"
 
     def replays(self, device: torch.device) -> bool:
-        """Whether a run begins with a replay. On a CPU all kernels that are chosen repeat."""
+        """Whether a run begins with a replay."""
+        # On a CPU all kernels that are chosen repeat themselves.
         warns_on_device = self is Deterministic.WARN and device.type != "cpu"
         return self is Deterministic.ERROR or warns_on_device
 
@@ -103,12 +104,10 @@ class Deterministic(StrEnum):
 
 
 def mode_of(value: Deterministic | None, *, ordered: bool) -> Deterministic:
-    """The mode that `elastic.deterministic` comes to.
-
-    Without an ordered sum the bits vary in any case.
-    """
+    """The mode that `elastic.deterministic` comes to."""
     if value is not None:
         return value
+    # Without an ordered sum the bits vary in any case.
     return Deterministic.WARN if ordered else Deterministic.OFF
 
 
@@ -122,7 +121,15 @@ def choose_kernels(mode: Deterministic) -> None:
     if torch.cuda.is_available():
         os.environ.setdefault(*_WORKSPACE)
     torch.backends.cudnn.benchmark = False  # it chooses by time, and so differently in each run
-    _compile_each_shape(mode)
+    import torch._dynamo.config as dynamo  # slow, and an optimizer has imported it
+
+    # By itself torch.compile makes one graph for all shapes when it meets the second one: which
+    # kernels a shape gets would depend on what this process has met before, and so on its rank and
+    # on restarts. A script that says `dynamic` decides by itself.
+    dynamo.automatic_dynamic_shapes = False
+    # Shapes beyond the limit run without a graph, in other kernels.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, dynamo.accumulated_recompile_limit)
+    dynamo.fail_on_recompile_limit_hit |= mode is Deterministic.ERROR
     if not torch.are_deterministic_algorithms_enabled():
         # Else torch fills all memory that it allocates, to show reads of what nobody has written.
         deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -130,20 +137,6 @@ def choose_kernels(mode: Deterministic) -> None:
     elif not torch.is_deterministic_algorithms_warn_only_enabled():
         return  # the script refuses the others
     torch.use_deterministic_algorithms(True, warn_only=mode is Deterministic.WARN)
-
-
-def _compile_each_shape(mode: Deterministic) -> None:
-    """Let torch.compile, unless the script says `dynamic`, make a graph for each shape.
-
-    By itself it makes one for all shapes when it meets the second one: which kernels a shape gets
-    would depend on what this process has met before, and so on its rank and on restarts.
-    """
-    import torch._dynamo.config as dynamo  # slow, and an optimizer has imported it
-
-    dynamo.automatic_dynamic_shapes = False
-    # Shapes beyond the limit run without a graph, in other kernels.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, dynamo.accumulated_recompile_limit)
-    dynamo.fail_on_recompile_limit_hit |= mode is Deterministic.ERROR
 
 
 @contextmanager
@@ -222,10 +215,11 @@ def _kernels(*, on_device: bool) -> str:
 
 
 def _precision(library: Any, operation: str) -> str:
-    """The precision of products of fp32; empty: torch < 2.9 tells it of matrix products alone."""
+    """The precision of products of fp32; empty: not known."""
     word: str | None = getattr(getattr(library, operation, None), "fp32_precision", None)
     # The older call last: it raises once a script has set the precision by the newer names.
     if word is None:
+        # torch < 2.9 tells it of matrix products alone.
         return torch.get_float32_matmul_precision() if operation == "matmul" else ""
     return _PRECISIONS.get(word, word)
 
@@ -243,7 +237,7 @@ class Hardware:
         """Of all ranks, each one once, in the order of ranks."""
 
     def _as_between_steps(self) -> Record:
-        """Autocast lasts for a block: one rank may end its step within that, and another after."""
+        # Autocast lasts for a block: one rank may end its step within that, and another after.
         with torch.autocast(self._device.type, enabled=False):
             return hardware(self._device)
 
