@@ -123,10 +123,8 @@ def concluded(places: Sequence[Place]) -> Topology:
 
 
 def rail_order(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Owners by shard, such that a rank's slice goes to the ranks of the same number elsewhere.
-
-    Where all nodes are equal it is local rank * nodes + node: a slice is whole shards.
-    """
+    """Owners by shard, such that a rank's slice goes to the ranks of the same number elsewhere."""
+    # Where all nodes are equal it is local rank * nodes + node: a slice is whole shards.
     places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
     turn = lcm(*nodes)
     # The middle of each rank's slice, in a unit in which all are whole.

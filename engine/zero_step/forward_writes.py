@@ -6,16 +6,10 @@ statistics of batch norm, the vectors of spectral norm, and whatever else a forw
 buffer depend on the samples alone: neither on who ran them, nor on how many ranks there are. What
 a script writes between two steps stays.
 
-A kernel may write to a buffer without a trace in its version (batch norm does), so buffers are
-compared: all of them in the first step, and in each before which the script has called `train()` or
-`eval()` of a module that has some. Later only those are kept which have been written to: a model
-may have gigabytes of buffers that never change, such as quantized weights.
-
 A buffer that is replaced by one of another shape is a cache: it stays as its rank has it.
 
 A forward that writes to a parameter is an error: each rank would write what its samples say, and
-train a model of its own. It is seen by the parameter's version, which writes to `.data` leave as it
-is; FSDP2 drops what is written to gathered weights, so embeddings that do it are known by name.
+train a model of its own.
 
 What a forward keeps elsewhere is a warning: in a buffer that no checkpoint has, in a number in an
 attribute, of which each rank has its own, or over the ranks of a micro-step (SyncBatchNorm). A
@@ -117,6 +111,11 @@ class ForwardWrites:
         if not self._begun:
             self._begun, self._first, self._micro = True, first, 0
             compares = self._find()
+            # A kernel may write to a buffer without a trace in its version (batch norm does), so
+            # buffers are compared: all of them in the first step, and in each before which the
+            # script has called `train()` or `eval()` of a module that has some. Later only those
+            # are kept which have been written to: a model may have gigabytes of buffers that never
+            # change, such as quantized weights.
             names = self._owners if compares else self._written
             self._own = {name: self._buffer(name) for name in names}
             # Compared where there is room: nearly all of them are of no use after this step.
@@ -134,6 +133,7 @@ class ForwardWrites:
         """
         if not self._begun:  # a forward of no micro-step, as of an evaluation
             return
+        # By the version: what is written to `.data` leaves it as it is, and nobody sees that.
         for (name, each), version in zip(self._parameters.items(), self._versions, strict=True):
             if each._version != version:
                 raise ZeroError(_PARAMETER.format(name))
@@ -238,6 +238,7 @@ class ForwardWrites:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
+        # By name, since FSDP2 drops what is written to gathered weights: no version would show it.
         for name, module in self._module.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 most, kind = module.max_norm, module.norm_type

@@ -218,6 +218,7 @@ class Collectives:
 
         def look() -> None:
             nonlocal due_s
+            # Its waits ask far more often than the store of all ranks should be asked.
             if self.world > 1 and time.monotonic() >= due_s:
                 self._look(Pending(what, turn=turn))
                 due_s = time.monotonic() + LOOK_S
@@ -347,6 +348,7 @@ class Collectives:
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
         """This rank's shard of the gradients of rank 0, rank 1, ...: views [n]."""
+        # In a micro-step rank r has run the r-th micro-batch: ranks are in the order of these.
         others = list(received.view(self.world - 1, -1).unbind(0)) if self.world > 1 else []
         others.insert(self.rank, self.own(microbatches))
         return others
@@ -364,6 +366,7 @@ class Collectives:
             return self._begin("gather", what, (full,), self._count("gather", full), start)
         if transport.crosses_once:
             return self._gather(full, self._by_rank(full), what)
+        # In pairs, a shard would go to every rank of another node: one gets it, and passes it on.
         rows = full.view(self.world, -1)
         inside = {
             rank: [rows[start:stop].view(-1) for start, stop in runs]
@@ -486,6 +489,7 @@ class Collectives:
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Copy `tensor` from rank `source` to all ranks, and wait for it."""
         if self.world == 1:
+            # Counted all the same: that a script exchanges of its own is to show at any world size.
             WAITS.begin(what)
             return
         sent_bytes = tensor.nbytes if self.rank == source else 0

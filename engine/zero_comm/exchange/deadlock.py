@@ -191,7 +191,7 @@ _OPEN: WeakSet[DeadlockDetector] = WeakSet()
 
 
 def _end_all() -> None:
-    """At the end of the script: whoever still waits for this rank waits for ever."""
+    # The script has ended: whoever still waits for this rank waits for ever.
     for each in list(_OPEN):
         each.end("the end of the process")
 

@@ -1,7 +1,4 @@
-"""Exchanges that are left under way: whoever has begun them may wait late, or never.
-
-Such an exchange is kept until it has ended, though all that knows of it be dropped.
-"""
+"""Exchanges that are left under way: whoever has begun them may wait late, or never."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ _UNDER_WAY: dict[int, Pending] = {}
 
 def leave(pending: Pending) -> None:
     """Leave an exchange under way; `finish` waits for it."""
+    # Kept until it has ended, though all else that knows of it be dropped: its buffers are in use.
     _UNDER_WAY[id(pending)] = pending
 
 

@@ -1,7 +1,4 @@
-"""All-gather of objects, as JSON of any length. Collective.
-
-torch's object collectives unpickle what arrives, and so would run what a stranger sends.
-"""
+"""All-gather of objects, as JSON of any length. Collective."""
 
 from __future__ import annotations
 
@@ -39,6 +36,8 @@ def gather_objects_of_group(own: Any, what: str) -> list[Any]:
 def _exchange(
     own: Any, what: str, everybodys: Callable[[Tensor, str], Tensor], device: torch.device
 ) -> list[Any]:
+    # Not torch's object collectives: they unpickle what arrives, and so would run what a stranger
+    # sends.
     text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
     sizes = torch.tensor([text.numel()], device=device)
     lengths = everybodys(sizes, f"length of {what}").flatten().tolist()

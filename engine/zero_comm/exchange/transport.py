@@ -186,14 +186,12 @@ class Transport:
         return [work]
 
     def gather_in_parts(self, full: Tensor, waiter: Waiter) -> list[Work]:
-        """See `gather`, of shards that lie in the order of `topology.rail_order` on equal nodes.
-
-        First a rank gets its slice of `full`, which is the shards of the ranks of its own number;
-        then the ranks of a node exchange their slices. Both are contiguous, and nothing is copied.
-        """
+        """See `gather`, of shards that lie in the order of `topology.rail_order` on equal nodes."""
         parts = self._parts
         assert parts is not None
         assert parts.between is not None
+        # First a rank gets its slice of `full`, which is the shards of the ranks of its own number;
+        # then the ranks of a node exchange their slices. Both are contiguous: nothing is copied.
         between, inside = parts.between, parts.inside
         own_slice = full.view(len(parts.node), -1)[self._rank - parts.node.start]
         own = own_slice.view(between.size(), -1)[between.rank()]

@@ -107,10 +107,11 @@ class _Worker:
                     self._pool.give(self._wide.pop(read))
 
     def _number(self, memory: Memory) -> Tensor:
-        """In fp32. Copying first is several times faster than adding bf16 to fp32 directly."""
+        """The number, in the dtype of sums."""
         tensor = self._memory[memory]
         if memory.kind != "given" or tensor.dtype == self._dtype:
             return tensor
+        # Copying first is several times faster than adding bf16 to fp32 directly.
         if memory not in self._wide:
             self._wide[memory] = self._pool.take(tensor.numel(), self._dtype).copy_(tensor)
         return self._wide[memory]

@@ -181,7 +181,7 @@ def _count(places: Sequence[tuple[Memory, int, torch.dtype]]) -> int:
 
 
 def _beside(device: torch.device) -> AbstractContextManager[object]:
-    """A stream of its own: the host waits here for nothing that waits for another rank."""
+    # A stream of its own: the host waits here for nothing that waits for another rank.
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
@@ -207,6 +207,7 @@ def _sample(seed: int, dtype: torch.dtype) -> Tensor:
     """Numbers of all sizes, NaN and infinities among them; below the normal ones; of one size."""
     draw, whole = torch.Generator("cpu").manual_seed(seed), (-(1 << 31), 1 << 31)
     bits = torch.randint(*whole, (2, _SAMPLE), generator=draw, dtype=torch.int32, device="cpu")
+    # Without an exponent: a device may take numbers below the normal ones for zero.
     bits[1] &= -(1 << 31) | (1 << 23) - 1
     alike = torch.randn(2 * _SAMPLE, generator=draw, device="cpu")
     return torch.cat([bits.view(torch.float32).flatten(), alike]).to(dtype)

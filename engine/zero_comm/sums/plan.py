@@ -180,10 +180,8 @@ class Plan:
         return Slices(topology=Topology(nodes=self.nodes), owners=self.owners, elements=self.parts)
 
     def kept_bytes(self, micro_step: int, rank: int, elements: int) -> int:
-        """Pieces that a rank keeps after a micro-step, in three tiers, beside its own sum.
-
-        A piece that begins at 0 costs an owner nothing: it is kept where the sum is going to be.
-        """
+        """Pieces that a rank keeps after a micro-step, in three tiers, beside its own sum."""
+        # A piece that begins at 0 costs an owner nothing: it is kept where the sum is going to be.
         step, (node, _) = self.micro_steps[micro_step], self.slices.topology.place(rank)
         beside = sum(piece.start > 0 for piece in step.owner.keeps)
         parts = (

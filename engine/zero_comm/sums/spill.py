@@ -50,12 +50,10 @@ class Spill:
         return kept
 
     def balance(self, kept: Iterable[KeptSums], pool: BufferPool) -> None:
-        """Send away what is beyond the budget: the largest pieces, which are needed last.
-
-        `kept` is of one gradient; the pool gets the memory.
-        """
+        """Send away what is beyond the budget, of one gradient; the pool gets the memory."""
         if self.budget_bytes is None or self.here_bytes <= self.budget_bytes:
             return
+        # Those of the highest level first: they are needed last.
         for each in sorted(kept, key=lambda each: each.piece.level, reverse=True):
             if not each.is_away and self.here_bytes > self.budget_bytes:
                 here, each.is_away = each.tensor, True

@@ -295,6 +295,7 @@ class AgentLink:
         Raises:
             SystemExit: There is none for this process, as `leave`.
         """
+        # First: who has said that it stays counts as stopped, and its round may end.
         leave_group()
         self._send(contract.Left(round=self.round, step=step, stays=True, lost=lost))
         # No timeout: the agent sends the next round or closes the connection, as its own end does.

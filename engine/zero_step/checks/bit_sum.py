@@ -1,8 +1,7 @@
 """A number of the bits of a tensor, to notice that two tensors differ.
 
 Owns how bits are added. Must always hold: a device may add in any order, since these are integers;
-and every place has an odd weight at random, since what differs, differs by a pattern: in one
-exponent, or in the signs of all.
+and every place has an odd weight at random.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
     places = torch.arange(min(_PIECE, bits.numel()), device=bits.device) * _GOLDEN
     found = bits.new_zeros((), dtype=torch.int64)
     for number, piece in enumerate(bits.split(_PIECE)):
+        # What differs, differs by a pattern: in one exponent, or in the signs of all. Under equal
+        # weights such differences could add up to nothing.
         weights = places[: piece.numel()] + number
         found += (piece.long() * (weights ^ (weights >> 32) | 1)).sum()
     return found

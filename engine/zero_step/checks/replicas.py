@@ -4,9 +4,6 @@ Must always hold: where weights that each rank holds whole differ, all ranks kno
 stepped once more. A script that writes on one rank alone (`if rank == 0: model.load_state_dict()`,
 behind the wrapper that would have sent it to the others), or a memory that loses a bit, would
 otherwise train weights that no rank has, and save parts of each.
-
-A write of the script has a version, and is compared in the step that follows. What has none is
-compared piece by piece.
 """
 
 from __future__ import annotations
@@ -59,6 +56,8 @@ class Replicas:
         found = torch.zeros((), dtype=torch.int64, device=device)
         if not self._parameters:
             return found
+        # A write of the script has a version, and is compared in the step that follows. What has
+        # none, such as a bit that memory has lost, is found piece by piece, in some later step.
         trained = bytes(each.requires_grad for each in self._parameters.values())
         written = b"".join(
             b"%d," % (now - before) for now, before in zip(self._now(), self._versions, strict=True)

@@ -5,8 +5,7 @@ would train weights of its own, or its shard at another rate: a rate that follow
 one rank's samples, as by ReduceLROnPlateau, is enough. And what changes them for every micro-batch
 is named: there are more of these in a step of fewer ranks.
 
-Compared are numbers, text, and tuples of them. A tensor on a device is not read, unless it has
-changed: the host would wait for it.
+Compared are numbers, text, and tuples of them.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ def _plain(value: object) -> bool:
 
 def _options(optimizer: torch.optim.Optimizer, max_norm: float | None) -> list[dict[str, Any]]:
     """By group, whatever their order is, and those of the step."""
+    # A tensor on a device is not read: the host would wait for it, in every step.
     groups: list[dict[str, Any]] = [] if max_norm is None else [{"max_norm": max_norm}]
     for group in optimizer.param_groups:
         told = {}
@@ -152,9 +152,9 @@ class OptionsOfStep:
     def _value(
         self, option: Tensor, before: Mapping[int, tuple[Tensor, int, float]]
     ) -> float | None:
-        """A tensor is read when it has changed: the host waits for its device."""
         if option.numel() != 1:
             return None
+        # Read only when it has changed: the host waits for its device.
         _, version, known = before.get(id(option), (option, -1, 0.0))
         if version != option._version:
             known = float(option)

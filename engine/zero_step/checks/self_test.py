@@ -5,7 +5,7 @@ Must always hold: weights, buffers, optimizer and position stay as they are, and
 replay are in no sum of a step; all ranks replay together, since weights are gathered.
 
 A script may compute its loss outside of the module, so a replay differentiates the sum of what
-forward returns. If bits differ, two more forwards find the first module whose output does.
+forward returns.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class SelfTest:
         differs = torch.tensor([int(outputs or bool(gradients))], device="cpu")
         if not self.collectives.everybodys(differs, "whether a replay has the same bits").any():
             return
+        # All ranks come here, also those whose own bits are equal: two more forwards find the first
+        # module whose output differs, and gather weights.
         by_rank = self._gathered([outputs, gradients], "what differs in a replay")
         modules = self._gathered(self._first_module(forward), "the module that differs first")
         if any(modules) or any(each[0] for each in by_rank):
@@ -203,7 +205,8 @@ def tensors_of(structure: Any) -> list[Tensor]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a tensor: a backward must not go on into the graph that it comes from."""
+    # A backward must not go on into the graph that a tensor comes from, and a forward may write to
+    # its arguments.
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)

@@ -5,7 +5,7 @@ Owns the reductions that are under way, and how far each has come. Must always h
 - All ranks begin the same reductions in the same order, and none overtakes the one before it. So
   the exchanges of one kind begin in one order on all ranks.
 - Each of its exchanges has a bounded number of them, if this rank can be kept waiting where it is
-  called. More would take memory and save no time: the network is busy with these.
+  called.
 - What has ended is gone on with when the next gradient comes, or at `poll`, and not before.
 
 Hooks feed it: of flat units (`zero_engine`), of DDP, FSDP2 and plain modules (`zero_torch`).
@@ -138,6 +138,7 @@ class Pipeline:
             Diverged: The ranks wait for each other.
         """
         self.poll()
+        # More of them would take memory and save no time: the network is busy with these.
         while not self._has_room(1):
             self._wait()
         self.weigh(gradient)

@@ -1,8 +1,6 @@
 """Settings of malloc for training on CPUs: memory that a step frees stays for the next step.
 
-By default glibc returns the free end of its heap to the kernel after every backward, and the next
-forward allocates it again, zeroed, by a page fault for each 4 KiB. Results and peak memory do not
-depend on it: what stays allocated is what the next step allocates.
+Results and peak memory do not depend on it: what stays allocated is what the next step allocates.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ def keep_freed_memory() -> None:
 
     Call it after the long-lived buffers are allocated: these keep separate mappings then.
     """
+    # By default glibc returns the free end of its heap to the kernel after every backward, and the
+    # next forward allocates it again, zeroed, by a page fault for each 4 KiB.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not is_set(os.environ):  # other C libraries have none
         mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
