@@ -128,19 +128,19 @@ class Run:
         if lacks := row.needs(self.cluster):
             self.say(f"not possible here: {text}: {lacks}")
             return
+        at_s = time.monotonic()  # before: what it causes may be known before all of it is done
         try:
             undo = row.inject(self.cluster, fault)
         except NotNow as reason:
             self.say(f"not now: {text}: {reason}")
             return
         self.say(text)
-        at_s = time.monotonic()
-        kind, until_s = row.kind, at_s + fault.for_s
+        kind, until_s = row.kind, time.monotonic() + fault.for_s
         self.happened.append(
             Happened(fault.kind, kind.free, at_s, until_s, fault.job, kind.unknown_s)
         )
         if undo is not None:
-            self._later(at_s + fault.for_s, undo)
+            self._later(until_s, undo)
 
 
 def step_of(directory: Path) -> int:
