@@ -133,6 +133,7 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
         return Decision(None, f"{_here(job)}; more may be coming")
     by_id = {node.id: node for node in job.eligible}
     former = [member.id for member in job.members.nodes]
+    # Also of nodes that left: a newcomer takes the place of the one that was nearest to it.
     paths = {node.id: path_of(node.topology) for node in (*job.members.nodes, *job.eligible)}
     order = arrange(former, list(by_id), job.spec.usable(count), paths)
     members = Members(tuple(by_id[node] for node in order), job.charges)
@@ -172,7 +173,9 @@ def _aside(job: Snapshot) -> list[str]:
 
 
 def _watch(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
-    """The first rule that returns a decision decides."""
+    if all(member.id in job.done for member in job.members.nodes):
+        return go(Move.FINISH, "every worker has exited with 0")
+    # The first rule that returns a decision decides.
     for rule in _WATCH_RULES:
         decision = rule(job, seen, timing)
         if decision is not None:
@@ -184,12 +187,6 @@ def runs(job: Snapshot) -> str:
     """The status of a round in which nothing is due."""
     nodes = len(job.members.nodes)
     return f"round {job.n} runs on {nodes} node{'s' if nodes != 1 else ''}"
-
-
-def _all_done(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    if all(member.id in job.done for member in job.members.nodes):
-        return go(Move.FINISH, "every worker has exited with 0")
-    return None
 
 
 def _a_worker_failed(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -292,33 +289,16 @@ def _members_leave(job: Snapshot, seen: Observation, timing: Timing) -> Decision
             text = f"{job.yielding}; waiting for {_some(busy)} to stop"
             return Decision(None, text, Wait.WORKERS)
         return go(Move.FORM, job.yielding)
-    left = [m.id for m in job.members.nodes if m.id in job.quiet]
-    return go(Move.FORM, f"the workers of {_some(left)} left") if left else None
-
-
-def _the_job_is_to_stop(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    return go(Move.YIELD, job.stop) if job.stop is not None else None
-
-
-def _a_member_drains(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
+    if left := [m.id for m in job.members.nodes if m.id in job.quiet]:
+        return go(Move.FORM, f"the workers of {_some(left)} left")
+    # Nobody has been asked to leave so far. Who asks for it?
+    if job.stop is not None:
+        return go(Move.YIELD, job.stop)
     # I12: of `unfinished`, since workers that are done need nobody to leave for them.
-    draining = [node.id for node in job.unfinished if node.draining]
-    if not draining:
-        return None
-    return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
-
-
-def _a_member_is_excluded(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
+    if draining := [node.id for node in job.unfinished if node.draining]:
+        return go(Move.YIELD, f"{_some(draining)} {'is' if len(draining) == 1 else 'are'} leaving")
     reasons = [str(e) for node in job.unfinished if (e := job.barred(node))]
     return go(Move.YIELD, _some(reasons, "; ")) if reasons else None
-
-
-def _some_have_finished(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
-    if not (job.done and job.joiners):
-        return None
-    # Nobody joins: the next round would begin again what these have finished.
-    names = _some([node.id for node in job.joiners])
-    return Decision(None, f"the workers of {_some(sorted(job.done))} are done; spare: {names}")
 
 
 def _room_for_joiners(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
@@ -326,35 +306,31 @@ def _room_for_joiners(job: Snapshot, seen: Observation, timing: Timing) -> Decis
         return None
     names = _some([node.id for node in job.joiners])
     here = len(job.members.nodes)
+    # Nobody joins: the next round would begin again what these have finished.
+    if job.done:
+        return Decision(None, f"the workers of {_some(sorted(job.done))} are done; spare: {names}")
     # Reasons that no time changes come first; then those that pass.
-    if here >= job.spec.usable(job.spec.max_nodes):
-        return Decision(None, f"round {job.n} is full; spare: {names}")
-    if job.spec.usable(here + len(job.joiners)) <= here:
-        return Decision(
-            None, f"rounds have multiples of {job.spec.node_unit} nodes; spare: {names}"
-        )
+    more = job.spec.usable(here + len(job.joiners)) - here
+    if more <= 0:
+        is_full = here >= job.spec.usable(job.spec.max_nodes)
+        units = f"rounds have multiples of {job.spec.node_unit} nodes"
+        why = f"round {job.n} is full" if is_full else units
+        return Decision(None, f"{why}; spare: {names}")
     if seen.nodes_s < timing.grow_after_s:
         return Decision(None, f"{names} will join when the set of nodes is steady")
-    wait_s, why = _growth_wait(job, seen, timing)
-    if seen.round_s < wait_s:
-        when = f"when round {job.n} has run for {wait_s:.0f} s"
-        return Decision(None, f"{names} will join {when}: {why} (--grow-every)")
-    return go(Move.YIELD, f"{names} join{'s' if len(job.joiners) == 1 else ''}")
-
-
-def _growth_wait(job: Snapshot, seen: Observation, timing: Timing) -> tuple[float, str]:
-    """For how long a round runs before it is left for more nodes, and why."""
-    if timing.grow_every_s is not None:
-        return timing.grow_every_s, "growth was asked to be no more frequent"
-    here = len(job.members.nodes)
-    more = job.spec.usable(here + len(job.joiners)) - here
     # The additional nodes must earn back what a re-forming costs all nodes. Nobody knows how long
     # the next round will last; so this one first runs for as long as that takes, and nodes that
     # come one after the other cost about half of the time at most. The first growth waits for
     # nothing, since no cost is known yet, nor does one after a failure: a node is back.
     cost_s = max(job.took_s, seen.reform_s)
     wait_s = min(cost_s * here / more, timing.longest_growth_wait_s)
-    return wait_s, f"a re-forming takes {here} nodes {cost_s:.1f} s"
+    why = f"a re-forming takes {here} nodes {cost_s:.1f} s"
+    if timing.grow_every_s is not None:
+        wait_s, why = timing.grow_every_s, "growth was asked to be no more frequent"
+    if seen.round_s < wait_s:
+        when = f"when round {job.n} has run for {wait_s:.0f} s"
+        return Decision(None, f"{names} will join {when}: {why} (--grow-every)")
+    return go(Move.YIELD, f"{names} join{'s' if len(job.joiners) == 1 else ''}")
 
 
 def _ended(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
@@ -434,16 +410,11 @@ def _excluded_by(job: Snapshot, host: str, *, lost: bool) -> tuple[Exclusion | N
 _Rule = Callable[[Snapshot, Observation, Timing], Decision | None]
 # What is certain comes first: a symptom may follow from a failure, a loss or a dead link.
 _WATCH_RULES: Sequence[_Rule] = (
-    _all_done,
     _a_worker_failed,
     _a_node_is_lost,
     _a_link_is_dead,
     _a_symptom_has_no_cause,
     _members_leave,
-    _the_job_is_to_stop,
-    _a_member_drains,
-    _a_member_is_excluded,
-    _some_have_finished,
     _room_for_joiners,
 )
 _DECIDE: Mapping[State | None, Callable[[Snapshot, Observation, Timing], Decision]] = {
