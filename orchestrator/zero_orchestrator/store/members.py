@@ -180,21 +180,18 @@ def _drop_learner(view: View) -> Decision | None:
 
 
 def _drop_dead(view: View) -> Decision | None:
-    """Remove a voter whose node is lost: a quorum of fewer voters needs no more of the living."""
-    for one in view.voters:
-        if view.gone_s.get(one.id, 0.0) > PATIENCE_S and view.may_lose(one):
+    """Remove a voter whose node is lost, or wait while there is one: no other change is made."""
+    gone = [one for one in view.voters if one.id in view.gone_s]
+    # A quorum of fewer voters needs no more of the living.
+    for one in gone:
+        if view.gone_s[one.id] > PATIENCE_S and view.may_lose(one):
             return _remove(one, f"node {one.node} is lost, {view.alive} voters are alive")
-    return None
-
-
-def _wait(view: View) -> Decision | None:
-    """Wait for a node that may come back at once, and for votes that are needed for a change."""
-    for one in view.voters:
-        if one.id in view.gone_s:
-            late = view.gone_s[one.id] > PATIENCE_S
-            hope = f"is lost, and only {view.alive} voters are alive" if late else "may come back"
-            return None, f"node {one.node} {hope}"
-    return None
+    if not gone:
+        return None
+    # The first may come back at once. If it is late, too few are alive for any change.
+    late = view.gone_s[gone[0].id] > PATIENCE_S
+    hope = f"is lost, and only {view.alive} voters are alive" if late else "may come back"
+    return None, f"node {gone[0].node} {hope}"
 
 
 def _promote(view: View) -> Decision | None:
@@ -219,16 +216,13 @@ def _invite(view: View) -> Decision | None:
     return Change(step=Step.INVITE, node=free.node), why
 
 
-def _let_go(view: View) -> Decision | None:
-    """Remove the voter of a live node that leaves; another node has its place by now, or none."""
-    for one in view.voters:
-        if one.id not in view.gone_s and not _stays(view, one) and view.may_lose(one):
-            return _remove(one, f"node {one.node} leaves, and {len(view.firm)} voters stay")
-    return None
-
-
 def _shrink(view: View) -> Decision | None:
-    """Remove the newest of too many voters."""
+    """Remove the voter of a live node that leaves, or the newest of too many."""
+    # Who leaves has been replaced by now, if anybody can: `_invite` comes before. And no voter is
+    # gone: `_drop_dead` comes before as well.
+    for one in view.voters:
+        if not _stays(view, one) and view.may_lose(one):
+            return _remove(one, f"node {one.node} leaves, and {len(view.firm)} voters stay")
     # An even number survives no more losses than one less: of two, either one's stops the store.
     if len(view.firm) <= view.wanted or not view.may_lose(view.firm[-1]):
         return None
@@ -243,10 +237,8 @@ _RULES: tuple[Callable[[View], Decision | None], ...] = (
     _announce,
     _drop_learner,
     _drop_dead,
-    _wait,
     _promote,
     _invite,
-    _let_go,
     _shrink,
 )
 """The first rule that has something to do, or to wait for, decides."""
