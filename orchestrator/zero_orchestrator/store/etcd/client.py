@@ -38,6 +38,7 @@ __all__ = ["Credentials", "EtcdStore"]
 
 _log = logging.getLogger(__name__)
 
+_SIDES = {Field.CREATE_REVISION: "CREATE", Field.MOD_REVISION: "MOD"}
 _CLOSE_S = 1.0
 """`close` waits up to this many seconds for the watches' thread, and for gRPC."""
 
@@ -162,10 +163,7 @@ class EtcdStore:
             key, end = _keys_of(read)
             one = rpc.RangeRequest(key=key, range_end=end, limit=read.limit)
             request.success.append(rpc.RequestOp(request_range=one))
-        found = self._connection.call(
-            lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
-            repeatable=True,
-        )
+        found = self._txn(request, repeatable=True)
         return tuple(_range(found.header, part.response_range) for part in found.responses)
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
@@ -181,31 +179,29 @@ class EtcdStore:
 
     def txn(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TxnResult:
         """As `KeyValueStore.txn`."""
-        operations = []
+        request = rpc.TxnRequest()
+        for compare in compares:
+            key, side = compare.key.encode(), _SIDES[compare.field]
+            of_side = {compare.field: compare.revision}
+            request.compare.append(rpc.Compare(key=key, result="EQUAL", target=side, **of_side))
         for write in writes:
             if isinstance(write, Put):
                 key, value = write.key.encode(), write.value.encode()
                 put = rpc.PutRequest(key=key, value=value, lease=write.lease)
-                operations.append(rpc.RequestOp(request_put=put))
+                request.success.append(rpc.RequestOp(request_put=put))
             else:
                 key, end = _keys_of(write)
                 delete = rpc.DeleteRangeRequest(key=key, range_end=end)
-                operations.append(rpc.RequestOp(request_delete_range=delete))
-
-        def send(etcd: Any) -> Any:  # etcd3's `transaction` does not return the revision
-            sides = {
-                Field.CREATE_REVISION: etcd.transactions.create,
-                Field.MOD_REVISION: etcd.transactions.mod,
-            }
-            comparisons = [
-                (sides[compare.field](compare.key) == compare.revision).build_message()
-                for compare in compares
-            ]
-            request = rpc.TxnRequest(compare=comparisons, success=operations)
-            return etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata)
-
-        answer = self._connection.call(send)
+                request.success.append(rpc.RequestOp(request_delete_range=delete))
+        answer = self._txn(request)
         return TxnResult(answer.succeeded, answer.header.revision)
+
+    def _txn(self, request: Any, *, repeatable: bool = False) -> Any:
+        # Not etcd3's `transaction`, which does not return the revision.
+        return self._connection.call(
+            lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
+            repeatable=repeatable,
+        )
 
     # ---- leases ----
 
