@@ -36,12 +36,6 @@ class _WithinDeadline(tenacity.wait.wait_base):
         return max(0.0, min(_JITTER(retry_state), left_s))
 
 
-def _log_wait(state: tenacity.RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    pause_s = state.next_action.sleep if state.next_action else 0.0
-    _log.debug("attempt %d: %s; next in %.2f s", state.attempt_number, error, pause_s)
-
-
 def within(timeout_s: float, *, cancelled: threading.Event | None = None) -> tenacity.Retrying:
     """Retry while the store is unavailable, until `timeout_s` seconds have passed.
 
@@ -73,6 +67,6 @@ def until_set(cancelled: threading.Event) -> tenacity.Retrying:
         wait=_JITTER,
         stop=tenacity.stop_when_event_set(cancelled),
         sleep=tenacity.sleep_using_event(cancelled),
-        before_sleep=_log_wait,
+        before_sleep=tenacity.before_sleep_log(_log, logging.DEBUG),
         reraise=True,
     )

@@ -131,7 +131,7 @@ class Endpoints:
 
     def after(self, endpoint: str) -> str:
         """The endpoint that is tried after this one; the first, if it is none of them any more."""
-        known = self.known
+        known = self.known  # once: `become` may be called meanwhile
         index = known.index(endpoint) + 1 if endpoint in known else 0
         return known[index % len(known)]
 
@@ -361,24 +361,21 @@ class Connection:
         failure = store_error(code, text, session.endpoint)
         if not isinstance(failure, StoreUnavailable):
             session.note_answer()
-        elif self._is_useless(session, code, text, began_s):
-            self.give_up(session)
-        return failure
-
-    def _is_useless(
-        self, session: EtcdSession, code: grpc.StatusCode, text: str, began_s: float
-    ) -> bool:
-        """Whether another connection may answer what this one did not."""
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            login_s = self.login.under_way_s(session)
-            if login_s is not None:  # busy with other logins; so would be another one
-                return login_s > PATIENT_LOGIN_S and len(self.endpoints) > 1
+            return failure
+        timed_out = code is grpc.StatusCode.DEADLINE_EXCEEDED
+        login_s = self.login.under_way_s(session)
+        useless = True  # another connection may answer what this one did not
+        if timed_out and login_s is not None:  # busy with other logins; so would be another one
+            useless = login_s > PATIENT_LOGIN_S and len(self.endpoints) > 1
+        elif timed_out:
             # The TCP connection to a server that is stopped or cut off looks healthy for minutes.
             # One slow answer says nothing: other calls, the watches and the login use it, too.
-            return time.monotonic() - max(session.answered_s, began_s) >= self._silent_s
-        if "etcdserver:" in text:  # an answer: this member cannot serve now, another may
-            return len(self.endpoints) > 1 and "too many requests" not in text
-        return True
+            useless = time.monotonic() - max(session.answered_s, began_s) >= self._silent_s
+        elif "etcdserver:" in text:  # an answer: this member cannot serve now, another may
+            useless = len(self.endpoints) > 1 and "too many requests" not in text
+        if useless:
+            self.give_up(session)
+        return failure
 
     def give_up(self, session: EtcdSession) -> None:
         """Fail over to the next endpoint, unless another thread has done so already."""
