@@ -78,7 +78,7 @@ def claim(path: Path, *, only_left: bool = False) -> OwnedDir:
             flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (0 if only_left else os.O_CREAT)
             lock_file = os.open(path / OWNER, flags, 0o600)
         except FileNotFoundError:
-            if only_left:
+            if only_left or path.is_symlink():  # a link that leads nowhere
                 raise
             continue  # its owner removed it between the two calls
         try:

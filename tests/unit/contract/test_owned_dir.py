@@ -76,6 +76,12 @@ def test_what_may_be_somebody_elses_is_neither_taken_nor_swept(tmp_path, mark, w
     assert (theirs / "notes").exists()
 
 
+def test_a_link_that_leads_nowhere_is_refused_at_once(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        claim(tmp_path / "link")
+
+
 def test_an_interrupted_removal_is_finished_by_the_next_sweep(tmp_path, monkeypatch):
     dead = left_by_a_dead_process(tmp_path)
     with monkeypatch.context() as patch:  # the process dies before it has removed the mark
