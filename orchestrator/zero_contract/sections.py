@@ -228,7 +228,8 @@ class Decoder:
         keys, values = keys_of(cls), {}
         wrong: list[Problem] = []
         has_unknown = False
-        for written, value in data.items():
+        for key, value in data.items():
+            written = f"{key}"  # in a dict of a script it may be a number
             name, where = self.canonical(path, written), join(path, written)
             if name not in keys:
                 found = [*self.unknown(path, written, value, keys)]
@@ -257,6 +258,7 @@ class Decoder:
         value = key.means(value)
         if key.section is None or (value is None and NoneType in parts(key.kind)):
             return converted(value, key.kind), []
+        # Such as `"fp16": true` in the place of `"fp16": {"enabled": true}`.
         name = {str: "type", bool: "enabled"}.get(type(value))
         if name in keys_of(key.section):
             hint = json.dumps({name: value})

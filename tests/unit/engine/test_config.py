@@ -201,6 +201,7 @@ def test_tuning_keys_without_effect_are_accepted_and_named_once(
             "zero_optimization.stge: unknown key; did you mean 'stage'?",
         ),
         ({"zero_optimization": {"overlap_com": True}}, "did you mean 'overlap_comm'?"),
+        ({1: True}, "1: unknown key; known: "),
         ({"elastic": {"xyz": 1}}, "elastic.xyz: unknown key; known: accumulate, "),
         ({"elastic": {"reduction_block": 0}}, "elastic.reduction_block: 0 is less than 1"),
         ({"elastic": {"reduction_block": 6}}, "6, which is not a power of two; set it to 4 or 8"),
