@@ -129,6 +129,7 @@ def _certificate(
     )
     if names:
         alternatives: list[x509.GeneralName] = []
+        # An address has a field of its own: clients do not look for it among the names.
         for name in dict.fromkeys(names):
             try:
                 alternatives.append(x509.IPAddress(ipaddress.ip_address(name.strip("[]"))))
@@ -162,9 +163,9 @@ def main() -> None:
     """`zero-ctl certs`."""
     args = make_parser().parse_args()
     try:
+        token = check_token(os.environ.get(ENV_JOIN_TOKEN, ""))  # before there is a directory
         args.directory.mkdir(mode=0o700)
-        names = (*LOCAL_NAMES, *args.names)
-        write_certificates(args.directory, os.environ.get(ENV_JOIN_TOKEN, ""), names)
+        write_certificates(args.directory, token, (*LOCAL_NAMES, *args.names))
     except (OSError, SpecError) as error:
         make_parser().error(str(error))
 

@@ -15,7 +15,12 @@ from zero_agent.etcd.etcd_process import FoundEtcd, is_healthy, probe
 from zero_agent.etcd.local_etcd import private_server
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
-from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN, new_token, write_certificates
+from zero_orchestrator.store.join_token import (
+    ENV_JOIN_TOKEN,
+    main,
+    new_token,
+    write_certificates,
+)
 
 pytestmark = pytest.mark.etcd
 
@@ -93,6 +98,11 @@ def test_certificates_are_for_this_user_alone(files):
     assert {path.stat().st_mode & 0o777 for path in (made.ca, made.cert, made.key)} == {0o600}
 
 
-def test_a_token_that_could_be_guessed_is_refused(tmp_path):
+def test_a_token_that_could_be_guessed_is_refused_and_nothing_made(tmp_path, monkeypatch):
     with pytest.raises(SpecError, match=r"ZERO_JOIN_TOKEN has 6 characters and could be guessed"):
         write_certificates(tmp_path, "secret")
+    monkeypatch.setenv(ENV_JOIN_TOKEN, "secret")
+    monkeypatch.setattr(sys, "argv", ["zero-ctl certs", str(tmp_path / "tls"), "etcd-0"])
+    with pytest.raises(SystemExit):
+        main()
+    assert list(tmp_path.iterdir()) == []
