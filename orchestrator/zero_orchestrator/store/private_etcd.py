@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
 
 PREFIX = "zero-etcd-"
@@ -37,9 +38,10 @@ def running(parents: Sequence[Path]) -> list[str]:
     found = []
     for path in sorted(each for parent in parents for each in parent.glob(f"{PREFIX}*/{_NOTE}")):
         with contextlib.suppress(OSError, UnicodeDecodeError):  # its agent ends meanwhile
-            endpoint = path.read_text(encoding="utf-8")
-            # The directory is open to all: a note of another user could lead anywhere.
-            if path.lstat().st_uid == os.geteuid() and _answers(endpoint):
+            # The directory is open to all: a note of another user could lead anywhere, or be a pipe
+            # that nobody writes to.
+            is_own = path.lstat().st_uid == os.geteuid()
+            if is_own and _answers(endpoint := path.read_text(encoding="utf-8")):
                 found.append(endpoint)
     return found
 
@@ -65,9 +67,8 @@ def choose(default: str, parents: Sequence[Path] | None = None) -> str:
 
 
 def _answers(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
     # A note may hold anything: ValueError for a port that is no number, OverflowError for a large.
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+        socket.create_connection(split_host_port(endpoint), timeout=_ANSWER_S).close()
         return True
     return False

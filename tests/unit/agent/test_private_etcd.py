@@ -58,4 +58,7 @@ def test_of_several_the_user_names_one(tmp_path, listening):
 def test_a_note_of_another_user_is_not_read(tmp_path, listening):
     directory = of_agent(tmp_path, "strange", listening())
     os.chown(directory / "endpoint", 65534, 65534)
+    (tmp_path / "zero-etcd-pipe").mkdir()
+    os.mkfifo(tmp_path / "zero-etcd-pipe" / "endpoint")  # a read would wait for ever
+    os.chown(tmp_path / "zero-etcd-pipe" / "endpoint", 65534, 65534)
     assert private_etcd.running([tmp_path]) == []
