@@ -87,15 +87,19 @@ class Registration:
             self._lost.clear()  # before there is the new keeper, which may lose its lease at once
             if before is not None:
                 before.close()
-            self._keeper = LeaseKeeper(
-                self._store,
-                self._ttl_s,
-                clock=self._clock,
-                on_lost=self._lease_lost,
-                on_silent=self._durations.silent,
-                on_heard=self._durations.heard,
-                works=self._works,
-            )
+            try:
+                self._keeper = LeaseKeeper(
+                    self._store,
+                    self._ttl_s,
+                    clock=self._clock,
+                    on_lost=self._lease_lost,
+                    on_silent=self._durations.silent,
+                    on_heard=self._durations.heard,
+                    works=self._works,
+                )
+            except StoreError:
+                self._lost.set()  # the next poll tries again, and need not find that it is gone
+                raise
             if before is not None:
                 # Whatever the previous keeper reported last: the store answers, after a gap.
                 self._durations.heard("a new lease was granted")

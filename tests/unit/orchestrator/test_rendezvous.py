@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -517,3 +518,18 @@ def test_a_transition_whose_answer_is_lost_is_told_by_its_own_revision(monkeypat
 )
 def test_a_job_has_the_name_of_its_script(program, command, is_module, name):
     assert command_name(program, command, is_module=is_module).rpartition("-")[0] == name
+
+
+def test_an_agent_that_got_no_new_lease_at_first_registers_at_its_next_poll(monkeypatch):
+    cluster = Cluster()
+    a = cluster.join("a")
+    cluster.settle()
+    cluster.store.revoke(a.lease)
+    cluster.clock.advance(2.0)  # its keeper hears that the lease has ended
+    with monkeypatch.context() as silent:
+        silent.setattr(a._store, "grant", Mock(side_effect=StoreUnavailable("no answer")))
+        with pytest.raises(StoreUnavailable):
+            a.poll()
+    job = a.poll()
+    assert job.node("a").evicted == 0, "nobody has evicted it"
+    assert (job.state, job.n) == (State.ACTIVE, 1)
