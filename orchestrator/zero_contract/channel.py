@@ -59,6 +59,7 @@ class Channel:
     def close(self) -> None:
         """Close the sockets."""
         self._hub.remove(self._listener.fileno(), self._listener.close)
+        # A copy: the hub's thread may hear one more hello meanwhile.
         for peer in list(self._peers.values()):
             peer.close()
 

@@ -30,6 +30,7 @@ _START_TICKS = 19
 def process_age_s(proc: Path = Path("/proc/self")) -> float:
     """Seconds since the start of this process; 0 if the kernel does not say."""
     try:
+        # After the last bracket: the name of the program, in brackets, may contain any character.
         fields = (proc / "stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[_START_TICKS]) / os.sysconf("SC_CLK_TCK")
         # The kernel counts from the boot, with the time in which the machine was suspended.

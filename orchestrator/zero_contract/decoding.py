@@ -98,7 +98,8 @@ def _prepare(kind: type[Any] | UnionType) -> None:
 
 @lru_cache(maxsize=64)
 def _holder(kind: UnionType) -> type[Any]:
-    """A class with one field of a type; msgspec keeps what it knows of classes, and of no union."""
+    """A class with one field of a type."""
+    # msgspec keeps what it has learnt of a class, and nothing of a union.
     return msgspec.defstruct("Holder", [("value", kind)], rename={"value": ""})
 
 
@@ -120,7 +121,8 @@ def encode(record: Any) -> str:
 
 
 def _members(value: Any) -> Any:
-    """The fields of a dataclass; `to_builtins` lacks those that have been decoded as defaults."""
+    """What json cannot encode, as what it can."""
+    # Not by `to_builtins`, which leaves out fields that have been decoded as defaults.
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return msgspec.to_builtins(value)
@@ -139,6 +141,7 @@ def shown_of(value: object) -> str:
 
 def inflate(packed: bytes, limit_bytes: int) -> bytes:
     """What `zlib.compress` has packed. Raises ValueError if it is not, or is larger than that."""
+    # Not `zlib.decompress`: a few kilobytes can be made to fill the memory.
     stream = zlib.decompressobj()
     try:
         text = stream.decompress(packed, limit_bytes)

@@ -94,6 +94,7 @@ def _read(text: str) -> dict[str, Any]:
 
 def _aws(base: str) -> Iterator[Found]:
     get = _getter(base)
+    # IMDSv2, which a machine may demand: whoever reads shows a token that it has asked for.
     token = get("/latest/api/token", "PUT", X_aws_ec2_metadata_token_ttl_seconds="60")
     of_data = "/latest/meta-data"
     if action := _read(get(f"{of_data}/spot/instance-action", X_aws_ec2_metadata_token=token)):

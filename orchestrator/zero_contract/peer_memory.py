@@ -148,6 +148,7 @@ class PeerSession:
             EOFError: The peer closed the connection between two records.
             OSError: The connection failed, or nothing came in time.
         """
+        # Only between two records may the peer hang up; within one it is an error.
         first = self.connection.recv(_LENGTH_BYTES)
         if not first:
             raise EOFError

@@ -36,6 +36,7 @@ def parse_seconds(text: str) -> float:
 
 def in_words(duration_s: float) -> str:
     """A duration for people: `40 s`, `31 minutes`, `3 days`."""
+    # A unit is used from two of it on: 90 minutes are not 2 hours.
     for unit, unit_s in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if duration_s >= 2 * unit_s:
             return f"{duration_s / unit_s:.0f} {unit}"

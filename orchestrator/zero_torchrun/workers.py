@@ -115,6 +115,7 @@ class Workers:
         self._ask(When.NOW, reason, connected)
 
     def _ask(self, when: When, reason: str, ranks: set[int]) -> None:
+        # Each of them once: torchrun asks this process several times a second.
         for rank in ranks:
             if self._asked.get(rank) is not when:
                 self._asked[rank] = when

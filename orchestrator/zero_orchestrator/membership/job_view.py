@@ -304,9 +304,10 @@ class _FollowerView:
         self._orders.close()
 
     def _failures(self, job: Snapshot) -> tuple[Failure, ...]:
-        """Why the round ended, for the agents that must know; read once."""
+        """Why the round ended, for the agents that must know."""
         if job.state not in {State.FORMING, State.FAILED} or job.n == 0:
             return ()
+        # Read once in each state: every follower of a large job asks, at the same moment.
         if job.fence != self._causes_of:
             prefix = self._keys.report(job.n, "fail/")
             item = self._store.get(prefix + job.failed) if job.failed else None

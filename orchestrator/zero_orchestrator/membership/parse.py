@@ -40,6 +40,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     kinds: defaultdict[str, list[KeyValue]] = defaultdict(list)
     for item in found.items:
         kinds[item.key[start:].partition("/")[0]].append(item)
+    # In order of arrival: a record that an agent writes again keeps the revision of its creation.
     live = sorted(kinds["nodes"], key=attrgetter("create_revision"))
     nodes = tuple(_node(item.value) for item in live)
     excluded = tuple(Exclusion.from_json(item.value) for item in kinds["excluded"])

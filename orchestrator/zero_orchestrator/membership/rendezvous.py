@@ -192,6 +192,7 @@ class Rendezvous:
         """The value of a key that the first agent of the job writes."""
         if (agreed := self._store.get(key)) is not None:
             return agreed.value
+        # Several agents start at once, and one of them writes it: all take what is there then.
         self._store.txn([absent(key)], [Put(key, proposal)])
         agreed = self._store.get(key)
         if agreed is None:
@@ -307,6 +308,7 @@ class Rendezvous:
         if dead is None:
             self._store.txn([], [Delete(key)])
         else:
+            # Without a comparison: it looks again and again, and the last finding counts.
             report = LinkReport(node=self.node.id, dead=tuple(dead))
             self._store.txn([], [Put(key, report.to_json())])
         self._seeing.distrust()
@@ -415,7 +417,7 @@ class Rendezvous:
         return True
 
     def _make(self, job: Snapshot, transition: Transition, reason: str) -> None:
-        """Try a transition; its transaction tells of it as well, even if the answer is lost."""
+        """Try a transition."""
         exclusion, move = transition.exclusion, transition.move
         # This lease has no keep-alive: the exclusion ends by the clock of the store.
         lease = self._store.grant(exclusion.for_s) if exclusion is not None else NO_LEASE
@@ -430,6 +432,7 @@ class Rendezvous:
         compares, writes = transaction(
             self.keys, job, transition, lease, at_s=time.time(), took_s=took_s
         )
+        # The event is in the transaction: it is told even if the answer is lost.
         event = Put(self.keys.told(job.fence, move), self._journal.line(move, reason, **facts))
         # Where no round has been, its absence is no fence: any store without the job has that.
         compares += [self._seeing.no_heir, self._same_job]

@@ -164,11 +164,11 @@ def _announce(view: View) -> Decision | None:
 
 
 def _drop_learner(view: View) -> Decision | None:
-    """Remove a learner that gets no vote; nobody counts on it."""
+    """Remove a learner that gets no vote."""
     for one in view.members:
         if not one.is_learner:
             continue
-        # One without a node has not started yet.
+        # At any time, since no quorum counts on it. One without a node has not started yet.
         limit_s = PATIENCE_S if one.node else START_S
         if view.gone_s.get(one.id, 0.0) > limit_s:
             return _remove(one, f"{_whose(one)} has not caught up, and is gone")
@@ -204,6 +204,7 @@ def _promote(view: View) -> Decision | None:
 def _invite(view: View) -> Decision | None:
     if len(view.firm) >= view.wanted:
         return None
+    # One at a time: without a flag of its own etcd takes no second learner.
     if any(one.is_learner for one in view.members):
         return None, "a learner is starting"
     taken = {one.node for one in view.members}
