@@ -286,15 +286,16 @@ class EtcdV3Handler(RendezvousHandler):
             raise RendezvousClosedError(
                 f"job {self._job} is over; choose another --rdzv-id for a new one"
             )
-        index = job.members.index(self._rdzv.node)
-        runs = job.state is State.ACTIVE and index is not None
+        index = job.members.index(self._rdzv.node) if job.state is State.ACTIVE else None
         leaving = self._leaves_with is not None
-        if leaving and not runs:
+        if leaving and index is None:
             raise SystemExit(self._leaves_with)
-        if leaving or job.n == self._round:  # torchrun has ended the workers of this round
+        # torchrun has ended the workers of this round, or has had none of it: it may have ended
+        # before its store was there. The next one waits until all have said so.
+        if leaving or index is None or job.n == self._round:
             self._leave(job)
             return None
-        return self._enter(job, index) if runs and index is not None else None
+        return self._enter(job, index)
 
     def _enter(self, job: Snapshot, index: int) -> RendezvousInfo | None:
         """The store of a round, which this node hosts if it is the first; None: not yet."""
@@ -318,6 +319,7 @@ class EtcdV3Handler(RendezvousHandler):
         """Report that the workers of this round are gone, as a failure if none was reported."""
         if not job.has_member(self._rdzv.node):
             return
+        # Workers that have all left at a step boundary, or were to, have not failed.
         wanted = self._leaves_with is not None or self._workers.have_left
         if job.state is State.ACTIVE and job.yielding is None and not wanted:
             progress = self._workers.progress
@@ -334,7 +336,8 @@ class EtcdV3Handler(RendezvousHandler):
     def _obey(self, job: Snapshot) -> None:
         """Begin to leave the job if `zero-ctl drain` asks for it."""
         order = job.drain_order(self._rdzv.node)
-        if order is not None and self._leaves_with is None:
+        # Again, if the store did not take it.
+        if order is not None and not self._rdzv.node.draining:
             self._drain(AgentExit.DRAINED, f"zero-ctl drain by {order.by}")
 
     def _drain(self, code: int, who: str) -> None:
