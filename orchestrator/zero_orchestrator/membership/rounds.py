@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from zero_orchestrator.membership.dead_links import SetAside, who_goes
+from zero_orchestrator.membership.dead_links import SetAside, unreached, who_goes
 from zero_orchestrator.membership.failures import Charge, Exclusion, due, fruitless, next_refill
 from zero_orchestrator.membership.job_state import (
     Members,
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
 _NAMED = 8
 """Most nodes that a message names; a large job has thousands."""
 
@@ -144,10 +146,10 @@ def _form(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
     )
 
 
-def _some(names: Sequence[str], separator: str = ", ") -> str:
-    """The first of them, and how many more there are."""
-    more = len(names) - _NAMED
-    return separator.join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _some(found: Sequence[_T], separator: str = ", ", words: Callable[[_T], str] = str) -> str:
+    """The first of them in words, and how many more there are."""
+    more = len(found) - _NAMED
+    return separator.join(map(words, found[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def _here(job: Snapshot) -> str:
@@ -238,11 +240,11 @@ def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
     if silent and seen.links_s < max(timing.symptom_patience_s, job.members.leases_end_s):
         return Decision(None, f"{_dead(job)}; waiting for what {_some(silent)} can reach")
     goes = who_goes([member.id for member in job.members.nodes], job.dead_links)
+    ends = unreached(job.dead_links)
     aside: tuple[SetAside, ...] = ()
     for node in goes:
-        others = sorted(other for pair in job.dead_links if node in pair for other in pair - {node})
-        why = f"it does not reach {_some(with_addresses(job.members, others))}"
-        aside += (SetAside(node=node, why=why, others=tuple(others)),)
+        why = f"it does not reach {_some(with_addresses(job.members, ends[node]))}"
+        aside += (SetAside(node=node, why=why, others=tuple(sorted(ends[node]))),)
     if job.stop is not None or job.yielding is not None:
         return go(Move.FORM, f"{_dead(job)}; {job.stop or job.yielding}", aside=aside)
     left = sum(node.id not in goes for node in job.eligible)
@@ -256,8 +258,9 @@ def _a_link_is_dead(job: Snapshot, seen: Observation, timing: Timing) -> Decisio
 
 def _dead(job: Snapshot) -> str:
     """The dead links in words."""
-    texts = [link_in_words(job.members, pair, why) for pair, why in job.dead_links.items()]
-    return _some(texts, "; ")
+    # Those alone that are named are put in words: that takes a look at all members for each.
+    links = [*job.dead_links.items()]
+    return _some(links, "; ", lambda link: link_in_words(job.members, *link))
 
 
 def _a_symptom_has_no_cause(job: Snapshot, seen: Observation, timing: Timing) -> Decision | None:
