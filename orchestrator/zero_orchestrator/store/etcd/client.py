@@ -39,6 +39,7 @@ __all__ = ["Credentials", "EtcdStore"]
 _log = logging.getLogger(__name__)
 
 _SIDES = {Field.CREATE_REVISION: "CREATE", Field.MOD_REVISION: "MOD"}
+"""What a comparison looks at, by etcd's names."""
 _CLOSE_S = 1.0
 """`close` waits up to this many seconds for the watches' thread, and for gRPC."""
 
