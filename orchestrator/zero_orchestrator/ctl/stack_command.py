@@ -45,8 +45,8 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = status.find(store, args.job)
     nodes = status.choose_members(job, args.rank)
     within_s = args.wait or (NATIVE_WAIT_S if args.native else WAIT_S)
-    arguments = {"rank": args.rank, "native": args.native}
-    answers = queries.ask_once(store, job.job, nodes, "stack", arguments, within_s=within_s)
+    arguments = {node: {"rank": args.rank, "native": args.native} for node in nodes}
+    answers = queries.ask_each(store, job.job, "stack", arguments, within_s=within_s)
     found: list[RankStack] = []
     for node in nodes:
         answer = answers[node]

@@ -139,37 +139,23 @@ class Asker:
         """The answers that come within some seconds; the caller stops when it has all."""
         deadline_s = time.monotonic() + wait_s
         while (left_s := deadline_s - time.monotonic()) > 0:
-            if time.monotonic() - self._kept_s > LEASE_S / 3:  # the asker has no thread for it
+            # Here, since an asker has no thread for its lease; so no wait below is longer than 1 s.
+            if time.monotonic() - self._kept_s > LEASE_S / 3:
                 self._store.keep_alive(self._lease)
                 self._kept_s = time.monotonic()
             try:
                 changes = self._arrived.get(timeout=min(left_s, 1.0))
             except queue.Empty:
                 continue
-            if changes is None:  # compacted: read them again; a caller may see an answer twice
+            # The history was compacted: all are read again, and the caller may see one twice.
+            if changes is None:
                 values = [item.value for item in self._store.range(self._prefix).items]
             else:
                 values = [change.item.value for change in changes if change.item is not None]
             for value in values:
+                # An answer of another version is none: its node counts as silent.
                 with contextlib.suppress(ValueError):
                     yield unpack(value)
-
-
-def ask_once(
-    store: KeyValueStore,
-    job: str,
-    nodes: Sequence[str],
-    kind: str,
-    arguments: Mapping[str, Any],
-    *,
-    within_s: float,
-) -> dict[str, Answer]:
-    """Ask some nodes the same question, as `ask_each`.
-
-    Raises:
-        StoreError: etcd does not answer, or does not allow it.
-    """
-    return ask_each(store, job, kind, dict.fromkeys(nodes, arguments), within_s=within_s)
 
 
 def ask_each(

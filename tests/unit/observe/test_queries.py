@@ -9,7 +9,7 @@ from tests.support.waiting import wait_for
 from zero_agent.loop.answers import Answers
 from zero_orchestrator.observe import queries
 from zero_orchestrator.observe.events import progress_prefix
-from zero_orchestrator.observe.queries import Answer, Asker, Query, ask_once, pack, unpack
+from zero_orchestrator.observe.queries import Answer, Asker, Query, ask_each, pack, unpack
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def agents(store, job):
 
 
 def test_each_agent_answers_and_nothing_is_left_in_the_store(store, job, agents):
-    found = ask_once(store, job, ["a", "b"], "echo", {"word": "hello"}, within_s=30.0)
+    found = ask_each(store, job, "echo", {node: {"word": "hello"} for node in "ab"}, within_s=30.0)
     assert {node: answer.record for node, answer in found.items()} == {
         "a": {"said": "hello"},
         "b": {"said": "hello"},
@@ -39,19 +39,19 @@ def test_each_agent_answers_and_nothing_is_left_in_the_store(store, job, agents)
 
 def test_an_agent_that_does_not_answer_delays_nobody_for_longer_than_the_wait(store, job, agents):
     begun_s = time.monotonic()
-    found = ask_once(store, job, ["a", "gone"], "echo", {"word": "x"}, within_s=0.5)
+    found = ask_each(store, job, "echo", {"a": {"word": "x"}, "gone": {"word": "x"}}, within_s=0.5)
     assert 0.5 <= time.monotonic() - begun_s < 30.0
     assert found["gone"].problem.startswith("no answer within 0.5 s: the agent hangs")
 
 
 def test_a_question_that_no_agent_knows_or_that_fails_has_a_reason(store, job, agents, caplog):
-    found = ask_once(store, job, ["a"], "fly", {}, within_s=30.0)["a"]
+    found = ask_each(store, job, "fly", {"a": {}}, within_s=30.0)["a"]
     assert found.problem == (
         "this agent answers echo, fail, not fly: it is of another version than zero-ctl"
     )
-    found = ask_once(store, job, ["a"], "fail", {}, within_s=30.0)["a"]
+    found = ask_each(store, job, "fail", {"a": {}}, within_s=30.0)["a"]
     assert found.problem == "ZeroDivisionError('division by zero')"
-    assert ask_once(store, job, ["a"], "echo", {"word": 1}, within_s=30.0)["a"].problem == ""
+    assert ask_each(store, job, "echo", {"a": {"word": 1}}, within_s=30.0)["a"].problem == ""
 
 
 def test_a_later_question_of_the_same_asker_is_answered_as_well(store, job, agents):

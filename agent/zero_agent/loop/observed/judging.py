@@ -34,7 +34,7 @@ from zero_orchestrator.observe.detectors.slow_link import SlowLinks
 from zero_orchestrator.observe.detectors.slow_storage import SlowStorage
 from zero_orchestrator.observe.detectors.straggler import SlowRanks
 from zero_orchestrator.observe.events import Publisher, by_node, progress_prefix
-from zero_orchestrator.observe.queries import ask_once
+from zero_orchestrator.observe.queries import ask_each
 from zero_orchestrator.observe.verdicts import STOPS, Kind, Verdict
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -174,7 +174,7 @@ def _strains(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Strains:
 
 def _evidence(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Evidence:
     """Ask which nodes do not reach each other, and, if all do, where their workers are."""
-    reached = ask_once(store, job, nodes, "reach", {}, within_s=ASK_S)
+    reached = ask_each(store, job, "reach", {node: {} for node in nodes}, within_s=ASK_S)
     dead = {
         frozenset((node, link["to"])): link["why"]
         for node, answer in reached.items()
@@ -182,7 +182,8 @@ def _evidence(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Evidence:
     }
     if dead:
         return Evidence(dead=dead)
-    answers = ask_once(store, job, nodes, "stack", {"waits": True}, within_s=ASK_S)
+    asked = {node: {"waits": True} for node in nodes}
+    answers = ask_each(store, job, "stack", asked, within_s=ASK_S)
     return Evidence(stacks={node: answer.record for node, answer in answers.items()})
 
 
