@@ -15,13 +15,7 @@ from typing import Any
 from zero_contract.user_files import is_own
 from zero_orchestrator.membership.job_state import Members, link_in_words
 from zero_orchestrator.observe.detectors import flight
-from zero_orchestrator.observe.detectors.detector import (
-    Evidence,
-    Finding,
-    Idle,
-    Question,
-    Report,
-)
+from zero_orchestrator.observe.detectors.detector import Evidence, Finding, Idle, Question, Report
 from zero_orchestrator.observe.detectors.flight import Collective
 from zero_orchestrator.observe.stacks import Frame, from_answer
 from zero_orchestrator.observe.verdicts import Kind, Verdict
@@ -235,14 +229,16 @@ class StuckRanks:
                 self.asks = Question.WHERE
         elif isinstance(report, Evidence):
             self.asks = None
-            if self._since is not None:  # else a step was taken meanwhile
+            # Else steps have been taken while the agents answered, who then tell of no hang.
+            if self._since is not None:
                 self._found = self._judge(self._since, report)
         return [] if self._found is None else [self._found]
 
     def _judge(self, since: Idle, found: Evidence) -> Finding | None:
         told = f"no step for {since.idle_s:.0f} s, since step {since.step:,}"
         over = "steps are taken again, after"
-        if found.dead:  # what ranks wait for follows from it
+        # What ranks wait for follows from a dead link.
+        if found.dead:
             links = (link_in_words(self._members, pair, why) for pair, why in found.dead.items())
             text = f"{told}: {'; '.join(links)}"
             hosts = sorted({node for pair in found.dead for node in pair})
@@ -250,12 +246,14 @@ class StuckRanks:
             return Finding(verdict=verdict, over=over, facts={"hosts": hosts})
         # Ranks that compile and load differ without a fault; a dead link counts all the same.
         hang = None if since.warming_up else judge(self._ranks(found))
+        # All ranks do the same, such as an evaluation: that is slow, and no hang.
         if hang is None:
-            return None  # all ranks do the same
+            return None
         hosts = sorted({self._members.node_of(rank).id for rank in hang.ranks})
         verdict = Verdict(
             kind=Kind.STUCK,
             text=f"{told}: {hang.text}",
+            # A verdict names one rank or node; those of several are in the text and the facts.
             rank=hang.ranks[0] if len(hang.ranks) == 1 else None,
             node=hosts[0] if len(hosts) == 1 else "",
             since_step=since.step,

@@ -77,6 +77,7 @@ class SlowLink:
 
 def slow_links(links: Iterable[Link], earlier: Mapping[Way, float]) -> list[SlowLink]:
     """The slow links of one probe, the slowest first; `earlier`: their highest rates before."""
+    # One that was not measured is told as such, and is no slow link.
     measured = [link for link in links if link.bytes_per_s]
     judged = {link.way: _judge(link, measured, earlier) for link in measured}
     slow = {way: one for way, one in judged.items() if one is not None}
@@ -135,6 +136,7 @@ class Network:
         found = slow_links(links, self.earlier)
         if not found:
             return Network(earlier=earlier)
+        # A slow node shows in any of its links: which of them is the slowest changes by chance.
         again = self.slow is not None and bool(self.slow.where & found[0].where)
         return Network(earlier=earlier, slow=found[0], in_a_row=self.in_a_row + 1 if again else 1)
 
@@ -169,6 +171,7 @@ class SlowLinks:
             self._pause_s = min(2 * self._pause_s, LATEST_S)
             self._next_s = now_s + self._pause_s
             pause_s = CONFIRM_S if self._known.verdict is None else RECHECK_S
+            # With nothing to confirm the network is left to the job, until that becomes slower.
             self._due_s = now_s + (float("inf") if self._known.slow is None else pause_s)
         found = self._known.verdict
         return [] if found is None else [self._finding(found)]

@@ -6,7 +6,6 @@ of less than `LEAST_S` are not judged: what they wait for is not the storage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import eq
 from statistics import median
@@ -56,33 +55,29 @@ class Storage:
 
     def add(self, report: RankTimes) -> Storage:
         """The knowledge after one more report; most reports are of no new checkpoint."""
-        rates = report.write_bytes_per_s
+        rates, write_s = report.write_bytes_per_s, report.write_s
         if not rates or not all(rates):
             return self
+        # A rank has not noticed the end of this save yet: it still has the rate of the last one.
         if len(rates) == len(self.last) and any(map(eq, rates, self.last)):
-            return self  # a rank has not noticed the end of this save yet
-        found = _slow_write(rates, report.write_s, self.medians)
+            return self
+        # One rank that is slower than the others; or else all ranks, if slower than before.
+        found, slowest = None, min(range(len(rates)), key=rates.__getitem__)
+        others = [*rates[:slowest], *rates[slowest + 1 :]]
+        if others and write_s[slowest] >= LEAST_S and rates[slowest] * SLOWER <= median(others):
+            found = SlowWrite(
+                rank=slowest, bytes_per_s=rates[slowest], usual_bytes_per_s=median(others)
+            )
+        elif len(self.medians) >= EARLIER and median(write_s) >= LEAST_S:
+            rate, usual = median(rates), median(self.medians)
+            if rate * SLOWER <= usual:
+                found = SlowWrite(rank=None, bytes_per_s=rate, usual_bytes_per_s=usual)
         # Only of those that were not slow: slow storage must not become the usual one.
         if found is None:
             medians = (*self.medians, median(rates))[-_KEPT:]
             return Storage(last=rates, medians=medians)
         same = self.slow is not None and self.slow.rank == found.rank
         return replace(self, last=rates, slow=found, in_a_row=self.in_a_row + 1 if same else 1)
-
-
-def _slow_write(
-    rates: Sequence[float], write_s: Sequence[float], medians: Sequence[float]
-) -> SlowWrite | None:
-    """The rank that is slower than the others; or else all ranks, if slower than before."""
-    slowest = min(range(len(rates)), key=rates.__getitem__)
-    others = [*rates[:slowest], *rates[slowest + 1 :]]
-    if others and write_s[slowest] >= LEAST_S and rates[slowest] * SLOWER <= median(others):
-        return SlowWrite(rank=slowest, bytes_per_s=rates[slowest], usual_bytes_per_s=median(others))
-    if len(medians) >= EARLIER and median(write_s) >= LEAST_S:
-        rate, usual = median(rates), median(medians)
-        if rate * SLOWER <= usual:
-            return SlowWrite(rank=None, bytes_per_s=rate, usual_bytes_per_s=usual)
-    return None
 
 
 class SlowStorage:

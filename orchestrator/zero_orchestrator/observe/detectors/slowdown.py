@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from zero_contract.worker import RankTimes
+from zero_orchestrator.observe.detectors.straggler import WINDOW_S, WINDOW_STEPS
 
 FACTOR = 1.25
 """A slow step takes so many times as long as earlier steps, at least."""
 WAITED = 0.5
 """The part of what a step takes longer that every rank waits longer, at least."""
-WINDOW_S = 5.0
-"""The least time of a window."""
-WINDOW_STEPS = 3
-"""The least number of steps of a window."""
 WINDOWS = 3
 """The number of slow windows in a row."""
 EARLIER = 3

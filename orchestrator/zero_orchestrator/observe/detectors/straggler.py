@@ -130,6 +130,7 @@ def slow_ranks(
     usual_s, others_wait_s = _others_median(compute_s), _others_median(wait_s)
     for rank, (own_s, usual) in enumerate(zip(compute_s, usual_s, strict=True)):
         lost_s = others_wait_s[rank] - wait_s[rank]
+        # A rank that keeps nobody waiting costs the job nothing, however long it computes.
         if own_s >= SLOW_FACTOR * usual > 0 and lost_s >= LOST * (own_s - usual):
             found[rank] = (own_s / usual, lost_s)
     return found
