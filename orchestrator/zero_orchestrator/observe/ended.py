@@ -21,8 +21,10 @@ KEPT_S = 30 * 24 * 3600.0
 def keep(store: KeyValueStore, job: str) -> None:
     """Write the status of a job that has ended. Raises StoreError."""
     last = status.read(store, job)
-    with contextlib.suppress(OSError):  # a file that cannot be written costs no job its end
+    # A file that cannot be written costs no job its end.
+    with contextlib.suppress(OSError):
         directory = _directory()
+        # For this user alone: the status has the command line, in which there may be a secret.
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in directory.iterdir():
             with contextlib.suppress(OSError):  # another agent removes it

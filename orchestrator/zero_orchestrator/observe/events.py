@@ -136,9 +136,8 @@ def read_goodput(item: KeyValue | None) -> dict[Use, int]:
 def read_timeline(item: KeyValue | None) -> Timeline | None:
     """The timeline in a key below `goodput_prefix`; None without one, or if it is unreadable."""
     found = kept(_Ledger, item)
-    return (
-        None if found is None or found.timeline is None else timelines.from_record(found.timeline)
-    )
+    shown = None if found is None else found.timeline
+    return None if shown is None else timelines.from_record(shown)
 
 
 def read_history(item: KeyValue | None) -> History:
@@ -329,6 +328,7 @@ class Publisher:
                 found = from_item(self._store.get(verdicts_key(self._job)))
             then(found)
 
+        # Under no key's name: it does not replace what is to be written.
         self._enqueue("", read)
 
     def alive(self, *, nodes: int) -> None:
@@ -401,7 +401,8 @@ class Publisher:
             self._changed.notify_all()
         # Until all is written, at most; an agent that ends does not wait for an outage.
         self._thread.join(2 * _FLUSH_S)
-        self._cancelled.set()  # the retries of what is being written, if it waits for the store
+        # The thread may wait for the store: its retries end as well.
+        self._cancelled.set()
 
     def _is_due(
         self, paced: Paced, nodes: int = 0, *, last: bool = False, least_s: float = 0.0
@@ -414,6 +415,7 @@ class Publisher:
         return True
 
     def _put_newest(self, key: str, record: Mapping[str, Any], lease: int = 0) -> None:
+        # Now, and not when the store answers again.
         stamped = {**record, "time": time.time()}
         self._enqueue(key, lambda: self._put(key, stamped, lease))
 
@@ -444,7 +446,8 @@ class Publisher:
             return self._events.popleft() if self._events else None
 
     def _patiently(self, put: Callable[..., int], *args: Any, **options: Any) -> int:
-        """Write a key until the store answers: no other process writes it, so it is idempotent."""
+        """Write a key until the store answers."""
+        # Idempotent, since no other process writes the key.
         return retry.until_set(self._cancelled)(put, *args, **options)
 
 
@@ -510,6 +513,7 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
     try:
         seen, items = 0, found.items
         while True:
+            # By its creation: a write that was repeated for want of an answer is no new event.
             fresh = [item for item in items if item.create_revision > seen]
             seen = max((item.create_revision for item in fresh), default=seen)
             yield from _in_order(fresh)

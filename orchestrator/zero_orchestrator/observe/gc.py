@@ -83,6 +83,7 @@ def look(store: KeyValueStore) -> list[Remains]:
     found = []
     for job, items in by_job(store.range(JOBS_PREFIX).items):
         keys = Keys(job)
+        # The key of a node has the lease of its agent, and ends with it.
         if any(item.key.startswith(keys.nodes) for item in items):
             continue
         head = next((item for item in items if item.key == keys.round), None)
@@ -91,7 +92,8 @@ def look(store: KeyValueStore) -> list[Remains]:
         except SpecMismatch:  # of a version that may understand it, and need it
             continue
         state, last_s = (record.state, record.at or 0.0) if record is not None else ("", 0.0)
-        if state not in ENDED or not last_s:  # a round may have begun long before its agents left
+        # A job that was lost has worked since its last round began, perhaps for weeks.
+        if state not in ENDED or not last_s:
             seen_s = events.seen_s(store.get(events.seen_key(job))) or 0.0
             last_s = max(last_s, seen_s, *(event.time_s for event in events.read(store, job)))
         revision = head.mod_revision if head is not None else 0
@@ -122,6 +124,7 @@ def delete(store: KeyValueStore, remains: Remains) -> bool:
             return False  # a new agent reads that the job was stopped, and exits
     prefixes = (keys.prefix, keys.secrets, keys.events, events.progress_prefix(remains.job))
     writes = [Delete(prefix, prefix=True) for prefix in prefixes]
+    # All or nothing: what is left of a job would look like one that is damaged.
     return store.txn([unchanged(keys.round, revision)], writes).succeeded
 
 

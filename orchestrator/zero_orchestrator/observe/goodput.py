@@ -131,6 +131,7 @@ class Ledger:
         return now._settle_step(use, usual_ns).used_ns
 
     def _until(self, at_ns: int) -> Ledger:
+        # The report of a step may come after a later mark of the agent: time does not go back.
         at_ns = max(at_ns, self.at_ns)
         passed_ns, now = at_ns - self.at_ns, replace(self, at_ns=at_ns)
         if self.doing is Doing.RUNNING:
@@ -152,6 +153,7 @@ class Ledger:
         # A report that was under way when the round ended: its time is accounted for.
         if self.doing is not Doing.RUNNING:
             return replace(self, reached=reached)
+        # At most what is pending, or some time would have two uses.
         saving_ns = min(mark.saving_ns, self.pending_ns)
         now = replace(self, pending_ns=self.pending_ns - saving_ns)._spend(Use.SAVING, saving_ns)
         if mark.step == self.step:  # reported again: only its saves are new
@@ -170,7 +172,7 @@ class Ledger:
         return Use.USEFUL if step > self.reached else Use.REPEATED
 
     def _settle_step(self, use: Use, usual_ns: int) -> Ledger:
-        """The same for a step that ends now, of which a part may be no step at all."""
+        """The ledger if the step ends now; a part of the pending time may be no step at all."""
         # Useful for as long as a long step usually takes; the rest of the time the job was stuck.
         is_step = use in {Use.USEFUL, Use.REPEATED}
         if not (is_step and usual_ns and stalls(self.pending_ns / 1e9, usual_ns / 1e9)):

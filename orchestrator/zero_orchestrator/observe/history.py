@@ -138,8 +138,8 @@ class History:
         # One that is repeated after a failure has the same loss, and its time is a gap.
         if self.points and step <= self.points[-1].step:
             return self
-        known = loss is not None and math.isfinite(loss)
-        loss = loss if known else None
+        # Without those that are not finite: one NaN would make the mean of all others one.
+        loss = loss if loss is not None and math.isfinite(loss) else None
         one = Point(
             step=step,
             time_s=time_s,
@@ -148,7 +148,7 @@ class History:
             loss=loss,
             low=loss,
             high=loss,
-            losses=int(known),  # a NaN would make the mean of all others one
+            losses=int(loss is not None),
             tokens=tokens,
         )
         if self.points and self._place(self.points[-1]) == self._place(one):
@@ -189,6 +189,7 @@ class History:
 
     def after(self, before: History) -> History:
         """This history after that of the job before it."""
+        # Steps after the last checkpoint are repeated, and count once, as in `stepped`.
         last = before.points[-1].step if before.points else 0
         return History(
             points=(*before.points, *(point for point in self.points if point.step > last)),
@@ -236,6 +237,7 @@ def _merged(points: Sequence[Point]) -> Point:
 
 def to_record(history: History) -> dict[str, Any]:
     """The history as JSON, in which a point is a list of its fields."""
+    # Rounded, since all of it is written again every few seconds.
     record: dict[str, Any] = json.loads(encode(history), parse_float=_short)
     return record
 
@@ -243,5 +245,5 @@ def to_record(history: History) -> dict[str, Any]:
 def _short(text: str) -> float:
     """Seconds and losses with as many digits as anyone can see."""
     value = float(text)
-    # Of a time since the epoch six digits would be days.
+    # Six digits of a time since the epoch would be exact to hours only.
     return round(value, 2) if abs(value) > 1e6 else float(f"{value:.6g}")

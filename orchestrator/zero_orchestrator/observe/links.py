@@ -87,6 +87,7 @@ def probe(store: KeyValueStore, job: str, nodes: Sequence[str]) -> list[Link]:
 
 def link_of(source: str, target: str, answer: Answer) -> Link:
     """The link that an agent has measured."""
+    # Of an agent, and perhaps of another version: a link with a figure missing is not measured.
     record: Mapping[str, object] = answer.record
     figures: dict[str, Any] = {
         name: record.get(name) for name in ("latency_s", "bytes_per_s", "cpu_wait")

@@ -82,6 +82,7 @@ def collected(
             # With labels there are several values, each after those of its labels.
             for *values, value in found if row.labels else ((found,),):
                 if isinstance(value, Histogram):
+                    # A bucket of Prometheus counts all that is at most its bound.
                     bounds = (*map(str, HISTOGRAM_S), "+Inf")
                     buckets = list(zip(bounds, accumulate(value.counts), strict=True))
                     made.add_metric([*shared, *values], buckets, value.sum_s)
@@ -127,7 +128,8 @@ class Metrics(Collector):
     @property
     def registry(self) -> CollectorRegistry:
         """A registry of these metrics alone."""
-        registry = CollectorRegistry(auto_describe=False)  # else it collects once to know the names
+        # It would collect once, at the start, to know the names.
+        registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return registry
 
@@ -138,7 +140,8 @@ def exposition(make: Callable[[], Iterable[Metric]]) -> bytes:
 
 
 def time_values(used_ns: Mapping[Use, int]) -> list[tuple[str, float]]:
-    """A value for each use of time, so that each of them begins at 0."""
+    """A value for each use of time."""
+    # Also for those without any: Prometheus does not see what a counter has at its first sample.
     return [(use, used_ns.get(use, 0) / 1e9) for use in Use]
 
 
@@ -250,10 +253,7 @@ JOB_METRICS: Sequence[Row[JobStatus]] = (
         Type.COUNTER,
     ),
     Row(
-        "zero_job_checkpoint_step",
-        "Step of the newest checkpoint.",
-        _of_checkpoints("step"),
-        _TIER,
+        "zero_job_checkpoint_step", "Step of the newest checkpoint.", _of_checkpoints("step"), _TIER
     ),
     Row(
         "zero_job_checkpoint_samples",

@@ -108,6 +108,7 @@ def stalls(took_s: float, usual_s: float) -> bool:
 
 def bucket(duration_s: float) -> int:
     """The bucket of a duration."""
+    # A clock may not have advanced between two steps, and 0 has no logarithm.
     return round(math.log2(max(duration_s, SHORTEST_S)) * PER_OCTAVE)
 
 
@@ -138,5 +139,6 @@ def _quantile(counts: Counts, count: int, part: float) -> float:
     for place in sorted(counts):
         needed -= counts[place]
         if needed <= 0:
+            # No more digits than a bucket is exact to.
             return float(f"{2 ** (place / PER_OCTAVE):.3g}")
     raise AssertionError("fewer durations than were counted")

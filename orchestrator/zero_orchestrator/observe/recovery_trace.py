@@ -41,6 +41,7 @@ def trace(events: Sequence[Event], lost: Sequence[Band]) -> Json:
 
 def _add_nodes(file: _File, one: Recovery, of_next: Sequence[Mapping[str, Any]]) -> None:
     """Add the doings of each node in a recovery, given the events of the round after it."""
+    # Each node tells of its own start; the round begins with the transition of one of them.
     begins = next((record for record in of_next if record.get("event") == "activate"), {})
     starts, firsts = (
         {str(record.get("node")): record for record in of_next if record.get("event") == kind}
@@ -55,6 +56,7 @@ def _add_nodes(file: _File, one: Recovery, of_next: Sequence[Mapping[str, Any]])
     for node, start in starts.items():
         start_s = _time_s(start) + shifts_s[node]
         if (stopped_s := number(start.get("stopped_s"))) is not None:
+            # Its workers may have ended before the round did.
             stopped_s = max(end_s, stopped_s + shifts_s[node])
             agent = file.thread(node, _AGENT)
             file.next_slice(agent, "stopping the workers", end_s, stopped_s)
@@ -137,4 +139,5 @@ class _File:
 
 
 def _us(at_s: float) -> int:
+    # What a worker has measured is any float, and NaN and infinity are no integers.
     return round(1e6 * at_s) if math.isfinite(at_s) else 0

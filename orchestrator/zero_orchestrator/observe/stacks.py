@@ -91,7 +91,7 @@ def from_answer(node: str, record: Mapping[str, Any]) -> Iterator[RankStack]:
 
 
 def from_faulthandler(text: str) -> tuple[Thread, ...]:
-    """The threads in the output of faulthandler; the interpreter lists the main thread last."""
+    """The threads in the output of faulthandler, the main thread first."""
     found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if head := _HEAD.match(line):
@@ -100,6 +100,7 @@ def from_faulthandler(text: str) -> tuple[Thread, ...]:
             number = int(frame[2]) if frame[2].isdecimal() else None
             found[-1][1].append(Frame(function=frame[3], file=frame[1], line=number))
     return tuple(
+        # The interpreter begins with the newest thread, and ends with the main thread.
         Thread(name=name, main=place == 0, frames=_users(frames))
         for place, (name, frames) in enumerate(reversed(found))
     )
@@ -110,6 +111,7 @@ def from_spy(text: str) -> tuple[Thread, ...]:
     threads = [
         Thread(
             name=str(one.get("thread_name") or one["thread_id"]),
+            # Linux gives the main thread the number of its process.
             main=one.get("os_thread_id") == one["pid"] or one.get("thread_name") == "MainThread",
             frames=_users(
                 [
@@ -138,6 +140,7 @@ def groups(stacks: Iterable[RankStack], *, all_threads: bool = False) -> list[Gr
     by_calls: dict[tuple[tuple[Frame, ...], ...], list[RankStack]] = {}
     for stack in stacks:
         if stack.threads:
+            # By the calls alone: each process has its own numbers of threads.
             shown = stack.threads if all_threads else stack.threads[:1]
             by_calls.setdefault(tuple(thread.frames for thread in shown), []).append(stack)
     found = [

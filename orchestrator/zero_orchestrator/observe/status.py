@@ -25,18 +25,7 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.rounds import Observation, Timing, decide
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.observe import pace
-from zero_orchestrator.observe.events import (
-    by_node,
-    goodput_prefix,
-    history_key,
-    progress_prefix,
-    read_goodput,
-    read_history,
-    seen_key,
-    seen_s,
-    verdicts_key,
-)
+from zero_orchestrator.observe import events, pace
 from zero_orchestrator.observe.goodput import add_up, goodput, to_record
 from zero_orchestrator.observe.history import Failing, Saved
 from zero_orchestrator.observe.pace import Quantiles, Speed
@@ -236,19 +225,22 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         NoSuchJob: The job has no keys.
         UnreadableJob: The keys are of another version.
     """
-    found, prefix = store.range(Keys(job).prefix), progress_prefix(job)
-    kept = store.range(prefix).items
-    used_ns = add_up(read_goodput(i) for i in kept if i.key.startswith(goodput_prefix(job)))
-    history = read_history(next((i for i in kept if i.key == history_key(job)), None))
-    progress = by_node(prefix, kept)
+    found, prefix = store.range(Keys(job).prefix), events.progress_prefix(job)
+    items = store.range(prefix).items
+    kept = {item.key: item for item in items}
+    ledgers = (item for item in items if item.key.startswith(events.goodput_prefix(job)))
+    used_ns = add_up(map(events.read_goodput, ledgers))
+    history = events.read_history(kept.get(events.history_key(job)))
+    progress = events.by_node(prefix, items)
     status = _understood(job, found, progress)
     if status is None:
         raise NoSuchJob(f"there is no job {job}")
     excluded = Keys(job).excluded("")
     # One that an operator has made may have no end.
     leased = (item for item in found.items if item.key.startswith(excluded) and item.lease)
-    verdicts = from_item(next((i for i in kept if i.key == verdicts_key(job)), None))
-    if any(verdict.kind in STOPS for verdict in verdicts):  # the speed is that of before
+    verdicts = from_item(kept.get(events.verdicts_key(job)))
+    # No step is taken: the speed of the last minute is that of before.
+    if any(verdict.kind in STOPS for verdict in verdicts):
         status = dataclasses.replace(status, speed=None, left_s=None)
     return dataclasses.replace(
         status,
@@ -265,6 +257,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         last_save=history.written,
         last_save_in_memory=history.in_memory,
         failing_saves=history.failing,
+        # Of the history as well: the progress of a node ends with the lease of its agent.
         samples=_latest(status.samples, *(p.samples or None for p in history.points[-1:])),
         tokens=_latest(status.tokens, *(p.tokens or None for p in history.points[-1:])),
     )
@@ -281,10 +274,11 @@ def find(store: KeyValueStore, name: str | None) -> JobStatus:
         return choose_job(read_all(store), None)
     try:
         return read(store, name)
-    except NoSuchJob:  # the message names the jobs there are, if this user may see them
+    except NoSuchJob:
+        # The message names the jobs there are; an etcd user may see the keys of one job alone.
         try:
             jobs = read_all(store)
-        except StoreRefused:  # an etcd user with access to one job's keys
+        except StoreRefused:
             jobs = ()
         if not jobs:
             raise
@@ -320,7 +314,8 @@ def read_all(store: KeyValueStore) -> tuple[JobStatus, ...]:
         except UnreadableJob as error:  # that must not hide the other jobs
             status = JobStatus(job=job, state=UNREADABLE, now=str(error))
         if status is not None and status.state == LOST:
-            seen = seen_s(store.get(seen_key(job)))
+            # One more read, of these jobs alone: of others no listing shows it.
+            seen = events.seen_s(store.get(events.seen_key(job)))
             status = dataclasses.replace(status, seen_time_s=_latest(status.seen_time_s, seen))
         if status is not None:
             statuses.append(status)
@@ -372,7 +367,7 @@ def _status(job: str, found: Range, progress: Mapping[str, Any]) -> JobStatus | 
     view, latest = parse(keys, found, spec), items.get(keys.latest)
     checkpoint = json.loads(latest) if latest else None
     moved_s = Head.from_json(items[keys.round]).at if keys.round in items else None
-    seen = progress.get(_below_progress(seen_key(job)), {})
+    seen = progress.get(_below_progress(events.seen_key(job)), {})
     saved_s = checkpoint.get("time") if checkpoint else None
     members, spares = rows(view, progress)
     is_lost = not view.nodes and view.state not in ENDED
@@ -549,6 +544,7 @@ def newest_job(jobs: Sequence[JobStatus]) -> JobStatus:
     """
     if not jobs:
         return choose_job(jobs, None)  # raises
+    # By the store's revisions, since clocks of machines differ.
     return max([job for job in jobs if job.runs] or jobs, key=lambda job: job.began)
 
 

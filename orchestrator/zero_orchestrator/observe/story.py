@@ -107,9 +107,11 @@ def spans(found: Recovery, first_step_s: float) -> tuple[Span, ...]:
     end = max(ENDS & at_s.keys(), key=lambda kind: at_s[kind])
     marks = [("detection", at_s[end]), ("meeting", at_s.get("activate"))]
     if "restore" in last:
+        # It is told at the end of the load, and says how long that took.
         load_s = last["restore"].record.get("load_s", 0.0)
         marks += [("starting", at_s["restore"] - load_s), ("loading", at_s["restore"])]
     else:
+        # Nothing was loaded, or nobody has told of it.
         started = [at_s[kind] for kind in ("start", "worker") if kind in at_s]
         marks.append(("starting", max(started, default=None)))
     marks.append(("first step", first_step_s))

@@ -88,6 +88,7 @@ class Timeline:
             reached = max(self.reached, mark.reached)
             begun = now.begin(phase, at_s)
             return replace(begun, ran_s=ran_s, reached=reached, step=None, usual_s=0.0)
+        # Not before the present span, or the spans would be out of order.
         last_s = self.spans[-1].from_s if self.spans else self.until_s
         usual_s, saving_s = mark.usual_ns / 1e9, min(mark.saving_ns / 1e9, at_s - last_s)
         now = replace(self, usual_s=usual_s)._stalled(at_s - saving_s)
@@ -133,6 +134,7 @@ class Timeline:
         if before is None:
             return self
         gone = Span(from_s=before.until_s, phase=Phase.GONE)
+        # The spans are in order, even if this agent's clock has been set back since.
         mine = tuple(s for s in self.spans if s.from_s > before.until_s)
         return replace(self, spans=_bounded((*before.spans, gone, *mine)))
 
@@ -154,6 +156,7 @@ def intervals(
 def _bounded(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """At most `SPANS` spans: the shortest save goes first, then the shortest of all others."""
     while len(spans) > SPANS:
+        # Neither the first one, with which the node's picture begins, nor the last, which goes on.
         lengths_s = [b.from_s - a.from_s for a, b in pairwise(spans[1:])]
         _, _, least = min(
             (spans[place].phase is not Phase.SAVING, length_s, place)

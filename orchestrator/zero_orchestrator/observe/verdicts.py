@@ -74,5 +74,6 @@ def to_value(verdicts: Iterable[Verdict]) -> str:
 
 def from_item(item: KeyValue | None) -> tuple[Verdict, ...]:
     """The verdicts in that key; none without it, or if it is unreadable."""
+    # Of another version, perhaps: then the job is shown without verdicts.
     found = kept(_Held, item)
     return () if found is None else found.verdicts
