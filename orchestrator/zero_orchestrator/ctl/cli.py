@@ -86,14 +86,8 @@ _MODULES: Mapping[str, tuple[Any, str]] = {
         "show the stacks of all workers of a job; equal stacks are shown once",
     ),
     "probe": (probe_command, "measure the network between the nodes of a job, and name slow links"),
-    "report": (
-        report_command,
-        "write what happened in a job into one HTML file, with charts",
-    ),
-    "dashboard": (
-        dashboard_command,
-        "serve a page that shows a job as it runs, until Ctrl-C",
-    ),
+    "report": (report_command, "write what happened in a job into one HTML file, with charts"),
+    "dashboard": (dashboard_command, "serve a page that shows a job as it runs, until Ctrl-C"),
 }
 """Command -> the module with its `add_flags` and `run`, and its help."""
 _WITHOUT_ETCD: Mapping[str, str] = {
@@ -122,6 +116,7 @@ _ETCD_FLAGS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
     words = list(sys.argv[1:] if argv is None else argv)
+    # Before anything is parsed: the flags of these commands are those of other modules.
     if words and words[0] in _HANDED_OVER:
         os.execv(sys.executable, [sys.executable, "-m", _HANDED_OVER[words[0]][0], *words[1:]])
     parser = make_parser()
@@ -273,17 +268,13 @@ def _add_gc(command: _Command) -> None:
 
 
 def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
-    """The etcd that the flags name; each call ends within `timeout_s`.
-
-    Raises:
-        SpecError: A flag is wrong, or its file cannot be read; the message names the flag, or the
-            variable from which its value comes.
-    """
+    """The etcd that the flags name; each call ends within `timeout_s`. Raises SpecError."""
     from zero_orchestrator.store.etcd.client import Credentials, EtcdStore  # gRPC: not for --help
 
     given: dict[str, str] = {name: getattr(args, name.replace("-", "_")) for name in _ETCD_FLAGS}
     variables = {name: variable_of(name) for name in given}
     by_environment = {n: v for n, v in variables.items() if given[n] == os.environ.get(v)}
+    # An error names the flag, or the variable from which its value comes.
     with named_as_set(by_environment):
         for name in _ETCD_FILES:
             try:  # here, since the client's error does not name the flag
@@ -295,7 +286,8 @@ def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
                 ) from error
         ca, cert, key, password_file = (given[name] for name in _ETCD_FILES)
         if not ca and (token := os.environ.get(ENV_JOIN_TOKEN)):
-            directory = tempfile.mkdtemp(prefix="zero-tls-")  # a new connection reads them again
+            # Until this process ends: each new connection reads the files again.
+            directory = tempfile.mkdtemp(prefix="zero-tls-")
             atexit.register(shutil.rmtree, directory, ignore_errors=True)
             files = write_certificates(Path(directory), token)
             ca, cert, key = str(files.ca), str(files.cert), str(files.key)
@@ -326,6 +318,7 @@ def _status(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     name = None if args.all else args.job
     try:
         if name is None:
+            # To choose one job, the progress of the nodes of all jobs need not be read.
             jobs = status.read_all(store)
             if args.all or status.is_open(jobs):
                 view.jobs(status.read_each(store))
@@ -379,7 +372,8 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if args.port is None:
         print(metrics.exposition(now).decode(), end="")
         return CtlExit.OK
-    list(now())  # what cannot be read at the start is an error of this command; later of a scrape
+    # What cannot be read at the start is an error of this command; later it is one of a scrape.
+    list(now())
 
     def scraped() -> Iterator[Metric]:
         found, up = [], False
@@ -399,6 +393,7 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
             "port, or another --host"
         ) from error
     view.report(f"http://{host_port(args.host, server.server_port)}/metrics is served until Ctrl-C")
+    # The server has a thread of its own; this one waits for Ctrl-C.
     with contextlib.closing(server.socket):
         signal.pause()
     return CtlExit.OK
@@ -426,6 +421,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         text = "no agent of job {} is alive; the first agent that starts will end the job"
         say(text.format(job.job), done=False)
     else:
+        # The first request stands, with its reason.
         how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
         say(f"job {job.job} {how}; its workers leave at the next step boundary", done=False)
     text = f"job {job.job} has ended"
@@ -435,6 +431,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
     why = f"asked for by {who()}" + (f" ({args.reason})" if args.reason else "")
+    # Whole seconds, as of a lease.
     found = requests.exclude(store, job, args.node, why, round(args.for_s))
     text = f"job {job} continues without the host: {found}"
     _say(view, text, command="exclude", job=job, target=found.host, done=True)
@@ -485,7 +482,8 @@ def _say(view: View, text: str, **facts: Any) -> None:
 def _wait(
     say: Callable[..., None], wait_s: float, happened: Callable[[], bool], sentence: str
 ) -> int:
-    """Wait up to `wait_s` seconds until `happened`; without --wait (0 seconds) do nothing."""
+    """Wait up to `wait_s` seconds until `happened`."""
+    # Without --wait a request is done when it is made.
     if wait_s == 0:
         return CtlExit.OK
     deadline = time.monotonic() + wait_s

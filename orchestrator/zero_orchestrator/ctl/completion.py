@@ -48,9 +48,7 @@ def _print(args: argparse.Namespace) -> int:
 
 
 def complete(
-    parser: argparse.ArgumentParser,
-    *,
-    open_store: Callable[[argparse.Namespace, float], Any],
+    parser: argparse.ArgumentParser, *, open_store: Callable[[argparse.Namespace, float], Any]
 ) -> NoReturn:
     """Answer the shell's question, which the environment holds, and end.
 

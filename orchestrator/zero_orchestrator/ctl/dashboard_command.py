@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import secrets
 import socket
 import time
@@ -97,7 +96,14 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         server_header=False,
         timeout_graceful_shutdown=1,  # a stream ends only when its reader leaves
     )
-    with contextlib.closing(_listen(args.host, args.port)) as listener:
+    try:
+        listener = socket.create_server((args.host, args.port), family=family_of(args.host))
+    except OSError as error:
+        raise SpecError(
+            f"--port={args.port}: cannot listen on {args.host} ({error}); choose another port, or "
+            "another --host"
+        ) from error
+    with listener:
         url = f"http://{host_port(args.host, listener.getsockname()[1])}/"
         new = token if args.token_file is None else None
         view.record(asdict(Served(job=job, url=url, token=new)))
@@ -109,7 +115,8 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def _await_job(store: KeyValueStore, name: str | None, view: View) -> str:
-    """The name of the job, once it exists: a dashboard may be started before the agents."""
+    """The name of the job, once it exists."""
+    # A dashboard may be started before the agents, as by one script.
     waits = False
     while True:
         try:
@@ -120,16 +127,6 @@ def _await_job(store: KeyValueStore, name: str | None, view: View) -> str:
                 view.report(f"{error}; waiting for it, until Ctrl-C")
             waits = True
             time.sleep(LOOK_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), family=family_of(host))
-    except OSError as error:
-        raise SpecError(
-            f"--port={port}: cannot listen on {host} ({error}); choose another port, or another "
-            "--host"
-        ) from error
 
 
 def _token(path: Path) -> str:

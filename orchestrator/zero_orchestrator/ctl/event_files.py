@@ -67,11 +67,13 @@ def read(log_dir: Path, job: str) -> Records:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """The event of a line; None if it is none, such as the last line of a node that lost power."""
+    """The event of a line; None if it is none."""
     record = parse(line)
+    # As the last line of a node that has lost power.
     if record is None or "time" not in record:
         return None
-    record.pop("revision", None)  # only transitions have one: the order is that of the clocks
+    # Only transitions have one: the order of all events is that of the clocks.
+    record.pop("revision", None)
     return record
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 
 from zero_contract.exit_codes import CtlExit
 from zero_contract.values import whole
@@ -13,7 +12,6 @@ from zero_orchestrator.arguments import seconds
 from zero_orchestrator.ctl.views import View, age
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.observe import events, status
-from zero_orchestrator.observe.events import Event
 from zero_orchestrator.observe.status import NoSuchJob
 from zero_orchestrator.observe.story import recoveries, selected
 from zero_orchestrator.store.kv import KeyValueStore
@@ -47,6 +45,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if args.recovery is not None and (args.follow or args.since is not None or args.node):
         raise SpecError("--recovery shows all events of one recovery; leave out the other flags")
     job = args.job or status.newest_job(status.read_all(store)).job
+    # Not among the events, which a program may read.
     if args.job is None:
         print(f"zero-ctl: events of job {job}", file=sys.stderr)
     since_s = None if args.since is None else time.time() - args.since
@@ -57,7 +56,14 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if not kept:
         status.find(store, job)  # raises NoSuchJob, which names the jobs there are
     if args.recovery is not None:
-        return _recovery(kept, job, view, args.recovery)
+        found = recoveries(kept)
+        if len(found) < args.recovery:
+            view.report(f"recoveries of job {job} among the events that are kept: {len(found)}")
+            return CtlExit.USAGE
+        recovery = found[-args.recovery]
+        for event, offset_s in zip(recovery.events, recovery.offsets_s, strict=True):
+            view.event(event, offset_s)
+        return CtlExit.OK
     for one in selected(kept, since_s=since_s, node=args.node):
         view.event(one)
     newest_s = kept[-1].record.get("time") if kept else None
@@ -75,23 +81,12 @@ def _follow(
             for one in selected([event], since_s=since_s, node=node):
                 view.event(one)
             continue
+        # Asked only while no event comes: a job that ends has told of it before.
         try:
             now = status.read(store, job)
-        # Asked only while no event comes: a job that ends has told of it before.
         except StoreUnavailable:  # the watch survives an outage, and shows then what was missed
             continue
         except NoSuchJob:  # it existed, and its keys have been deleted
             return
         if now.ended and not now.live_nodes:  # no agent is left to write an event
             return
-
-
-def _recovery(kept: Sequence[Event], job: str, view: View, number: int) -> int:
-    found = recoveries(kept)
-    if len(found) < number:
-        view.report(f"recoveries of job {job} among the events that are kept: {len(found)}")
-        return CtlExit.USAGE
-    recovery = found[-number]
-    for event, offset_s in zip(recovery.events, recovery.offsets_s, strict=True):
-        view.event(event, offset_s)
-    return CtlExit.OK

@@ -139,6 +139,7 @@ class _Reader:
         number = asker.ask("logs", arguments, within_s=WAIT_S)
         missing, found = set(nodes), []
         for answer in asker.answers(WAIT_S) if nodes else ():
+            # The answer to the question before may come late.
             if answer.number == number and answer.node in missing:
                 missing.discard(answer.node)
                 found.append(answer)

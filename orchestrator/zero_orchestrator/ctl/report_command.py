@@ -47,12 +47,7 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 
 
 def _run_without_etcd(args: argparse.Namespace) -> int | None:
-    """Write the report from files; None: it is to be made from etcd.
-
-    Raises:
-        NoSuchJob: There are no files of such a job.
-        SpecError: A file cannot be read or written.
-    """
+    """Write the report from files; None: it is to be made from etcd."""
     if args.log_dir is None:
         return None
     try:

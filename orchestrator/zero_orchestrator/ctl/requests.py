@@ -91,6 +91,7 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
             "first; or let a node leave with `zero-ctl drain NODE`, and the job waits for another; "
             f"or end the job with `zero-ctl stop {job}`"
         )
+    # The store ends it: no machine's clock counts, and none has to be there.
     lease = store.grant(for_s) if for_s else NO_LEASE
     store.put(Keys(job).excluded(found.host), found.to_json(), lease=lease)
     return found
@@ -104,6 +105,7 @@ def include(store: KeyValueStore, job: str, name: str) -> str:
     """
     view = _look(store, job)
     hosts = [exclusion.host for exclusion in view.exclusions]
+    # An excluded host need not have a node any more.
     host = name if name in hosts else _host(view, name)
     if not store.delete(Keys(job).excluded(host)):
         raise NoSuchNode(f"{host} is not excluded in job {job}; {', '.join(hosts) or 'no host'} is")

@@ -69,9 +69,11 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     with Live(console=console, auto_refresh=False, screen=True) as live, Keyboard() as keyboard:
         while not job.ended and not quits:
             shown = screen(job, *retry.within(OUTAGE_S)(_read, store, job.job))
+            # With --every 0 it would read etcd without a pause.
             until_s = time.monotonic() + max(args.every, 0.1)
             key: str | None = ""
             while key is not None and not quits:
+                # At each key, and without another look at the job.
                 lines = console.render_lines(shown, pad=False)
                 top = scrolled(top, key, len(lines), console.height - 1)
                 live.update(window(lines, top, console.height - 1), refresh=True)

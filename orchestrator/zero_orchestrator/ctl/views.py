@@ -344,6 +344,7 @@ def _facts_of_training(status: JobStatus) -> Iterator[tuple[str, str]]:
     if status.failing_saves is not None:
         yield "saves", status.failing_saves.in_words(None if status.ended else time.time())
     if status.in_memory is not None and not status.ended:
+        # They are gone with the workers of an ended job.
         last = status.last_save_in_memory
         yield "in memory", _checkpoint(status.in_memory, status.kept, last)
     counts = ((status.samples, "samples"), (status.tokens, "tokens"))
@@ -398,15 +399,8 @@ def _nodes_table(rows: Sequence[NodeRow]) -> Fitted:
     columns = ("rank", "node", "state", "workers", "pids", "address", "host", "step", "reported")
     optional = ("pids", "host", "devices", "memory", "prepares")
     least = (
-        "pids",
-        "devices",
-        "host",
-        "address",
-        "workers",
-        "memory",
-        "loss",
-        "reported",
-        "prepares",
+        *("pids", "devices", "host", "address", "workers"),
+        *("memory", "loss", "reported", "prepares"),
     )
     more = ("loss", "memory", "prepares", "devices")
     table = Fitted(*columns, *more, least=least, optional=optional)

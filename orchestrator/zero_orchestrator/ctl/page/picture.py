@@ -16,17 +16,9 @@ from typing import Any
 
 from zero_contract.values import in_words
 from zero_orchestrator.ctl.page.problems import ENDINGS, problems, withdraws
+from zero_orchestrator.observe import events
 from zero_orchestrator.observe import status as statuses
-from zero_orchestrator.observe.events import (
-    GOODPUT,
-    Event,
-    goodput_prefix,
-    history_key,
-    number,
-    read_history,
-    read_timeline,
-)
-from zero_orchestrator.observe.events import read as read_events
+from zero_orchestrator.observe.events import GOODPUT, Event, number
 from zero_orchestrator.observe.goodput import USES, from_record, total_ns
 from zero_orchestrator.observe.history import History, Point, Saved
 from zero_orchestrator.observe.stacks import in_ranges
@@ -83,19 +75,18 @@ def read(store: KeyValueStore, job: str) -> Records:
         NoSuchJob: The job has no keys.
         UnreadableJob: The keys are of another version.
     """
-    prefix = goodput_prefix(job)
-    kept = {
-        item.key.removeprefix(prefix): read_timeline(item) for item in store.range(prefix).items
+    prefix = events.goodput_prefix(job)
+    # None without a span: the picture begins with the first one.
+    timelines = {
+        item.key.removeprefix(prefix): timeline
+        for item in store.range(prefix).items
+        if (timeline := events.read_timeline(item)) is not None and timeline.spans
     }
     return Records(
         status=statuses.read(store, job),
-        events=read_events(store, job),
-        history=read_history(store.get(history_key(job))),
-        timelines={
-            node: timeline
-            for node, timeline in kept.items()
-            if timeline is not None and timeline.spans
-        },
+        events=events.read(store, job),
+        history=events.read_history(store.get(events.history_key(job))),
+        timelines=timelines,
     )
 
 
@@ -109,6 +100,8 @@ def picture(records: Records, *, now_s: float) -> Json:
         {**asdict(one), "nodes": sorted(one.nodes)}
         for one in problems(told, job, history.points, end_s)
     ]
+    used_ns = from_record(job.time_ns)
+    all_ns = total_ns(used_ns) or 1
     sections = {
         "job": {**_job(records, end_s, now_s), "note": records.note},
         "tiles": [*_tiles_of_steps(records), *_tiles_of_job(records, end_s)],
@@ -120,7 +113,16 @@ def picture(records: Records, *, now_s: float) -> Json:
         "paces": _paces(job),
         "checkpoints": _checkpoints(history, told),
         "problems": wrong,
-        "uses": _uses(job),
+        "uses": [
+            {
+                "use": str(use),
+                "meaning": meaning,
+                "time_s": used_ns[use] / 1e9,
+                "part": used_ns[use] / all_ns,
+            }
+            for use, meaning in USES.items()
+            if used_ns.get(use)
+        ],
         "events": [_event(event) for event in told],
     }
     return {**sections, "words": _in_words(history, timelines, recovered)}
@@ -320,9 +322,15 @@ def _timeline(records: Records, row: NodeRow, end_s: float) -> Json:
             starts += _since_written(records, row.node, timeline)
         elif timeline.until_s < end_s - 1:
             starts.append(Span(from_s=timeline.until_s, phase=Phase.GONE))
+        # Whoever is lost wrote its timeline some seconds before: it was there until its round
+        # ended, if that was soon after.
+        within_s = GOODPUT.pause_s(len(records.timelines)) + NOTICE_S
         for place, span in enumerate(starts):
             if span.phase is Phase.GONE:
-                starts[place] = replace(span, from_s=_lost_s(records, span.from_s))
+                from_s, until_s = span.from_s, span.from_s + within_s
+                ended = (e.time_s for e in records.events if e.record.get("event") in ENDS)
+                lost_s = next((t for t in ended if from_s <= t <= until_s), from_s)
+                starts[place] = replace(span, from_s=lost_s)
         spans = [[*one] for one in intervals(starts, None if alive else end_s)]
     first = row.first_rank
     return {
@@ -344,6 +352,7 @@ def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[
     """The spans of a node since it wrote its timeline, by the rounds and steps of the job."""
     phase = timeline.spans[-1].phase
     step_times_s = [point.time_s for point in records.history.points]
+    # From the end: of a thousand events the last few are later.
     late = takewhile(lambda event: event.time_s > timeline.until_s, reversed(records.events))
     for event in reversed(list(late)):
         at_s, kind = event.time_s, event.record.get("event")
@@ -357,13 +366,6 @@ def _since_written(records: Records, node: str, timeline: Timeline) -> Iterator[
         elif kind == "activate" and place < len(step_times_s):
             phase = Phase.TRAINING
             yield Span(from_s=step_times_s[place], phase=phase)
-
-
-def _lost_s(records: Records, written_s: float) -> float:
-    """The time when a node was lost that wrote its timeline last: the end of its round, if near."""
-    within_s = GOODPUT.pause_s(len(records.timelines)) + NOTICE_S
-    ended = (e.time_s for e in records.events if e.record.get("event") in ENDS)
-    return next((t for t in ended if written_s <= t <= written_s + within_s), written_s)
 
 
 def _recovery(band: Band) -> Json:
@@ -392,6 +394,7 @@ def _paces(job: JobStatus) -> Json:
         ("one rank, all rounds", job.run_step_times),
     )
     ranks = [(f"rank {rank} on {node}", of) for rank, node, of in slowest_ranks(job)]
+    # The times of a single rank are those of all ranks.
     shown = [*together, *(ranks[:RANKS] if len(ranks) > 1 else [])]
     return {
         "rows": [[of, q.count, q.p50_s, q.p90_s, q.p99_s] for of, q in shown if q is not None],
@@ -399,8 +402,9 @@ def _paces(job: JobStatus) -> Json:
     }
 
 
-def _checkpoints(history: History, events: Sequence[Event]) -> Json:
+def _checkpoints(history: History, told: Sequence[Event]) -> Json:
     """The newest checkpoints; each with the round that has loaded, and so verified, it last."""
+    # In the order of the events: the last load of a checkpoint stays.
     read = {
         (bool(event.record.get("in_memory")), str(event.record.get("tag"))): [
             event.record.get("round"),
@@ -408,7 +412,7 @@ def _checkpoints(history: History, events: Sequence[Event]) -> Json:
             number(event.record.get("load_s")),
             event.record.get("read_bytes"),
         ]
-        for event in events
+        for event in told
         if event.record.get("event") == "restore"
     }
     found = [(False, one) for one in history.checkpoints]
@@ -431,21 +435,6 @@ def _written(saved: Saved) -> list[float] | None:
     if not saved.size_bytes:
         return None
     return [saved.size_bytes, saved.stall_s, saved.write_s, saved.publish_s]
-
-
-def _uses(job: JobStatus) -> list[Json]:
-    used_ns = from_record(job.time_ns)
-    all_ns = total_ns(used_ns) or 1
-    return [
-        {
-            "use": str(use),
-            "meaning": meaning,
-            "time_s": used_ns[use] / 1e9,
-            "part": used_ns[use] / all_ns,
-        }
-        for use, meaning in USES.items()
-        if used_ns.get(use)
-    ]
 
 
 def _event(event: Event) -> list[Any]:

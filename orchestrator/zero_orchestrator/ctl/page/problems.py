@@ -124,6 +124,7 @@ def _end(
     if before is not None:
         before.to_s = at_s
     elif "after_s" in record:
+        # No agent can tell of an outage before etcd answers, and then says how long it was.
         outage = replace(told, from_s=at_s - float(record["after_s"]), to_s=at_s)
         if not _joins_an_outage(found, outage):
             found.append(outage)

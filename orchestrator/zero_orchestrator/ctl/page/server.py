@@ -102,10 +102,12 @@ class Feed:
                 if not await self._after(seen):
                     yield None
                     continue
+                # Whoever is slow misses looks: the changes are those since what it was sent.
                 seen, before, shown = self._number, shown, {**shown, **self._newest}
                 yield changes(before, shown)
         finally:
             self._watchers -= 1
+            # An open page is what makes etcd be read.
             if not self._watchers and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
@@ -177,9 +179,10 @@ class Server:
 
     def _acting(self, act: Act) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            # Before its body is read: whoever lacks the token gets nothing else done.
             kind, _, given = request.headers.get("authorization", "").partition(" ")
             if kind != "Bearer" or not hmac.compare_digest(given.encode(), self._token):
-                await asyncio.sleep(WRONG_S)  # who guesses is slow
+                await asyncio.sleep(WRONG_S)  # whoever guesses is slow
                 return _said(
                     403, "The token is wrong; zero-ctl dashboard has printed the right one."
                 )
