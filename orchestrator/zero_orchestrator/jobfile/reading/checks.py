@@ -95,6 +95,7 @@ def _checkpoints(job: Job) -> Iterator[Problem]:
     """Checkpoints have one place, with enough room, and a save ends within the grace period."""
     file, wanted = job.file, job.file.checkpoint
     if file.parameters is not None and wanted.makes_a_claim:
+        # One more than are kept: an old one is deleted after the commit of the new one.
         kept = _count(_checkpoint_config(job), "keep_last", 1) + 1
         needed = at_least(file.parameters * BYTES_PER_PARAMETER * kept)
         if wanted.size < needed:
@@ -113,6 +114,7 @@ def _checkpoints(job: Job) -> Iterator[Problem]:
             key="grace_s", text=f"{file.grace:g} s are too short for an agent to drain; write 10"
         )
     elif wanted.save_s is not None and wanted.save_s >= file.drain_s:
+        # More than a save is left of it when `drain_s` has taken its part.
         needed_s = wanted.save_s + max(wanted.save_s / 4, 5)
         text = (
             f"{file.grace:g} s leave {file.drain_s:g} s to drain, and one save takes "
@@ -122,7 +124,8 @@ def _checkpoints(job: Job) -> Iterator[Problem]:
 
 
 def _checkpoint_config(job: Job) -> Mapping[str, Any]:
-    """The section `checkpoint` of the engine's config; the engine reports errors in it."""
+    """The section `checkpoint` of the engine's config."""
+    # Empty if it is wrong: the engine says what is wrong with it.
     found = job.engine.get("checkpoint")
     return found if isinstance(found, Mapping) else {}
 

@@ -160,6 +160,7 @@ class Resources:
     @property
     def shared_memory(self) -> Size:
         """Size of /dev/shm, which is a part of the memory."""
+        # What is in it counts against the memory limit of the node.
         half = Size(f"{self.memory.size_bytes // 2**21}Mi")
         return self.shm or min(Size("4Gi"), half)
 
@@ -371,11 +372,7 @@ def load(path: Path) -> Job:
 
 
 def _parsed(text: str) -> Config:
-    """Parse a config: JSON, or Hjson (with comments, and without some commas).
-
-    Raises:
-        ValueError: The text is neither, or is not an object.
-    """
+    """A config: JSON, or Hjson, which has comments. Raises ValueError: it is neither."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -383,8 +380,9 @@ def _parsed(text: str) -> Config:
             found = hjson.loads(text)
         except hjson.HjsonDecodeError:
             found = None
+        # Hjson reads nearly any text as a string: then the error of the JSON parser says more.
         if not isinstance(found, dict):
-            raise  # the error of the JSON parser
+            raise
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
     return found

@@ -12,8 +12,7 @@ from zero_orchestrator.jobfile.reading.schema import Job, JobFile
 
 FLAGS = (
     *("refill_after_steps", "max_restarts_without_progress", "exclude_after", "exclude_for"),
-    *("grow_every",),
-    *("node_unit", "join_timeout", "etcd_wait", "etcd_grace", "lease_ttl", "preload"),
+    *("grow_every", "node_unit", "join_timeout", "etcd_wait", "etcd_grace", "lease_ttl", "preload"),
     *("hang_timeout", "health_check", "health_check_timeout", "numa_binding"),
 )
 """Keys that set the flag of the same name; the default of a missing key is the agent's."""
@@ -21,6 +20,7 @@ FLAGS = (
 
 def settings(file: JobFile) -> dict[str, str]:
     """Environment variables of every agent of the job, without those of etcd."""
+    # Without it, cuBLAS may add in another order in each run.
     reproducible = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if file.resources.gpu else {}
     given = {key: getattr(file, key) for key in FLAGS} | {"ram_budget": file.checkpoint.ram_budget}
     return {
@@ -30,7 +30,8 @@ def settings(file: JobFile) -> dict[str, str]:
         "PET_SHUTDOWN_TIMEOUT": f"{file.drain_s:g}",
         **{variable(key): str(value) for key, value in given.items() if value is not None},
         "OMP_NUM_THREADS": str(file.threads_per_worker),
-        **reproducible,  # without it, cuBLAS may add in another order in each run
+        **reproducible,
+        # Last, so that the user's own variables count.
         **file.environment,
     }
 

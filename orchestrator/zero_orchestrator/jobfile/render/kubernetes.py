@@ -47,6 +47,7 @@ def render(job: Job) -> str:
             "https://kubernetes.io/docs/tasks/tools has both"
         )
     with tempfile.TemporaryDirectory() as directory:
+        # Without links, as the path from here to the base is relative.
         where = Path(directory).resolve()
         for name, text in files(job, where).items():
             (where / name).parent.mkdir(exist_ok=True)

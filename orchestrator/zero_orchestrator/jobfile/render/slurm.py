@@ -39,6 +39,7 @@ def render(job: Job) -> str:
     options.append(f"time={file.slurm.time}")
     where = {"partition": file.slurm.partition, "account": file.slurm.account}
     options += [f"{name}={value}" for name, value in where.items() if value is not None]
+    # As the template, which explains them: its own are above `_BEGIN`, and not in this script.
     options += ["output=%x-%j.log", "open-mode=append", "requeue", "no-kill"]
     options.append(f"signal=B:USR1@{file.grace:.0f}")
     # The user's options are last: of two equal options, sbatch takes the last.

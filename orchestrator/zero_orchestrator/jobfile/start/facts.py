@@ -101,6 +101,7 @@ class Kubectl:
         if shutil.which("kubectl") is None:
             return None
         try:
+            # Longer than kubectl itself waits, since it then says for what.
             return subprocess.run(
                 ["kubectl", *words],
                 capture_output=True, text=True, timeout=2 * ASK_TIMEOUT_S, check=False,

@@ -82,6 +82,7 @@ def _secrets(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
         remedy = " ".join([f"kubectl create secret generic {name}", *words])
         yield Problem(key="etcd.secret", text=f"{name}: there is no such Secret; {remedy}")
     elif cluster.secret:
+        # A Secret without an entry has no `data`.
         there = cluster.secret[0].get("data", {}).keys()
         if missing := entries.keys() - there:
             text = f"{name} has no {', '.join(sorted(missing))}; it has {', '.join(sorted(there))}"
@@ -185,10 +186,4 @@ def _machines(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
             yield Problem(key=f"resources.{name}", text=text, is_fatal=False)
 
 
-CHECKS: tuple[Check, ...] = (
-    _objects,
-    _secrets,
-    _claim_that_exists,
-    _claim_to_create,
-    _machines,
-)
+CHECKS: tuple[Check, ...] = (_objects, _secrets, _claim_that_exists, _claim_to_create, _machines)
