@@ -73,6 +73,7 @@ def test_the_rank_whose_collective_differs_or_lacks_is_found(traces, odd, issued
         [[DONE], [DONE, entry(2, "broadcast", [[2]])]],  # it has ended: nobody waits
         [[entry(1, "gather", [[1]])], [entry(1, "gather", [[2]])]],  # sizes that may differ
         [[DONE], [entry(9, "all_reduce", [[1]], group="1")]],  # a group of other ranks
+        [[DONE, entry(5, "all_reduce", [[4]])]] * 2,  # between them, a monitored barrier
         [[], []],
     ],
 )
