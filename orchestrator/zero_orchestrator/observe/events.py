@@ -243,6 +243,8 @@ class Publisher:
         self._due_s: dict[Paced, float] = {}
         """When a key is written next; at once without an entry."""
         self._shown: tuple[Progress | None, str, Mapping[int, int]] = None, "", {}
+        self._shown_lease = 0
+        """The lease of the progress that was written; 0: none was."""
         self._ledger_before: tuple[Mapping[Use, int], Timeline | None] | None = None
         """Ledger and timeline of this node's agents before this one; None: not read yet."""
         self._reign = 0
@@ -303,10 +305,12 @@ class Publisher:
         of the round is `preparing`. The functions are called at each write.
         """
         shown = progress, preparing, pids
-        # The store need not hear the same twice: a job that takes no step writes nothing.
-        if shown == self._shown or not self._is_due(PROGRESS, nodes):
+        # The store need not hear the same twice: a job that takes no step writes nothing. What was
+        # written has ended with its lease, if this agent has registered again meanwhile.
+        told = shown == self._shown and self._shown_lease in (0, lease)
+        if told or not self._is_due(PROGRESS, nodes):
             return
-        self._shown = shown
+        self._shown, self._shown_lease = shown, lease
         use = ram()
         record = structs.asdict(progress) if progress is not None else {}
         record |= {"ram": dataclasses.asdict(use)} if use is not None else {}

@@ -308,6 +308,22 @@ def test_progress_is_written_every_two_seconds_and_rarer_the_more_nodes_there_ar
     pen.close()
 
 
+def test_progress_is_written_again_when_its_agent_has_a_new_lease(job):
+    """A job that is stuck takes no step, and its processes are shown all the same."""
+    store, clock = MemoryStore(), ManualClock()
+    pen, before = publisher(store, job, clock=clock), store.grant(60)
+    key = progress_prefix(job) + "a"
+    pen.progress(None, lease=before, nodes=1, pids={3: 77})
+    wait_for(lambda: store.get(key), 60, "the progress")
+    store.revoke(before)
+    clock.advance(2.0)
+    after = store.grant(60)
+    pen.progress(None, lease=after, nodes=1, pids={3: 77})
+    wait_for(lambda: store.get(key), 60, "the progress under the new lease")
+    assert store.get(key).lease == after
+    pen.close()
+
+
 def test_a_sign_of_life_stays_when_its_agent_goes_and_is_rare(job):
     store, clock = MemoryStore(), ManualClock()
     pen = publisher(store, job, clock=clock)
