@@ -359,6 +359,21 @@ def test_only_what_has_changed_is_sent_and_of_lists_only_their_changed_items():
     }
 
 
+def test_a_page_that_is_opened_later_never_shows_the_job_as_it_was_before():
+    server = pytest.importorskip("zero_orchestrator.ctl.page.server")
+    rounds = iter(range(1, 1000))
+    feed = server.Feed(lambda: {"round": next(rounds)})
+
+    async def first() -> Json | None:
+        async with contextlib.aclosing(feed.news()) as news:
+            return await anext(news)
+
+    async def twice() -> list[Json | None]:
+        return [await first(), await first()]
+
+    assert [told["round"] for told in asyncio.run(twice())] == [1, 2]
+
+
 def test_a_page_whose_job_cannot_be_read_says_that_it_shows_the_past():
     """Whatever the reason: a dashboard that stands still in silence looks as if all were well."""
     server = pytest.importorskip("zero_orchestrator.ctl.page.server")

@@ -95,6 +95,8 @@ class Feed:
         """Yield the `changes` since the last look, all at first; None after a while without one."""
         self._watchers += 1
         if self._looking is None:
+            # The last look may be hours old: since then nobody has watched.
+            self._number, self._newest = 0, {}
             self._looking = asyncio.create_task(self._keep_looking())
         seen, shown = 0, Json()
         try:
