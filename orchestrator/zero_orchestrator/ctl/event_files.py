@@ -101,6 +101,7 @@ def _status(job: str, records: Sequence[Mapping[str, Any]]) -> JobStatus:
         world_size=sizes[-1] if sizes else 0,
         members=tuple(NodeRow.gone(str(node)) for node in members),
         restarts=interrupts,
+        # How many of them count no more is known from etcd alone.
         restarts_spent=interrupts,
         state_time_s=last.get("time"),
         seen_time_s=records[-1]["time"] if records else None,

@@ -149,6 +149,7 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
     """The time that recoveries took: no two bands overlap, and nothing is in two of them."""
     made: list[Band] = []
     for place, one in enumerate(found):
+        # The first step after its last event ends a recovery.
         at = bisect_left(steps_s, one.events[-1].time_s)
         step_s = steps_s[at] if at < len(steps_s) else math.inf
         if place + 1 < len(found) and found[place + 1].stepped:
@@ -196,6 +197,7 @@ def phases(band: Band) -> tuple[Span, ...]:
 def recoveries(events: Sequence[Event]) -> tuple[Recovery, ...]:
     """Every recovery among the events, oldest first; the last one may not have ended yet."""
     ends = [i for i, event in enumerate(events) if event.record.get("event") in ENDS]
+    # What lies between two ends of rounds is part of one recovery at most.
     bounds = [*ends, len(events)]
     return tuple(
         _recovery(events, end, bounds[number - 1] if number else 0, bounds[number + 1])

@@ -157,6 +157,7 @@ def _end_s(records: Records, now_s: float) -> float:
     job = records.status
     if not job.ended and job.live_nodes:
         return now_s
+    # Nobody works on the job: nothing is known after its last record.
     last_s = [timeline.until_s for timeline in records.timelines.values()]
     last_s += [event.time_s for event in records.events[-1:]]
     last_s += [point.time_s for point in records.history.points[-1:]]

@@ -153,6 +153,7 @@ def registry_of(image: str) -> str | None:
     first, slash, _ = image.partition("/")
     if not slash:
         return None
+    # As docker decides: any other first part is a user of its hub.
     return first if "." in first or ":" in first or first == "localhost" else DOCKER_HUB
 
 
@@ -162,6 +163,7 @@ def why_no_registry(registry: str) -> str | None:
     Source: OCI Distribution Specification, "Determining Support": GET /v2/.
     """
     host = registry.partition(":")[0]
+    # As docker: a registry on this machine needs no TLS.
     scheme = "http" if host in ("localhost", "127.0.0.1") else "https"
     try:
         with urllib.request.urlopen(f"{scheme}://{registry}/v2/", timeout=CONNECT_TIMEOUT_S):

@@ -96,6 +96,7 @@ class Stragglers:
             )
             if last - first >= SLOW_STEPS * steps
         ]
+        # In the mean as well, but not in the mean alone: that may be one long pause.
         slower = slow_ranks(compute_s, wait_s)
         found = {rank: slower[rank] for rank in often if rank in slower}
         ranks = self.slow.keys() | found.keys()
