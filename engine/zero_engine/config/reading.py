@@ -63,7 +63,15 @@ def read_json(source: str | Path) -> Mapping[str, Any]:
         if decoded.lstrip().startswith("{"):
             text = decoded
         else:
-            text, name = _from_file(source), f"config {shown_of(text)}"
+            name = f"config {shown_of(text)}"
+            try:
+                text = Path(source).read_text(encoding="utf-8-sig")  # as some editors begin a file
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"config {str(source)!r} cannot be read: it is not UTF-8 text"
+                ) from error
+            except OSError as error:
+                raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
     if not text.strip():
         raise ConfigError(f"{name} is empty; write {{}} for a config without keys")
     try:
@@ -97,29 +105,24 @@ def _from_hjson(text: str, name: str) -> Any:
     try:
         data = json.loads(strict, object_pairs_hook=_no_repeats)
     except json.JSONDecodeError as error:
-        data = _without_quotes(text, outline, name, error)
+        # HJSON would read `8 "bf16": ...`, after which a comma is missing, as one long string.
+        gap = _NO_COMMA.search(outline)
+        if gap and error.msg != _UNCLOSED:
+            problem = error.msg if error.pos == gap.end() else _COMMA
+            raise ConfigError(f"{name}: {_in_words(text, gap.end(), problem)}") from None
+        try:
+            data = hjson.loads(text, object_pairs_hook=_no_repeats)
+        except hjson.HjsonDecodeError:
+            problem = _in_words(text, error.pos, error.msg)
+            raise ConfigError(f"{name} is not JSON: {problem}") from None
         lenient["no quotes, or a line break for a comma"] = [error.pos]
     found = [f"{what} (line {_line(text, at[0])})" for what, at in lenient.items() if at]
     _log.info("%s is read as DeepSpeed reads it, with %s", name, ", ".join(found))
     return data
 
 
-def _without_quotes(text: str, outline: str, name: str, otherwise: json.JSONDecodeError) -> Any:
-    """Read all of HJSON, except a string that it makes of a line in which a comma is missing."""
-    # HJSON would read `8 "bf16": ...`, after which a comma is missing, as one long string.
-    gap = _NO_COMMA.search(outline)
-    if gap and otherwise.msg != _UNCLOSED:
-        problem = otherwise.msg if otherwise.pos == gap.end() else _COMMA
-        raise ConfigError(f"{name}: {_in_words(text, gap.end(), problem)}")
-    try:
-        return hjson.loads(text, object_pairs_hook=_no_repeats)
-    except hjson.HjsonDecodeError:
-        problem = _in_words(text, otherwise.pos, otherwise.msg)
-        raise ConfigError(f"{name} is not JSON: {problem}") from None
-
-
 def _blank(match: re.Match[str]) -> str:
-    """Blanks of the same length, with the same line breaks."""
+    # Of the same length, with the same line breaks: places and lines stay those of the text.
     return re.sub(r"[^\n]", _MASK if match["string"] else " ", match[0])
 
 
@@ -134,17 +137,6 @@ def _in_words(text: str, at: int, problem: str) -> str:
 
 def _line(text: str, at: int) -> int:
     return text.count("\n", 0, at) + 1
-
-
-def _from_file(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")  # as some editors begin a file
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: it is not UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(
-            f"config {shown_of(str(path))} cannot be read: {error.strerror}"
-        ) from error
 
 
 def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

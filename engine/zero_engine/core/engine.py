@@ -77,12 +77,7 @@ class Engine(WholeWeights):
     """
 
     def __init__(
-        self,
-        core: Core,
-        run: Run,
-        scheduler: Any,
-        link: AgentLink,
-        keys: Mapping[str, Any],
+        self, core: Core, run: Run, scheduler: Any, link: AgentLink, keys: Mapping[str, Any]
     ) -> None:
         super().__init__(core.module)
         config = core.layout.config
@@ -128,7 +123,8 @@ class Engine(WholeWeights):
         self._session.hardware, self._session.writes = core.hardware, core.writes
         # Hooks of a loss refer to the micro-steps, and must not keep the engine.
         self._micro_steps.on_plain = if_alive(self._fill_in)
-        self._micro_steps.behind_last = if_alive(self._seed_gradients)
+        # A script may add noise to the gradients.
+        self._micro_steps.behind_last = partial(if_alive(self._seed_step), Moment.GRADIENTS)
         self._of_module = generators_of_module(self.module, lanes_of(run.loader))
         """Random numbers that modules draw from generators of their own."""
 
@@ -244,7 +240,7 @@ class Engine(WholeWeights):
             self._come_back()
 
     def _come_back(self) -> None:
-        """See `zero_step.session.come_back`; states that are away delay it to the next forward."""
+        # States that are away delay it to the next forward: it may save them.
         if self._session.lost is not None or not self._core.moved.are_away:
             come_back(self._session)
 
@@ -362,9 +358,6 @@ class Engine(WholeWeights):
     def _seed_step(self, moment: Moment = Moment.BETWEEN) -> None:
         if self._run.loader is not None and self._link.is_alone():
             self._run.loader.seed_step(moment)
-
-    def _seed_gradients(self) -> None:
-        self._seed_step(Moment.GRADIENTS)  # a script may add noise to them
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last optimizer step, to leave a batch out of it.

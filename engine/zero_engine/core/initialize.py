@@ -45,12 +45,7 @@ from zero_engine.layout import Facts, Layout, of_the_model, resolve
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.optim.as_given import AsGiven
 from zero_engine.optim.lr_schedules import make_schedule
-from zero_engine.optim.optimizers import (
-    Parameters,
-    describe,
-    make_optimizer,
-    trained_groups,
-)
+from zero_engine.optim.optimizers import Parameters, describe, make_optimizer, trained_groups
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parameters.initial_weights import InitialWeights
 from zero_engine.parameters.initialisers import leave_meta
@@ -70,7 +65,7 @@ from zero_step.checks import alike
 from zero_step.forward_writes import ForwardWrites
 from zero_step.gradients.pipeline import reduction_over
 from zero_step.session import Session
-from zero_step.staying import Standing, Staying, standing
+from zero_step.staying import Staying, standing
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +149,13 @@ def initialize(
     if isinstance(loader := engine.training_dataloader, PositionLoader):
         loader.calls = LoopCalls(*(partial(if_alive(engine._hear_loop), loader),) * 3)
     if began is not None:
-        staying = engine._session.staying = _staying(engine, given, began, came_after_s)
+        why_not = ""
+        if given.dataset is None:
+            why_not = "its batches do not come from initialize(training_data=...)"
+        elif engine.device.type != "cpu":
+            why_not = f"it trains on {engine.device.type}, and only CPUs are tested"
+        again = partial(_make_again, ref(engine), given)
+        staying = engine._session.staying = Staying(again, began, came_after_s, why_not)
         if not staying.why_not:  # else no newcomer warms up for the sake of the others
             link.announce(Ability.BOUNDARY, Ability.REJOIN)
             staying.when_forbidden = partial(link.announce, Ability.BOUNDARY)
@@ -207,16 +208,6 @@ def _make(
 # ---- the same engine in another round ----
 
 
-def _staying(engine: Engine, given: _Given, began: Standing, came_after_s: float) -> Staying:
-    """The way in which this engine goes on in its process when the ranks change."""
-    why_not = ""
-    if given.dataset is None:
-        why_not = "its batches do not come from initialize(training_data=...)"
-    elif engine.device.type != "cpu":
-        why_not = f"it trains on {engine.device.type}, and only CPUs are tested"
-    return Staying(partial(_make_again, ref(engine), given), began, came_after_s, why_not)
-
-
 def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Session:
     """Make an engine anew over the group that there is now, as the same object. Collective.
 
@@ -234,6 +225,7 @@ def _make_again(engine_of: Callable[[], Engine | None], given: _Given) -> Sessio
     if given.optimizer is not None:
         for group, params in zip(given.optimizer.param_groups, given.groups, strict=True):
             group["params"] = list(params)
+        # Of the shards of the former round.
         given.optimizer.state.clear()
     link = agent_link(dist.get_rank())
     link.preparing("making the engine")
@@ -334,11 +326,13 @@ def _make_core(
     without_values: frozenset[int],
 ) -> Core:
     config, collectives, device = layout.config, found.collectives, found.device
+    # Now: the engine is going to put its own parameters into the groups of the optimizer.
     as_given = AsGiven(optimizer, model)
     if not layout.native:
         collectives.lay_out(layout.sums.topology)
         collectives.divide(device)
     initial = InitialWeights(model, without_values, collectives, config.elastic.initial_weights)
+    # Rank 0 alone sets them; `prepare_buffers` sends them to the others.
     initial.set_buffers()
     prepare_buffers(model, DTYPES.get(config.data_types.buffers or ""), device, collectives)
     activations.apply(model, config.activation_checkpointing)
@@ -388,6 +382,7 @@ def _make_units(
     zero, collectives, device = layout.config.zero_optimization, found.collectives, found.device
     node = None
     if layout.secondary > 1:
+        # One for all units: it makes a process group.
         node = node_exchanges(layout.secondary, found.interrupt, collectives.order)
 
     @cache
@@ -467,13 +462,7 @@ def _make_scheduler(
 # ---- the run ----
 
 
-def _make_run(
-    layout: Layout,
-    core: Core,
-    given: _Given,
-    link: AgentLink,
-    cursor: Cursor,
-) -> Run:
+def _make_run(layout: Layout, core: Core, given: _Given, link: AgentLink, cursor: Cursor) -> Run:
     config, rank, world = layout.config, dist.get_rank(), dist.get_world_size()
     batch, from_world = resolve_batch(
         config.train_batch_size,

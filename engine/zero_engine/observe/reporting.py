@@ -38,9 +38,9 @@ def _csv_curves(config: FileMonitor) -> tuple[Write, Close]:
     begun: set[Path] = set()
 
     def write(event: Event) -> None:
-        """The first point of this process removes later points of an earlier process."""
         name, value, x = event
         path = directory / (name.replace("/", "_").replace(" ", "_") + ".csv")
+        # An earlier process may have come further than the checkpoint that this one began with.
         if path not in begun:
             rows = [["step", name.rpartition("/")[2]]]
             if path.exists():
@@ -51,6 +51,7 @@ def _csv_curves(config: FileMonitor) -> tuple[Write, Close]:
             partial = path.with_suffix(".partial")
             with partial.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(rows)
+            # At once: a kill leaves the points that there were, or those that stay.
             os.replace(partial, path)
             begun.add(path)
         with path.open("a", newline="", encoding="utf-8") as file:
@@ -66,8 +67,8 @@ def _tensorboard(config: FileMonitor) -> tuple[Write, Close]:
     made: list[Any] = []
 
     def write(event: Event) -> None:
-        """The first point of this process hides later points of an earlier process."""
         name, value, x = event
+        # The first point hides later points of an earlier process.
         if not made:
             made.append(SummaryWriter(str(Path(config.output_path, config.job_name)), purge_step=x))
         made[0].add_scalar(name, value, x)
@@ -109,6 +110,7 @@ class Monitors:
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
         """Append points: (name, value, x). `flush` is accepted for DeepSpeed's signature."""
         del flush
+        # A copy, since a monitor that fails is removed.
         for name, (write, _) in list(self._kinds.items()):
             try:
                 for event in event_list:
@@ -181,11 +183,28 @@ class Reporter:
         self._config = config
         self._reports = rank == 0
         self._stopwatch = stopwatch
-        if self._reports:
-            _configure_logging(config)
-        if self._reports and config.dump_state:
-            for line in resolved(config):
-                _log.info("config: %s", line)
+        if not self._reports:
+            return
+        # A script that has not configured logging gets the lines that its config asks for on
+        # stderr.
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        if config.log_level is not None:
+            levels = logging.getLevelNamesMapping()
+            if config.log_level.upper() not in levels:
+                known = ", ".join(level.lower() for level in levels)
+                raise ConfigError(f"log_level: {config.log_level!r} is not one of {known}")
+            for logger in loggers:
+                logger.setLevel(config.log_level.upper())
+        asks = config.steps_per_print or config.dump_state or config.wall_clock_breakdown
+        # An engine before has added the handler: a second one would write each line twice.
+        has_handler = any(isinstance(h, _Unconfigured) for h in loggers[0].handlers)
+        if (asks or config.log_level) and not has_handler:
+            add_handler(*loggers)
+            for logger in loggers:
+                if logger.level == logging.NOTSET and not logging.getLogger().handlers:
+                    logger.setLevel(logging.INFO)
+        for line in resolved(config) if config.dump_state else ():
+            _log.info("config: %s", line)
 
     def step(
         self, cursor: Cursor, loss: float, norm: float, rates: Sequence[float], scale: float
@@ -226,24 +245,3 @@ class _Unconfigured(logging.StreamHandler):  # type: ignore[type-arg]
         """Write a line to stderr."""
         if not logging.getLogger().handlers:
             super().emit(record)
-
-
-def _configure_logging(config: Config) -> None:
-    # A script that has not configured logging gets the lines that its config asks for on stderr.
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    if config.log_level is not None:
-        levels = logging.getLevelNamesMapping()
-        if config.log_level.upper() not in levels:
-            known = ", ".join(level.lower() for level in levels)
-            raise ConfigError(f"log_level: {config.log_level!r} is not one of {known}")
-        for logger in loggers:
-            logger.setLevel(config.log_level.upper())
-    asks = config.steps_per_print or config.dump_state or config.wall_clock_breakdown
-    if not (asks or config.log_level) or any(
-        isinstance(h, _Unconfigured) for h in loggers[0].handlers
-    ):
-        return
-    add_handler(*loggers)
-    for logger in loggers:
-        if logger.level == logging.NOTSET and not logging.getLogger().handlers:
-            logger.setLevel(logging.INFO)

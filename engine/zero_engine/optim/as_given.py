@@ -7,7 +7,7 @@ weights would stay as they are, and the loss would be the only sign of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import is_
 
 import torch
@@ -47,7 +47,7 @@ class AsGiven:
         """What the groups have at a step: the engine's own, once it is made."""
         self._parts = Parts(model)
 
-    def check(self, trained: Iterable[FlatUnit]) -> None:
+    def check(self, trained: Sequence[FlatUnit]) -> None:
         """Refuse what the engine cannot follow.
 
         Raises:
@@ -63,6 +63,7 @@ class AsGiven:
                     "them, in zero.GatheredParameters(parameters, modifier_rank=0), tie them "
                     f"before, {_ONCE_MORE}"
                 )
+            # Nothing that is trained is new or gone: these need not be looked at again.
             self._parts.accept()
         for name, param in self._frozen:
             if param.requires_grad:
@@ -79,8 +80,21 @@ class AsGiven:
                     "set the dtype in the config, and write values with .data.copy_(), or in "
                     "zero.GatheredParameters(parameters, modifier_rank=0)"
                 )
-            if not self._has_warned:
-                self._warn_of_frozen(unit)
+        frozen = (
+            slot.fqn
+            for unit in trained
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+            if not param.requires_grad
+        )
+        if not self._has_warned and (name := next(frozen, None)) is not None:
+            self._has_warned = True
+            _log.warning(
+                "%s does not require gradients any more: as in DeepSpeed, its gradient is zero "
+                "from now on, and momentum and weight decay still change it; to leave it as it "
+                "is, set lr=0 in its param group, %s",
+                name,
+                _ONCE_MORE,
+            )
 
     def check_groups(self) -> None:
         """Refuse other param groups, or other members of one; a checkpoint has them by place too.
@@ -104,16 +118,3 @@ class AsGiven:
                 "the engine steps those of initialize(), each in its group; change lr and other "
                 f"options of the groups instead, {_ONCE_MORE}"
             )
-
-    def _warn_of_frozen(self, unit: FlatUnit) -> None:
-        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            if not param.requires_grad:
-                self._has_warned = True
-                _log.warning(
-                    "%s does not require gradients any more: as in DeepSpeed, its gradient is zero "
-                    "from now on, and momentum and weight decay still change it; to leave it as it "
-                    "is, set lr=0 in its param group, %s",
-                    slot.fqn,
-                    _ONCE_MORE,
-                )
-                return

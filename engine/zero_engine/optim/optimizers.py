@@ -119,19 +119,8 @@ def make_optimizer(
 _ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
 """An optimizer of DeepSpeed's that compresses its traffic -> the one to set instead."""
 
-
 _OF_MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
-
-
-def _of_mup(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """An optimizer of muP: torch's, with learning rates that follow the shapes of weights."""
-    try:
-        made: Callable[..., torch.optim.Optimizer] = getattr(import_module("mup"), name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"optimizer.type: {name!r} is of the package mup: pip install mup"
-        ) from error
-    return made
+"""Optimizers of muP: torch's, with learning rates that follow the shapes of weights."""
 
 
 def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
@@ -143,7 +132,13 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
             f'set {_ONE_BIT[name]!r}, and "zero_quantized_gradients" to send less'
         )
     if name in _OF_MUP:
-        return _made(config, _of_mup(_OF_MUP[name]), parameters, _params(config))
+        try:
+            of_mup: Callable[..., Any] = getattr(import_module("mup"), _OF_MUP[name])
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"optimizer.type: {_OF_MUP[name]!r} is of the package mup: pip install mup"
+            ) from error
+        return _made(config, of_mup, parameters, _params(config))
     if cls is None:
         known = ", ".join(sorted(name for name, cls in BY_NAME.items() if _why_not(cls) is None))
         raise ConfigError(f"optimizer.type: {config.type!r} is unknown; known: {known}")
@@ -238,6 +233,7 @@ def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) ->
                 groups[id(param)] = index
     stray = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) not in groups]
     for _, param in stray:
+        # Nobody takes their gradients, which would add up in `.grad`.
         _FROZEN[param.requires_grad_(False)] = True
     if stray and groups:
         _log.warning(

@@ -37,13 +37,6 @@ _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _OF_VALUES = frozenset(getattr(Tensor, name).__get__ for name in _VALUES)
 
 
-def _describes(function: Callable[..., Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return function not in _OF_VALUES
-    return name in _DESCRIBING or name.endswith("_like") or name.startswith("new_")
-
-
 class _Absent:
     """The class of a parameter, in front of its own, while it shows NaN."""
 
@@ -55,9 +48,13 @@ class _Absent:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "__get__":
+            describes = function not in _OF_VALUES
+        else:
+            describes = name in _DESCRIBING or name.endswith("_like") or name.startswith("new_")
         with torch._C.DisableTorchFunctionSubclass():
-            if _describes(function):
+            if describes:
                 shown = function(*args, **kwargs)
                 return _look(args[0], shown) if function == _DATA else shown
             tensors = _tensors((args, kwargs))

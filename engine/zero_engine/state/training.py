@@ -35,6 +35,7 @@ from zero_step import record
 from zero_step.gradients.accumulation import check_block
 from zero_step.lane_states import LaneStates, lanes_of
 
+_log = logging.getLogger(__name__)
 _TERMS = record.Terms(
     anew="begin a new run with load_checkpoint(load_module_only=True)",
     dataset="training_data",
@@ -53,11 +54,7 @@ class Loading:
     """
 
     def __init__(
-        self,
-        state: EngineState,
-        moved: MovedStates,
-        options: LoadOptions,
-        training: EngineTraining,
+        self, state: EngineState, moved: MovedStates, options: LoadOptions, training: EngineTraining
     ) -> None:
         """Prepare a load; nothing is read yet."""
         self.resumes = options.whole
@@ -162,9 +159,6 @@ class Loading:
         under_way, self._under_way = self._under_way, []
         for unit, pending in under_way:
             unit.end_restore(pending)
-
-
-_log = logging.getLogger(__name__)
 
 
 class EngineTraining:
@@ -274,31 +268,27 @@ class EngineTraining:
         run.loaded_samples = (saved["microbatches"] or 0) * (saved["micro_batch"] or 0)
         if run.loader is not None and saved["dataset_size"]:
             run.loader.order.expect(saved["dataset_size"])
-        self._adopt_order(saved)
+        core, elastic = self._core, self._core.layout.config.elastic
+        if core.zero is not None:
+            # Gradients are summed as the checkpoint says.
+            adopted = record.adopt(
+                saved,
+                self._describe(),
+                core.hardware,
+                _TERMS,
+                mode=elastic.reduction,
+                block=elastic.reduction_block,
+                rounds=core.layout.sums.rounds,
+                feed=run.loader,
+            )
+            run.hardware_changed = adopted.hardware_changed
+            core.zero.reduction_block = adopted.block
+            check_block(core.layout.sums, adopted.block)
+            for line in adopted.remarks if self.rank == 0 else ():
+                _log.warning("%s", line)
         if run.summed_over is not None and saved.get("summed_over") is not None:
             run.summed_over = saved["summed_over"]
         record.resume(run.cursor, saved)
         self._lanes.adopt(saved, lanes_of(run.loader))
         if run.loader is not None:
             run.loader.seed_step()
-
-    def _adopt_order(self, saved: Mapping[str, Any]) -> None:
-        """Sum gradients as a checkpoint says; warn of what changes the result."""
-        core, elastic = self._core, self._core.layout.config.elastic
-        if core.zero is None:
-            return
-        adopted = record.adopt(
-            saved,
-            self._describe(),
-            core.hardware,
-            _TERMS,
-            mode=elastic.reduction,
-            block=elastic.reduction_block,
-            rounds=core.layout.sums.rounds,
-            feed=self._run.loader,
-        )
-        self._run.hardware_changed = adopted.hardware_changed
-        core.zero.reduction_block = adopted.block
-        check_block(core.layout.sums, adopted.block)
-        for line in adopted.remarks if self.rank == 0 else ():
-            _log.warning("%s", line)

@@ -46,11 +46,30 @@ class ScratchFile:
         self._starts: list[int] = []
         self._maps: list[tuple[int, int, mmap.mmap]] = []
         try:
-            self._cached = _nameless(directory)
+            # Without a name from the beginning: the kernel frees its space with the process,
+            # whatever ends it.
+            try:
+                self._cached = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+                    raise
+                # A file system, or a kernel, that knows no O_TMPFILE.
+                self._cached, name = tempfile.mkstemp(prefix=".zero-scratch.", dir=directory)
+                os.unlink(name)
             # Closed with this object, also if what follows fails.
             weakref.finalize(self, os.close, self._cached)
             # A step streams through all of its state: cached pages would only push out others.
-            self._direct = self._open_direct()
+            try:
+                direct = os.open(
+                    f"/proc/self/fd/{self._cached}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+                )
+                weakref.finalize(self, os.close, direct)
+                why = self._probe(direct)
+            except OSError as error:
+                why = error.strerror or "refused"
+            if why:
+                _log.warning("%s: state goes through the page cache: %s", directory, why)
+            self._direct = self._cached if why else direct
         except OSError as error:
             raise self._failure("no scratch file", error) from error
 
@@ -99,6 +118,7 @@ class ScratchFile:
 
     def forget_pages(self) -> None:
         """Free the pages of the mapping that are in memory."""
+        # Nothing is lost: the mapping is shared, so the kernel writes pages before it drops them.
         for _, _, mapped in self._maps:
             mapped.madvise(mmap.MADV_DONTNEED)
         with suppress(OSError):  # not every file system takes the advice
@@ -125,6 +145,7 @@ class ScratchFile:
         move = self._read_at if verb == "reading" else self._write_at
         data, done = host_bytes(buffer), 0
         try:
+            # One call moves 2 GiB at most, and may move less.
             while done < len(data):
                 moved = move(data[done:], position + done)
                 if not moved:
@@ -138,23 +159,6 @@ class ScratchFile:
 
     def _write_at(self, data: memoryview, position: int) -> int:
         return os.pwritev(self._direct, [data], position)
-
-    # ---- direct access ----
-
-    def _open_direct(self) -> int:
-        """A descriptor for direct access; the cached one if that does not work."""
-        direct = self._cached
-        try:
-            direct = os.open(
-                f"/proc/self/fd/{self._cached}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
-            )
-            weakref.finalize(self, os.close, direct)
-            why = self._probe(direct)
-        except OSError as error:
-            why = error.strerror or "refused"
-        if why:
-            _log.warning("%s: state goes through the page cache: %s", self.directory, why)
-        return self._cached if why else direct
 
     def _probe(self, direct: int) -> str:
         """Try both ways on the first page; returns why they cannot be combined, or nothing."""
@@ -184,19 +188,6 @@ _REMEDIES = {
     errno.ENOSPC: "free room there, or name another directory as nvme_path",
     errno.ENOENT: "create the directory on every node, or name another one as nvme_path",
 }
-
-
-def _nameless(directory: Path) -> int:
-    # Without a name from the beginning: the kernel frees its space with the process, whatever ends
-    # it.
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    descriptor, name = tempfile.mkstemp(prefix=".zero-scratch.", dir=directory)
-    os.unlink(name)
-    return descriptor
 
 
 def aligned(size_bytes: int, *, pin: bool = False) -> Tensor:
