@@ -159,6 +159,7 @@ class FlatUnit:
             rounds=places.rounded and spec.dtype.is_floating_point,
         )
         highest = DTYPES[layout.config.master] if spec.trained else spec.dtype
+        # Zeros, since what lies between parameters takes part in the norms of LAMB.
         source = torch.zeros(self.padded, dtype=highest, device=device)
         write(spec, self.layout.slots, source)
         full = source.to(spec.dtype)
@@ -307,16 +308,12 @@ class FlatUnit:
             return self.small.beside(self._replica, 0)
         if self.local is self.shard and not self.rests.far:
             return self.small.beside(self.shard, self.interval[0])
-        self.small.take_far(self.shard, self.interval[0], self._wrote)
+        for start, stop in self.small.take_far(self.shard, self.interval[0]):
+            self.rests.changed()
+            self.tiers.state.changed()
+            self.accept(start, self.shard[start:stop])
         self.rests.settle()
         return []
-
-    def _wrote(self, start: int, stop: int) -> None:
-        """Bring `local` up to date after a direct write to these elements of the shard."""
-        low = self.interval[0]
-        self.rests.changed()
-        self.tiers.state.changed()
-        self.accept(start - low, self.shard[start - low : stop - low])
 
     def refresh(self) -> Pending:
         """Begin to bring the full parameters up to date after `master` has been stepped."""
@@ -327,6 +324,7 @@ class FlatUnit:
             return self.small.refresh(self.local)
         if self._stage.shards_optimizer:
             return self._publish()
+        # Every rank has stepped all weights: nothing travels.
         if self.full is not self.master:
             self.full.copy_(self.master)
         return Pending(self.spec.name)
@@ -341,6 +339,7 @@ class FlatUnit:
             return self._collectives.all_gather(
                 self._replica, f"loaded weights of {self.spec.name}"
             )
+        # What was read ahead is older than the write.
         self.rests.changed()
         self.accept(0, self.shard)
         self.rests.settle()
@@ -359,6 +358,7 @@ class FlatUnit:
 
     def open(self) -> Tensor:
         """`full`, to be written to and adopted; undefined where it is not gathered."""
+        # What arrives later would overwrite what is written now.
         if self._arriving is not None:
             self.gather()
         if not self.gathered:
@@ -387,6 +387,7 @@ class FlatUnit:
             new = torch.where(changed, own[part].to(shard.dtype), shard[part])
             self.shard[part].copy_(new)
         if self._stage.shards_parameters:
+            # A script that has written may have kept views of it.
             self.let_go()
         self.restore()
 

@@ -10,7 +10,7 @@ Source of the idea: DeepSpeed's persistent parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -151,21 +151,22 @@ class SmallParams:
         is_one = found and found[0].shown.data_ptr() == found[0].held.data_ptr()
         return [] if is_one else found
 
-    def take_far(self, held: Tensor, low: int, wrote: Callable[[int, int], None]) -> None:
+    def take_far(self, held: Tensor, low: int) -> list[tuple[int, int]]:
         """Copy what a script has written to weights `held` that are in a far tier, or have a copy.
 
-        `wrote` is called with the elements [start, stop) of the unit that have changed. A device is
-        waited for once.
+        Returns the elements [start, stop) of `held` that have changed.
         """
-        found = self.beside(held, low)
+        found, changes = self.beside(held, low), list[tuple[int, int]]()
+        # Mostly nothing has: a device is waited for once, and not for each of them.
         if not found or not bool(_changes(found)[0].any()):
-            return
+            return changes
         inside = self._inside(low, low + held.numel())
         for pair, (_, start, stop) in zip(found, inside, strict=True):
             changed, new = _changes([pair])
             if bool(changed.any()):
                 pair.held.copy_(new)
-                wrote(start, stop)
+                changes.append((start - low, stop - low))
+        return changes
 
 
 def _part(of: Tensor, start: int, param: Tensor) -> Tensor:
