@@ -107,7 +107,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 """Path of the key -> why it has no effect."""
 
-
 COMMENT = ("_", "//", "#")
 """The beginnings of keys that are comments, such as "_comment"."""
 
@@ -212,8 +211,7 @@ MISSING: dict[str, Missing] = {
         "are read, stepped and written at the same time",
     ),
     "zero_optimization.zenflow": Missing(
-        bool,
-        "it applies some gradients steps later than others; use offload_optimizer alone",
+        bool, "it applies some gradients steps later than others; use offload_optimizer alone"
     ),
     "zero_optimization.zeropp_loco_param": Missing(
         bool,
@@ -238,7 +236,6 @@ ALIASES = {
 
 WRITTEN = {"checkpoint.asynchronous": "checkpoint.async"}
 """Path of a field whose key is a word of Python -> the path of the key."""
-
 
 INERT_NUMBERS: Mapping[str, Any] = {
     "activation_checkpointing.number_checkpoints": Count,

@@ -94,11 +94,7 @@ def _reduction(config: Config) -> Iterator[_Row]:
         'zero_optimization.zero_quantized_gradients: not with elastic.reduction "native", whose '
         "sums are made by the backend, which knows no int8; remove one of the two",
     )
-    yield (
-        "sums of nodes by the backend",
-        elastic.is_native and where == Where.NODE,
-        BY_BACKEND,
-    )
+    yield "sums of nodes by the backend", elastic.is_native and where == Where.NODE, BY_BACKEND
     yield (
         "local sums of sharded gradients",
         where == Where.LOCAL and STAGES[config.zero_optimization.stage].shards_gradients,

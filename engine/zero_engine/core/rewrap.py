@@ -57,6 +57,7 @@ def take_over(model: nn.Module) -> None:
                     param.data = values.to("cpu", dtype, copy=True)
             del weights, values  # before the next unit is gathered
         core.moved.given_away = True
+    # Behind the engines that have left a record: what is still marked is of one that has none.
     check_free(model)
     thaw(model)
 
@@ -77,10 +78,9 @@ def take_without_weights(model: nn.Module) -> None:
     """
     places = [place_of(param) for param in model.parameters()]
     for core in {place[0].coordinator: place[0] for place in places if place is not None}.values():
-        shapes = [(unit, slot) for unit in core.units for slot in unit.layout.slots]
-        params = [param for unit in core.units for param in unit.params]
         _unhook(core)
         core.moved.given_away = True
-        for (unit, slot), param in zip(shapes, params, strict=True):
-            param.data = torch.empty(slot.shape, dtype=unit.full.dtype, device="cpu")
+        for unit in core.units:
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                param.data = torch.empty(slot.shape, dtype=unit.full.dtype, device="cpu")
     thaw(model)

@@ -76,6 +76,7 @@ def load_given(core: Core, root: nn.Module, load: Callable[[], Any], *, given: b
             core.collectives.broadcast(sent, f"buffer {name} of load_state_dict()")
         if not given:
             buffer.detach().copy_(sent)
+    # If they were inconsistent, all of them have been replaced: a part is refused above.
     moved.inconsistent = None
     return answers.keys
 
@@ -221,7 +222,7 @@ class WholeWeights(nn.Module):
         self.module.compile(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to()`, `.half()` and `.cuda()`: refused, unless they change nothing."""
+        # `.to()`, `.half()` and `.cuda()` come here; they are refused, unless they change nothing.
         for name, param in self.named_parameters():
             # A view of the engine's buffer, which the optimizer steps: no parameter may be taken
             # away from it.
@@ -262,12 +263,7 @@ class WholeWeights(nn.Module):
         core.moved.need(caller, WEIGHTS)
         with exit_on_peer_loss(self._link):
             return module_state_dict(
-                core.module,
-                core.units,
-                core.aliases,
-                highest=highest,
-                left_out=left_out,
-                here=here,
+                core.module, core.units, core.aliases, highest=highest, left_out=left_out, here=here
             )
 
     def load_state_dict(

@@ -48,10 +48,9 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go one step further, or to a given one."""
-        following = self.last_batch_iteration + 1
-        self.last_batch_iteration = (
-            following if last_batch_iteration is None else last_batch_iteration
-        )
+        if last_batch_iteration is None:
+            last_batch_iteration = self.last_batch_iteration + 1
+        self.last_batch_iteration = last_batch_iteration
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -132,6 +131,7 @@ class OneCycle(Schedule):
         self.max_lrs = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
         self._min_moms = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
         self._max_moms = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
+        # As in DeepSpeed, which leaves the `momentum` of an SGD as it is.
         self._cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
         self._first = float(_whole(cycle_first_step_size, "cycle_first_step_size"))
         self._second = self._first
@@ -139,12 +139,9 @@ class OneCycle(Schedule):
             self._second = float(_whole(cycle_second_step_size, "cycle_second_step_size", least=0))
         self.total_size = self._first + self._second
         self.step_ratio = self._first / self.total_size
-        self._first_stairs = cycle_first_stair_count
-        self._second_stairs = (
-            cycle_first_stair_count
-            if cycle_second_stair_count is None
-            else cycle_second_stair_count
-        )
+        self._first_stairs = self._second_stairs = cycle_first_stair_count
+        if cycle_second_stair_count is not None:
+            self._second_stairs = cycle_second_stair_count
         self._decay_size = decay_step_size
         self._decay_lr, self._decay_mom = decay_lr_rate, decay_mom_rate
         super().__init__(optimizer, last_batch_iteration)
@@ -218,6 +215,7 @@ class _Warmup(Schedule):
     def _warmed(self, iteration: int) -> float:
         if self.warmup_type == "linear":
             return iteration / self.warmup_num_steps
+        # In DeepSpeed's order: a quotient would be rounded otherwise.
         return (1.0 / math.log(self.warmup_num_steps)) * math.log(iteration + 1)
 
 
@@ -234,6 +232,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
+            # Before the base class sets the first rates.
             warmup_max_lr = _own_rates(optimizer)
         self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
         self.max_lrs = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
@@ -295,6 +294,7 @@ class WarmupCosineLR(_Warmup):
     ) -> None:
         self.total_steps = _whole(total_num_steps, "total_num_steps")
         self._warmup_minimum, self._minimum = warmup_min_ratio, cos_min_ratio
+        # Before the base class sets the first rates: these are what the ratios are of.
         self._own_rates = _own_rates(optimizer)
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
@@ -343,6 +343,7 @@ def make_schedule(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> 
     try:
         return cls(optimizer, **params)
     except (TypeError, ValueError) as error:
+        # It is a ValueError, and names its key already.
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"scheduler.params of {config.type}: {error}") from error

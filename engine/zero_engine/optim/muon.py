@@ -47,7 +47,16 @@ def mark(model: nn.Module) -> None:
             setattr(param, _FLAG, param.dim() >= 2 and hidden)
 
 
-class Muon(LooksAtWhole):
+class _Decayed(LooksAtWhole):
+    """An optimizer that decays weights independent of their direction."""
+
+    def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
+        """Decay weights, then move them along their direction."""
+        rate = float(group["lr"])
+        param.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
+
+
+class Muon(_Decayed):
     """Momentum, orthogonalized, for matrices; Adam with decoupled decay for all others."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - the keys of DeepSpeed, and what torch's has
@@ -119,10 +128,6 @@ class Muon(LooksAtWhole):
         ]
         self.whole.change([direction for _, direction, _ in directions], changes)
 
-    def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        """Decay, then move."""
-        decay_and_move(param, direction, group)
-
 
 def direct_momentum(
     param: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
@@ -137,14 +142,9 @@ def direct_momentum(
         gradient.copy_(momentum)
 
 
-def decay_and_move(param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-    """Decay weights, independent of their direction, and move them along it."""
-    rate = float(group["lr"])
-    param.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
-
-
 def _orthogonal(direction: Tensor, *, steps: int, method: str) -> Tensor:
     """The step of a whole parameter: a matrix, a stack of matrices, or filters of a convolution."""
+    # Of filters, too, the last two dimensions, as in Jordan's code and DeepSpeed's.
     rows, columns = direction.shape[-2:]
     matrix = direction.flatten(1) if direction.dim() == 4 else direction
     return (
@@ -211,7 +211,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return MuonOfTorch(optimizer) if is_torchs else optimizer
 
 
-class MuonOfTorch(LooksAtWhole):
+class MuonOfTorch(_Decayed):
     """`torch.optim.Muon` of a script, on shards: its groups and its state, in three passes."""
 
     def __init__(self, given: torch.optim.Optimizer) -> None:
@@ -241,10 +241,6 @@ class MuonOfTorch(LooksAtWhole):
         ]
         self.whole.change([direction for _, direction, _ in directions], changes)
 
-    def apply(self, param: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        """Decay, then move."""
-        decay_and_move(param, direction, group)
-
 
 def _orthogonal_by_torch(direction: Tensor, **options: Any) -> Tensor:
     """The step of torch's Muon for a matrix of zeros, at a rate of 1, without momentum."""
@@ -263,6 +259,7 @@ def orthogonalized(matrix: Tensor, steps: int, method: str = "gram") -> Tensor:
     """The orthogonal factor of a matrix [..., rows, columns] in fp32, or of a stack, roughly."""
     iterate, on_gpu = METHODS[method]
     tall = matrix.size(-2) > matrix.size(-1)
+    # The Gram matrix is made of rows: of the shorter side.
     wide = matrix.mT if tall else matrix
     # On a GPU in 16 bits, as is usual: the singular values miss 1 by more than the rounding.
     wide = wide.to(on_gpu if matrix.is_cuda else torch.float32)
@@ -280,7 +277,7 @@ def _standard(wide: Tensor, steps: int) -> Tensor:
 
 
 def _gram(wide: Tensor, steps: int) -> Tensor:
-    """Iterate on the Gram matrix, whose side is the shorter one: the matrix is multiplied less."""
+    # On the Gram matrix, whose side is the shorter one: the matrix itself is multiplied less.
     if wide.size(-2) == wide.size(-1):
         return _standard(wide, steps)
     a, b, c = QUINTIC

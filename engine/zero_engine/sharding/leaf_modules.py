@@ -52,9 +52,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Iterable[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of some classes and of their subclasses, or by the name of a class.
 
@@ -69,9 +67,7 @@ def set_z3_leaf_modules(
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Iterable[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of some classes; as `set_z3_leaf_modules`."""
     return _set(model, leaf_module_classes, raise_if_not_found, flag=False)

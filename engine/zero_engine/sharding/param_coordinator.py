@@ -208,7 +208,8 @@ class ParamCoordinator:
 
     def end_gathers(self) -> None:
         """Take part in the gathers that this rank has left out; before the reducer finishes."""
-        self._end()
+        with self._guard():
+            self._take_part(self._pass.end())
 
     def end_backward(self) -> None:
         """Release all units, the root included; after the first step, settle the order."""
@@ -248,6 +249,7 @@ class ParamCoordinator:
             return False
         if self._calls and not unit.spec.is_root:
             self._calls[-1].units[unit] = None
+        # It may get a gradient: no zeros are sent in its place when its turn has passed.
         self._ran.add(unit)
         self._gather([unit])
         return True
@@ -259,19 +261,16 @@ class ParamCoordinator:
 
     def _begin(self, order: Sequence[int]) -> None:
         self._pass = Pass(order)
+        # Of several forwards before the first backward the last one is traced.
         if self._traces is not None:
             self._traces[self._in_backward].clear()
         with self._guard():
             self._look_ahead()
 
-    def _end(self) -> None:
-        with self._guard():
-            self._take_part(self._pass.end())
-
     # ---- hooks ----
 
     def _forget_ran(self) -> None:
-        """At the first forward after a backward: what ran before that has had its gradients."""
+        # At the first forward after a backward: what ran before that has had its gradients.
         if self._backward_ended and not self._in_backward:
             self._ran.clear()
             self._backward_ended = False
@@ -308,7 +307,7 @@ class ParamCoordinator:
 
     def _after_root(self, *_details: Any) -> None:
         if not self._in_backward:
-            self._end()
+            self.end_gathers()
         self._release_root(self._root_awaits_backward)
 
     def _release_root(self, stays: bool) -> None:
@@ -392,7 +391,7 @@ class ParamCoordinator:
                 self._look_ahead()
 
     def _take_part(self, numbers: Iterable[int]) -> None:
-        """Gather units that this rank does not use: others may."""
+        # This rank does not use these units: others may.
         for number in numbers:
             unit = self._blocks[number]
             if not unit.gathered:  # by a script's GatheredParameters, perhaps

@@ -75,16 +75,13 @@ class StateOfSegments:
 
     def live(self) -> Iterator[Tensor]:
         """The keys of each segment."""
-        for segment in self._zero.segments:
-            state = self._of(segment)
-            yield from (state[key] for key in elementwise_keys(segment, state))
+        yield from (data for _, _, data in self._each())
 
     def tensors(self) -> Mapping[TensorId, TensorInfo]:
         """Every key of every parameter, in the parameter's shape."""
         kinds: dict[int | None, dict[str, torch.dtype]] = {}
-        for segment in self._zero.segments:
-            state = self._of(segment)
-            kinds[segment.group] = {k: state[k].dtype for k in elementwise_keys(segment, state)}
+        for segment, key, data in self._each():
+            kinds.setdefault(segment.group, {})[key] = data.dtype
         return self._in_shape(kinds)
 
     def tensors_after(self, manifest: Manifest) -> Mapping[TensorId, TensorInfo]:
@@ -104,10 +101,8 @@ class StateOfSegments:
 
     def pieces(self) -> Iterator[Piece]:
         """The parts of the segments in this rank's interval."""
-        for segment in self._zero.segments:
-            state = self._of(segment)
-            for key in elementwise_keys(segment, state):
-                yield from cut(segment.unit, key, state[key], segment.start, segment.group)
+        for segment, key, data in self._each():
+            yield from cut(segment.unit, key, data, segment.start, segment.group)
 
     def records(self) -> list[dict[str, Any]]:
         """The numbers, such as step counts; they are equal in all segments of a group."""
@@ -151,22 +146,27 @@ class StateOfSegments:
 
     def finish(self, records: Sequence[Mapping[str, Any] | None]) -> None:
         """Replicate the state if every rank steps everything; then set the numbers."""
-        for segment in self._zero.segments:
+        for segment, key, data in self._each():
+            # Each rank has read its own interval alone.
             if segment.unit.master.numel() == segment.unit.padded and self._collectives.world > 1:
-                state = self._of(segment)
-                for key in elementwise_keys(segment, state):
-                    whole = state[key].new_zeros(segment.unit.padded)
-                    part = whole[segment.start : segment.stop]
-                    part.copy_(state[key])
-                    what = f"loaded {key} of {segment.unit.spec.name}"
-                    wait(self._collectives.all_gather(whole, what))
-                    state[key].copy_(part)
+                whole = data.new_zeros(segment.unit.padded)
+                part = whole[segment.start : segment.stop]
+                part.copy_(data)
+                what = f"loaded {key} of {segment.unit.spec.name}"
+                wait(self._collectives.all_gather(whole, what))
+                data.copy_(part)
         for record, (group, segments) in zip(records, self._zero.segments_by_group(), strict=True):
             saved = record["state"] if record is not None else {}
             for segment in segments if saved else ():
                 state = self._zero.optimizer.state[segment.param]
                 device = device_of_number(group, segment.param.device)
                 state |= {key: number_from_json(value, device) for key, value in saved.items()}
+
+    def _each(self) -> Iterator[tuple[Segment, str, Tensor]]:
+        """Each key of each segment that has one value per element."""
+        for segment in self._zero.segments:
+            state = self._of(segment)
+            yield from ((segment, key, state[key]) for key in elementwise_keys(segment, state))
 
     def _of(self, segment: Segment) -> dict[str, Any]:
         state: dict[str, Any] = self._zero.optimizer.state.get(segment.param, {})
