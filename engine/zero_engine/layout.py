@@ -147,6 +147,7 @@ def resolve(config: Config, facts: Facts) -> Layout:
     sums, why = _sums(config, facts)
     asked, world = zero.zero_hpz_partition_size, sums.topology.world
     units = tuple(_places(config, facts, stage))
+    # Where exchanges are matched by their order, sums and gathers need a group each.
     gathers = stage.shards_parameters and not facts.any_order
     layout = Layout(
         config=config,
@@ -266,6 +267,7 @@ def offloaded(units: Sequence[UnitFacts], ratio: float) -> list[bool]:
     trained = [unit.shard if unit.trained else 0 for unit in units]
     wanted = ratio * sum(trained)
     before = accumulate(trained, initial=0)
+    # `before` is one longer than the units: its last number is the sum of all.
     return [unit.trained and begun < wanted for unit, begun in zip(units, before, strict=False)]
 
 

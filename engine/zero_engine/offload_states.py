@@ -116,6 +116,7 @@ class MovedStates:
                 # On a CPU, memory that numpy() refers to cannot be resized, as in a save.
                 if moved or not storage.nbytes() or not storage.resizable():
                     continue
+                # Without a GPU torch pins no memory.
                 pin, size = pin_memory and tensor.is_cuda, storage.nbytes()
                 copy = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
                 copy.copy_(_bytes(storage), non_blocking=non_blocking and pin)

@@ -134,6 +134,7 @@ class Run:
 
     @property
     def _is_planned(self) -> bool:
+        # Only batches that the engine hands out are run by whom it chooses.
         return self.managed and self.loader is not None
 
     def adopt_batch(self, batch: BatchShape) -> None:

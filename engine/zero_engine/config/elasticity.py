@@ -77,6 +77,7 @@ def choose_batch(wanted: Elasticity) -> ElasticBatch:
         },
         reverse=wanted.prefer_larger_batch,
     )
+    # Of equals `max` takes the first: the order of the candidates decides.
     samples = max(candidates, key=lambda each: len(_worlds(each, wanted)))
     # The largest that divides it, at every world size: the result does not depend on the world.
     micro_batch = max(size for size in sizes if samples % size == 0)
@@ -88,6 +89,7 @@ def _worlds(samples: int, wanted: Elasticity) -> list[int]:
     found: set[int] = set()
     for micro_batch in wanted.micro_batch_sizes:
         count, rest = divmod(samples, micro_batch)
+        # Divisors come in pairs, one of which is at most the root.
         for low in range(1, math.isqrt(count) + 1) if rest == 0 else ():
             if count % low == 0:
                 found |= {low, count // low}

@@ -49,6 +49,7 @@ def check_params(where: str, make: Callable[..., Any], params: Mapping[str, Any]
 
 def _type_of(argument: inspect.Parameter) -> Any:
     """The type in an argument's annotation, of those that a config can hold; Any without one."""
+    # As text: with postponed evaluation an annotation is nothing else.
     words = {word.lower() for word in _TYPES.findall(str(argument.annotation))}
     if not words:
         return Any

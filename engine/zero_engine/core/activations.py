@@ -136,6 +136,7 @@ def chosen(model: nn.Module, rules: tuple[str, ...]) -> list[nn.Module]:
                 f"name {rule!r}; its classes are {classes}"
             )
         found |= fitting
+    # What is inside of a module is treated with it.
     outermost = set()
     for name in found:
         parts = name.split(".") if name else []

@@ -47,6 +47,7 @@ def training_loader(
     options: dict[str, Any] = {
         "pin_memory": pins_memory(),
         **given.options,
+        # Last, so that they come before what the DataLoader says; what is not given leaves it.
         **{name: value for name, value in own.items() if value},
     }
     if given.source is None:

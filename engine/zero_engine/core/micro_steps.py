@@ -138,6 +138,7 @@ class MicroSteps:
         count: Count
         weight: Count
         if tokens is not None:
+            # A number on the device of the loss is not read here: the host would wait for it.
             if isinstance(tokens, Tensor) and tokens.device == value.device:
                 count = unread(tokens)
             else:
@@ -288,6 +289,8 @@ class MicroSteps:
         live = run.plan().live(run.cursor.micro, run.world)
         if live < 1:
             raise ZeroError(f"backward(): {PAST_THE_EPOCH}")
+        # Not in initialize(): where sums wait depends on who loads the batches, and a script may
+        # call batch_sampler() after it.
         self._check_memory()
         self._warn_of_options()
         self.applied = False
@@ -556,8 +559,8 @@ class MicroSteps:
 
 
 def _times(loss: Tensor, weight: Count) -> Tensor:
-    """A loss times its weight, with the same bits whether the host knows the weight or not."""
     if not isinstance(weight, Tensor):
         return loss * weight
+    # As torch multiplies with a number: the same bits whether the host knows the weight or not.
     wide = torch.promote_types(loss.dtype, torch.float32)
     return (loss.to(wide) * weight.to(wide)).to(loss.dtype)

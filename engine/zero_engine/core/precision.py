@@ -49,6 +49,7 @@ class Precision:
         if dtype is None and not self._told and torch.is_autocast_enabled(self._device.type):
             self._told = True
             _log.warning("%s", _AUTOCAST)
+        # Also if it is off here: that ends one which the script has opened around the engine.
         with torch.autocast(self._device.type, dtype, enabled=dtype is not None):
             return module(*args, **kwargs)
 
@@ -106,5 +107,6 @@ def prepare_buffers(
     """
     for name, buffer in model.named_buffers():
         casts = dtype is not None and buffer.is_floating_point()
+        # By `data`: modules and the script refer to this very tensor.
         buffer.data = buffer.data.to(device, dtype if casts else buffer.dtype).contiguous()
         collectives.broadcast(buffer, f"buffer {name}")

@@ -37,7 +37,8 @@ def replay(core: Core, run: Run, call: Callable[[], Any]) -> Replay:
 
 
 def _gradients(core: Core, zero: ZeroOptimizer) -> Iterator[Gradient]:
-    """The bits of this rank's share of each gradient sum; backward begins with the last one."""
+    """The bits of this rank's share of each gradient sum."""
+    # Backward begins with the last one.
     turns = {name: -number for number, (name, _) in enumerate(core.module.named_parameters())}
     for unit, total in zip(zero.units, zero.totals, strict=True):
         low, high = unit.interval

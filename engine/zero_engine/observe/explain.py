@@ -58,6 +58,7 @@ def explain(
         )
         yield f"  {', '.join(str(world) for world in chosen.worlds)}"
     ranks = node_ranks or 1
+    # As NCCL, which matches exchanges by their order alone.
     facts = Facts(topology=described(str(ranks), 2 * ranks), device="cuda", any_order=False)
     yield f"\nOn two nodes of {ranks} GPUs:"
     yield from (f"  {choice}" for choice in resolve(config, facts).choices)
@@ -121,6 +122,7 @@ def check_batch(config: Config) -> None:
     batch, _ = _batch(config, 1)
     accumulation = config.gradient_accumulation_steps or 1
     samples = config.train_batch_size or batch.samples
+    # With all three of DeepSpeed's numbers a job begins on one number of ranks, if on any.
     begins_nowhere = samples % (batch.micro_batch * accumulation)
     _batch(config, 1, first_round=bool(begins_nowhere))
 

@@ -78,6 +78,7 @@ class Profile:
             with self.measure("backward", steps_done):
                 Tensor.backward(loss, *args, **kwargs)
 
+        # On this tensor alone: the script calls `.backward()` of what it got.
         vars(loss)["backward"] = backward  # found before the method of its class
         return loss
 

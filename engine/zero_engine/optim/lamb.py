@@ -71,6 +71,7 @@ class Lamb(LooksAtWhole):
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         torch.div(first, second.sqrt().add_(group["eps"]), out=gradient)
         gradient.add_(param, alpha=group["weight_decay"])
+        # Here, since the weights may be away in `look`.
         self._measured[param].append((chunk_norms(param), chunk_norms(gradient)))
 
     def look(self, directions: Sequence[Directed]) -> None:

@@ -45,5 +45,6 @@ class Lion(torch.optim.Optimizer):
                         momentum.mul(beta1).add_(param.grad, alpha=1 - beta1).sign_(),
                         alpha=-group["lr"],
                     )
+                    # After the step, which takes another mixture of what it was before.
                     momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
         return loss

@@ -73,6 +73,7 @@ class LossScaling:
         """The state of a checkpoint; its scale is used only if it is dynamic in both runs."""
         numbers = {key: value for key, value in saved.items() if key != "dynamic"}
         state = ScaleState(**numbers)
+        # Steps and overflows are counted on in any case.
         if self.dynamic and saved["dynamic"]:
             return state
         return dataclasses.replace(state, scale=self.initial, hysteresis=self.hysteresis)
@@ -98,6 +99,7 @@ class LossScaling:
                 stays = f"loss scale {state.scale:g} stays, hysteresis {left} left"
                 return {"hysteresis": left}, stays
             lower = max(state.scale / _FACTOR, self.minimum)
+            # Also below the minimum: a checkpoint of another config may bring such a scale.
             if lower >= state.scale:
                 return {}, f"the loss scale is at its minimum of {state.scale:g}"
             return {"scale": lower}, f"loss scale {state.scale:g} -> {lower:g}"

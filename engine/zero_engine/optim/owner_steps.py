@@ -122,6 +122,7 @@ class StepByOwners:
 
     def step(self) -> None:
         """One step of the optimizer. Collective."""
+        # All begin before the first is waited for: every rank owns one of each exchange group.
         coming = [
             (
                 self._exchange.collect(turn.weights, f"whole weights, exchange group {number}"),
@@ -159,7 +160,7 @@ class StepByOwners:
         self._agree()
 
     def _agree(self) -> None:
-        """All-gather the tree specs if one has changed: a save is no collective and cannot ask."""
+        # A save is no collective and cannot ask other ranks: the tree specs are known before it.
         # Each step compares a number; the specs, which are long, travel when one has changed.
         mark = hash(tuple(mark_of(self.state_of(each)) for each in self.owned))
         own_mark = torch.tensor([mark], device="cpu")  # among the CPUs, where a wait can be ended

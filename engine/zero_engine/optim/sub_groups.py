@@ -118,6 +118,7 @@ class StepBySubGroups:
         if segment not in self._segments:
             return StepAtOnce(self._optimizer, ()).make_state(segment, dtypes, before)
         rows = self._rows[segment.unit]
+        # A row is used again, and nothing fills what lies between parameters.
         return {key: rows.place(segment, key, dtype).zero_() for key, dtype in dtypes.items()}
 
     def _adopt(self, segment: Segment) -> None:
@@ -145,6 +146,7 @@ class StepBySubGroups:
         try:
             step(self._optimizer, self)
         except BaseException as error:
+            # A sub-group that has been stepped cannot be taken back, and must not be stepped twice.
             self._failure = str(error) or type(error).__name__
             raise
 
@@ -159,6 +161,7 @@ class StepBySubGroups:
                 self._convert(segment, lambda state: state.to(self._moments.resting(state.dtype)))
         before = {}
         for segment in self._segments:
+            # A script, or a load, may have put other tensors there since the last step.
             self._adopt(segment)
         for segment in self._segments:
             state = self._optimizer.state.get(segment.param, {})
@@ -277,6 +280,7 @@ def _to_host(source: Tensor, device: torch.device) -> Callable[[], Tensor]:
         return lambda: source
     copied = torch.empty_like(source, device=device, pin_memory=source.is_cuda)
     copied.copy_(source, non_blocking=True)
+    # Not by the stream, which has more to do by the time when somebody waits.
     event = torch.cuda.Event()
     event.record()
 

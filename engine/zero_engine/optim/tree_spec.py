@@ -33,6 +33,7 @@ def tree_spec(nest: Any, name: str, path: Path = ()) -> Any:
     match nest:
         case Tensor():
             return {"tensor": [name_of(nest.dtype), list(nest.shape)]}
+        # A whole number must fit into the int64 that it is stored in.
         case bool() | int() | float() if abs(nest) < 1 << 63 or isinstance(nest, float):
             return {"number": name_of(_NUMBERS[_kind(nest)])}
         case None | str():
@@ -120,6 +121,7 @@ def blank(known: Any, device: torch.device, of_scalars: torch.device) -> Any:
             place = device if shape else of_scalars
             return torch.zeros(shape, dtype=DTYPES[dtype], device=place)
         case {"number": dtype}:
+            # On the CPU: the host reads it when the load has ended.
             return torch.zeros((), dtype=DTYPES[dtype], device="cpu")
         case {"dict": members}:
             return {key: blank(inner, device, of_scalars) for key, inner in members.items()}

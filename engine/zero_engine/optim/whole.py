@@ -28,7 +28,6 @@ Norms = list[tuple[slice, float]]
 Change = Callable[[Tensor], Tensor]
 """A function from a whole parameter's direction, in its shape, to its new direction."""
 
-
 Directed = tuple[Tensor, Tensor, dict[str, Any]]
 """A parameter, whose weights may be away and must not be read; its direction; its group."""
 
@@ -79,6 +78,7 @@ def chunk_norms(tensor: Tensor) -> Tensor:
 
 def total(chunks: Tensor) -> float:
     """The norm of a whole parameter from the norms of its chunks, in fp64 on the CPU."""
+    # Of all chunks at once, on every rank: else the order of the sum would be the division's.
     return math.sqrt(float(chunks.square().sum()))
 
 

@@ -171,7 +171,7 @@ class ZeroOptimizer:
                 if (run := unit.layout.runs().get(index)) is not None:
                     low = unit.interval[0] if self._layout.stage.shards_optimizer else 0
                     start, stop = overlap(*run, low, low + unit.master.numel())
-                    part = slice(start - low, stop - low) if stop > start else slice(0, 0)
+                    part = slice(start - low, stop - low)
                     weights = unit.master[part]
                     # An empty one is stepped as it is: in the dtype of its gradient. `data` has a
                     # version of its own, so that a write by a script is told from the engine's.
@@ -290,6 +290,7 @@ class ZeroOptimizer:
             self._left = self._what_groups_show()
         # The root first: its weights are needed from the beginning of forward.
         units = sorted(self.units, key=lambda unit: not unit.spec.is_root)
+        # A list: all exchanges begin before the first is waited for.
         for unit, pending in [(unit, unit.refresh()) for unit in units]:
             if self._layout.late_weights:
                 unit.leave_arriving(pending)
@@ -339,7 +340,7 @@ class ZeroOptimizer:
 
 
 def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:
-    """State that the optimizer made at construction (Adagrad), moved to a segment."""
+    # Some make state at construction, as Adagrad does: it moves to the segments.
     slots = zip(segment.unit.layout.slots, segment.unit.params, strict=True)
     members = [(slot, param) for slot, param in slots if slot.group == segment.group]
     first, adopted = members[0][1], dict[str, Any]()

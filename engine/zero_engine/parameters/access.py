@@ -211,7 +211,7 @@ class OwnedParam:
             )
 
     def _find_state(self, key: str) -> tuple[Segment | None, Any]:
-        """A segment of this parameter's group and its state: the same answer on every rank."""
+        # Of any unit of its param group: every rank has one, and so gives the same answer.
         for segment in self._segments(None):
             value = self._state_of(segment).get(key)
             if value is not None:
@@ -242,7 +242,7 @@ class OwnedParam:
         """This rank's share of a tensor with the layout of the shard: a view."""
         start, stop = self._share()
         low = self.unit.interval[0]
-        return shard[start - low : stop - low] if stop > start else shard[:0]
+        return shard[start - low : stop - low]
 
     def _gathered(self, own: Tensor, start: int, what: str) -> Tensor:
         """The parameter's part of an all-gathered tensor; this rank has `own`, from `start` on."""

@@ -71,6 +71,7 @@ class DividedConstruction(TorchFunctionMode):
         link = agent_link(dist.get_rank())
         with exit_on_peer_loss(link):
             collectives = Collectives(interrupt=link.interrupt, name="construction")
+            # Constructors make parameters on either.
             for device in dict.fromkeys((torch.device("cpu"), local_device())):
                 collectives.meet(device)
             self._group = EarlyGroup(collectives)
@@ -119,7 +120,7 @@ class DividedConstruction(TorchFunctionMode):
             self._hold([param])
 
     def _register_all(self, _module: nn.Module, _name: str, added: nn.Module | None) -> None:
-        """Take up the parameters of a copied module, which have never been registered."""
+        # A copied module has parameters that have never been registered.
         for module in added.modules() if added is not None else ():
             for name, param in module.named_parameters(recurse=False):
                 if param not in self._open and share_of(param) is None:

@@ -119,6 +119,7 @@ class EarlyShare:
         """Make the parameter whole."""
         param.data = self.whole(param)
         self.gathered = True
+        # A whole one is copied as any other tensor.
         vars(param).pop(_COPY, None)
         vars(param)["ds_status"] = ZeroParamStatus.AVAILABLE
 

@@ -83,6 +83,7 @@ class GatheredParameters:
         for unit, core in self._units.items():
             unit.holders -= 1
             if self._modifier is not None and kind is None:
+                # A save in the background may still be copying these weights.
                 core.moved.hold_copies()
                 with core.guard():
                     unit.open()  # with what was written to parameters that are always whole

@@ -123,6 +123,7 @@ class _Files:
         Raises:
             ConfigError: There are no files, or a parameter is in none of them.
         """
+        # In one order: of a parameter that several files have, the last one counts.
         paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         self._files: dict[str, Any] = {}
         try:

@@ -204,6 +204,7 @@ def _unset(tensor: Tensor) -> None:
 def _is_unset(tensor: Tensor) -> bool:
     """Whether an element is still what `_unset` has written."""
     if tensor.is_floating_point() or tensor.is_complex():
+        # One NaN makes the sum NaN: no tensor of flags is made, as large as the weights.
         return bool(tensor.detach().sum().isnan())
     if tensor.dtype == torch.bool:
         return False

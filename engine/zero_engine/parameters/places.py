@@ -36,6 +36,7 @@ def adopt_parameters(core: Core) -> None:
     world = core.collectives.world
     for number, unit in enumerate(core.units):
         for place, (slot, param) in enumerate(zip(unit.layout.slots, unit.params, strict=True)):
+            # Weakly, and by numbers: a parameter that outlives its engine does not keep its memory.
             _PLACES[param] = (weakref.ref(core), number, place)
             if core.stage.shards_parameters:
                 show_as_divided(param, slot.shape, world)

@@ -35,7 +35,6 @@ CALLS = Calls(
     resume="continue from a checkpoint: engine.load_checkpoint()",
 )
 
-
 _AT_ONCE = 1 << 20
 """Elements. A larger gradient is copied when it is made, so that it is not in memory twice."""
 
@@ -226,6 +225,7 @@ class GradReducer:
         """Discard a backward pass that has failed half way, if there is one; not within another."""
         if not self.running:
             return
+        # Exchanges under way still read the buffers, and what comes is added to the sums.
         self.pipeline.complete()
         for gradient in self._order:
             gradient.buffer = None

@@ -75,6 +75,7 @@ class ModuleState:
 
     def _is_there(self, param: nn.Parameter) -> bool:
         unit = self._units.get(id(param))
+        # Of others, of small ones and of empty ones nothing is ever away.
         if unit is None or id(param) in self._whole or param.numel() == 0:
             return True
         return unit.gathered
@@ -101,7 +102,7 @@ class ModuleState:
     def _refuse_to_load(
         self, module: nn.Module, state: dict[str, Any], prefix: str, *_details: object
     ) -> None:
-        """Refuse to load a parameter that is not gathered: there is no memory to write to."""
+        # A parameter that is not gathered has no memory to write to.
         for name, param in module._parameters.items():
             if param is None or prefix + name not in state or is_recorded(param):
                 continue

@@ -72,6 +72,7 @@ class OverlappedGather:
 
     def end(self) -> None:
         """Wait before this rank leaves its group; what a lost peer has not sent nobody needs."""
+        # After a failure nothing would come.
         if not self._failed:
             with suppress(PeerLost):
                 for unit in self.units:

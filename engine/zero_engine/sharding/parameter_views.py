@@ -133,6 +133,7 @@ class FreedStorage:
         if not self._swapped:
             storage.resize_(size_bytes)
             return
+        # First its own pointer again: a resize frees what it points to.
         self._swap(storage)
         try:
             storage.resize_(size_bytes)
@@ -179,6 +180,7 @@ def _map(size_bytes: int) -> tuple[int, int]:
 
 
 def _call_mmap(address: int | None, size_bytes: int, flags: int, file: int) -> int:
+    # Python's own mmap maps nothing at a given address.
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)

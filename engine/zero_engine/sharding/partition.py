@@ -21,7 +21,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROOT = ""
 """The name of the root unit's module: the model itself."""
 
-
 _EXTERNAL = "zero_external"
 
 

@@ -33,6 +33,7 @@ def state(
     yield from (each for each in persistent_buffers(module) if each[0] not in left_out)
     for unit in units:
         slots = [slot for slot in unit.layout.slots if slot.fqn not in left_out]
+        # The same on every rank, as the gather below has to be.
         if not slots:
             continue
         weights = unit.gather_highest()

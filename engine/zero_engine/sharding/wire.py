@@ -50,6 +50,8 @@ class Wire:
             world = self._collectives.world
             unpack(self._packed.view(world, -1), full.view(world, -1))
             self._packed = None
+        # The first gather since a step was from all ranks; the ranks of the node are enough for
+        # those that follow.
         if self._node is not None and self.secondary is None:
             self.secondary = self._node.own(full).clone()
 

@@ -126,6 +126,7 @@ class EngineState:
 
     def adopt(self, engine: Mapping[str, Any], options: LoadOptions) -> None:
         """Finish a load whose pieces are filled: everything except weights. Collective."""
+        # Rank 0 alone saves them, and has read them.
         for name, buffer in persistent_buffers(self.core.module):
             self.core.collectives.broadcast(buffer, f"buffer {name}")
         absent = restore_extra_state(self.core.module, engine.get(EXTRA_STATE))

@@ -124,6 +124,7 @@ class Nvme:
     def hold(self, contents: Tensor) -> Tensor:
         """A copy of `contents` in the file."""
         held = self.zeros(contents.numel(), contents.dtype)
+        # By way of the mapping, whose pages are in memory until they are forgotten.
         held.copy_(contents)
         self.file.forget_pages()
         return held
@@ -143,6 +144,7 @@ class Nvme:
 
     def put(self, held: Tensor, values: Tensor) -> None:
         """Begin to write to the file; one earlier write may be under way."""
+        # With this one two are under way at most: `observe.memory` counts their buffers.
         while len(self._puts) > 1:
             self._end_put()
         buffer = self._filled(held, values)
@@ -154,6 +156,7 @@ class Nvme:
         """Wait for all writes, and free the pages of the file that are in memory."""
         while self._puts:
             self._end_put()
+        # What was read ahead of a write is what was there before it.
         self.changed()
 
     def changed(self) -> None:
@@ -194,6 +197,7 @@ class Nvme:
 
     def close(self, rows: Mapping[str, Tensor], lease: Lease) -> Future[None]:
         """Write each row in the file."""
+        # State that the first step has made is in no buffer of the lease.
         made = {
             name: self._filled(held, lease.rows[name])
             for name, held in rows.items()

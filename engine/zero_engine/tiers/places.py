@@ -80,6 +80,7 @@ class Memory:
 
     def hold(self, contents: Tensor) -> Tensor:
         """A copy of `contents` that rests here."""
+        # Copied on the same device as well: the contents are a part of something that is freed.
         return self.zeros(contents.numel(), contents.dtype).copy_(contents)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
