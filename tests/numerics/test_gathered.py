@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_deepspeed.utils import safe_set_full_fp32_param
 from zero_deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from zero_deepspeed.zero import GatheredParameters, Init, ZeroParamStatus
 
@@ -95,6 +96,32 @@ def write_without_modifier(early: bool) -> list[tuple[bool, bool]]:
 def test_a_write_without_a_modifier_rank_is_told_of(worlds: WorldPool, early: bool) -> None:
     (found,) = worlds.run(1, write_without_modifier, early)
     assert found == [(False, False), (False, True), (False, True)][: len(found)]
+
+
+@pytest.mark.parametrize("how", ["set", "load", "step"])
+def test_what_the_engine_writes_while_a_modifier_is_at_work_stays(
+    worlds: WorldPool, how: str, tmp_path: Path
+) -> None:
+    for outside, inside in worlds.run(2, write_in_context, how, str(tmp_path)):
+        assert inside == outside
+
+
+def write_in_context(how: str, directory: str) -> list[str]:
+    found = []
+    for gathers in (False, True):
+        engine = make_engine(config(3))
+        train(engine, 1)
+        engine.save_checkpoint(f"{directory}/{gathers}")
+        weight = engine.module.blocks[0].up.weight
+        with GatheredParameters([weight], modifier_rank=0, enabled=gathers):
+            if how == "set":
+                safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 0.25))
+            elif how == "load":
+                engine.load_checkpoint(f"{directory}/{gathers}")
+            else:
+                train(engine, 2)
+        found.append(engine.weight_hash())
+    return found
 
 
 def made(how: dict[str, Any]) -> tuple[str, list[float]]:

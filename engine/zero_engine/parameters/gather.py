@@ -86,6 +86,9 @@ class GatheredParameters:
                 # A save in the background may still be copying these weights.
                 core.moved.hold_copies()
                 with core.guard():
+                    # A step or a load in the context has released it: what `open` would show has
+                    # been written by nobody.
+                    unit.gather()
                     unit.open()  # with what was written to parameters that are always whole
                     unit.adopt_full(self._modifier)
                     if unit not in self._gathered_here:
