@@ -218,15 +218,21 @@ def offloaded(zero: dict[str, Any]) -> list[Any]:
     [
         {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
         {"offload_optimizer": {"device": "nvme", "nvme_path": "."}},
+        {
+            "offload_optimizer": {"device": "nvme", "nvme_path": "."},
+            "offload_param": {"device": "nvme", "nvme_path": ".", "max_in_cpu": 0},
+        },
         {"zero_hpz_partition_size": 2},
     ],
-    ids=["cpu", "nvme", "hpz"],
+    ids=["cpu", "nvme", "weights on nvme", "hpz"],
 )
 @pytest.mark.full
 def test_writes_count_wherever_the_state_rests(
     worlds: WorldPool, zero: dict[str, Any], tmp_path: Any
 ) -> None:
-    if "nvme_path" in str(zero):
-        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    zero = {
+        key: value | {"nvme_path": str(tmp_path)} if "nvme" in str(value) else value
+        for key, value in zero.items()
+    }
     tiered, plain = one_result(worlds, offloaded, zero)
     assert tiered == plain

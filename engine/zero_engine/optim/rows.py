@@ -14,13 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero_engine.sharding.flat_unit import FlatUnit, round_up
+from zero_engine.sharding.flat_unit import GRAIN, FlatUnit, round_up
 from zero_engine.sharding.segments import Segment
 from zero_engine.tiers.places import Tier
-from zero_step.gradients.norm import SHARD_GRAIN
 
-GRAIN = 4 * SHARD_GRAIN
-"""Elements; sub-groups begin on multiples of it, on whole pages in every dtype."""
 WEIGHTS = ".weights"
 """The row of master weights; optimizers have no key with a dot."""
 

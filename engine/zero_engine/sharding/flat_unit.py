@@ -29,6 +29,8 @@ from zero_step.gradients.norm import BLOCK, SHARD_GRAIN
 ALIGN = BLOCK
 """Elements; parameters begin at multiples of it, so that the blocks of their norm are those of a
 unit. In bytes it is 256 in fp32, 128 in bf16: cache lines."""
+GRAIN = 4 * SHARD_GRAIN
+"""Elements of a shard; multiples of it begin on whole pages of a disk in every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,9 @@ class FlatUnit:
         for start, stop in self.small.take_far(self.shard, self.interval[0]):
             self.rests.changed()
             self.tiers.state.changed()
-            self.accept(start, self.shard[start:stop])
+            # In whole pages, as a disk takes them: what lies beside is as it was.
+            begin = start // GRAIN * GRAIN
+            self.accept(begin, self.shard[begin : round_up(stop, GRAIN)])
         self.rests.settle()
         return []
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from zero_contract.errors import ConfigError
 from zero_engine.config import load_config
 from zero_engine.layout import UnitFacts, kept_in_cpu, offloaded
-from zero_engine.optim.rows import GRAIN
+from zero_engine.sharding.flat_unit import GRAIN
 from zero_engine.tiers.nvme import Buffers, Nvme, ReadAhead
 from zero_engine.tiers.places import TierError, done, wait
 from zero_engine.tiers.scratch import PAGE_BYTES, ScratchFile, aligned
