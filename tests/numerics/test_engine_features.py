@@ -171,6 +171,18 @@ def test_a_sparse_embedding_trains_to_the_bits_of_a_dense_one(
     assert one_of_stages(worlds, stages, train_embedding, True) == dense
 
 
+def train_on_losses(*shape: int) -> tuple[str, list[float]]:
+    engine = make_engine(config(1))
+    run = engine.module.forward
+    engine.module.forward = lambda tokens: run(tokens).view(shape)
+    losses = train(engine, 2)
+    return engine.weight_hash(), losses
+
+
+def test_a_loss_may_have_one_dimension(worlds: WorldPool) -> None:
+    assert worlds.run(2, train_on_losses, 1) == worlds.run(2, train_on_losses)
+
+
 @pytest.mark.full  # promises/test_beside_training stands for it
 def test_evaluation_between_steps_changes_nothing(worlds: WorldPool) -> None:
     assert one_result(worlds, train_and_evaluate, 3) == one_result(worlds, train_in_one_go, 0)

@@ -340,7 +340,8 @@ class MicroSteps:
         self.on_plain(False)
         core.coordinator.end_backward()
         core.zero.accumulating = True
-        share, tokens = loss.share.detach().float(), loss.tokens
+        # A loss may have the shape [1]; the numbers of a step are exchanged as one tensor.
+        share, tokens = loss.share.detach().float().reshape(()), loss.tokens
         if not self._run.microbatch().size:  # a lane that has ended: this counts for nothing
             share, tokens = torch.zeros_like(share), none_of(tokens)
         if shared:
