@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_deepspeed
 import zero_engine
@@ -50,6 +50,29 @@ def train_on(first: int, second: int, bf16: bool) -> tuple[Any, Any]:
         train(engine, 3)
         results.append(fingerprint(engine))
     return results[0], results[1]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(8, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_frozen_keeps_its_dtype(worlds: WorldPool, stage: int) -> None:
+    assert worlds.run(1, take_frozen, stage) == [True]
+
+
+def take_frozen(stage: int) -> bool:
+    model = Scaled()
+    scale = model.scale.detach().clone()
+    for _ in range(2):
+        engine, *_ = zero_deepspeed.initialize(model=model, config=config(stage))
+    return torch.equal(engine.module_state_dict()["scale"], scale)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

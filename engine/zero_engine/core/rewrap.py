@@ -46,7 +46,9 @@ def take_over(model: nn.Module) -> None:
         group = EarlyGroup(core.collectives) if core.stage.shards_parameters else None
         for unit in core.units:
             weights = unit.gather_highest()
-            dtype = torch.float32 if weights.is_floating_point() else weights.dtype
+            # What was never cast keeps its dtype, such as a frozen parameter in fp64.
+            is_cast = unit.spec.trained or core.layout.config.compute != "fp32"
+            dtype = torch.float32 if is_cast and weights.is_floating_point() else weights.dtype
             for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                 values = weights[slot.start : slot.stop].view(slot.shape)
                 # What the next engine takes stays divided; what is left to the script becomes
