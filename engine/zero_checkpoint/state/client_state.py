@@ -161,8 +161,10 @@ def _unmarked(value: dict[str, Any]) -> Any:
         case [("$tensor", [dtype, shape, text])]:
             found = torch.from_numpy(_bytes(text)).view(DTYPES[dtype]).reshape(shape)
         case [("$array" | "$scalar" as mark, [dtype, shape, text])]:
-            found = _bytes(text).view(_dtype(dtype)).reshape(shape)
-            found = found[()] if mark == "$scalar" else found
+            kind = _dtype(dtype)
+            # An empty text of numpy has no bytes, of which there is no view.
+            found = _bytes(text).view(kind) if kind.itemsize else np.zeros(shape, kind)
+            found = found.reshape(shape)[()] if mark == "$scalar" else found.reshape(shape)
         case [("$bytes", text)]:
             found = _bytes(text).tobytes()
         case [("$file", text)]:

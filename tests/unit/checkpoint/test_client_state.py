@@ -67,8 +67,10 @@ def test_a_view_is_stored_alone_and_what_comes_back_can_be_changed() -> None:
     assert again(np.arange(4)[::2]).tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("value", [np.float64(0.1), np.int32(7), np.bool_(True)])
-def test_numbers_of_numpy(value: np.generic) -> None:
+@pytest.mark.parametrize(
+    "value", [np.float64(0.1), np.int32(7), np.bool_(True), np.str_("a"), np.str_()]
+)
+def test_numbers_and_texts_of_numpy(value: np.generic) -> None:
     found = again({"loss": value})["loss"]
     assert (type(found), found) == (type(value), value)
 
