@@ -35,7 +35,7 @@ duration_s = argument_type(parse_seconds)
 def pair(text: str) -> tuple[str, str]:
     """(OTHER, NAME), from `OTHER=NAME`."""
     other, sign, name = text.partition("=")
-    if not (other and sign and name):
+    if not (other and sign and name) or other == name:
         raise ValueError("is not a pair; write OTHER=NAME, such as lm_head.weight=embed.weight")
     return other, name
 

@@ -425,6 +425,17 @@ def test_unknown_things_stay_unknown_and_a_tie_must_be_one(tmp_path):
         adopt.tie(other, {"b": "a"})
 
 
+def test_a_tie_to_what_is_tied_itself_is_one_to_the_parameter_that_stays(tmp_path):
+    params = {"a": torch.ones(2), "b": torch.ones(2), "other": torch.zeros(2)}
+    foreign = Foreign(params=params, buffers={}, aliases={"c": "b"})
+    tied = adopt.tie(foreign, {"b": "a"})
+    assert (list(tied.params), tied.aliases) == (["a", "other"], {"b": "a", "c": "a"})
+    checkpoint, _ = adopted(tmp_path, tied)
+    assert checkpoint.manifest.aliases == tied.aliases
+    with pytest.raises(CheckpointError, match="the two differ, so they are not tied"):
+        adopt.tie(foreign, {"c": "other"})
+
+
 def test_frozen_parameters_leave_their_groups_and_take_the_dtype_that_is_computed_in(tmp_path):
     group = {"params": ["a", "b"], "hyperparameters": {}, "state": {}}
     foreign = Foreign(

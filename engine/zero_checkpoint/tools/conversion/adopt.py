@@ -121,9 +121,12 @@ def tie(foreign: Foreign, ties: Mapping[str, str]) -> Foreign:
                 f"--tie {other}={name}: there is no parameter {name!r}; parameters are: "
                 f"{_some(params)}"
             )
-        if other in params and not torch.equal(params[other], params[name]):
+        known = params.get(aliases.get(other, other))
+        if known is not None and not torch.equal(known, params[name]):
             raise CheckpointError(f"--tie {other}={name}: the two differ, so they are not tied")
         params.pop(other, None)
+        # What was tied to it is tied to the one that stays: a checkpoint has no other name.
+        aliases = {second: name if first == other else first for second, first in aliases.items()}
         aliases[other] = name
     return replace(foreign, params=params, aliases=aliases)
 
