@@ -185,6 +185,8 @@ class Lineage:
 def _open(root: Place, step: int, round: int, disk: Disk) -> Record:
     """Rank 0: make a directory that never existed; its round and nonce, or the problem."""
     try:
+        if step < 0:  # no load would take the directory's name for that of a checkpoint
+            raise CheckpointError(f"step {step} is less than 0; count the steps done")
         _check_runs(root)
         number = generation(round, step, newest_committed(root))
         disk.make_directories(root)

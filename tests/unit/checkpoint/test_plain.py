@@ -175,6 +175,15 @@ def test_what_cannot_be_saved_is_refused_by_name_and_nothing_is_published(
     assert zero_checkpoint.load(tmp_path) is None
 
 
+def test_a_step_below_0_is_refused_as_no_load_would_find_its_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="step -1 is less than 0"):
+        zero_checkpoint.save(tmp_path, {"w": torch.zeros(1)}, step=-1)
+    zero_checkpoint.save(tmp_path, {"w": torch.zeros(1)}, step=0)
+    found = zero_checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.step == 0
+
+
 def test_what_one_rank_cannot_fill_is_an_error_by_name_on_all_ranks_at_once(tmp_path: Path) -> None:
     zero_checkpoint.save(tmp_path, {"a": torch.zeros(1)}, step=1)
 
