@@ -124,13 +124,13 @@ def show_rows(rows: Sequence[ListedCheckpoint]) -> None:
             _maybe(row.world),
             _maybe(row.stage),
             _colored(row.status),
-            row.name,
+            escape(row.name),
         )
     out = console()
     out.print(table)
     for row in rows:
         if row.reason:
-            out.print(f"{row.name}: {escape(row.reason)}", soft_wrap=True)
+            out.print(escape(f"{row.name}: {row.reason}"), soft_wrap=True)
 
 
 def show_description(shown: Description) -> None:
@@ -234,11 +234,11 @@ def _norm(tensor: TensorRow) -> str:
 
 def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None:
     """`verify`, for one checkpoint."""
-    out = console()
+    out, name = console(), escape(str(path))
     if not damages:
-        out.print(f"{path}: [green]intact[/green], {decimal(size_bytes)} verified", soft_wrap=True)
+        out.print(f"{name}: [green]intact[/green], {decimal(size_bytes)} verified", soft_wrap=True)
         return
-    out.print(f"{path}: [red]DAMAGED[/red] in {len(damages)} places", soft_wrap=True)
+    out.print(f"{name}: [red]DAMAGED[/red] in {len(damages)} places", soft_wrap=True)
     for damage in damages:
         where = f"{damage.file}, bytes {damage.begin}:{damage.end}: {damage.problem}"
         held = ""
@@ -246,7 +246,7 @@ def show_damage(path: Place, damages: Sequence[Damage], size_bytes: int) -> None
             more = len(damage.tensors) - _SHOWN_TENSORS
             held = f"; it holds {', '.join(damage.tensors[:_SHOWN_TENSORS])}"
             held += f" and {more} more" if more > 0 else ""
-        out.print(f"  {where}{escape(held)}", soft_wrap=True)
+        out.print(escape(f"  {where}{held}"), soft_wrap=True)
 
 
 def show_differences(differences: Sequence[Difference]) -> None:

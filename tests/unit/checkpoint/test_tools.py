@@ -70,6 +70,15 @@ def test_a_quarantined_checkpoint_can_still_be_looked_at_by_its_own_name(root):
     assert locate.one(str(path)).path == path.resolve()
 
 
+def test_a_directory_whose_name_looks_like_markup_is_named_as_it_is(tmp_path, capsys):
+    for name in ("lr[x=0.1]", "a[/b]"):
+        saved(tmp_path / name, adam_state(), step=1)
+        assert main(["verify", str(tmp_path / name)]) == 0
+        assert f"{tmp_path / name}/step-" in capsys.readouterr().out
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "lr[x=0.1]/step-" in capsys.readouterr().out
+
+
 @pytest.fixture
 def output(tmp_path):
     """The output directory of a Trainer: a root for each save."""
