@@ -16,7 +16,7 @@ from zero_checkpoint.format.dtypes import byte_view
 from zero_checkpoint.format.match import stored_id
 from zero_checkpoint.format.pieces import TensorId
 from zero_checkpoint.loading.candidates import Candidate
-from zero_checkpoint.tools.tensors import WIDENED, read_tensors
+from zero_checkpoint.tools.tensors import WIDENED, read_tensor, read_tensors
 from zero_checkpoint.tools.verify import Progress
 
 _BATCH_BYTES = 64 << 20
@@ -62,7 +62,10 @@ def compare(
     partner = {t: stored_id(t, right.manifest) for t in ours}
     same = [t for t, p in partner.items() if p in theirs and theirs[p].shape == ours[t].shape]
     left_data = read_tensors(left, same, batch_bytes=_BATCH_BYTES)
-    right_data = read_tensors(right, [partner[t] for t in same], batch_bytes=_BATCH_BYTES)
+    first_of = {partner[t]: t for t in reversed(same)}
+    right_data = read_tensors(
+        right, dict.fromkeys(partner[t] for t in same), batch_bytes=_BATCH_BYTES
+    )
     for tensor, info in ours.items():
         other = theirs.get(partner[tensor])
         if other is None:
@@ -72,7 +75,10 @@ def compare(
             shapes = f"{list(info.shape)} / {list(other.shape)}"
             yield _difference(tensor, Relation.RESHAPED, detail=shapes)
             continue
-        (_, a), (_, b) = next(left_data), next(right_data)  # both are read in this order
+        _, a = next(left_data)  # both are read in this order
+        # Several of ours may be one of theirs, under its tied names: that is read again.
+        again = first_of[partner[tensor]] != tensor
+        b = read_tensor(right, partner[tensor]) if again else next(right_data)[1]
         progress(a.numel() * a.element_size())
         if a.dtype == b.dtype and torch.equal(byte_view(a.reshape(-1)), byte_view(b.reshape(-1))):
             yield _difference(tensor, Relation.EQUAL)

@@ -129,8 +129,10 @@ def plan_repair(root: Place, *, now_s: float, older_than_s: float) -> UpkeepPlan
         for item in leftovers
     ]
     hint = root / LATEST
-    # The newest that is whole by its sizes; `latest` is a hint, so no data are read for it.
-    name = next((each.path.name for each in found.candidates if misfit(each) is None), None)
+    # The newest that is whole by its sizes: `latest` is a hint, so no data are read for it. A save
+    # aside does not write it either.
+    whole = (c for c in found.candidates if not c.manifest.is_aside and misfit(c) is None)
+    name = next((each.path.name for each in whole), None)
     try:
         named = hint.read_text(errors="replace").strip()
     except FileNotFoundError:

@@ -269,6 +269,18 @@ def test_a_tensor_is_found_under_its_tied_name(tmp_path):
     assert [item.relation for item in compare(a, b)] == [Relation.EQUAL]
 
 
+def test_two_tensors_that_are_one_in_the_other_checkpoint_are_compared_with_it(tmp_path):
+    left = {
+        TensorId(PARAM, name): torch.full((n,), 1.0)
+        for name, n in zip("abc", (4, 4, 3), strict=True)
+    }
+    right = {tensor: data for tensor, data in left.items() if tensor.fqn != "b"}
+    saved(tmp_path / "left", left)
+    saved(tmp_path / "right", right, aliases={"b": "a"})
+    a, b = locate.one(str(tmp_path / "left")), locate.one(str(tmp_path / "right"))
+    assert [item.relation for item in compare(a, b)] == [Relation.EQUAL] * 3
+
+
 def test_numbers_beside_nan_or_infinity_differ_infinitely_and_nan_beside_nan_does_not():
     nan, inf = math.nan, math.inf
     assert distance(torch.tensor([nan, inf, 0.0]), torch.tensor([nan, inf, -0.0])) == (0, 0)
@@ -360,6 +372,14 @@ def test_repair_writes_the_hint_anew_and_says_so(root, hint):
     action.act()
     assert (root / "latest").read_text() == f"{newest}\n"
     assert upkeep.plan_repair(root, now_s=2e9, older_than_s=0).actions == []
+
+
+def test_repair_leaves_the_hint_alone_where_the_newest_was_saved_aside(root):
+    hint = (root / "latest").read_text()
+    meta = {"engine": {"aside": True}}
+    saved(root, adam_state(seed=3, width=400), step=3, tag="best", meta=meta)
+    assert upkeep.plan_repair(root, now_s=2e9, older_than_s=0).actions == []
+    assert (root / "latest").read_text() == hint
 
 
 def test_a_metric_that_nobody_has_saved_deletes_nothing(tmp_path, capsys):
