@@ -348,10 +348,8 @@ class _Search:
                 self.damaged.append(verdict["reason"])
                 if verdict.get("where") is not None:
                     file, block = verdict["where"]
-                    found = Suspect(
-                        path=offered.path, reason=verdict["reason"], file=file, block=block
-                    )
-                    suspect(found)
+                    reason = verdict["reason"]
+                    suspect(Suspect(path=offered.path, reason=reason, file=file, block=block))
         elif verdict["outcome"] == LoadOutcome.GOOD:
             assert self.manifest is not None
             ownership.loaded(self.root, self._present, self.manifest.runs)

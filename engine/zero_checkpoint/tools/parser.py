@@ -76,7 +76,31 @@ def make_parser() -> argparse.ArgumentParser:
     diff.add_argument("right", metavar="B[@TAG]", help="checkpoint to compare it with")
     _add_export(command("export", "Write the model of a checkpoint for other libraries."))
     _add_import(command("import", "Make a checkpoint from one of another library."))
-    _add_prune(command("prune", "Delete old checkpoints, except those that the flags keep."))
+    prune = command("prune", "Delete old checkpoints, except those that the flags keep.")
+    prune.add_argument("dir", metavar="DIR", help="directory of checkpoints")
+    prune.add_argument(
+        "--keep-last",
+        type=arguments.positive,
+        required=True,
+        metavar="N",
+        help="keep the N newest checkpoints, at least 2",
+    )
+    prune.add_argument(
+        "--keep-every",
+        type=arguments.positive,
+        metavar="M",
+        help="keep the checkpoints whose step is a multiple of M as well",
+    )
+    prune.add_argument(
+        "--keep-best",
+        type=arguments.best,
+        metavar="METRIC:min[:N]",
+        help="keep the N checkpoints with the smallest METRIC of the client_state as well "
+        "(default of N: 1); METRIC:max[:N] keeps those with the largest",
+    )
+    prune.add_argument(
+        "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
+    )
     repair = command(
         "repair",
         "Delete what interrupted saves left, and rebuild the hint to the newest checkpoint.",
@@ -94,33 +118,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print what would be done, and do nothing"
     )
     return parser
-
-
-def _add_prune(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", help="directory of checkpoints")
-    parser.add_argument(
-        "--keep-last",
-        type=arguments.positive,
-        required=True,
-        metavar="N",
-        help="keep the N newest checkpoints, at least 2",
-    )
-    parser.add_argument(
-        "--keep-every",
-        type=arguments.positive,
-        metavar="M",
-        help="keep the checkpoints whose step is a multiple of M as well",
-    )
-    parser.add_argument(
-        "--keep-best",
-        type=arguments.best,
-        metavar="METRIC:min[:N]",
-        help="keep the N checkpoints with the smallest METRIC of the client_state as well "
-        "(default of N: 1); METRIC:max[:N] keeps those with the largest",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
-    )
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
