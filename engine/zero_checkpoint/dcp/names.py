@@ -70,9 +70,9 @@ def name_all(
         return Saved(ids=ids, groups=[], step=None, meta=_meta("", None, others, paths))
     model, optimizer = layout.model, layout.optimizer
     of_state = None if optimizer is None else optimizer + STATE
-    ids = {}
+    ids, of_model = {}, frozenset(layout.tensors)  # of which there may be many
     for key, info in tensors.items():
-        if key in layout.tensors:
+        if key in of_model:
             name = key.removeprefix(model)
             ids[key] = TensorId(BUFFER if is_buffer(name, info.dtype) else PARAM, name)
         elif of_state is not None and key.startswith(of_state):
