@@ -269,7 +269,8 @@ def _add_gc(command: _Command) -> None:
 
 def _open(args: argparse.Namespace, timeout_s: float = CALL_S) -> EtcdStore:
     """The etcd that the flags name; each call ends within `timeout_s`. Raises SpecError."""
-    from zero_orchestrator.store.etcd.client import Credentials, EtcdStore  # gRPC: not for --help
+    # Here, since it imports gRPC, for which --help need not wait.
+    from zero_orchestrator.store.etcd.client import Credentials, EtcdStore
 
     given: dict[str, str] = {name: getattr(args, name.replace("-", "_")) for name in _ETCD_FLAGS}
     variables = {name: variable_of(name) for name in given}

@@ -53,7 +53,8 @@ def read(log_dir: Path, job: str) -> Records:
     told = [record for line in lines if (record := _record(line)) is not None]
     records = sorted(told, key=lambda record: float(record["time"]))
     begins = [at for at, record in enumerate(records) if record.get("event") == Move.OPEN]
-    del records[: begins[-1] if begins else 0]  # of former jobs of that name
+    # Former jobs of that name have written to the same files.
+    del records[: begins[-1] if begins else 0]
     note = ABSENT.format(directory=log_dir / job)
     if unread := len(lines) - len(told):
         note += f". Lines that are no events: {unread}"

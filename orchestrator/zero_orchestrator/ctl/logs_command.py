@@ -209,11 +209,13 @@ class _Reader:
         job = status.read(self._store, self._job)
         now_s = self._answered_s = time.monotonic()
         nodes: Sequence[str] = ()
-        with contextlib.suppress(NoSuchNode, NoSuchJob):  # between two rounds nobody has the rank
+        # Between two rounds nobody has the rank.
+        with contextlib.suppress(NoSuchNode, NoSuchJob):
             nodes = _asked(job, self._rank)
         self.ask(asker, nodes)
         gone = [node for node in self._cursors if node not in job.live_nodes]
-        if gone:  # what their workers have printed last may be in etcd
+        # What their workers have printed last may be in etcd.
+        if gone:
             self.show(one for one in self.left() if one.node in gone)
         for node in gone:
             # An agent that ends writes its last output after its registration is gone.

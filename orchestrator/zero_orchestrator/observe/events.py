@@ -191,7 +191,8 @@ class _Told:
 # ---- writing ----
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)  # two keys may have one pace, and are still two
+# Compared by identity: two keys may have one pace, and are still two.
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Paced:
     """The pace at which an agent writes a key: the more nodes a job has, the slower."""
 
@@ -337,7 +338,8 @@ class Publisher:
 
     def alive(self, *, nodes: int) -> None:
         """Write a sign of life if the time has come; call it often. Without a round: 0 nodes."""
-        if SEEN not in self._due_s and nodes:  # a thousand agents that start together spread out
+        # Spread out, since a thousand agents may have started together.
+        if SEEN not in self._due_s and nodes:
             spread_s = random.uniform(0, SEEN.pause_s(nodes)) * (nodes > 1)
             self._due_s[SEEN] = self._clock.now() + spread_s
         if SEEN in self._due_s and self._is_due(SEEN, nodes):
@@ -381,7 +383,8 @@ class Publisher:
 
         With each `reign` of this agent, what another one has written meanwhile is continued.
         """
-        if reign != self._reign:  # the agent of the last rank 0 may have something left to write
+        # The agent of the last rank 0 may have something left to write.
+        if reign != self._reign:
             self._reign, self._due_s[HISTORY] = reign, self._clock.now() + HISTORY.every_s
         if not self._is_due(HISTORY, last=last, least_s=self._resolution_s):
             return
@@ -488,7 +491,8 @@ class Event:
 def parse(text: str) -> dict[str, Any] | None:
     """The record of an event; None if it is none, or a field has not the type that readers need."""
     with contextlib.suppress(SpecMismatch):
-        records.read(_Told, text)  # for its types alone: the fields that it lacks are kept as well
+        # For its types alone: the fields that it lacks are kept as well.
+        records.read(_Told, text)
         return records.read(dict[str, Any], text)
     return None
 
@@ -524,7 +528,8 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
             items = ()
             with contextlib.suppress(queue.Empty):
                 changes = arrived.get(timeout=IDLE_S)
-                if changes is None:  # compacted: everything there is may be new
+                # The changes were compacted: everything there is may be new.
+                if changes is None:
                     items = store.range(prefix).items
                 else:
                     items = tuple(change.item for change in changes if change.item is not None)

@@ -178,11 +178,8 @@ class Ledger:
         if not (is_step and usual_ns and stalls(self.pending_ns / 1e9, usual_ns / 1e9)):
             return self._settle(use)
         stuck_ns = self.pending_ns - min(usual_ns, self.pending_ns)
-        return (
-            replace(self, pending_ns=self.pending_ns - stuck_ns)
-            ._spend(Use.STUCK, stuck_ns)
-            ._settle(use)
-        )
+        step = replace(self, pending_ns=self.pending_ns - stuck_ns)
+        return step._spend(Use.STUCK, stuck_ns)._settle(use)
 
     def _settle(self, use: Use) -> Ledger:
         return replace(self, pending_ns=0)._spend(use, self.pending_ns)

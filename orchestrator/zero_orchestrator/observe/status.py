@@ -430,7 +430,8 @@ def rows(
 ) -> tuple[tuple[NodeRow, ...], tuple[NodeRow, ...]]:
     """The members of the round in rank order, and the live nodes outside of the round."""
     known, members = _Known(view), view.members.nodes
-    ranks = accumulate((node.slots for node in members), initial=0)  # and, last, the world size
+    # It has one value more, the world size, which `zip` leaves.
+    ranks = accumulate((node.slots for node in members), initial=0)
     return (
         tuple(
             _row(known, node, rank, progress) for node, rank in zip(members, ranks, strict=False)

@@ -319,7 +319,8 @@ def _timeline(records: Records, row: NodeRow, end_s: float) -> Json:
     if timeline is not None:
         starts = list(timeline.spans)
         alive = row.alive and not records.status.ended
-        if alive:  # it writes its timeline every few seconds, and the page must not lag behind
+        # An agent writes its timeline every few seconds, and the page must not lag behind.
+        if alive:
             starts += _since_written(records, row.node, timeline)
         elif timeline.until_s < end_s - 1:
             starts.append(Span(from_s=timeline.until_s, phase=Phase.GONE))

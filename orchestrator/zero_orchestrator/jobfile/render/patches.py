@@ -117,15 +117,11 @@ def _agent(file: JobFile) -> Object:
         each |= {"nvidia.com/gpu": None, wanted.gpu_kind: str(wanted.gpu)}
     # Two volumes may have this size each, and a pod that exceeds its limit is evicted.
     doubled = f"{2 * wanted.scratch.size_bytes // 2**20}Mi"
+    checkpoints = file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
+    words = file.arguments(config=CONFIG, checkpoints=checkpoints)
     found: Object = {
         "name": AGENT,
-        "args": [
-            *_IDENTITY,
-            file.script,
-            *file.arguments(
-                config=CONFIG, checkpoints=file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
-            ),
-        ],
+        "args": [*_IDENTITY, file.script, *words],
         "resources": {
             "requests": {**each, "ephemeral-storage": str(wanted.scratch)},
             "limits": {**each, "ephemeral-storage": doubled},

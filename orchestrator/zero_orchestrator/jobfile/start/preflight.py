@@ -122,7 +122,8 @@ def _claim_that_exists(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
         modes = cluster.claim[0]["spec"]["accessModes"]
         if "ReadWriteMany" not in modes:
             text = f"{name} is {', '.join(modes)}; nodes on several machines need ReadWriteMany"
-            is_fatal = _has_several_machines(cluster)  # on one machine all agents can mount it
+            # On one machine all agents can mount it.
+            is_fatal = _has_several_machines(cluster)
             yield Problem(key="checkpoint.claim", text=text, is_fatal=is_fatal)
 
 

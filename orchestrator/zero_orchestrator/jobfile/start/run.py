@@ -86,12 +86,8 @@ def _start_agents(job: Job, how: StartOptions) -> int:
     """Replace this process by one agent, or by the program that starts several."""
     variables = settings(job.file) | etcd_settings(job.file)
     # No --rdzv-id: the same job file, started again after the end of its run, is a new run.
-    script = [
-        job.file.script,
-        *places(
-            job, config=str(job.config_path), default=Path("runs", job.file.name, "checkpoints")
-        ),
-    ]
+    default = Path("runs", job.file.name, "checkpoints")
+    script = [job.file.script, *places(job, config=str(job.config_path), default=default)]
     python = [sys.executable, "-m"]
     if how.dry_run:
         words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -100,8 +96,10 @@ def _start_agents(job: Job, how: StartOptions) -> int:
         return 0
     several = ["zero_agent.launch.local_agents", str(how.agents)]
     program = ["zero_agent"] if how.agents == 1 else several
-    sys.stdout.flush()  # what is not yet written would be lost with this program
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until that program can answer it
+    # What is not yet written would be lost with this program.
+    sys.stdout.flush()
+    # Until that program can answer it: a Ctrl-C meanwhile would end it with a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     words = [*python, *program, *script]
     return os.execve(sys.executable, words, os.environ | variables)
 

@@ -89,13 +89,8 @@ class Stragglers:
         trained_s = steps * min(map(sum, zip(compute_s, wait_s, strict=True)), default=0.0)
         if steps < WINDOW_STEPS or trained_s < WINDOW_S:
             return self
-        often = [
-            rank
-            for rank, (first, last) in enumerate(
-                zip(begin.slow_steps, report.slow_steps, strict=True)
-            )
-            if last - first >= SLOW_STEPS * steps
-        ]
+        pairs = zip(begin.slow_steps, report.slow_steps, strict=True)
+        often = [rank for rank, (old, new) in enumerate(pairs) if new - old >= SLOW_STEPS * steps]
         # In the mean as well, but not in the mean alone: that may be one long pause.
         slower = slow_ranks(compute_s, wait_s)
         found = {rank: slower[rank] for rank in often if rank in slower}
