@@ -521,7 +521,7 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
         raise NoSuchJob("no job has been started with this etcd; --rdzv-endpoint names another")
     if name is not None:
         raise NoSuchJob(f"there is no job {name}; there are: {names}")
-    which = "several jobs run" if found[0].live_nodes else "no job runs"
+    which = "several jobs run" if found[0].runs else "no job runs"
     raise NoSuchJob(f"{which}; name one of: {', '.join(job.job for job in found)}")
 
 
