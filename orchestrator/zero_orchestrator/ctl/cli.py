@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import shutil
 import signal
@@ -432,8 +433,8 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     job = _running(store, args.job)
     why = f"asked for by {who()}" + (f" ({args.reason})" if args.reason else "")
-    # Whole seconds, as of a lease.
-    found = requests.exclude(store, job, args.node, why, round(args.for_s))
+    # Whole seconds, as of a lease; of less than one it would be 0, which is for ever.
+    found = requests.exclude(store, job, args.node, why, math.ceil(args.for_s))
     text = f"job {job} continues without the host: {found}"
     _say(view, text, command="exclude", job=job, target=found.host, done=True)
     return CtlExit.OK

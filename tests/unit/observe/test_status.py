@@ -512,6 +512,18 @@ def test_a_job_that_is_not_there_is_answered_with_those_that_are(memory):
         choose_job(jobs, "c")
     with pytest.raises(NoSuchJob, match="several jobs run; name one of: a, b"):
         choose_job(jobs, None)
+    for name in ("a", "b"):  # whose agents have not left yet
+        Job(memory, name).round(1, "DONE", "x")
+    with pytest.raises(NoSuchJob, match="no job runs; name one of: a, b"):
+        choose_job(status.read_all(memory), None)
+
+
+def test_an_exclusion_for_less_than_a_second_is_not_for_ever(memory):
+    Job(memory).live("ab")
+    args = cli.make_parser().parse_args(["exclude", "a", "gpt", "--for=0.4"])
+    assert cli._COMMANDS["exclude"](args, memory, views.TableView()) == 0
+    (barred,) = memory.range(Keys("gpt").excluded("")).items
+    assert (barred.lease != 0, Exclusion.from_json(barred.value).for_s) == (True, 1)
 
 
 def test_a_node_is_looked_for_in_all_jobs_and_its_absence_names_those_there_are(memory):
