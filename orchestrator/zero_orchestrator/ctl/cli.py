@@ -194,7 +194,6 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_looks(command)
     _add_requests(command)
-    _add_gc(command)
     job_files.add_to(commands)
     completion.add_to(commands)
     for name, (_, text) in _HANDED_OVER.items():  # listed here; `main` starts them
@@ -224,7 +223,7 @@ def _add_looks(command: _Command) -> None:
 
 
 def _add_requests(command: _Command) -> None:
-    """The commands that ask a job's agents for something."""
+    """The commands that change something: most of them ask a job's agents for it."""
     drain = command(
         "drain", "make a node leave at its next step boundary; the job continues without it"
     )
@@ -248,9 +247,6 @@ def _add_requests(command: _Command) -> None:
     for sub, event in ((drain, "the node has left"), (stop, "the job has ended")):
         text = f"seconds to wait until {event} (default 0)"
         sub.add_argument("--wait", type=seconds, default=0.0, metavar="SECONDS", help=text)
-
-
-def _add_gc(command: _Command) -> None:
     gc = command("gc", "delete the records of ended jobs")
     text = "delete the records of jobs that ended longer ago than this (default 7d)"
     gc.add_argument(

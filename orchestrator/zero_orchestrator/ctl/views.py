@@ -126,7 +126,8 @@ class TableView:
     def __init__(self) -> None:
         # Names and reasons are shown as they are: rich would read `[...]` in them as markup.
         self._console = Console(markup=False, emoji=False, highlight=False)
-        if not self._console.is_terminal:  # else rich takes 80 columns, and folds the cells
+        # Else rich takes 80 columns, and folds the cells.
+        if not self._console.is_terminal:
             self._console.width = _PIPE_COLUMNS
 
     def jobs(self, jobs: Sequence[JobStatus]) -> None:
@@ -288,7 +289,8 @@ def status_head(status: JobStatus) -> RenderableType:
     if status.owner:
         facts.add_row("owner", status.owner)
     command = " ".join(status.command)
-    if (more := len(command) - _COMMAND_CHARACTERS) > 0:  # it may have thousands of arguments
+    # It may have thousands of arguments.
+    if (more := len(command) - _COMMAND_CHARACTERS) > 0:
         command = f"{command[:_COMMAND_CHARACTERS]}... ({more:,} more characters)"
     facts.add_row("command", command)
     return Group(title, facts)

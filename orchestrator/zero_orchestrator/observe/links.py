@@ -89,9 +89,8 @@ def link_of(source: str, target: str, answer: Answer) -> Link:
     """The link that an agent has measured."""
     # Of an agent, and perhaps of another version: a link with a figure missing is not measured.
     record: Mapping[str, object] = answer.record
-    figures: dict[str, Any] = {
-        name: record.get(name) for name in ("latency_s", "bytes_per_s", "cpu_wait")
-    }
+    names = ("latency_s", "bytes_per_s", "cpu_wait")
+    figures: dict[str, Any] = {name: record.get(name) for name in names}
     if all(isinstance(value, float) for value in figures.values()):
         return Link(source=source, target=target, **figures)
     problem = answer.problem or str(record.get("problem", "")) or "an answer without figures"

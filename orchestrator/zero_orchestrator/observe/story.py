@@ -60,7 +60,8 @@ class Recovery:
             return first_s  # no steps are reported, or it is of an older version
         last_step_s = self._end.time_s - idle_s
         is_failure = self._end.record.get("event") == "interrupt"
-        return min(first_s, last_step_s) if is_failure else last_step_s  # they train until it
+        # Without a failure they train until the transition, whatever was told before.
+        return min(first_s, last_step_s) if is_failure else last_step_s
 
     @property
     def stepped(self) -> bool:
@@ -153,7 +154,8 @@ def bands(found: Sequence[Recovery], steps_s: Sequence[float], end_s: float) -> 
         at = bisect_left(steps_s, one.events[-1].time_s)
         step_s = steps_s[at] if at < len(steps_s) else math.inf
         if place + 1 < len(found) and found[place + 1].stepped:
-            step_s = min(step_s, found[place + 1].from_s)  # its own step is not known
+            # A step was taken before the next recovery, at the latest where that begins.
+            step_s = min(step_s, found[place + 1].from_s)
         over = step_s <= end_s
         band = Band(
             recoveries=(one,),

@@ -131,9 +131,8 @@ def picture(records: Records, *, now_s: float) -> Json:
 def without_steps(records: Records, *, now_s: float) -> Sequence[Band]:
     """The recoveries that the page shows."""
     end_s = _end_s(records, now_s)
-    return _without_steps(
-        records, [_timeline(records, row, end_s) for row in _rows(records)], end_s
-    )
+    timelines = [_timeline(records, row, end_s) for row in _rows(records)]
+    return _without_steps(records, timelines, end_s)
 
 
 def _without_steps(records: Records, timelines: Sequence[Json], end_s: float) -> Sequence[Band]:

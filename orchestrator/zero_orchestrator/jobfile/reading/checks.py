@@ -78,7 +78,8 @@ def _shared_memory(job: Job) -> Iterator[Problem]:
     if file.parameters is not None and copies:
         share = file.parameters * BYTES_PER_PARAMETER / file.nodes.min
         needed = at_least(copies * share + file.processes * SHM_OF_A_WORKER_BYTES)
-        if shm < needed:  # not fatal: the job runs, without in-memory checkpoints
+        # Not fatal: the job runs, without in-memory checkpoints.
+        if shm < needed:
             text = (
                 f"{shm} is less than the {needed} that {copies} copies of the state "
                 f"take on each of {file.nodes.min} nodes, so none would be kept in memory; write "

@@ -37,7 +37,8 @@ def write(files: Mapping[str, str], directory: Path) -> list[Path]:
         path = directory / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if name.startswith(PRIVATE):  # before there is anything in it; chmod: it may exist
+            # Before there is anything in it; and again, if it was there with another mode.
+            if name.startswith(PRIVATE):
                 path.touch(mode=0o600)
                 path.chmod(0o600)
             path.write_text(text, encoding="utf-8")

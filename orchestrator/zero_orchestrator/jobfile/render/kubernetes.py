@@ -123,7 +123,8 @@ def _config_maps(job: Job) -> list[dict[str, Any]]:
         hosts = members(file).values()
         flags["PET_RDZV_ENDPOINT"] = ",".join(f"{host}:2379" for host in hosts)
     else:
-        if file.etcd.secret:  # without these, the component's own values would hold
+        # Without these, the component's own values would hold.
+        if file.etcd.secret:
             flags |= {"PET_ETCD_USER": "", "PET_ETCD_CA": "", "PET_ETCD_PASSWORD_FILE": ""}
         flags |= etcd_settings(file)
         # Pods have the files of the Secret, under their names without directories.

@@ -83,7 +83,8 @@ def _job(file: JobFile) -> Object:
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(wanted.shared_memory)}},
         {"name": "tmp", "emptyDir": {"sizeLimit": scratch}},
     ]
-    if file.checkpoint.url is not None:  # the agents write only logs beside an object store
+    # With an object store, the agents write nothing but logs here.
+    if file.checkpoint.url is not None:
         empty = {"persistentVolumeClaim": None, "emptyDir": {"sizeLimit": scratch}}
         volumes.append({"name": "checkpoints", **empty})
     elif file.checkpoint.claim is not None:
@@ -113,7 +114,8 @@ def _agent(file: JobFile) -> Object:
     """The container with the agent and its workers."""
     wanted, opens = file.resources, file.checkpoint.secret
     each: Object = {"cpu": wanted.cpu, "memory": str(wanted.memory)}
-    if wanted.gpu:  # None takes the base's own kind away
+    # None takes the base's own kind away.
+    if wanted.gpu:
         each |= {"nvidia.com/gpu": None, wanted.gpu_kind: str(wanted.gpu)}
     # Two volumes may have this size each, and a pod that exceeds its limit is evicted.
     doubled = f"{2 * wanted.scratch.size_bytes // 2**20}Mi"

@@ -258,9 +258,8 @@ class StuckRanks:
             node=hosts[0] if len(hosts) == 1 else "",
             since_step=since.step,
         )
-        return Finding(
-            verdict=verdict, over=over, facts={"ranks": list(hang.ranks), "hosts": hosts}
-        )
+        facts = {"ranks": list(hang.ranks), "hosts": hosts}
+        return Finding(verdict=verdict, over=over, facts=facts)
 
     def _ranks(self, found: Evidence) -> list[RankState]:
         """The state of each rank; of a node whose agent does not answer, that."""
