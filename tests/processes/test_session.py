@@ -67,3 +67,23 @@ def test_what_workers_print_is_shown_as_it_is_whatever_the_locale():
 def test_a_launch_goes_on_when_its_own_output_has_no_room():
     with open("/dev/full", "wb") as full:
         assert talked("utf-8", full).returncode == 0
+
+
+UNREACHED = """
+import sys
+from zero_agent.launch.runners import Command
+from zero_agent.launch.session import Session
+sys.exit(Session([Command(where="w1", argv=("sh", "-c", "echo tried; exit 255"))], print).run())
+"""
+
+
+def test_a_launch_whose_only_connection_is_lost_ends_and_is_not_tried_without_end():
+    done = subprocess.run(
+        [sys.executable, "-c", UNREACHED],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (255, "tried\n")

@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.hostfile is not None or path.is_file():
         chosen = {"num_nodes": args.num_nodes, "num_slots": args.num_gpus}
         hosts = select(read_hostfile(path), include=args.include, exclude=args.exclude, **chosen)
-    elif args.include or args.exclude or args.num_nodes not in (None, 1):
+    elif args.include or args.exclude or not (args.no_ssh or args.num_nodes in (None, 1)):
         raise SpecError("--include, --exclude, --num-nodes: of which hosts? give --hostfile")
     if args.no_ssh:
         return _go_on_as(_own_agent(args, hosts), args)

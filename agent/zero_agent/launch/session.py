@@ -52,7 +52,7 @@ class _Host:
     @property
     def again(self) -> bool:
         """Whether the host was lost, and will be tried again."""
-        return self.process is None and self.code == LOST
+        return self.process is None and self.code == LOST and self.losses > 0
 
 
 @dataclass

@@ -303,3 +303,11 @@ def test_a_host_that_is_not_in_the_hostfile_is_refused_with_the_numbers_there_ar
         main([*where, "--node-rank=2", "s.py"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "zero-ctl launch: --node-rank=2: with 2 hosts write 0 to 1\n"
+
+
+def test_every_host_may_be_started_by_itself_with_their_number_instead_of_a_hostfile(capsys):
+    where = ["--no-ssh", "--num-nodes=2", "--node-rank=1", "--master-addr=zero-a"]
+    with pytest.raises(SystemExit) as ended:
+        main([*where, "--dry-run", "s.py"])
+    assert ended.value.code == 0
+    assert " --nnodes=2 --node-rank=1 --master-addr=zero-a " in capsys.readouterr().out
