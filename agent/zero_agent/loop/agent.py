@@ -225,7 +225,7 @@ class Agent:
             status=self.status,
             used_ns=self._told.time.settled_ns(),
             progress=steps.last,
-            step_times=steps.times.read(),
+            step_times=steps.times.by_rank,
             spent=steps.spent,
             etcd=self._store.durations,
             memory=self._ram.use(),

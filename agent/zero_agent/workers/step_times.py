@@ -26,10 +26,11 @@ class _Last:
 
 
 class StepTimes:
-    """The histograms of all ranks that this node has had; `read` may be called on any thread."""
+    """The histograms of all ranks that this node has had."""
 
     def __init__(self) -> None:
-        self._by_rank: Mapping[int, Histogram] = {}
+        self.by_rank: Mapping[int, Histogram] = {}
+        """Replaced, and so read on any thread."""
         self.counts: dict[int, dict[int, int]] = {}
         """By rank, the steps of this round in the buckets of `pace`."""
         self._last: dict[int, _Last] = {}
@@ -55,14 +56,10 @@ class StepTimes:
         if last is None:
             return None
         duration_s = max(0.0, now_s - last.at_s - last.saving_s - saving_s)
-        known = self._by_rank.get(rank, Histogram())
-        self._by_rank = {**self._by_rank, rank: known.add(duration_s)}
+        known = self.by_rank.get(rank, Histogram())
+        self.by_rank = {**self.by_rank, rank: known.add(duration_s)}
         self.counts[rank] = add_up([self.counts.get(rank, {}), {bucket(duration_s): 1}])
         return duration_s
-
-    def read(self) -> Mapping[int, Histogram]:
-        """The histogram of each rank."""
-        return self._by_rank
 
 
 def _grown(record: T, **by: float) -> T:

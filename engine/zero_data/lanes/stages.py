@@ -139,18 +139,17 @@ class _Mixing(Iterator[Any]):
             for sample in self._readers[name]:
                 self._number += 1
                 return sample
-            if ending != "restart":
-                self._over.append(name)
-                continue
-            self._restarts[name] += 1
-            if all(self._restarts.values()):
-                self._over = list(self._readers)
-                continue
-            self._readers[name] = self._mixture.begin(name, self._place, self._restarts[name], None)
-            for sample in self._readers[name]:
-                self._number += 1
-                return sample
-            self._over.append(name)  # it has nothing for this lane
+            if ending == "restart":
+                restarts = self._restarts[name] = self._restarts[name] + 1
+                if all(self._restarts.values()):
+                    self._over = list(self._readers)
+                    continue
+                self._readers[name] = self._mixture.begin(name, self._place, restarts, None)
+                for sample in self._readers[name]:
+                    self._number += 1
+                    return sample
+            # Of one that begins again, too: it has nothing for this lane.
+            self._over.append(name)
         raise StopIteration
 
     def _choose(self) -> str:

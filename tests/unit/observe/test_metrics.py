@@ -157,7 +157,7 @@ def test_the_metrics_of_a_node_are_those_of_its_agent_and_workers():
     progress = Progress(step=3, samples=24, loss=0.5, gradient_norm=1.5, tokens=900)
     now = readings(
         progress=progress,
-        step_times=steps.read(),
+        step_times=steps.by_rank,
         used_ns={Use.SAVING: 4 * 10**9},
         memory=MemoryUse(used_bytes=10, budget_bytes=20),
         spent={
@@ -217,6 +217,6 @@ def test_the_first_step_of_a_round_is_in_no_histogram():
     steps.add(0, 1.0, None)
     steps.begin()
     steps.add(0, 500.0, None)
-    assert steps.read() == {}
+    assert steps.by_rank == {}
     steps.add(0, 501.0, None)
-    assert steps.read()[0].sum_s == 1.0
+    assert steps.by_rank[0].sum_s == 1.0
