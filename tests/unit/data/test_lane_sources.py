@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from tests.support.lanes import read, resumed
+from tests.support.lanes import read, resumed, trained
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data import Lanes
 from zero_data.lanes import Shuffle
@@ -189,6 +189,25 @@ def test_data_that_draws_random_numbers_is_read_alike_by_all(kind, size, lanes, 
     assert sorted(number for lane in whole for number, *_ in lane) == list(range(size))
     rest = resumed(kind(size), lanes, [cut] * lanes, group=group)
     assert rest == [lane[cut:] for lane in whole]
+
+
+class Permuted(Divided):
+    """Divides itself, and draws its order by numpy where its iterator is made."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        own = range(info.id, self.size, info.num_workers)
+        return iter([own[place] for place in np.random.permutation(len(own))])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_an_order_that_numpy_draws_at_the_begin_of_a_lane_is_the_same_on_any_rank(world):
+    options = {"batch_size": 2, "lanes": 4}
+    whole = trained(lambda: Permuted(32), 1, until=4, **options)
+    assert sorted(chain(*whole.steps)) == list(range(32))
+    begun = trained(lambda: Permuted(32), 1, until=2, **options)
+    rest = trained(lambda: Permuted(32), world, until=4, state=begun.state, **options)
+    assert rest.steps == whole.steps[2:]
 
 
 def test_lanes_of_a_process_read_data_that_does_not_divide_itself_once():
