@@ -6,29 +6,39 @@ import resource
 
 import pytest
 
-from tests.numerics.heap_faults import ROWS
+from tests.numerics.heap_faults import ROWS, WIDE
 from tests.numerics.peak_memory import LAYERS, WIDTH
 from tests.support.fresh import run_module
 from zero_comm.exchange.cpu.malloc import is_set
 
-_ACTIVATIONS = LAYERS * ROWS * WIDTH * 4 // resource.getpagesize()
-"""Pages that hold the outputs of the layers."""
+_MATRIX_BYTES = WIDE * WIDE * 4
+_PAGES = {
+    "activations": LAYERS * ROWS * WIDTH * 4 // resource.getpagesize(),
+    "parameters": _MATRIX_BYTES // resource.getpagesize(),
+}
+"""Those that hold the outputs of the layers; and one wide matrix, or its gradient."""
 
 
-def faults(**environment: str) -> int:
-    """Those of one step of a fresh process."""
-    found: int = run_module("tests.numerics.heap_faults", environment=environment)
-    return found
+def measured(kind: str, **environment: str) -> tuple[int, int]:
+    """Faults of one step of a fresh process, and the bytes that its fork gives back."""
+    faults, given_back = run_module("tests.numerics.heap_faults", kind, environment)
+    return faults, given_back
 
 
 @pytest.mark.full
-def test_a_step_uses_the_memory_of_the_step_before() -> None:
-    assert faults() < _ACTIVATIONS // 10
+@pytest.mark.parametrize("kind", _PAGES)
+def test_a_step_uses_the_memory_of_the_step_before_and_no_loading_process_holds_it(
+    kind: str,
+) -> None:
+    faults, given_back = measured(kind)
+    assert faults < _PAGES[kind] // 10
+    assert given_back > _MATRIX_BYTES // 2
 
 
 @pytest.mark.full
 def test_what_the_environment_says_of_malloc_holds() -> None:
-    assert faults(MALLOC_TRIM_THRESHOLD_="131072") > _ACTIVATIONS
+    faults, _ = measured("activations", MALLOC_TRIM_THRESHOLD_="131072")
+    assert faults > _PAGES["activations"]
 
 
 @pytest.mark.parametrize(
