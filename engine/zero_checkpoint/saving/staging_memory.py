@@ -51,14 +51,23 @@ class PrivateStaging:
     path = None
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """Allocate memory; the kernel allocates each page when it is written to."""
+        """Allocate memory; the kernel allocates each page when it is written to.
+
+        Raises:
+            NoStagingMemory: The machine has too little of it, or gives this process no more.
+        """
         free = available_bytes()
         if free < size_bytes:
             raise NoStagingMemory(
                 f"this machine has {free >> 20} MiB of memory left, the state takes "
                 f"{size_bytes >> 20} MiB; give it, or the container that this is in, more"
             )
-        return zeros(size_bytes)
+        try:
+            return zeros(size_bytes)
+        except OSError as error:  # a limit of this process (ulimit -v), or strict overcommit
+            raise NoStagingMemory(
+                f"no memory for a copy of the state, {size_bytes >> 20} MiB: {error.strerror}"
+            ) from error
 
     def release(self) -> None:
         """Do nothing: the memory is freed when it is unmapped."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -245,6 +247,17 @@ def test_more_than_the_container_has_left_is_said_and_not_taken(tmp_path):
         pytest.raises(NoStagingMemory, match="has 0 MiB of memory left, the state takes 8 MiB"),
     ):
         PrivateStaging().reserve(8 << 20)
+
+
+def test_where_the_process_may_have_no_more_memory_training_waits_for_the_save():
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), before[1]))
+    try:
+        with pytest.raises(NoStagingMemory, match="no memory for a copy of the state, 256 MiB"):
+            PrivateStaging().reserve(256 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def test_what_the_kernel_drops_when_memory_is_needed_is_left(tmp_path):
