@@ -121,7 +121,7 @@ def encode(record: Any) -> str:
 
 
 def _members(value: Any) -> Any:
-    """What json cannot encode, as what it can."""
+    """A value that `json` cannot encode, as one that it can."""
     # Not by `to_builtins`, which leaves out fields that have been decoded as defaults.
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

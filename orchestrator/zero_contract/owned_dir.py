@@ -183,6 +183,7 @@ def _check_left(lock_file: int, path: Path, *, can_lock: bool) -> None:
     if kernel not in (b"", _BOOT_ID.read_bytes()):
         raise DirectoryTaken(path, Taken.OTHER_KERNEL)
     if not kernel and any(one.name != OWNER for one in path.iterdir()):
+        # This call may have made the file: somebody else's directory stays as it was.
         (path / OWNER).unlink()
         raise DirectoryTaken(path, Taken.NEVER_OWNED)
 

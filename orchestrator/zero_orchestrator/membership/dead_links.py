@@ -53,7 +53,7 @@ class SetAside(Record):
 
 
 def unreached(dead: Iterable[Pair]) -> dict[str, set[str]]:
-    """The nodes that have a dead link, and the other ends of each one's."""
+    """Each node that has a dead link, and the nodes at the other ends."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for pair in dead:
         for node in pair:

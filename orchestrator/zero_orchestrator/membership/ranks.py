@@ -70,6 +70,7 @@ def _grouped(nodes: Sequence[str], paths: Mapping[str, Path]) -> list[str]:
     for index, node in enumerate(nodes):
         for prefix in _prefixes(node, paths):
             first.setdefault(prefix, index)
+    # A node whose place in the network is unknown comes where it arrived.
     keys = {
         node: [first[prefix] for prefix in _prefixes(node, paths)] or [index]
         for index, node in enumerate(nodes)

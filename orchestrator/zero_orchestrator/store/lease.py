@@ -147,10 +147,11 @@ class LeaseKeeper:
 
 
 def _call_back(callback: Callable[[str], None], reason: str) -> None:
-    """Call back; an exception of the callback must not stop the refreshes."""
+    """Call back, and log what the callback raises."""
+    # The caller is the thread that refreshes the lease: it has to go on.
     try:
         callback(reason)
-    except Exception:  # the lease is still to be kept alive
+    except Exception:
         _log.exception("a callback of the lease keeper failed")
 
 
